@@ -1,0 +1,41 @@
+"""Reversible preparation of quantized models for training.
+
+Example:
+    >>> from kbitwrap import KbitPreparedModel, Precision
+"""
+
+from .config import Precision, PrepareConfig
+from .drop_in import prepare_model_for_kbit_training, restore
+from .errors import (
+    ConfigError,
+    EditError,
+    KbitWrapError,
+    MemoryBudgetError,
+    RestoreError,
+    StateError,
+    UnsupportedModelError,
+)
+from .plan import Plan, build_plan
+from .prepared import KbitPreparedModel, LifecycleState, prepared_of
+from .report import RestoreReport, StateDiff
+
+__all__ = [
+    "ConfigError",
+    "EditError",
+    "KbitPreparedModel",
+    "KbitWrapError",
+    "LifecycleState",
+    "MemoryBudgetError",
+    "Plan",
+    "Precision",
+    "PrepareConfig",
+    "RestoreError",
+    "RestoreReport",
+    "StateDiff",
+    "StateError",
+    "UnsupportedModelError",
+    "build_plan",
+    "prepare_model_for_kbit_training",
+    "prepared_of",
+    "restore",
+]

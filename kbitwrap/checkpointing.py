@@ -1,0 +1,215 @@
+"""Activation checkpointing, and the input-gradient hooks that only its reentrant form needs."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from .edits import AttributesChange, EditBase
+from .errors import UnsupportedModelError
+from .journal import Resume
+
+
+def make_inputs_require_grad(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    """Forward hook: let gradients flow back to a frozen embedding's output, as reentrant checkpointing needs."""
+    output.requires_grad_(True)
+
+
+_INPUT_GRADIENT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
+_HOOK_DICTS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+
+
+def input_gradient_hooks(module: nn.Module) -> list[int]:
+    """The ids of a module's input-gradient hooks: those of transformers, of PEFT and of kbitwrap."""
+    return [
+        key for key, hook in module._forward_hooks.items() if getattr(hook, "__name__", None) in _INPUT_GRADIENT_HOOKS
+    ]
+
+
+class HooksChange:
+    """The input-gradient hooks as they were: every later one goes, whoever left it; all other hooks stay.
+
+    A hook keeps its id when its module is copied, so that one set of ids tells old from new everywhere.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._modules = weakref.WeakSet(model.modules())
+        self.before = {key for module in self._modules for key in input_gradient_hooks(module)}
+
+    def _affected(self) -> dict[nn.Module, list[int]]:
+        model = self._model()
+        modules = [*self._modules, *(model.modules() if model is not None else ())]
+        return {m: new for m in modules if (new := [k for k in input_gradient_hooks(m) if k not in self.before])}
+
+    def added(self) -> bool:
+        """Whether an input-gradient hook was added since."""
+        return bool(self._affected())
+
+    def undo(self) -> None:
+        """Remove the hooks added since."""
+        self.remove_added(keep_one=False)
+
+    def remove_added(self, *, keep_one: bool) -> None:
+        """Remove the hooks added since: all, or as many as leave one on each module, an older one before the newest."""
+        for module, keys in self._affected().items():
+            keeps_newest = keep_one and not self.before.intersection(module._forward_hooks)
+            for key in keys[:-1] if keeps_newest else keys:
+                for name in _HOOK_DICTS:
+                    getattr(module, name, {}).pop(key, None)
+
+    def suspend(self) -> Resume:
+        """Remove the hooks added since; resuming puts them back in the order they had."""
+        saved = [
+            (getattr(module, name), list(getattr(module, name).items()))
+            for module in self._affected()
+            for name in _HOOK_DICTS
+            if hasattr(module, name)
+        ]
+        self.undo()
+
+        def resume() -> None:
+            for hooks, items in saved:
+                kept = [(k, v) for k, v in hooks.items() if k not in dict(items)]
+                removed_since = {k for k, _ in items if k not in hooks and k in self.before}
+                hooks.clear()
+                hooks.update([(k, v) for k, v in items if k not in removed_since] + kept)
+
+        return resume
+
+
+CHECKPOINTING_ATTRIBUTES = (
+    "gradient_checkpointing",
+    "_gradient_checkpointing_func",
+    "_require_grads_hooks",
+    "_require_grads_hook",
+)
+
+
+class CheckpointingChange:
+    """Checkpointing attributes and input-gradient hooks as they were."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.hooks = HooksChange(model)
+        self.attributes = AttributesChange(model, CHECKPOINTING_ATTRIBUTES)
+
+    def undo(self) -> None:
+        """Put both back."""
+        self.hooks.undo()
+        self.attributes.undo()
+
+    def suspend(self) -> Resume:
+        """Put both back for a while."""
+        hooks = self.hooks.suspend()
+        attributes = self.attributes.suspend()
+
+        def resume() -> None:
+            attributes()
+            hooks()
+
+        return resume
+
+
+def checkpointing_method(model: nn.Module) -> tuple[Callable[..., Any], str | None] | None:
+    """The method that enables checkpointing, and the name of its keyword for the checkpointing call's arguments.
+
+    transformers 5 renamed the method and warns on the old name. A model that overrides the old one, as remote code
+    does, is still to be called by it.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The bound method with the keyword (``None`` where it takes none), or ``None`` where there is no method.
+    """
+    old = getattr(model, "gradient_checkpointing_enable", None)
+    new = getattr(model, "activation_checkpointing_enable", None)
+    is_overridden = getattr(model, "_is_overridden", None)
+    if new is not None and not (callable(is_overridden) and is_overridden("gradient_checkpointing_enable")):
+        return new, "activation_checkpointing_kwargs"
+    if old is None:
+        return None
+    takes_kwargs = "gradient_checkpointing_kwargs" in inspect.signature(old).parameters
+    return old, "gradient_checkpointing_kwargs" if takes_kwargs else None
+
+
+def refuse_without_checkpointing(model: nn.Module) -> None:
+    """Raise for a model that cannot be checkpointed.
+
+    Args:
+        model: The model.
+
+    Raises:
+        UnsupportedModelError: It says so itself, has no method to enable it, or no layer that listens.
+    """
+    name = type(model).__name__
+    remedy = "prepare it with gradient_checkpointing=False"
+    if checkpointing_method(model) is None:
+        raise UnsupportedModelError(f"{name} has no method that enables activation checkpointing; {remedy}")
+    if getattr(model, "supports_gradient_checkpointing", None) is False:
+        raise UnsupportedModelError(f"{name} does not support activation checkpointing; {remedy}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint(EditBase):
+    """Enable activation checkpointing, and hook the input embeddings exactly where that is asked for."""
+
+    model: weakref.ref[nn.Module] = field(repr=False)
+    enable: bool = True
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    hook_inputs: bool = False
+    _change: list[CheckpointingChange] = field(default_factory=list, repr=False, compare=False)
+
+    def capture(self) -> CheckpointingChange:
+        """Record attributes and hooks."""
+        model = self.model()
+        assert model is not None
+        self._change[:] = [CheckpointingChange(model)]
+        return self._change[0]
+
+    def apply(self) -> None:
+        """Enable, then settle the hooks: transformers' enabling installs them again, needed or not."""
+        model = self.model()
+        assert model is not None
+        change = self._change[0]
+        attributes = AttributesChange(model, CHECKPOINTING_ATTRIBUTES[2:])
+        if self.hook_inputs:
+            _hook_inputs(model)
+        if self.enable:
+            _enable_checkpointing(model, self.kwargs)
+        change.hooks.remove_added(keep_one=self.hook_inputs)
+        if not change.hooks.added():
+            attributes.undo()
+
+
+def _hook_inputs(model: nn.Module) -> None:
+    enable = getattr(model, "enable_input_require_grads", None)
+    if enable is not None:
+        enable()
+    else:
+        model.get_input_embeddings().register_forward_hook(make_inputs_require_grad)  # type: ignore[operator]
+
+
+def _enable_checkpointing(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    found = checkpointing_method(model)
+    if found is None:
+        raise UnsupportedModelError(f"{type(model).__name__} has no method that enables activation checkpointing")
+    method, keyword = found
+    if keyword is not None:
+        method(**{keyword: dict(kwargs)})
+        return
+    if kwargs:
+        warnings.warn(
+            f"gradient_checkpointing_kwargs is not supported by {type(model).__name__}, so {dict(kwargs)} is ignored; "
+            "a newer transformers takes them",
+            FutureWarning,
+            stacklevel=2,
+        )
+    method()

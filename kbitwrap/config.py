@@ -1,0 +1,190 @@
+"""What a preparation is asked to do: ``Precision`` and ``PrepareConfig``."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from .errors import ConfigError
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+
+
+class Precision(str, Enum):
+    """Where float32 is used in a prepared model, and what it costs.
+
+    Example:
+        >>> from kbitwrap import Precision
+        >>> Precision("norms") is Precision.NORMS
+        True
+    """
+
+    FULL = "full"
+    """PEFT's: every unquantized half-precision parameter is *stored* in float32, twice its bytes."""
+    NORMS = "norms"
+    """Norms compute in float32 and return what the unprepared norm returns; nothing more is stored."""
+    NONE = "none"
+    """As loaded: freezing and checkpointing only."""
+
+    __str__ = str.__str__
+
+
+def parse_bytes(value: int | str) -> int:
+    """Read a number of bytes.
+
+    Args:
+        value: An integer in bytes, or a string such as ``"512MiB"`` (powers of 1024) or ``"8 GB"`` (powers of 1000).
+
+    Returns:
+        The number of bytes.
+
+    Raises:
+        ConfigError: It is neither, or it is negative.
+
+    Example:
+        >>> parse_bytes("512MiB")
+        536870912
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        if match and match[2].lower() in _UNITS:
+            return int(float(match[1]) * _UNITS[match[2].lower()])
+    raise ConfigError(
+        f"expected a number of bytes such as 536870912 or '512MiB', found {value!r}; "
+        "units are B, KB, MB, GB, TB (powers of 1000) and KiB, MiB, GiB, TiB (powers of 1024)"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareConfig:
+    """The settings of one preparation. Every field is also a keyword of ``KbitPreparedModel`` and ``build_plan``.
+
+    Args:
+        precision: A ``Precision`` or its value.
+        freeze: Set ``requires_grad=False`` on the base parameters. Adapter parameters are never touched.
+        gradient_checkpointing: Enable activation checkpointing. A quantized model that does not support it is
+            refused with ``UnsupportedModelError`` before anything changes.
+        gradient_checkpointing_kwargs: Passed to ``torch.utils.checkpoint.checkpoint``.
+        input_require_grads: ``None`` hooks the input embeddings only where reentrant checkpointing needs it;
+            ``True`` and ``False`` force it.
+        norm_modules: Further norms: classes, or class-name patterns (regular expressions, matched in full).
+        memory_budget: Bytes, or a string such as ``"512MiB"``. A plan whose peak is over it raises
+            ``MemoryBudgetError`` before anything changes.
+        keep_originals: Keep a host copy of every parameter that is cast, so that ``restore(trained="discard")`` can
+            put values back that training changed. Costs the parameters' original bytes in host memory.
+        empty_cache: Return freed blocks to the device after preparing and restoring.
+        progress: Show a progress bar over long work, on standard error.
+
+    Raises:
+        ConfigError: A value that cannot be meant.
+
+    Example:
+        >>> from kbitwrap import PrepareConfig
+        >>> PrepareConfig(precision="full").precision
+        <Precision.FULL: 'full'>
+    """
+
+    precision: Precision = Precision.NORMS
+    freeze: bool = True
+    gradient_checkpointing: bool = True
+    gradient_checkpointing_kwargs: Mapping[str, Any] = field(default_factory=lambda: {"use_reentrant": False})
+    input_require_grads: bool | None = None
+    norm_modules: tuple[type | str, ...] = ()
+    memory_budget: int | str | None = None
+    keep_originals: bool = False
+    empty_cache: bool = True
+    progress: bool = False
+
+    def __post_init__(self) -> None:
+        self._set("precision", self._as_precision(self.precision))
+        for name in ("freeze", "gradient_checkpointing", "keep_originals", "empty_cache", "progress"):
+            self._expect(name, isinstance(getattr(self, name), bool), "True or False")
+        self._expect("input_require_grads", self.input_require_grads in (None, True, False), "None, True or False")
+        kwargs = self.gradient_checkpointing_kwargs
+        self._expect(
+            "gradient_checkpointing_kwargs",
+            isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs),
+            "a mapping of keyword arguments of torch.utils.checkpoint.checkpoint",
+        )
+        self._set("gradient_checkpointing_kwargs", dict(kwargs))
+        if isinstance(self.norm_modules, (type, str)):
+            self._set("norm_modules", (self.norm_modules,))
+        self._expect(
+            "norm_modules",
+            isinstance(self.norm_modules, (tuple, list)) and all(isinstance(m, (type, str)) for m in self.norm_modules),
+            "a tuple of classes or class-name patterns",
+        )
+        self._set("norm_modules", tuple(self.norm_modules))
+        for pattern in self.norm_modules:
+            if isinstance(pattern, str):
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    raise ConfigError(f"norm_modules: {pattern!r} is not a regular expression: {error}") from error
+        if self.memory_budget is not None:
+            parse_bytes(self.memory_budget)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _expect(self, name: str, is_valid: bool, expected: str) -> None:
+        if not is_valid:
+            raise ConfigError(f"{name}: expected {expected}, found {getattr(self, name)!r}")
+
+    @staticmethod
+    def _as_precision(value: object) -> Precision:
+        try:
+            return Precision(value)
+        except ValueError:
+            values = ", ".join(repr(precision.value) for precision in Precision)
+            raise ConfigError(f"precision: expected one of {values}, found {value!r}") from None
+
+    @property
+    def memory_budget_bytes(self) -> int | None:
+        """The memory budget in bytes, or ``None``."""
+        return None if self.memory_budget is None else parse_bytes(self.memory_budget)
+
+    @classmethod
+    def of(cls, config: PrepareConfig | None, fields: Mapping[str, Any]) -> PrepareConfig:
+        """Merge a config with fields given as keywords; the keywords win.
+
+        Args:
+            config: The config to start from, or ``None`` for the defaults.
+            fields: Field values by name.
+
+        Returns:
+            The merged config.
+
+        Raises:
+            ConfigError: A name is no field, or a value cannot be meant.
+        """
+        if config is not None and not isinstance(config, PrepareConfig):
+            raise ConfigError(
+                f"config: expected a PrepareConfig or None, found {type(config).__name__}; "
+                "give single settings as keywords, such as precision='norms'"
+            )
+        names = [f.name for f in dataclasses.fields(cls)]
+        for name in fields:
+            if name not in names:
+                close = difflib.get_close_matches(name, names, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"the fields are {', '.join(names)}"
+                raise ConfigError(f"unknown field {name!r}; {hint}")
+        return dataclasses.replace(config or cls(), **fields)

@@ -1,0 +1,103 @@
+"""PEFT's function, with a way back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from .config import Precision, PrepareConfig
+from .errors import StateError
+from .prepared import KbitPreparedModel, TrainedPolicy, empty_cache, prepared_of
+from .quantization import detect_as_peft
+from .report import RestoreReport
+
+
+# TRL reads the names of this function's parameters, and of its local variables too: it takes no others.
+def prepare_model_for_kbit_training(
+    model: nn.Module,
+    use_gradient_checkpointing: bool = True,
+    gradient_checkpointing_kwargs: Mapping[str, Any] | None = None,
+    auto_clear_cache: bool = True,
+    *,
+    precision: Precision | str = "full",
+) -> nn.Module:
+    """Prepare a model as ``peft.prepare_model_for_kbit_training`` does, with the same numbers, and a way back.
+
+    Every parameter is frozen, adapters included; half parameters outside the quantized storage are cast to float32;
+    a model that is quantized, by the attributes that PEFT reads, is checkpointed. ``kbitwrap.restore(model)`` undoes
+    it, ``kbitwrap.prepared_of(model)`` finds its record. A second call on the same model is applied on top of the
+    first; ``restore`` returns to before the first. The one difference from PEFT: no input-gradient hook is left
+    orphaned, and none is installed where checkpointing is not reentrant.
+
+    What it costs: ``"full"``, as PEFT, twice the bytes of every unquantized half parameter; ``"norms"`` and ``"none"``
+    nothing.
+
+    Args:
+        model: The model; changed in place.
+        use_gradient_checkpointing: Enable activation checkpointing if the model is quantized.
+        gradient_checkpointing_kwargs: Passed to ``torch.utils.checkpoint.checkpoint``; its default is reentrant.
+        auto_clear_cache: Return freed blocks to the CUDA device once, after the casts.
+        precision: A ``Precision`` or its value; ``"full"`` is PEFT's.
+
+    Returns:
+        The same model object.
+
+    Raises:
+        UnsupportedModelError: The model is sharded, on the meta device, or quantized without support for
+            checkpointing that was asked for.
+        EditError: An edit failed; the model is as it was.
+
+    Example:
+        >>> import warnings, torch, kbitwrap
+        >>> warnings.simplefilter("ignore", UserWarning)  # it says that this model is not quantized
+        >>> model = kbitwrap.prepare_model_for_kbit_training(torch.nn.Linear(4, 4).half())
+        >>> model.weight.dtype, model.weight.requires_grad
+        (torch.float32, False)
+        >>> _ = kbitwrap.restore(model)
+        >>> model.weight.dtype, model.weight.requires_grad
+        (torch.float16, True)
+    """
+    _prepare(model, use_gradient_checkpointing, gradient_checkpointing_kwargs, auto_clear_cache, precision)
+    return model
+
+
+def _prepare(
+    model: nn.Module,
+    use_gradient_checkpointing: bool,
+    kwargs: Mapping[str, Any] | None,
+    auto_clear_cache: bool,
+    precision: Precision | str,
+) -> None:
+    config = PrepareConfig(
+        precision=precision,  # type: ignore[arg-type]
+        gradient_checkpointing=bool(use_gradient_checkpointing),
+        gradient_checkpointing_kwargs=kwargs or {},
+        empty_cache=False,
+    )
+    wrapper = KbitPreparedModel.as_peft(model, config)
+    if auto_clear_cache and detect_as_peft(model).casts:
+        empty_cache()
+    if not wrapper.plan.is_quantized:
+        warnings.warn(wrapper.plan.warnings[0], UserWarning, stacklevel=4)
+
+
+def restore(model: nn.Module, trained: TrainedPolicy = "keep") -> RestoreReport:
+    """Undo ``prepare_model_for_kbit_training``, or whatever wrapper holds the model.
+
+    Args:
+        model: The model that was prepared, or what was wrapped around it since (a ``PeftModel``).
+        trained: As in ``KbitPreparedModel.restore``.
+
+    Returns:
+        What was found.
+
+    Raises:
+        StateError: The model is not prepared.
+    """
+    wrapper = prepared_of(model)
+    if wrapper is None:
+        raise StateError(f"this {type(model).__name__} is not prepared, so there is nothing to restore")
+    return wrapper.restore(trained)

@@ -1,0 +1,388 @@
+"""The edits of modules: record, freeze, compute in float32, hold. Storage and checkpointing have rooms of their own.
+
+Records hold modules and parameters weakly: what others replace, such as a weight that a merge requantizes, is freed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from torch import nn
+
+from .journal import MISSING, Resume
+from .precision import Float32Forward, forward_slot
+from .quantization import RuntimeChange
+from .roles import Role
+from .topology import NamedTensor, canonical_fqn
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class EditBase:
+    """What every edit can say of itself.
+
+    Attributes:
+        action: What is done: ``"record"``, ``"freeze"``, ``"store"``, ``"compute"`` or ``"checkpoint"``.
+        fqns: The fully qualified names of what it is done to.
+        role: The part that these play, where they all play the same.
+        added_bytes: Bytes that the edit adds and that stay until it is undone.
+        transient_bytes: The most bytes that are live while the edit is made, above those before it.
+    """
+
+    action: str
+    fqns: tuple[str, ...]
+    role: Role | None = None
+    added_bytes: int = 0
+    transient_bytes: int = 0
+
+    def describe(self) -> str:
+        """Say in one line what the edit does, and to what."""
+        shown = ", ".join(name or "the model" for name in self.fqns[:3])
+        more = f" and {len(self.fqns) - 3} more" if len(self.fqns) > 3 else ""
+        return f"{self.action} {shown}{more}"
+
+
+class ModuleRecord(Generic[T]):
+    """A value for each module of a model, found again through wrappers, copies and merges.
+
+    Args:
+        model: The model.
+        read: What to record of a module.
+    """
+
+    def __init__(self, model: nn.Module, read: Callable[[nn.Module], T]) -> None:
+        self._model = weakref.ref(model)
+        self._by_module: weakref.WeakKeyDictionary[nn.Module, T] = weakref.WeakKeyDictionary()
+        self._by_name: dict[str, tuple[type, T]] = {}
+        for fqn, module in model.named_modules(remove_duplicate=False):
+            if module not in self._by_module:
+                self._by_module[module] = read(module)
+            self._by_name[canonical_fqn(fqn)] = (type(module), self._by_module[module])
+
+    def recorded(self) -> list[tuple[nn.Module, T]]:
+        """The modules recorded that are still alive, each with its value."""
+        return list(self._by_module.items())
+
+    def get(self, module: nn.Module) -> T | None:
+        """The value of a recorded module, or ``None``."""
+        return self._by_module.get(module)
+
+    def stand_ins(self) -> Iterator[tuple[nn.Module, T]]:
+        """Modules of the live model that are not recorded and stand, by name and class, where a recorded one stood.
+
+        These are the copies that PEFT makes for ``modules_to_save``: beside the original or in its place.
+        """
+        model = self._model()
+        for fqn, module in model.named_modules() if model is not None else ():
+            if module not in self._by_module:
+                cls, value = self._by_name.get(canonical_fqn(fqn), (None, None))
+                if cls is type(module):
+                    yield module, value  # type: ignore[misc]
+
+    def affected(self) -> list[tuple[nn.Module, T]]:
+        """Everything that an undo reaches: what was recorded, and what stands in for it."""
+        return [*self.recorded(), *self.stand_ins()]
+
+
+def _write_attribute(fields: dict[str, Any], name: str, value: Any) -> None:
+    """Set an instance attribute, or remove it where it was ``MISSING``."""
+    if value is MISSING:
+        fields.pop(name, None)
+    else:
+        fields[name] = value
+
+
+class AttributesChange:
+    """Instance attributes as they were: restored by value, and absent again where they were absent."""
+
+    def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
+        self.names = names
+        self.record = ModuleRecord(model, self._read)
+
+    def _read(self, module: nn.Module) -> tuple[Any, ...]:
+        return tuple(vars(module).get(name, MISSING) for name in self.names)
+
+    def _write(self, module: nn.Module, values: Iterable[Any]) -> None:
+        for name, value in zip(self.names, values, strict=True):
+            _write_attribute(vars(module), name, value)
+
+    def undo(self) -> None:
+        """Write the recorded values, on stand-ins too."""
+        for module, values in self.record.affected():
+            self._write(module, values)
+
+    def suspend(self) -> Resume:
+        """Write the recorded values; resuming writes those of now."""
+        current = [(module, self._read(module)) for module, _ in self.record.affected()]
+        self.undo()
+
+        def resume() -> None:
+            for module, values in current:
+                self._write(module, values)
+
+        return resume
+
+
+class FlagsChange:
+    """``requires_grad`` flags as they were."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.flags = [(weakref.ref(p), p.requires_grad) for p in parameters]
+
+    def turned_on_by_undo(self) -> int:
+        """How many live parameters ``undo`` would make trainable."""
+        return sum(flag and (p := ref()) is not None and not p.requires_grad for ref, flag in self.flags)
+
+    def undo(self) -> None:
+        """Set the recorded flags."""
+        for reference, flag in self.flags:
+            parameter = reference()
+            if parameter is not None and parameter.requires_grad != flag and parameter.is_leaf:
+                parameter.requires_grad_(flag)
+
+    def suspend(self) -> Resume:
+        """Set the recorded flags; resuming sets those of now."""
+        current = FlagsChange(p for ref, _ in self.flags if (p := ref()) is not None)
+        self.undo()
+        return current.undo
+
+
+@dataclass(frozen=True, kw_only=True)
+class Freeze(EditBase):
+    """Record every base parameter's ``requires_grad``, and set it false where asked."""
+
+    tensors: tuple[weakref.ref[nn.Parameter], ...] = field(default=(), repr=False)
+    freeze: bool = True
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for ref in self.tensors if (p := ref()) is not None]
+
+    def capture(self) -> FlagsChange:
+        """Record the flags."""
+        return FlagsChange(self._parameters())
+
+    def apply(self) -> None:
+        """Set the flags."""
+        if self.freeze:
+            for parameter in self._parameters():
+                parameter.requires_grad_(False)
+
+
+_RUNTIME_CONFIGS = ("config", "generation_config")
+
+
+class RecordChange:
+    """What training leaves behind beside the preparation: train mode, ``use_cache``, fields that layers rewrite."""
+
+    def __init__(self, model: nn.Module, runtime_layers: Iterable[nn.Module]) -> None:
+        self._model = weakref.ref(model)
+        self.training = ModuleRecord(model, lambda module: module.training)
+        self.layers = [RuntimeChange(layer) for layer in runtime_layers]
+        self.use_cache = [
+            (config, vars(config).get("use_cache", MISSING))
+            for module in model.modules()
+            for name in _RUNTIME_CONFIGS
+            if (config := vars(module).get(name)) is not None and hasattr(config, "__dict__")
+        ]
+
+    def undo(self) -> None:
+        """Put all of it back. Adapters keep their train mode; copies of base modules get the original's."""
+        for module, training in self.training.affected():
+            module.training = training
+        self._put_back_runtime()
+
+    def _put_back_runtime(self) -> None:
+        for layer in self.layers:
+            layer.undo()
+        for config, value in self.use_cache:
+            _write_attribute(vars(config), "use_cache", value)
+
+    def suspend(self) -> Resume:
+        """Put all of it back for a while; adapters meanwhile follow the train mode of the module they sit in."""
+        model = self._model()
+        if model is None:
+            return lambda: None
+        training = [(module, module.training) for module in model.modules()]
+        use_cache = [(config, vars(config).get("use_cache", MISSING)) for config, _ in self.use_cache]
+        layers = [layer.suspend() for layer in self.layers]
+        modes: dict[str, bool] = {}
+        for fqn, module in model.named_modules():
+            recorded = self.training.get(module)
+            modes[fqn] = modes[fqn.rpartition(".")[0]] if recorded is None else recorded
+            module.training = modes[fqn]
+        self._put_back_runtime()
+
+        def resume() -> None:
+            for module, mode in training:
+                module.training = mode
+            for config, value in use_cache:
+                _write_attribute(vars(config), "use_cache", value)
+            for layer in layers:
+                layer()
+
+        return resume
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record(EditBase):
+    """Record what training rewrites on its own; changes nothing."""
+
+    model: weakref.ref[nn.Module] = field(repr=False)
+    layers: tuple[weakref.ref[nn.Module], ...] = field(default=(), repr=False)
+
+    def capture(self) -> RecordChange:
+        """Record."""
+        model = self.model()
+        assert model is not None
+        return RecordChange(model, [layer for ref in self.layers if (layer := ref()) is not None])
+
+    def apply(self) -> None:
+        """Change nothing."""
+
+
+class ComputeChange:
+    """Forwards replaced by ``Float32Forward``, on the modules given and on the copies made of them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._installed: list[weakref.ref[Float32Forward]] = []
+
+    def install(self, module: nn.Module) -> None:
+        """Replace a module's forward."""
+        forward = Float32Forward(module)
+        self._installed.append(weakref.ref(forward))
+        vars(module)[forward_slot(module)] = forward
+
+    def _live(self) -> list[Float32Forward]:
+        """Every forward of this kind: in the live model, and on modules that have left it."""
+        model = self._model()
+        found = {id(f): f for ref in self._installed if (f := ref()) is not None}
+        for module in model.modules() if model is not None else ():
+            for value in vars(module).values():
+                if isinstance(value, Float32Forward) and value.module is module:
+                    found[id(value)] = value
+        return list(found.values())
+
+    def undo(self) -> None:
+        """Put the modules' own forwards back. One that another library wrapped meanwhile is made inert."""
+        for forward in self._live():
+            forward.is_active = False
+            for slot in ("forward", "_old_forward"):
+                if vars(forward.module).get(slot) is forward:
+                    _put_back_forward(forward, slot)
+
+    def suspend(self) -> Resume:
+        """Put the modules' own forwards back; resuming installs the same objects again."""
+        places = [
+            (forward, slot)
+            for forward in self._live()
+            for slot in ("forward", "_old_forward")
+            if vars(forward.module).get(slot) is forward
+        ]
+        live = self._live()
+        self.undo()
+
+        def resume() -> None:
+            for forward in live:
+                forward.is_active = True
+            for forward, slot in places:
+                vars(forward.module)[slot] = forward
+
+        return resume
+
+
+def _put_back_forward(forward: Float32Forward, slot: str) -> None:
+    fields = vars(forward.module)
+    if slot == "_old_forward" and forward.inner is MISSING:
+        # accelerate hooked the module while it was prepared: its record of the forward becomes the class's own.
+        fields[slot] = type(forward.module).forward.__get__(forward.module)
+    else:
+        _write_attribute(fields, slot, forward.inner)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeInFloat32(EditBase):
+    """Make modules compute in float32 from their half parameters."""
+
+    model: weakref.ref[nn.Module] = field(repr=False)
+    modules: tuple[weakref.ref[nn.Module], ...] = field(default=(), repr=False)
+    _change: list[ComputeChange] = field(default_factory=list, repr=False, compare=False)
+
+    def capture(self) -> ComputeChange:
+        """Start a record of the forwards replaced."""
+        model = self.model()
+        assert model is not None
+        self._change[:] = [ComputeChange(model)]
+        return self._change[0]
+
+    def apply(self) -> None:
+        """Replace the forwards."""
+        for reference in self.modules:
+            module = reference()
+            if module is not None:
+                self._change[0].install(module)
+
+
+class Anchor:
+    """Keeps a wrapper alive for as long as the model that it prepared, and stays behind when the model is copied."""
+
+    def __init__(self, wrapper: object = None) -> None:
+        self.wrapper = wrapper
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Anchor:
+        return Anchor()
+
+    def __reduce__(self) -> tuple[type[Anchor], tuple[()]]:
+        return Anchor, ()
+
+
+ANCHOR_ATTRIBUTE = "_kbitwrap_prepared"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hold(EditBase):
+    """Tie the wrapper's life to the model's, by an attribute on the model."""
+
+    model: weakref.ref[nn.Module] = field(repr=False)
+    anchor: Anchor = field(default_factory=Anchor, repr=False)
+
+    def capture(self) -> HoldChange:
+        """Record whose the attribute is."""
+        return HoldChange(self.model)
+
+    def apply(self) -> None:
+        """Set the attribute."""
+        model = self.model()
+        assert model is not None
+        vars(model)[ANCHOR_ATTRIBUTE] = self.anchor
+
+
+class HoldChange:
+    """The attribute that was not there."""
+
+    def __init__(self, model: weakref.ref[nn.Module]) -> None:
+        self.model = model
+
+    def undo(self) -> None:
+        """Remove it."""
+        model = self.model()
+        if model is not None:
+            vars(model).pop(ANCHOR_ATTRIBUTE, None)
+
+    def suspend(self) -> Resume:
+        """Remove it for a while; whoever suspends holds the wrapper meanwhile."""
+        model = self.model()
+        if model is None:
+            return lambda: None
+        fields = vars(model)
+        anchor = fields.pop(ANCHOR_ATTRIBUTE, MISSING)
+        return lambda: _write_attribute(fields, ANCHOR_ATTRIBUTE, anchor)
+
+
+def references(tensors: Iterable[NamedTensor]) -> tuple[weakref.ref[nn.Parameter], ...]:
+    """Weak references to parameters."""
+    return tuple(weakref.ref(t.parameter) for t in tensors)

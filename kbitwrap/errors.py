@@ -1,0 +1,93 @@
+"""The exception tree.
+
+::
+
+    KbitWrapError(Exception)
+    ├ ConfigError(ValueError)            a setting that cannot be meant
+    ├ UnsupportedModelError(TypeError)   .fqn  what was found where, and what to do instead
+    ├ MemoryBudgetError(MemoryError)     .plan .budget_bytes, and the precisions that would fit
+    ├ StateError(RuntimeError)           .state .expected
+    ├ EditError(RuntimeError)            .edit  the model is as it was; __cause__ says why
+    └ RestoreError(RuntimeError)         .failures  everything else was restored all the same
+
+Each error is also the builtin exception that a caller who does not know kbitwrap would catch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class KbitWrapError(Exception):
+    """The base of every error that kbitwrap raises on purpose."""
+
+
+class ConfigError(KbitWrapError, ValueError):
+    """A setting that cannot be meant: an unknown field, an unknown value, a contradiction."""
+
+
+class UnsupportedModelError(KbitWrapError, TypeError):
+    """The model cannot be prepared as asked.
+
+    Attributes:
+        fqn: The fully qualified name of the first module or parameter in the way; ``""`` is the model itself.
+    """
+
+    def __init__(self, message: str, *, fqn: str = "") -> None:
+        super().__init__(message)
+        self.fqn = fqn
+
+
+class MemoryBudgetError(KbitWrapError, MemoryError):
+    """The plan needs more memory than ``memory_budget`` allows; nothing was changed.
+
+    Attributes:
+        plan: The ``Plan`` that does not fit.
+        budget_bytes: What was allowed, in bytes.
+        fitting: The values of the precisions whose plan would fit, leanest last.
+    """
+
+    def __init__(self, message: str, *, plan: Any, budget_bytes: int, fitting: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.plan = plan
+        self.budget_bytes = budget_bytes
+        self.fitting = fitting
+
+
+class StateError(KbitWrapError, RuntimeError):
+    """The call does not fit the state that the wrapper, or the model, is in.
+
+    Attributes:
+        state: The state found, or ``None`` where another wrapper holds the model.
+        expected: The states in which the call is meant.
+    """
+
+    def __init__(self, message: str, *, state: Any = None, expected: tuple[Any, ...] = ()) -> None:
+        super().__init__(message)
+        self.state = state
+        self.expected = expected
+
+
+class EditError(KbitWrapError, RuntimeError):
+    """An edit failed while preparing. Every edit before it was undone; ``__cause__`` says why.
+
+    Attributes:
+        edit: The edit that failed.
+    """
+
+    def __init__(self, message: str, *, edit: Any) -> None:
+        super().__init__(message)
+        self.edit = edit
+
+
+class RestoreError(KbitWrapError, RuntimeError):
+    """Something could not be put back. Everything else was.
+
+    Attributes:
+        failures: What failed, by description or fully qualified name, with the exception that says why.
+    """
+
+    def __init__(self, message: str, *, failures: Mapping[str, Exception]) -> None:
+        super().__init__(message)
+        self.failures = dict(failures)

@@ -1,0 +1,139 @@
+"""The journal: a list of reversible edits, applied all or nothing and undone in reverse.
+
+Knows nothing of torch. An edit is a value that can say what it does (``describe``), read what it is about to change
+(``capture``) and change it (``apply``). What ``capture`` returns is a ``Change``: it alone can put the old state back.
+The journal captures, records, then applies, in this order, so that an edit which fails half-way is undone too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol, runtime_checkable
+
+from .errors import EditError
+
+Resume = Callable[[], None]
+"""What ``Change.suspend`` returns: a call that brings back, exactly, the state that was suspended."""
+
+
+class Missing:
+    """The type of ``MISSING``, which stands for "there was nothing here" and survives copying and pickling."""
+
+    def __repr__(self) -> str:
+        return "MISSING"
+
+    def __reduce__(self) -> str:
+        return "MISSING"
+
+
+MISSING = Missing()
+
+
+@runtime_checkable
+class Change(Protocol):
+    """The state from before one edit, and how to get back there."""
+
+    def undo(self) -> None:
+        """Put back the state from before the edit, however far the edit got. Called at most once."""
+
+    def suspend(self) -> Resume:
+        """Put back the state from before the edit for a while; the returned call brings back what was there."""
+
+
+@runtime_checkable
+class Edit(Protocol):
+    """One reversible edit of a model."""
+
+    def describe(self) -> str:
+        """Say in one line what the edit does, and to what."""
+
+    def capture(self) -> Change:
+        """Read what the edit is about to change; changes nothing."""
+
+    def apply(self) -> None:
+        """Make the edit."""
+
+
+class Journal:
+    """The changes made to a model, newest last.
+
+    Invariant: whatever ``apply`` has changed is either recorded here or has been put back.
+    """
+
+    def __init__(self) -> None:
+        self.changes: list[Change] = []
+
+    def apply(self, edits: Iterable[Edit]) -> None:
+        """Apply every edit, or none.
+
+        Args:
+            edits: The edits, in order.
+
+        Raises:
+            EditError: An edit raised an ``Exception``. This call's edits were undone; earlier ones stand.
+            BaseException: ``KeyboardInterrupt`` and ``SystemExit`` pass unchanged, the edits undone likewise.
+        """
+        start = len(self.changes)
+        edit: Edit | None = None
+        try:
+            for edit in edits:
+                self.changes.append(edit.capture())
+                edit.apply()
+        except BaseException as error:
+            failures = undo_all(self.changes[start:])
+            del self.changes[start:]
+            if not isinstance(error, Exception):
+                raise
+            assert edit is not None or not failures
+            message = f"could not {edit.describe() if edit else 'plan'}: {error}; the model is as it was"
+            if failures:
+                message = f"{message}, except that undoing failed: {'; '.join(map(str, failures))}"
+            raise EditError(message, edit=edit) from error
+
+    def suspend(self, changes: Iterable[Change]) -> Resume:
+        """Put back the state from before ``changes``, all or nothing, for a while.
+
+        Args:
+            changes: The changes to suspend, oldest first.
+
+        Returns:
+            A call that brings the suspended state back. It resumes every change even if one fails to, and then
+            raises the first failure.
+        """
+        resumes: list[Resume] = []
+        try:
+            for change in reversed(list(changes)):
+                resumes.append(change.suspend())
+        except BaseException:
+            _resume_all(resumes)
+            raise
+        return lambda: _resume_all(resumes)
+
+
+def undo_all(changes: Iterable[Change]) -> list[Exception]:
+    """Undo changes, newest first, each of them even when another fails.
+
+    Args:
+        changes: The changes, oldest first.
+
+    Returns:
+        What went wrong, in the order it happened; empty when everything is back.
+    """
+    failures: list[Exception] = []
+    for change in reversed(list(changes)):
+        try:
+            change.undo()
+        except Exception as error:
+            failures.append(error)
+    return failures
+
+
+def _resume_all(resumes: list[Resume]) -> None:
+    failures: list[Exception] = []
+    for resume in reversed(resumes):
+        try:
+            resume()
+        except Exception as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]

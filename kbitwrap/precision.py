@@ -1,0 +1,111 @@
+"""How a module computes in float32 while it stores half."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .journal import MISSING
+from .quantization import HALF_DTYPES
+
+
+def forward_slot(module: nn.Module) -> str:
+    """The instance attribute that holds the innermost ``forward`` of a module.
+
+    accelerate moves a module's own ``forward`` to ``_old_forward`` and calls it from there, between its hooks.
+    """
+    return "_old_forward" if "_old_forward" in vars(module) else "forward"
+
+
+def can_rebind_forward(module: nn.Module) -> bool:
+    """Whether a module's ``forward`` can be run on a stand-in for the module: its class's own, or a bound method."""
+    forward = vars(module).get(forward_slot(module), MISSING)
+    return forward is MISSING or (isinstance(forward, types.MethodType) and forward.__self__ is module)
+
+
+class Float32Forward:
+    """A module's own ``forward``, run as though its inputs and parameters were float32.
+
+    The forward runs on a shell: an object of the module's class with its attributes, in which the half parameters are
+    replaced by float32 copies. The module itself is not touched, so this is safe under threads, exceptions,
+    recomputation and ``torch.compile``, and gradients reach a trained parameter through the cast. The output is
+    returned in the dtype that the module's own forward returns for the same input.
+
+    Copying or pickling the module copies this object with it, bound to the copy.
+
+    Args:
+        module: The module whose forward this is.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.inner: Any = vars(module).get(forward_slot(module), MISSING)
+        self.is_active = True
+        self._output_dtypes: dict[Any, list[torch.dtype | None]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute in float32; see the class."""
+        module = self.module
+        forward = type(module).forward if self.inner is MISSING else self.inner.__func__
+        if not self.is_active:
+            return forward(module, *args, **kwargs)
+        output = forward(
+            _float32_shell(module), *map(_to_float32, args), **{name: _to_float32(v) for name, v in kwargs.items()}
+        )
+        dtypes = self._unprepared_dtypes(forward, args, kwargs)
+        if isinstance(output, torch.Tensor):
+            return output if dtypes[0] is None else output.to(dtypes[0])
+        return type(output)(
+            part.to(dtype) if isinstance(part, torch.Tensor) and dtype is not None else part
+            for part, dtype in zip(output, dtypes, strict=True)
+        )
+
+    def _unprepared_dtypes(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.dtype | None]:
+        """The dtypes that the unprepared module returns, found by running it once for each kind of input.
+
+        Which dtype that is depends on the class (T5's norm returns its weight's, Llama's promotes, others return the
+        input's) and on autocast, so it is measured rather than guessed. A compiler drops the unused computation.
+        """
+        if torch.compiler.is_compiling():
+            return _output_dtypes(self.module, forward, args, kwargs)
+        key = tuple(_kind(a) for a in (*args, *kwargs.values(), *self.module._parameters.values()))
+        if key not in self._output_dtypes:
+            self._output_dtypes[key] = _output_dtypes(self.module, forward, args, kwargs)
+        return self._output_dtypes[key]
+
+
+def _to_float32(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype in HALF_DTYPES else value
+
+
+def _float32_shell(module: nn.Module) -> nn.Module:
+    """An object of the module's class that shares its attributes, with half parameters upcast."""
+    shell: nn.Module = object.__new__(type(module))
+    shell.__dict__.update(module.__dict__)
+    shell.__dict__["_parameters"] = {name: _to_float32(p) for name, p in module._parameters.items()}
+    return shell
+
+
+def _kind(value: Any) -> Any:
+    """What of an argument decides the dtype of the output."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    device = value.device.type
+    is_autocast = torch.is_autocast_enabled(device)
+    return value.dtype, device, is_autocast and torch.get_autocast_dtype(device)
+
+
+def _output_dtypes(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.dtype | None]:
+    with torch.no_grad():
+        try:
+            output = forward(module, *args, **kwargs)
+        except RuntimeError:
+            # The kernel refuses this mix of dtypes (layer_norm with float32 input and half weight), so there is no
+            # dtype to match: the input's is kept.
+            output = args[0] if args else next(iter(kwargs.values()))
+    parts = [output] if isinstance(output, torch.Tensor) else list(output)
+    return [part.dtype if isinstance(part, torch.Tensor) else None for part in parts]

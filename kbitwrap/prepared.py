@@ -1,0 +1,446 @@
+"""``KbitPreparedModel``: the small state machine around a plan and its journal."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+import weakref
+from collections.abc import Iterator
+from enum import Enum
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from .config import PrepareConfig
+from .edits import Anchor, EditBase, FlagsChange, Hold
+from .errors import ConfigError, RestoreError, StateError, UnsupportedModelError
+from .journal import Change, Journal
+from .plan import Plan, Planner, build_plan
+from .quantization import detect_as_peft
+from .report import RestoreReport, StateDiff
+from .storage import CopyChange, SharedStorageChange, StorageChange
+from .topology import (
+    adapter_parameter_ids,
+    canonical_fqn,
+    named_tensors,
+    refuse_unsupported_tensors,
+)
+from .verification import PreparedState, base_parameters
+
+_logger = logging.getLogger(__name__)
+
+TrainedPolicy = Literal["keep", "discard", "error"]
+
+
+class LifecycleState(str, Enum):
+    """Where a ``KbitPreparedModel`` is in its life.
+
+    What is stored when: in ``PREPARED`` what the precision says, in every other state the original dtypes.
+    """
+
+    NEW = "new"
+    """Planned; the model is untouched."""
+    PREPARED = "prepared"
+    """The plan is applied; the record of the original state is held."""
+    SUSPENDED = "suspended"
+    """Inside ``suspended()``: the original state for a while; trained float32 values are held beside it."""
+    RESTORED = "restored"
+    """Undone; nothing is held. ``prepare`` starts anew."""
+
+    __str__ = str.__str__
+
+
+_HELD = (LifecycleState.PREPARED, LifecycleState.SUSPENDED)
+_holders: weakref.WeakSet[KbitPreparedModel] = weakref.WeakSet()
+
+
+def prepared_of(model: nn.Module) -> KbitPreparedModel | None:
+    """Find the wrapper that holds a model.
+
+    Args:
+        model: A prepared model, a part of it, or what was wrapped around it since (a ``PeftModel``, DDP).
+
+    Returns:
+        The wrapper, in state ``PREPARED`` or ``SUSPENDED``, or ``None``.
+
+    Example:
+        >>> import torch, kbitwrap
+        >>> kbitwrap.prepared_of(torch.nn.Linear(2, 2)) is None
+        True
+    """
+    holders = [holder for holder in _holders if holder.state in _HELD]
+    if not holders or not isinstance(model, nn.Module):
+        return None
+    modules = {id(module) for module in model.modules()}
+    for holder in holders:
+        if any(id(module) in modules for module in holder.model.modules()):
+            return holder
+    return None
+
+
+class KbitPreparedModel:
+    """A model prepared for k-bit training, and the way back to the exact state before.
+
+    ``prepare`` freezes the base parameters, upcasts as the precision says, enables activation checkpointing and hooks
+    the input embeddings where reentrant checkpointing needs it. ``restore`` puts back dtypes, bits, ``requires_grad``,
+    hooks and attributes. The model and its Parameter objects stay the same objects throughout, so an optimizer made
+    while prepared stays valid. The constructor plans and refuses; it changes nothing.
+
+    Args:
+        model: The model, quantized, as ``from_pretrained`` returned it; a ``PeftModel`` as well.
+        config: The settings; ``None`` for the defaults.
+        **fields: Fields of ``PrepareConfig``, which win over ``config``.
+
+    Attributes:
+        model: The very object given.
+        config: The settings.
+        plan: What ``prepare`` will do, or has done, and its bytes.
+        state: A ``LifecycleState``.
+
+    Raises:
+        ConfigError: A setting that cannot be meant.
+        UnsupportedModelError: The model cannot be prepared (so).
+        MemoryBudgetError: The plan's peak is over ``memory_budget``.
+        StateError: The model, or a part of it, is prepared already.
+
+    Example:
+        >>> import warnings, torch
+        >>> from kbitwrap import KbitPreparedModel
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.LayerNorm(4)).bfloat16()
+        >>> warnings.simplefilter("ignore", UserWarning)  # it says that this model is not quantized
+        >>> with KbitPreparedModel(model, precision="full") as prepared:
+        ...     print(prepared.state, model[0].weight.dtype, model[0].weight.requires_grad)
+        prepared torch.float32 False
+        >>> print(prepared.state, model[0].weight.dtype, model[0].weight.requires_grad)
+        restored torch.bfloat16 True
+    """
+
+    def __init__(self, model: nn.Module, config: PrepareConfig | None = None, **fields: Any) -> None:
+        self._initialize(model, PrepareConfig.of(config, fields))
+        self.plan = self._build_plan()
+
+    def _initialize(self, model: nn.Module, config: PrepareConfig) -> None:
+        self._journal = Journal()
+        self._report: RestoreReport | None = None
+        self._prepared_state: PreparedState | None = None
+        # By each of its names, a tied parameter's two included: a copy of it can stand at any.
+        self._upcast: dict[str, StorageChange] = {}
+        self.state = LifecycleState.NEW
+        self.config = config
+        self.model = model
+
+    def __repr__(self) -> str:
+        return f"KbitPreparedModel({type(self.model).__name__}, precision={str(self.config.precision)!r}, {self.state})"
+
+    def _build_plan(self) -> Plan:
+        refuse_unsupported_tensors(self.model, allow_meta=False)
+        _refuse_held(self.model)
+        return build_plan(self.model, self.config)
+
+    def prepare(self) -> KbitPreparedModel:
+        """Apply the plan, all or nothing. From ``RESTORED`` it starts anew.
+
+        What it costs: ``"full"`` stores every unquantized half parameter in float32, twice its bytes; ``"norms"`` and
+        ``"none"`` store nothing more. ``plan.added_bytes`` and ``plan.peak_bytes`` say it for this model.
+
+        Returns:
+            The wrapper itself.
+
+        Raises:
+            StateError: This or another wrapper holds the model or a part of it.
+            EditError: An edit failed; the model is as it was, and ``__cause__`` says why.
+        """
+        if self.state in _HELD:
+            raise StateError(
+                "prepare() on a wrapper that has prepared its model; restore() it first",
+                state=self.state,
+                expected=(LifecycleState.NEW, LifecycleState.RESTORED),
+            )
+        self.plan = self._build_plan()
+        if not self.plan.is_quantized:
+            warnings.warn(self.plan.warnings[0], UserWarning, stacklevel=2)
+        self._apply(self.plan)
+        return self
+
+    @classmethod
+    def as_peft(cls, model: nn.Module, config: PrepareConfig) -> KbitPreparedModel:
+        """Prepare a model by PEFT's rules: its detection, adapters frozen too, on top of what holds the model already.
+
+        Args:
+            model: The model.
+            config: The settings.
+
+        Returns:
+            The wrapper that holds the model, in state ``PREPARED``, with the new plan.
+
+        Raises:
+            UnsupportedModelError: The model cannot be prepared so.
+            StateError: The model's wrapper is suspended.
+            EditError: An edit failed; the model is as it was before this call.
+        """
+        refuse_unsupported_tensors(model, allow_meta=False)
+        plan = Planner(model, config, detect_as_peft(model), freeze_adapters=True).plan()
+        wrapper = prepared_of(model)
+        if wrapper is None:
+            wrapper = cls.__new__(cls)
+            wrapper._initialize(model, config)
+        elif wrapper.state is not LifecycleState.PREPARED:
+            wrapper._expect_prepared("prepare_model_for_kbit_training")
+        wrapper._apply(plan)
+        wrapper.plan = plan
+        return wrapper
+
+    def _apply(self, plan: Plan) -> None:
+        """Apply a plan on top of what is applied, all or nothing, and take hold of the model."""
+        edits: list[EditBase] = list(plan.edits)
+        if self.state is not LifecycleState.PREPARED:
+            edits.insert(0, Hold("hold", ("",), model=weakref.ref(self.model), anchor=Anchor(self)))
+            self._names = {fqn: weakref.ref(parameter) for fqn, parameter in base_parameters(self.model)}
+            self._hook_ids = {id_ for module in self.model.modules() for id_ in module._forward_hooks}
+        bar = tqdm(edits, desc="prepare", unit="edit", disable=not self.config.progress, leave=False)
+        self._journal.apply(bar)
+        changes = {id(change.reference()): change for change in reversed(self._storage_changes())}
+        places = base_parameters(self.model)
+        self._upcast = {fqn: changes[id(p)] for fqn, p in places if id(p) in changes} | self._upcast
+        if self.config.empty_cache:
+            empty_cache()
+        self._prepared_state = PreparedState(self.model)
+        self._report = None
+        _holders.add(self)
+        self.state = LifecycleState.PREPARED
+
+    def restore(self, trained: TrainedPolicy = "keep") -> RestoreReport:
+        """Undo the preparation: dtypes, bits, ``requires_grad``, hooks and attributes are those from before.
+
+        What others replaced or added since (a merge, adapters) is left alone and reported; copies that PEFT made of
+        upcast modules get the original dtype.
+
+        Args:
+            trained: For parameters whose value changed while they were stored upcast: ``"keep"`` rounds the trained
+                value to the original dtype, ``"discard"`` puts the original bits back, ``"error"`` raises.
+
+        Returns:
+            What was found. A second call changes nothing and returns the same report.
+
+        Raises:
+            StateError: Nothing was prepared, or it is suspended.
+            ConfigError: An unknown ``trained``, or ``"discard"`` without ``keep_originals``.
+            UnsupportedModelError: The model was sharded since; nothing was changed.
+            RestoreError: Something could not be put back, or was trained under ``"error"``; ``failures`` names it.
+                Everything else is restored; a further ``restore`` settles what is left.
+        """
+        if trained not in ("keep", "discard", "error"):
+            raise ConfigError(f"trained: expected 'keep', 'discard' or 'error', found {trained!r}")
+        if self.state is LifecycleState.RESTORED and self._report is not None:
+            return self._report
+        self._expect_prepared("restore")
+        if trained == "discard" and not self.config.keep_originals:
+            raise ConfigError("restore(trained='discard') needs a preparation with keep_originals=True")
+        _refuse_sharded_since(self.model)
+        turned_on = self._trainable_base()
+        changes = [*self._journal.changes, *self._copy_changes(discard=trained == "discard")]
+        replaced, foreign = self._found_by_others()
+        for change in self._storage_changes():
+            change.trained_policy = trained
+        failures: dict[str, Exception] = {}
+        names: list[str] = [change.fqn for change in changes if isinstance(change, CopyChange)]
+        left: list[Change] = []
+        bar = tqdm(changes[::-1], desc="restore", unit="edit", disable=not self.config.progress, leave=False)
+        for change in bar:
+            if trained == "error" and isinstance(change, CopyChange):
+                failures[change.fqn] = RuntimeError(f"{change.fqn} was trained as a copy stored in float32")
+                continue
+            try:
+                change.undo()
+            except Exception as error:
+                left.insert(0, change)
+                failures[getattr(change, "fqn", type(change).__name__)] = error
+        names += [change.fqn for change in self._storage_changes() if change.was_trained]
+        self._journal.changes = left
+        if self.config.empty_cache:
+            empty_cache()
+        if failures:
+            raise RestoreError(
+                f"not restored: {'; '.join(f'{name}: {error}' for name, error in failures.items())}. Everything else "
+                "was; restore(trained='keep') or restore(trained='discard') settles what was trained",
+                failures=failures,
+            )
+        self._report = RestoreReport(tuple(dict.fromkeys(names)), replaced, foreign)
+        self._prepared_state = None
+        self._upcast = {}
+        _holders.discard(self)
+        self.state = LifecycleState.RESTORED
+        if turned_on:
+            warnings.warn(
+                f"restore() made {turned_on} base parameters trainable again, as they were before prepare(), and an "
+                "adapter still sits on top: training on from here would train the base too",
+                UserWarning,
+                stacklevel=2,
+            )
+        return self._report
+
+    def __enter__(self) -> KbitPreparedModel:
+        return self.prepare()
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.state is not LifecycleState.PREPARED:
+            return
+        try:
+            self.restore()
+        except Exception:
+            if exc is None:
+                raise
+            # The body's exception is what the caller has to see.
+            _logger.exception("could not restore %r after %r", self, exc)
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[nn.Module]:
+        """Put the model in its original state for a while: for ``generate``, evaluation, saving.
+
+        Adapters stay in place. Afterwards everything is as before, trained float32 values bit for bit, and so are the
+        states of torch's random generators, so that training goes on as though nothing had been.
+
+        Yields:
+            The model.
+
+        Raises:
+            StateError: The model is not prepared, or suspended already.
+
+        Example:
+            >>> import warnings, torch
+            >>> from kbitwrap import KbitPreparedModel
+            >>> warnings.simplefilter("ignore", UserWarning)  # it says that this model is not quantized
+            >>> with KbitPreparedModel(torch.nn.LayerNorm(4).bfloat16(), precision="full") as prepared:
+            ...     with prepared.suspended() as model:
+            ...         print(model.weight.dtype)
+            ...     print(model.weight.dtype)
+            torch.bfloat16
+            torch.float32
+        """
+        self._expect_prepared("suspended")
+        _refuse_sharded_since(self.model)
+        with _random_state_kept(self.model):
+            resume = self._journal.suspend([*self._journal.changes, *self._copy_changes(discard=False)])
+            self.state = LifecycleState.SUSPENDED
+            try:
+                yield self.model
+            finally:
+                self.state = LifecycleState.PREPARED
+                resume()
+
+    def verify(self) -> StateDiff:
+        """Compare the live model with what preparation left.
+
+        Returns:
+            The differences by fqn; empty, and false, where there are none. Adapters are no difference.
+
+        Raises:
+            StateError: The model is not prepared.
+        """
+        self._expect_prepared("verify")
+        assert self._prepared_state is not None
+        return self._prepared_state.diff(self.model)
+
+    def _expect_prepared(self, call: str) -> None:
+        if self.state is not LifecycleState.PREPARED:
+            remedy = {
+                LifecycleState.NEW: "prepare() it first, or use it in a with-block",
+                LifecycleState.SUSPENDED: "leave suspended() first",
+                LifecycleState.RESTORED: "it was restored; prepare() it again",
+            }[self.state]
+            raise StateError(
+                f"{call}() on a wrapper in state {str(self.state)!r}: {remedy}",
+                state=self.state,
+                expected=(LifecycleState.PREPARED,),
+            )
+
+    def _storage_changes(self) -> list[StorageChange]:
+        found: list[StorageChange] = []
+        for change in self._journal.changes:
+            if isinstance(change, StorageChange):
+                found.append(change)
+            elif isinstance(change, SharedStorageChange):
+                found += change.changes
+        return found
+
+    def _copy_changes(self, *, discard: bool) -> list[CopyChange]:
+        """The float32 parameters that stand, by name, for one that was upcast: PEFT's copies."""
+        own = {id(p) for change in self._upcast.values() if (p := change.reference()) is not None}
+        found = []
+        for fqn, _, _, parameter in named_tensors(self.model):
+            change = self._upcast.get(canonical_fqn(fqn))
+            if change is None or id(parameter) in own or parameter.dtype != torch.float32:
+                continue
+            is_in_place = canonical_fqn(fqn) == fqn
+            original = change.kept if discard and is_in_place else None
+            if original is not None and original.shape != parameter.shape:
+                original = None
+            found.append(CopyChange(canonical_fqn(fqn), parameter, change.dtype, original))
+        return found
+
+    def _found_by_others(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Names where another parameter stands, and what was added."""
+        replaced, foreign = [], []
+        own = {id(p) for reference in self._names.values() if (p := reference()) is not None}
+        for fqn, _, _, parameter in named_tensors(self.model):
+            if id(parameter) in own:
+                continue
+            name = canonical_fqn(fqn)
+            if name in self._names:
+                replaced.append(name)
+            if name not in self._names or name != fqn:
+                foreign.append(fqn)
+        for fqn, module in self.model.named_modules():
+            hooks = [h for key, h in module._forward_hooks.items() if key not in self._hook_ids]
+            foreign += [f"{fqn}: forward hook {getattr(h, '__name__', type(h).__name__)}" for h in hooks]
+        return tuple(dict.fromkeys(replaced)), tuple(foreign)
+
+    def _trainable_base(self) -> int:
+        """How many base parameters a restore makes trainable under a live adapter."""
+        if not adapter_parameter_ids(self.model):
+            return 0
+        return sum(c.turned_on_by_undo() for c in self._journal.changes if isinstance(c, FlagsChange))
+
+
+def _refuse_held(model: nn.Module) -> None:
+    holder = prepared_of(model)
+    if holder is not None:
+        raise StateError(
+            f"this {type(model).__name__}, or a part of it, is prepared already; restore() it first, "
+            "or find its wrapper with kbitwrap.prepared_of(model)",
+            state=holder.state,
+            expected=(LifecycleState.NEW, LifecycleState.RESTORED),
+        )
+
+
+def _refuse_sharded_since(model: nn.Module) -> None:
+    try:
+        refuse_unsupported_tensors(model, allow_meta=True)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(
+            f"the model was sharded after it was prepared, and no dtype of a sharded parameter can be changed safely "
+            f"({error.fqn}); restore it before sharding",
+            fqn=error.fqn,
+        ) from error
+
+
+def _random_state_kept(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    devices = {p.device for p in model.parameters() if p.device.type in ("cuda", "xpu")}
+    kind = next((device.type for device in devices), "cuda")
+    return torch.random.fork_rng(devices=[device.index or 0 for device in devices], device_type=kind)
+
+
+def empty_cache() -> None:
+    """Return the blocks that the caching allocators hold free, on every kind of device there is."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if torch.xpu.is_available():
+        torch.xpu.empty_cache()
+    if torch.backends.mps.is_available():
+        torch.mps.empty_cache()

@@ -1,0 +1,207 @@
+"""What a model is quantized with, and what that permits. The only room that names the quantization libraries.
+
+===================== ============================ =====================================================
+method                 found by                     half parameters outside the quantized layers
+===================== ============================ =====================================================
+bitsandbytes 4/8-bit   ``is_loaded_in_4bit``/``8bit``, upcast
+                       ``quantization_method``, or
+                       a bitsandbytes layer
+gptq, aqlm, eetq,      ``quantization_method``;      never cast (PEFT's own list)
+hqq, torchao           hqq also ``hqq_quantized``
+every other method     ``quantization_method``       never cast by the wrapper: the method computes its own
+of transformers                                      layers in the dtype it loaded. PEFT casts them
+===================== ============================ =====================================================
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .journal import MISSING, Resume
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+_SELF_MANAGED_IN_PEFT = ("gptq", "aqlm", "eetq", "hqq", "torchao")
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How a model is quantized.
+
+    Attributes:
+        method: ``"bitsandbytes_4bit"``, ``"bitsandbytes_8bit"``, another method's name, or ``None``.
+        is_quantized: Whether the model is quantized, so that checkpointing is enabled.
+        casts: Whether half parameters outside the quantized layers may be cast.
+    """
+
+    method: str | None
+    is_quantized: bool
+    casts: bool
+
+
+def _bitsandbytes_classes(*names: str) -> tuple[type, ...]:
+    """Classes of ``bitsandbytes.nn`` by name, if it is loaded: without it no model can hold one of its layers."""
+    module = sys.modules.get("bitsandbytes.nn")
+    return tuple(cls for name in names if (cls := getattr(module, name, None)) is not None)
+
+
+def is_quantized_layer(module: nn.Module) -> bool:
+    """Whether a module is a bitsandbytes 4-bit or 8-bit layer."""
+    return isinstance(module, _bitsandbytes_classes("Linear4bit", "Linear8bitLt", "Embedding4bit", "Embedding8bit"))
+
+
+def is_quantized_parameter(parameter: torch.Tensor) -> bool:
+    """Whether a parameter holds quantized storage, whatever its dtype.
+
+    4-bit weights can be packed into a half dtype (``bnb_4bit_quant_storage``), whose bytes are no numbers.
+    """
+    if isinstance(parameter, _bitsandbytes_classes("Params4bit", "Int8Params")):
+        return True
+    # Subclasses that other libraries swap in (sharding, quanto, torchao) keep the class name but not the class.
+    return type(parameter).__name__ in ("Params4bit", "Int8Params")
+
+
+def _method_of(model: nn.Module) -> str | None:
+    method = getattr(model, "quantization_method", None)
+    return None if method is None else str(getattr(method, "value", method))
+
+
+def detect(model: nn.Module) -> Quantization:
+    """Find out how a model is quantized, by its attributes and by its layers.
+
+    Args:
+        model: The model, wrapped or not.
+
+    Returns:
+        The quantization found.
+    """
+    peft = detect_as_peft(model)
+    if peft.is_quantized:
+        return peft
+    method = _method_of(model)
+    if method is not None and method != "bitsandbytes":
+        return Quantization(method, is_quantized=True, casts=False)
+    for module in model.modules():
+        if is_quantized_layer(module):
+            bits = "8bit" if isinstance(module, _bitsandbytes_classes("Linear8bitLt", "Embedding8bit")) else "4bit"
+            return Quantization(f"bitsandbytes_{bits}", is_quantized=True, casts=True)
+    return peft
+
+
+def detect_as_peft(model: nn.Module) -> Quantization:
+    """Find out how a model is quantized by the attributes that PEFT's function reads, and by nothing else.
+
+    Args:
+        model: The model, wrapped or not.
+
+    Returns:
+        The quantization as PEFT sees it.
+    """
+    method = _method_of(model)
+    if getattr(model, "hqq_quantized", False):
+        method = "hqq"
+    if method in _SELF_MANAGED_IN_PEFT:
+        return Quantization(method, is_quantized=True, casts=False)
+    for bits in ("8bit", "4bit"):
+        if getattr(model, f"is_loaded_in_{bits}", False):
+            return Quantization(f"bitsandbytes_{bits}", is_quantized=True, casts=True)
+    return Quantization(None, is_quantized=False, casts=True)
+
+
+class RuntimeChange:
+    """What a bitsandbytes layer rewrites on itself when it runs, as it was.
+
+    ``Linear4bit`` fills in ``compute_dtype``, and on some CPUs repacks its weight in eval mode; ``Linear8bitLt`` moves
+    its weight's statistics into ``state``. Nothing is kept alive but the layer's small quantization statistics, and
+    these on the CPU only, where repacking replaces them by an approximation. A weight that was replaced since (a
+    merge) keeps its own state.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        weight = module._parameters["weight"]
+        assert weight is not None
+        self.module = weakref.ref(module)
+        self.weight = weakref.ref(weight)
+        self.fields = _read(module, ("compute_dtype", "compute_type_is_set"))
+        self.state = {
+            name: {key: _hold(value) for key, value in vars(owner).items() if keys is None or key in keys}
+            for name, owner, keys in _state_owners(module, weight)
+        }
+
+    def undo(self) -> None:
+        """Put the recorded fields back."""
+        module, weight = self.module(), self.weight()
+        if module is None:
+            return
+        vars(module).update({k: v for k, v in self.fields.items() if v is not MISSING})
+        if weight is None or module._parameters.get("weight") is not weight:
+            return
+        quant_state = getattr(weight, "quant_state", None)
+        was_packed = self.state.get("quant_state", {}).get("packing_format_for_cpu", lambda: False)()
+        if getattr(quant_state, "packing_format_for_cpu", False) and not was_packed:
+            _unpack_for_cpu(weight, quant_state)
+        # All values are looked up before any is written: one field may be all that keeps another's value alive.
+        held = {name: {key: (hold, hold()) for key, hold in fields.items()} for name, fields in self.state.items()}
+        for name, owner, keys in _state_owners(module, weight):
+            if name in held:
+                _write(vars(owner), held[name], keys)
+
+    def suspend(self) -> Resume:
+        """Put the recorded fields back for a while."""
+        module = self.module()
+        if module is None:
+            return lambda: None
+        current = RuntimeChange(module)
+        self.undo()
+        return current.undo
+
+
+def has_runtime_state(module: nn.Module) -> bool:
+    """Whether a module is a bitsandbytes linear layer that rewrites fields of its own when it runs."""
+    weight = module._parameters.get("weight")
+    is_linear = isinstance(module, _bitsandbytes_classes("Linear4bit", "Linear8bitLt"))
+    return is_linear and weight is not None and is_quantized_parameter(weight)
+
+
+def _read(module: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: vars(module).get(name, MISSING) for name in names}
+
+
+def _state_owners(module: nn.Module, weight: torch.Tensor) -> list[tuple[str, Any, tuple[str, ...] | None]]:
+    """The objects beside a layer that hold its quantization state, and which of their fields do (``None``: all)."""
+    owners = [
+        ("weight", weight, ("CB", "SCB", "quant_state")),
+        ("state", vars(module).get("state"), None),
+        ("quant_state", getattr(weight, "quant_state", None), None),
+    ]
+    return [(name, owner, keys) for name, owner, keys in owners if owner is not None]
+
+
+def _hold(value: Any) -> Any:
+    """Hold a field's value: a tensor off the CPU weakly, so that a record pins no device memory."""
+    if isinstance(value, torch.Tensor) and (value.device.type != "cpu" or value.dtype == torch.int8):
+        return weakref.ref(value)
+    return lambda: value
+
+
+def _write(fields: dict[str, Any], held: dict[str, tuple[Any, Any]], keys: tuple[str, ...] | None) -> None:
+    """Make ``fields`` (or those named in ``keys``) what was held: the same keys in the same order, the same objects."""
+    # A dead weak reference: the object is gone from the layer for good, and what replaced it stays.
+    values = {
+        key: fields.get(key) if value is None and isinstance(hold, weakref.ref) else value
+        for key, (hold, value) in held.items()
+    }
+    for key in list(fields) if keys is None else keys:
+        fields.pop(key, None)
+    fields.update(values)
+
+
+def _unpack_for_cpu(weight: torch.Tensor, quant_state: Any) -> None:
+    """Undo the repacking of ``Linear4bit`` for CPUs with AVX512-BF16: a permutation of nibbles, hence exact."""
+    functional = sys.modules["bitsandbytes.functional"]
+    weight.data, _ = functional._convert_weight_packed_for_cpu_inverse(weight.data, quant_state)

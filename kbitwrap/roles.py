@@ -1,0 +1,116 @@
+"""Which part each module plays: input embedding, norm, output head, expert, adapter, other."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+
+import torch
+from torch import nn
+
+from .quantization import HALF_DTYPES, is_quantized_parameter
+from .topology import adapter_parameter_ids, named_tensors
+
+
+class Role(str, Enum):
+    """The part that a parameter plays in its model."""
+
+    INPUT_EMBEDDINGS = "input embeddings"
+    OUTPUT_EMBEDDINGS = "output embeddings"
+    NORM = "norm"
+    EXPERT = "expert"
+    ADAPTER = "adapter"
+    QUANTIZED = "quantized"
+    OTHER = "other"
+
+    __str__ = str.__str__
+
+
+def is_norm(module: nn.Module, norm_modules: tuple[type | str, ...] = ()) -> bool:
+    """Whether a module is a norm that can compute in float32 while it stores half.
+
+    That is a leaf that owns parameters of one dimension and whose class, or a base of it, is named a norm. Norms with
+    running statistics (batch norm) are not: their statistics are buffers, which no preparation casts.
+
+    Args:
+        module: The module.
+        norm_modules: Further classes, or regular expressions that match a class name in full.
+
+    Returns:
+        Whether it is a norm.
+
+    Example:
+        >>> import torch
+        >>> is_norm(torch.nn.LayerNorm(8)), is_norm(torch.nn.Linear(8, 8))
+        (True, False)
+    """
+    if not any(p is not None for p in module._parameters.values()):
+        return False
+    names = [cls.__name__ for cls in type(module).__mro__ if cls not in (nn.Module, object)]
+    for wanted in norm_modules:
+        if isinstance(wanted, str):
+            if any(re.fullmatch(wanted, name) for name in names):
+                return True
+        elif isinstance(module, wanted):
+            return True
+    if any(True for _ in module.children()) or isinstance(module, nn.modules.batchnorm._NormBase):
+        return False
+    is_one_dimensional = all(p is None or p.dim() <= 1 for p in module._parameters.values())
+    return is_one_dimensional and any("norm" in name.lower() for name in names)
+
+
+def computes_in_half(module: nn.Module) -> bool:
+    """Whether a module owns a half-precision parameter that is not quantized storage."""
+    return any(
+        p is not None and p.dtype in HALF_DTYPES and not is_quantized_parameter(p) for p in module._parameters.values()
+    )
+
+
+def _embeddings(model: nn.Module, getter: str) -> set[int]:
+    """The ``id`` of the parameters of what ``getter`` returns, asked of the model and of every model inside it."""
+    found: set[int] = set()
+    for module in model.modules():
+        method = getattr(type(module), getter, None)
+        if method is None:
+            continue
+        try:
+            embeddings = method(module)
+        except (NotImplementedError, AttributeError):
+            # transformers' way to say that this model has none.
+            continue
+        if isinstance(embeddings, nn.Module):
+            found |= {id(p) for p in embeddings.parameters()}
+    return found
+
+
+def parameter_roles(model: nn.Module, norm_modules: tuple[type | str, ...] = ()) -> dict[int, Role]:
+    """Find the role of every parameter.
+
+    Args:
+        model: The model.
+        norm_modules: As in ``PrepareConfig``.
+
+    Returns:
+        The role by ``id`` of the parameter. A tied embedding counts as input embedding.
+    """
+    adapters = adapter_parameter_ids(model)
+    inputs = _embeddings(model, "get_input_embeddings")
+    outputs = _embeddings(model, "get_output_embeddings")
+    roles: dict[int, Role] = {}
+    for fqn, module, _, parameter in named_tensors(model):
+        key = id(parameter)
+        if key in adapters:
+            roles[key] = Role.ADAPTER
+        elif is_quantized_parameter(parameter) or not torch.is_floating_point(parameter):
+            roles[key] = Role.QUANTIZED
+        elif key in inputs:
+            roles[key] = Role.INPUT_EMBEDDINGS
+        elif key in outputs:
+            roles[key] = Role.OUTPUT_EMBEDDINGS
+        elif is_norm(module, norm_modules) or isinstance(module, nn.modules.batchnorm._NormBase):
+            roles[key] = Role.NORM
+        elif re.search(r"(?:^|[._])experts?(?:[._]|$)", fqn):
+            roles[key] = Role.EXPERT
+        else:
+            roles[key] = Role.OTHER
+    return roles

@@ -1,0 +1,113 @@
+"""The state that a preparation left, for ``verify`` to compare a live model with."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from .checkpointing import CHECKPOINTING_ATTRIBUTES, input_gradient_hooks
+from .journal import MISSING
+from .precision import Float32Forward
+from .quantization import is_quantized_layer
+from .report import StateDiff
+from .topology import adapter_modules, adapter_parameter_ids, canonical_fqn
+
+
+class PreparedState:
+    """What there was when a preparation ended: of every base parameter and module, by canonical name.
+
+    Args:
+        model: The prepared model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters: dict[str, tuple[weakref.ref[nn.Parameter], dict[str, Any]]] = {
+            fqn: (weakref.ref(parameter), _read_parameter(parameter)) for fqn, parameter in base_parameters(model)
+        }
+        self.modules = {fqn: _read_module(module) for fqn, module in _base_modules(model)}
+
+    def diff(self, model: nn.Module) -> StateDiff:
+        """Compare a live model with this state. Adapters that others added are no difference.
+
+        Args:
+            model: The model, whatever was put into it since.
+
+        Returns:
+            The differences.
+        """
+        differences: dict[str, dict[str, tuple[Any, Any]]] = {}
+        live = dict(base_parameters(model))
+        rewritten = _rewritten_biases(model)
+        for fqn, (reference, expected) in self.parameters.items():
+            found = live.get(fqn)
+            if found is None or found is not reference():
+                differences[fqn] = {"parameter": ("the prepared one", "none" if found is None else "another")}
+            if found is not None:
+                # A quantized layer casts its bias to the dtype it computes in, whenever it runs.
+                ignored = ("dtype",) if id(found) in rewritten else ()
+                _compare(differences, fqn, expected, _read_parameter(found), ignored)
+        modules = dict(_base_modules(model))
+        for fqn, expected in self.modules.items():
+            if fqn in modules:
+                _compare(differences, fqn, expected, _read_module(modules[fqn]))
+        return StateDiff(differences)
+
+
+def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Walk the base parameters, tied ones at each of their places, adapters left out.
+
+    Args:
+        model: The model, wrapped or not.
+
+    Yields:
+        ``(canonical fqn, parameter)``.
+    """
+    adapters = adapter_parameter_ids(model)
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) not in adapters:
+            yield canonical_fqn(fqn), parameter
+
+
+def _base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    adapters = {id(m) for _, root in adapter_modules(model) for m in root.modules()}
+    for fqn, module in model.named_modules():
+        if id(module) not in adapters:
+            yield canonical_fqn(fqn), module
+
+
+def _read_parameter(parameter: nn.Parameter) -> dict[str, Any]:
+    return {
+        "dtype": parameter.dtype,
+        "shape": tuple(parameter.shape),
+        "requires_grad": parameter.requires_grad,
+        "writes": parameter._version,
+    }
+
+
+def _read_module(module: nn.Module) -> dict[str, Any]:
+    fields = vars(module)
+    forwards = [fields.get(slot) for slot in ("forward", "_old_forward")]
+    state = {name: fields.get(name, MISSING) for name in CHECKPOINTING_ATTRIBUTES[:2]}
+    state["forward"] = next((f for f in forwards if isinstance(f, Float32Forward)), None)
+    state["input_gradient_hooks"] = len(input_gradient_hooks(module))
+    return state
+
+
+def _rewritten_biases(model: nn.Module) -> set[int]:
+    biases = (module._parameters.get("bias") for module in model.modules() if is_quantized_layer(module))
+    return {id(bias) for bias in biases if bias is not None}
+
+
+def _compare(
+    differences: dict[str, dict[str, tuple[Any, Any]]],
+    fqn: str,
+    expected: dict[str, Any],
+    found: dict[str, Any],
+    ignored: tuple[str, ...] = (),
+) -> None:
+    for what, value in expected.items():
+        if what not in ignored and found[what] is not value and found[what] != value:
+            differences.setdefault(fqn, {})[what] = (value, found[what])
