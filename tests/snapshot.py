@@ -1,0 +1,116 @@
+"""The one comparison that every test uses: all of a model's state, before and after.
+
+A snapshot holds, for each module, its identity, class, train mode, instance attributes (keys in order, and values) and
+hook dicts in order; for each parameter its identity, storage pointer, bytes, dtype, layout, flag and attributes; which
+tensors share memory; and the configs. Values are kept as digests of their bytes, so a snapshot holds no tensor alive.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+# What transformers' models write on themselves when they first run, prepared or not; no preparation's business. The
+# last is a buffer that CTRL casts to the dtype of its input.
+TRANSFORMERS_OWN = ("problem_type", "_output_capturing_hooks_installed", "rope_deltas", "pos_encoding")
+
+
+def is_capturing_hook(value: Any) -> bool:
+    """Whether a hook is one that transformers installs at the first forward to capture outputs."""
+    return getattr(value, "__module__", None) == "transformers.utils.output_capturing"
+
+
+PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+def tensor_digest(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Dtype, layout and a hash of the bytes, NaN payloads included."""
+    data = tensor.detach().cpu().contiguous()
+    raw = data.view(torch.uint8) if data.dim() else data.view(1).view(torch.uint8)
+    return str(tensor.dtype), tuple(tensor.shape), tensor.stride(), hashlib.sha256(raw.numpy().tobytes()).hexdigest()
+
+
+def digest(value: Any, depth: int = 0) -> Any:
+    """A comparable description of any attribute: plain values by value, tensors by bytes, the rest by identity."""
+    if isinstance(value, PLAIN):
+        return repr(value)
+    if isinstance(value, torch.Tensor):
+        return "tensor", tensor_digest(value)
+    if isinstance(value, nn.Module):
+        return "module", id(value)
+    if isinstance(value, dict):
+        items = [(k, v) for k, v in value.items() if k not in TRANSFORMERS_OWN and not is_capturing_hook(v)]
+        return type(value).__name__, [(digest(k), digest(v, depth + 1)) for k, v in items]
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, [digest(v, depth + 1) for v in value]
+    if isinstance(value, (set, frozenset)):
+        return type(value).__name__, sorted(repr(digest(v)) for v in value)
+    if isinstance(value, functools.partial):
+        return "partial", id(value.func), digest(value.args), digest(value.keywords)
+    if type(value).__name__ in ("QuantState", "MatmulLtState") and depth < 6:
+        return type(value).__name__, digest(vars(value), depth + 1)
+    if hasattr(value, "to_dict") and hasattr(value, "model_type"):
+        return "config", id(value), digest(vars(value), depth + 1) if depth < 4 else None
+    return type(value).__name__, id(value)
+
+
+class Snapshot:
+    """A model's state at one moment."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.items: dict[str, Any] = {}
+        storages: dict[int, list[str]] = {}
+        for fqn, module in model.named_modules(remove_duplicate=False):
+            self.items[f"{fqn}: identity"] = (id(module), type(module).__qualname__, type(module).__module__)
+            attributes = {k: v for k, v in vars(module).items() if k not in TRANSFORMERS_OWN}
+            self.items[f"{fqn}: attributes"] = list(attributes)
+            for name, value in attributes.items():
+                if name == "_parameters":
+                    self._parameters(fqn, value)
+                else:
+                    self.items[f"{fqn}: {name}"] = digest(value)
+        for fqn, tensor in model.named_parameters(remove_duplicate=False):
+            storages.setdefault(tensor.untyped_storage()._cdata, []).append(fqn)
+        self.items["shared memory"] = sorted(group for group in storages.values() if len(group) > 1)
+        generation_config = getattr(model, "generation_config", None)
+        if generation_config is not None:
+            self.items["generation_config"] = digest(vars(generation_config))
+
+    def _parameters(self, prefix: str, parameters: dict[str, nn.Parameter | None]) -> None:
+        self.items[f"{prefix}: parameters"] = list(parameters)
+        for name, parameter in parameters.items():
+            if parameter is None:
+                continue
+            fqn = f"{prefix}.{name}"
+            self.items[f"{fqn}: identity"] = (id(parameter), type(parameter).__name__)
+            self.items[f"{fqn}: pointer"] = parameter.data_ptr()
+            self.items[f"{fqn}: bytes"] = tensor_digest(parameter)
+            self.items[f"{fqn}: requires_grad"] = parameter.requires_grad
+            for key, value in vars(parameter).items():
+                if key != "module":
+                    self.items[f"{fqn}: {key}"] = digest(value)
+
+    def diff(self, later: Snapshot, *, moved: bool = False, ignore: Collection[str] = ()) -> list[str]:
+        """What differs in a later snapshot.
+
+        Args:
+            later: The later snapshot.
+            moved: Storage was freed and made anew (precision ``"full"``), so pointers may differ.
+            ignore: Endings of keys that are not compared.
+
+        Returns:
+            One line a difference; empty where there is none.
+        """
+        lines = []
+        for key in sorted({*self.items, *later.items}):
+            if (moved and key.endswith(": pointer")) or any(key.endswith(ending) for ending in ignore):
+                continue
+            before, after = self.items.get(key, "absent"), later.items.get(key, "absent")
+            if before != after:
+                lines.append(f"{key}: {before} -> {after}")
+        return lines

@@ -1,0 +1,548 @@
+"""The wrapper's life: states, refusals, faults, suspension, what is reported."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import kbitwrap
+import zoo
+from kbitwrap import (
+    ConfigError,
+    EditError,
+    KbitPreparedModel,
+    LifecycleState,
+    MemoryBudgetError,
+    Precision,
+    RestoreError,
+    StateError,
+    UnsupportedModelError,
+    build_plan,
+    prepared_of,
+)
+from snapshot import Snapshot
+from training import adapt, step
+
+PRECISIONS = list(Precision)
+# Suspending takes instance attributes away and puts them back, at the end; each is still compared by itself.
+REORDERED = (": attributes",)
+
+pytestmark = [
+    # Expected: the adapter is on top while restoring; one test asserts that it is said.
+    pytest.mark.filterwarnings("ignore:restore.. made:UserWarning"),
+    pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning"),
+]
+
+
+def test_states_follow_the_life() -> None:
+    prepared = KbitPreparedModel(zoo.load("llama"))
+    assert prepared.state is LifecycleState.NEW
+    assert prepared.prepare() is prepared
+    assert prepared.state is LifecycleState.PREPARED
+    with prepared.suspended() as model:
+        assert model is prepared.model
+        assert prepared.state is LifecycleState.SUSPENDED
+    assert prepared.state is LifecycleState.PREPARED
+    report = prepared.restore()
+    assert prepared.state is LifecycleState.RESTORED
+    assert prepared.restore() is report
+    assert prepared.prepare().state is LifecycleState.PREPARED
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+def test_constructing_and_planning_change_nothing(precision: Precision) -> None:
+    model = zoo.load("llama")
+    before = Snapshot(model)
+    prepared = KbitPreparedModel(model, precision=precision)
+    assert str(prepared.plan)
+    assert prepared.model is model
+    assert before.diff(Snapshot(model)) == []
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+@pytest.mark.parametrize("name", ["llama", "opt", "bart", "gemma2"])
+def test_suspended_is_the_original_state_and_ends_as_before(name: str, precision: Precision) -> None:
+    model = zoo.load(name, "int8" if name == "opt" else "nf4", torch.float16)
+    original = Snapshot(model)
+    prepared = KbitPreparedModel(model, precision=precision).prepare()
+    peft_model = adapt(name, model)
+    step(name, peft_model)
+    names = {fqn for fqn, _ in model.named_modules() if "lora" not in fqn}
+    during = Snapshot(model)
+    with prepared.suspended():
+        inside = {fqn: (p.dtype, p.requires_grad) for fqn, p in model.named_parameters() if "lora" not in fqn}
+        assert not any(module.training for module in model.modules())
+        assert not any("_kbitwrap" in key for module in model.modules() for key in vars(module))
+        assert not any("forward" in vars(module) for fqn, module in model.named_modules() if fqn in names)
+    assert during.diff(Snapshot(model), moved=True, ignore=REORDERED) == []
+    assert not prepared.verify()
+    prepared.restore()
+    restored = {fqn: (p.dtype, p.requires_grad) for fqn, p in model.named_parameters() if "lora" not in fqn}
+    assert inside == restored
+    peft_model.unload()
+    assert original.diff(Snapshot(model), moved=precision is Precision.FULL) == []
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_training_with_a_suspended_generate_is_training_without(precision: Precision, dropout: float) -> None:
+    losses: dict[bool, list[torch.Tensor]] = {}
+    for suspends in (False, True):
+        model = zoo.load("llama")
+        prepared = KbitPreparedModel(model, precision=precision).prepare()
+        peft_model = adapt("llama", model, modules_to_save=True, lora_dropout=dropout)
+        trainable = [p for p in peft_model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trainable, lr=0.01)
+        losses[suspends] = []
+        torch.manual_seed(1)
+        for seed in range(4):
+            peft_model.train()
+            loss = peft_model(**zoo.inputs("llama", model, seed=seed)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[suspends].append(loss.detach())
+            if suspends:
+                with prepared.suspended():
+                    assert {p.dtype for p in trainable if p.dim() == 2 and p.shape[0] > 90} <= {torch.bfloat16}
+                    prompt = zoo.inputs("llama", model)["input_ids"][:1, :4]
+                    peft_model.generate(input_ids=prompt, max_new_tokens=4, do_sample=True, pad_token_id=0)
+        prepared.restore()
+    assert all(torch.equal(a, b) for a, b in zip(losses[False], losses[True], strict=True))
+    assert losses[True][-1] < losses[True][0]
+
+
+def test_an_exception_in_the_body_passes_and_the_model_is_restored() -> None:
+    model = zoo.load("llama")
+    before = Snapshot(model)
+    error = ValueError("from the body")
+    with pytest.raises(ValueError, match="from the body") as caught, KbitPreparedModel(model, precision="full"):
+        raise error
+    assert caught.value is error
+    assert before.diff(Snapshot(model), moved=True) == []
+
+
+def test_a_failing_restore_does_not_hide_the_body() -> None:
+    model = zoo.load("llama")
+    prepared = KbitPreparedModel(model, precision="full").prepare()
+    prepared._journal.changes[2].undo = None  # type: ignore[method-assign]
+    error = ValueError("from the body")
+    assert prepared.__exit__(ValueError, error, None) is None  # type: ignore[func-returns-value]
+    with pytest.raises(RestoreError, match="not callable"):
+        prepared.__exit__(None, None, None)
+
+
+def test_suspended_resumes_after_an_exception() -> None:
+    model = zoo.load("llama")
+    prepared = KbitPreparedModel(model, precision="full").prepare()
+    during = Snapshot(model)
+    with pytest.raises(ValueError, match="inside"), prepared.suspended():
+        raise ValueError("inside")
+    assert prepared.state is LifecycleState.PREPARED
+    assert during.diff(Snapshot(model), moved=True, ignore=REORDERED) == []
+
+
+class FaultError(Exception):
+    """Raised on purpose."""
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+@pytest.mark.parametrize("kind", [FaultError, KeyboardInterrupt, SystemExit])
+def test_a_fault_anywhere_in_prepare_leaves_the_model_as_it_was(
+    precision: Precision, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = zoo.load("gemma2")
+    before = Snapshot(model)
+    prepared = KbitPreparedModel(model, precision=precision)
+    num_edits = len(prepared.plan.edits) + 1
+    for position in range(num_edits):
+        for phase in ("capture", "apply"):
+            count = 0
+
+            def faulty(edits: object, position: int = position, phase: str = phase) -> object:
+                nonlocal count
+                for edit in edits:  # type: ignore[attr-defined]
+                    if count == position:
+                        call = getattr(type(edit), phase)
+
+                        def fail(self: object, call: object = call) -> object:
+                            if self is edit:  # noqa: B023 - the generator waits here while it is called
+                                if phase == "apply":
+                                    call(self)  # type: ignore[operator]
+                                raise kind("a fault")
+                            return call(self)  # type: ignore[operator]
+
+                        with monkeypatch.context() as patch:
+                            patch.setattr(type(edit), phase, fail)
+                            yield edit
+                    else:
+                        yield edit
+                    count += 1
+
+            monkeypatch.setattr(kbitwrap.prepared, "tqdm", lambda edits, **_: faulty(edits))
+            expected = EditError if kind is FaultError else kind
+            with pytest.raises(expected) as caught:
+                prepared.prepare()
+            if kind is FaultError:
+                assert isinstance(caught.value.__cause__, FaultError)
+            assert prepared.state is LifecycleState.NEW
+            assert prepared_of(model) is None
+            assert before.diff(Snapshot(model), moved=True) == []
+
+
+def test_a_fault_inside_transformers_enabling_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.load("llama")
+    before = Snapshot(model)
+    whole = type(model).enable_input_require_grads
+
+    def fails_late(self: nn.Module) -> None:
+        whole(self)
+        raise FaultError("after the hooks were installed")
+
+    monkeypatch.setattr(type(model), "enable_input_require_grads", fails_late)
+    with pytest.raises(EditError, match="as it was"):
+        KbitPreparedModel(model, precision="full").prepare()
+    assert before.diff(Snapshot(model), moved=True) == []
+
+
+class TestBadInput:
+    def test_not_a_module(self) -> None:
+        with pytest.raises(UnsupportedModelError, match=r"torch\.nn\.Module"):
+            KbitPreparedModel("meta-llama/Llama-3-8B")  # type: ignore[arg-type]
+
+    def test_no_parameters(self) -> None:
+        with pytest.raises(UnsupportedModelError, match="no parameters"):
+            KbitPreparedModel(nn.ReLU())
+
+    def test_meta(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
+        with pytest.raises(UnsupportedModelError, match="meta device") as caught:
+            KbitPreparedModel(model)
+        assert caught.value.fqn == "1.weight"
+
+    @pytest.mark.parametrize("what", ["model", "part", "parent", "peft"])
+    def test_prepared_already(self, what: str) -> None:
+        model = zoo.load("llama")
+        prepared = KbitPreparedModel(model).prepare()
+        during = Snapshot(model)
+        candidate = {
+            "model": lambda: model,
+            "part": lambda: model.model,
+            "parent": lambda: nn.ModuleDict({"inner": model}),
+            "peft": lambda: adapt("llama", model),
+        }[what]()
+        with pytest.raises(StateError, match="prepared already") as caught:
+            KbitPreparedModel(candidate)
+        assert caught.value.state is LifecycleState.PREPARED
+        if what != "peft":
+            assert during.diff(Snapshot(model)) == []
+        assert prepared_of(candidate) is prepared
+
+    def test_a_second_wrapper_made_before(self) -> None:
+        model = zoo.load("llama")
+        first, second = KbitPreparedModel(model), KbitPreparedModel(model)
+        with first:
+            with pytest.raises(StateError, match="prepared already"):
+                second.prepare()
+            with first.suspended(), pytest.raises(StateError, match="prepared already"):
+                second.prepare()
+        second.prepare()
+
+    def test_preparing_twice(self) -> None:
+        with KbitPreparedModel(zoo.load("llama")) as prepared, pytest.raises(StateError, match="restore"):
+            prepared.prepare()
+
+    @pytest.mark.parametrize("call", ["restore", "verify"])
+    def test_before_prepare(self, call: str) -> None:
+        with pytest.raises(StateError, match="prepare") as caught:
+            getattr(KbitPreparedModel(zoo.load("llama")), call)()
+        assert caught.value.state is LifecycleState.NEW
+
+    def test_suspended_before_prepare_and_twice(self) -> None:
+        prepared = KbitPreparedModel(zoo.load("llama"))
+        with pytest.raises(StateError, match="prepare"), prepared.suspended():
+            pass
+        prepared.prepare()
+        with prepared.suspended():
+            with pytest.raises(StateError, match="leave suspended"), prepared.suspended():
+                pass
+            with pytest.raises(StateError, match="leave suspended"):
+                prepared.restore()
+        prepared.restore()
+        with pytest.raises(StateError, match="restored"), prepared.suspended():
+            pass
+
+    def test_unknown_precision_and_field(self) -> None:
+        model = zoo.load("llama")
+        with pytest.raises(ConfigError, match="'norms'"):
+            KbitPreparedModel(model, precision="half")
+        with pytest.raises(ConfigError, match="did you mean 'precision'"):
+            KbitPreparedModel(model, precison="full")
+
+    @pytest.mark.parametrize("name", ["ctrl", "convnext"])
+    def test_a_model_that_cannot_be_checkpointed(self, name: str) -> None:
+        model = zoo.load(name)
+        before = Snapshot(model)
+        with pytest.raises(UnsupportedModelError, match="gradient_checkpointing=False"):
+            KbitPreparedModel(model, precision="full")
+        assert before.diff(Snapshot(model)) == []
+
+    def test_a_budget_that_does_not_hold(self) -> None:
+        model = zoo.load("llama")
+        needed = build_plan(model, precision="full").peak_bytes
+        with pytest.raises(MemoryBudgetError, match="norms") as caught:
+            KbitPreparedModel(model, precision="full", memory_budget=needed - 1)
+        assert caught.value.plan.peak_bytes == needed
+        assert caught.value.budget_bytes == needed - 1
+        assert set(caught.value.fitting) == {"norms", "none"}
+        assert KbitPreparedModel(model, precision="full", memory_budget=needed).plan.peak_bytes == needed
+
+    def test_trained_policies(self) -> None:
+        with KbitPreparedModel(zoo.load("llama"), precision="full") as prepared:
+            with pytest.raises(ConfigError, match="'keep', 'discard' or 'error'"):
+                prepared.restore("round")  # type: ignore[arg-type]
+            with pytest.raises(ConfigError, match="keep_originals"):
+                prepared.restore("discard")
+
+
+def test_an_unquantized_model_is_frozen_and_cast_with_a_warning() -> None:
+    model = zoo.load("llama", None)
+    before = Snapshot(model)
+    prepared = KbitPreparedModel(model, precision="full")
+    with pytest.warns(UserWarning, match="not checkpointed"):
+        prepared.prepare()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert not any(p.requires_grad for p in model.parameters())
+    assert not model.is_activation_checkpointing
+    prepared.restore()
+    assert before.diff(Snapshot(model), moved=True) == []
+
+
+def test_bitsandbytes_layers_without_an_attribute_are_recognised() -> None:
+    model = zoo.load("llama")
+    for name in ("is_loaded_in_4bit", "quantization_method"):
+        delattr(model, name)
+    assert KbitPreparedModel(model).plan.quantization == "bitsandbytes_4bit"
+    with KbitPreparedModel(model):
+        assert model.is_activation_checkpointing
+
+
+@pytest.mark.parametrize("method", ["gptq", "aqlm", "eetq", "hqq", "torchao", "awq", "fp8"])
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+def test_methods_that_manage_their_own_precision_are_never_cast(method: str, precision: Precision) -> None:
+    model = zoo.load("llama", None)  # stands in for layers whose kernels do not run here; only detection is tested
+    model.quantization_method = method
+    dtypes = {fqn: p.dtype for fqn, p in model.named_parameters()}
+    with KbitPreparedModel(model, precision=precision) as prepared:
+        assert prepared.plan.quantization == method
+        assert {fqn: p.dtype for fqn, p in model.named_parameters()} == dtypes
+        assert not any("forward" in vars(module) for module in model.modules())
+        assert model.is_activation_checkpointing
+        assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_quantized_bytes_in_a_half_storage_are_never_cast() -> None:
+    model = zoo.load("llama", None)
+    path = zoo.checkpoint("llama")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config, dtype=torch.bfloat16)
+    before = Snapshot(model)
+    packed = {fqn: p.data_ptr() for fqn, p in model.named_parameters() if type(p).__name__ == "Params4bit"}
+    assert packed
+    with KbitPreparedModel(model, precision="full"):
+        live = dict(model.named_parameters())
+        assert all(live[fqn].dtype == torch.bfloat16 and live[fqn].data_ptr() == packed[fqn] for fqn in packed)
+    assert before.diff(Snapshot(model), moved=True) == []
+
+
+class TestTrained:
+    """A base parameter that the caller unfroze and trained while it was stored in float32."""
+
+    def prepared(self, **fields: object) -> tuple[KbitPreparedModel, nn.Parameter, torch.Tensor]:
+        model = zoo.load("llama")
+        prepared = KbitPreparedModel(model, precision="full", **fields).prepare()
+        weight = model.model.norm.weight
+        original = weight.detach().bfloat16()
+        with torch.no_grad():
+            weight.add_(0.01)
+        return prepared, weight, original
+
+    def test_keep_rounds(self) -> None:
+        prepared, weight, _ = self.prepared()
+        trained = weight.detach().clone()
+        report = prepared.restore()
+        assert report.trained == ("model.norm.weight",)
+        assert torch.equal(weight, trained.bfloat16())
+
+    def test_discard_puts_the_bits_back(self) -> None:
+        prepared, weight, original = self.prepared(keep_originals=True)
+        assert prepared.restore("discard").trained == ("model.norm.weight",)
+        assert torch.equal(weight, original)
+
+    def test_error_names_them_and_restores_the_rest(self) -> None:
+        prepared, weight, _ = self.prepared()
+        trained = weight.detach().clone()
+        with pytest.raises(RestoreError, match=r"model\.norm\.weight") as caught:
+            prepared.restore("error")
+        assert set(caught.value.failures) == {"model.norm.weight"}
+        others = {p.dtype for fqn, p in prepared.model.named_parameters() if fqn != "model.norm.weight"}
+        assert torch.float32 not in others
+        assert torch.equal(weight, trained)
+        assert prepared.restore("keep").trained == ("model.norm.weight",)
+        assert torch.equal(weight, trained.bfloat16())
+
+    def test_error_without_training_is_a_plain_restore(self) -> None:
+        model = zoo.load("llama")
+        before = Snapshot(model)
+        prepared = KbitPreparedModel(model, precision="full").prepare()
+        assert prepared.restore("error").trained == ()
+        assert before.diff(Snapshot(model), moved=True) == []
+
+
+class TestOthers:
+    """What others add or replace is left alone and reported."""
+
+    def test_a_merge(self) -> None:
+        model = zoo.load("llama")
+        prepared = KbitPreparedModel(model, precision="full").prepare()
+        peft_model = adapt("llama", model, modules_to_save=True)
+        step("llama", peft_model)
+        merged = peft_model.merge_and_unload()
+        weight = merged.model.layers[0].self_attn.q_proj.weight
+        head = merged.lm_head.weight
+        report = prepared.restore()
+        assert merged.model.layers[0].self_attn.q_proj.weight is weight
+        assert "model.layers.0.self_attn.q_proj.weight" in report.replaced
+        assert merged.lm_head.weight is head
+        assert head.dtype == torch.bfloat16
+        assert "lm_head.weight" in report.replaced
+        assert report.trained == ("lm_head.weight",)
+        assert torch.float32 not in {p.dtype for p in merged.parameters()}
+        with torch.no_grad():
+            assert not merged(**zoo.inputs("llama", model)).logits.requires_grad
+
+    def test_hooks_and_adapters(self) -> None:
+        model = zoo.load("llama")
+        prepared = KbitPreparedModel(model).prepare()
+        peft_model = adapt("llama", model)
+
+        def watch(module: nn.Module, args: object, output: object) -> None: ...
+
+        handle = model.lm_head.register_forward_hook(watch)
+        report = prepared.restore()
+        assert handle.id in model.lm_head._forward_hooks
+        assert "lm_head: forward hook watch" in report.foreign
+        adapters = {fqn for fqn, _ in model.named_parameters() if "lora_" in fqn}
+        assert adapters
+        assert adapters <= set(report.foreign)
+        assert sum("lora_" in fqn for fqn, _ in peft_model.named_parameters()) == len(adapters)
+
+    def test_resized_embeddings(self) -> None:
+        model = zoo.load("llama")
+        prepared = KbitPreparedModel(model, precision="full").prepare()
+        model.resize_token_embeddings(model.config.vocab_size + 5)
+        report = prepared.restore()
+        assert model.get_input_embeddings().weight.dtype == torch.bfloat16
+        assert model.lm_head.weight.dtype == torch.bfloat16
+        changed = {"model.embed_tokens.weight", "lm_head.weight"}
+        assert changed <= {*report.trained, *report.replaced}
+
+    def test_the_base_is_trainable_again_under_an_adapter_and_it_is_said(self) -> None:
+        model = zoo.load("llama")
+        prepared = KbitPreparedModel(model).prepare()
+        adapt("llama", model)
+        with pytest.warns(UserWarning, match="7 base parameters trainable"):
+            prepared.restore()
+
+    def test_user_settings_from_before_are_settings_after(self) -> None:
+        model = zoo.load("llama")
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": True, "preserve_rng_state": False})
+        model.model.layers[0].gradient_checkpointing = False
+        model.model.norm.weight.requires_grad_(False)
+        model.train()
+        before = Snapshot(model)
+        for kwargs in ({"use_reentrant": False}, {"use_reentrant": True}):
+            with KbitPreparedModel(model, precision="full", gradient_checkpointing_kwargs=kwargs) as prepared:
+                assert not prepared.verify()
+            assert before.diff(Snapshot(model), moved=True) == []
+
+
+def test_verify_names_what_differs() -> None:
+    model = zoo.load("llama")
+    prepared = KbitPreparedModel(model, gradient_checkpointing_kwargs={"use_reentrant": True}).prepare()
+    assert not prepared.verify()
+    model.model.norm.weight.requires_grad_(True)
+    model.model.layers[1].gradient_checkpointing = False
+    model.lm_head.weight.data = model.lm_head.weight.data.float()
+    del model.model.layers[0].input_layernorm.forward
+    model.disable_input_require_grads()
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(2)
+    diff = prepared.verify()
+    assert {fqn: set(rows) for fqn, rows in diff.differences.items()} == {
+        "model.norm.weight": {"requires_grad"},
+        "lm_head.weight": {"dtype"},
+        "model.embed_tokens.weight": {"writes"},
+        "model.layers.1": {"gradient_checkpointing"},
+        "model.layers.0.input_layernorm": {"forward"},
+        "model.embed_tokens": {"input_gradient_hooks"},
+    }
+    assert "lm_head.weight: dtype: expected torch.bfloat16, found torch.float32" in str(diff)
+
+
+def test_parameter_objects_stay_the_same() -> None:
+    model = zoo.load("gemma2")
+    ids = {fqn: id(p) for fqn, p in model.named_parameters(remove_duplicate=False)}
+
+    def live() -> dict[str, int]:
+        return {fqn: id(p) for fqn, p in model.named_parameters(remove_duplicate=False)}
+
+    with KbitPreparedModel(model, precision="full") as prepared:
+        assert live() == ids
+        with prepared.suspended():
+            assert live() == ids
+        assert live() == ids
+    assert live() == ids
+
+
+class TestLifetime:
+    def test_the_record_lives_as_long_as_the_model(self) -> None:
+        model = zoo.load("llama")
+        KbitPreparedModel(model).prepare()
+        gc.collect()
+        assert prepared_of(model) is not None
+        assert prepared_of(model).restore().trained == ()  # type: ignore[union-attr]
+
+    def test_a_prepared_model_can_be_collected(self) -> None:
+        model = zoo.load("llama")
+        KbitPreparedModel(model, precision="full").prepare()
+        reference = weakref.ref(model)
+        del model
+        gc.collect()
+        assert reference() is None
+
+    def test_a_deep_copy_is_another_model(self) -> None:
+        model = zoo.load("llama")
+        with KbitPreparedModel(model, precision="full"):
+            other = copy.deepcopy(model)
+            assert prepared_of(other) is None
+            assert torch.equal(other(**zoo.inputs("llama", other)).loss, model(**zoo.inputs("llama", model)).loss)
+
+    def test_what_a_merge_replaces_is_freed(self) -> None:
+        model = zoo.load("llama")
+        prepared = KbitPreparedModel(model, precision="full").prepare()
+        weight = weakref.ref(model.model.layers[0].self_attn.q_proj.weight)
+        peft_model = adapt("llama", model)
+        peft_model.merge_and_unload()
+        del peft_model
+        gc.collect()
+        assert weight() is None
+        assert "model.layers.0.self_attn.q_proj.weight" in prepared.restore().replaced

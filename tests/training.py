@@ -1,0 +1,38 @@
+"""One real training step, and what preparing and undoing looks like around it."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from peft import PeftModel, get_peft_model
+from transformers import PreTrainedModel
+
+import zoo
+
+
+def adapt(name: str, model: PreTrainedModel, *, modules_to_save: bool = False, **kwargs: object) -> PeftModel:
+    """A PEFT model with a LoRA on it, the same at each call."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        # PEFT advises against training a head that is tied; which is the case to test.
+        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`", category=UserWarning)
+        warnings.filterwarnings("ignore", message="Model with `tie_word_embeddings=True`", category=UserWarning)
+        return get_peft_model(model, zoo.lora_config(name, modules_to_save=modules_to_save, **kwargs))
+
+
+def step(name: str, model: torch.nn.Module, *, seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Train one step in train mode.
+
+    Returns:
+        The loss, and the gradients by name before the optimizer used them.
+    """
+    model.train()
+    loss = zoo.loss(name, model, zoo.inputs(name, model, seed=seed))
+    loss.backward()
+    parameters = {fqn: p for fqn, p in model.named_parameters() if p.requires_grad}
+    gradients = {fqn: p.grad.clone() for fqn, p in parameters.items() if p.grad is not None}
+    optimizer = torch.optim.SGD(parameters.values(), lr=0.01)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach(), gradients
