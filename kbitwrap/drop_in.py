@@ -81,7 +81,7 @@ def _prepare(
     if auto_clear_cache and detect_as_peft(model).casts:
         empty_cache()
     if not wrapper.plan.is_quantized:
-        warnings.warn(wrapper.plan.warnings[0], UserWarning, stacklevel=4)
+        warnings.warn(wrapper.plan.warnings[0], UserWarning, stacklevel=3)
 
 
 def restore(model: nn.Module, trained: TrainedPolicy = "keep") -> RestoreReport:

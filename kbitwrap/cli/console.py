@@ -1,0 +1,101 @@
+"""What the commands share: exit statuses, checks, tables, and quiet libraries."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+EXIT_DONE = 0
+EXIT_NO = 1
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130  # as a shell reports a process that SIGINT ended
+
+
+class InputError(Exception):
+    """The user's input cannot be used. The message is one line and is all that the user sees."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message that says something, for a message that has to fit in one.
+
+    Args:
+        error: The exception.
+
+    Returns:
+        The line, or the exception's class name where there is no message.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that must hold.
+
+    Attributes:
+        name: What must hold.
+        measured: What was found.
+        passed: Whether it holds.
+    """
+
+    name: str
+    measured: str
+    passed: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """The check as plain values, ready for JSON."""
+        return asdict(self)
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> str:
+    """Lay rows out in left-aligned columns, a rule under the first row.
+
+    Args:
+        rows: The header and the rows, of equal lengths.
+
+    Returns:
+        The table, without a line break at its end.
+
+    Example:
+        >>> print(format_table([("check", "result"), ("loss", "pass")]))
+        check  result
+        -----  ------
+        loss   pass
+    """
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Silence what transformers, PEFT and bitsandbytes say that is not the user's concern; put it back afterwards."""
+    from transformers.utils import logging as transformers_logging
+
+    verbosity = transformers_logging.get_verbosity()
+    had_bars = transformers_logging.is_progress_bar_enabled()
+    bitsandbytes_logger = logging.getLogger("bitsandbytes")
+    level = bitsandbytes_logger.level
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    # One line a layer: on int8 layers, that bfloat16 inputs are cast to float16. There is no other way for them.
+    bitsandbytes_logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            # PEFT calls it by the name that transformers deprecates; neither is the user's code.
+            warnings.filterwarnings("ignore", r"`is_gradient_checkpointing` is deprecated", FutureWarning)
+            # True of every merge into a quantized layer, and what the command is there to show.
+            warnings.filterwarnings("ignore", r"Merge lora module to [48]-bit linear", UserWarning)
+            # Older bitsandbytes say through `warnings` what newer ones log.
+            warnings.filterwarnings("ignore", r"MatMul8bitLt: inputs will be cast", UserWarning)
+            yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if had_bars:
+            transformers_logging.enable_progress_bar()
+        bitsandbytes_logger.setLevel(level)
