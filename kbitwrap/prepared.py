@@ -310,7 +310,9 @@ class KbitPreparedModel:
             The model.
 
         Raises:
-            StateError: The model is not prepared, or suspended already.
+            StateError: The model is not prepared, or suspended already; or several processes train together and a
+                trained parameter would change its dtype, which takes it out of DistributedDataParallel for good.
+            UnsupportedModelError: The model was sharded since; nothing was changed.
 
         Example:
             >>> import warnings, torch
@@ -325,8 +327,10 @@ class KbitPreparedModel:
         """
         self._expect_prepared("suspended")
         _refuse_sharded_since(self.model)
+        copies = self._copy_changes(discard=False)
+        self._refuse_retyping_under_ddp(copies)
         with _random_state_kept(self.model):
-            resume = self._journal.suspend([*self._journal.changes, *self._copy_changes(discard=False)])
+            resume = self._journal.suspend([*self._journal.changes, *copies])
             self.state = LifecycleState.SUSPENDED
             try:
                 yield self.model
@@ -359,6 +363,23 @@ class KbitPreparedModel:
                 state=self.state,
                 expected=(LifecycleState.PREPARED,),
             )
+
+    def _refuse_retyping_under_ddp(self, copies: list[CopyChange]) -> None:
+        """A parameter that changes its dtype loses its gradient accumulator, and with it DDP's hook, unnoticed."""
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return
+        changes: list[StorageChange | CopyChange] = [*self._storage_changes(), *copies]
+        for change in changes:
+            parameter = change.reference()
+            is_retyped = parameter is not None and parameter.requires_grad and parameter.dtype != change.dtype
+            if is_retyped and torch.distributed.get_world_size() > 1:
+                raise StateError(
+                    f"suspended() would change the dtype of {change.fqn}, which is being trained, and "
+                    "DistributedDataParallel would no longer synchronize it; use precision 'norms' or 'none', where "
+                    "nothing changes its dtype, or restore(), and wrap anew",
+                    state=self.state,
+                    expected=(LifecycleState.PREPARED,),
+                )
 
     def _storage_changes(self) -> list[StorageChange]:
         found: list[StorageChange] = []

@@ -38,8 +38,9 @@ class StateDiff:
 
     Attributes:
         differences: ``{fqn: {what: (expected, found)}}``. What is ``"parameter"``, ``"dtype"``, ``"shape"``,
-            ``"requires_grad"``, ``"writes"`` (in-place writes since), ``"forward"``, an attribute of checkpointing, or
-            ``"input_gradient_hooks"``.
+            ``"requires_grad"``, ``"writes"`` (in-place writes since; not compared where several processes train,
+            because DistributedDataParallel writes every parameter once), ``"forward"``, an attribute of
+            checkpointing, or ``"input_gradient_hooks"``.
     """
 
     differences: Mapping[str, Mapping[str, tuple[Any, Any]]] = field(default_factory=dict)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from .checkpointing import CHECKPOINTING_ATTRIBUTES, input_gradient_hooks
@@ -47,7 +48,10 @@ class PreparedState:
                 differences[fqn] = {"parameter": ("the prepared one", "none" if found is None else "another")}
             if found is not None:
                 # A quantized layer casts its bias to the dtype it computes in, whenever it runs.
-                ignored = ("dtype",) if id(found) in rewritten else ()
+                ignored = ["dtype"] if id(found) in rewritten else []
+                if torch.distributed.is_available() and torch.distributed.is_initialized():
+                    # DistributedDataParallel writes every parameter when it is made, with the value it has.
+                    ignored.append("writes")
                 _compare(differences, fqn, expected, _read_parameter(found), ignored)
         modules = dict(_base_modules(model))
         for fqn, expected in self.modules.items():
@@ -106,7 +110,7 @@ def _compare(
     fqn: str,
     expected: dict[str, Any],
     found: dict[str, Any],
-    ignored: tuple[str, ...] = (),
+    ignored: Collection[str] = (),
 ) -> None:
     for what, value in expected.items():
         if what not in ignored and found[what] is not value and found[what] != value:

@@ -30,7 +30,8 @@ PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, to
 
 def tensor_digest(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Dtype, layout and a hash of the bytes, NaN payloads included."""
-    data = tensor.detach().cpu().contiguous()
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor: this rank's shard
+    data = local.detach().cpu().contiguous()
     raw = data.view(torch.uint8) if data.dim() else data.view(1).view(torch.uint8)
     return str(tensor.dtype), tuple(tensor.shape), tensor.stride(), hashlib.sha256(raw.numpy().tobytes()).hexdigest()
 
