@@ -7,6 +7,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from enum import Enum
 from typing import Any
 
@@ -66,7 +67,7 @@ def parse_bytes(value: int | str) -> int:
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
         if match and match[2].lower() in _UNITS:
-            return int(float(match[1]) * _UNITS[match[2].lower()])
+            return int(Decimal(match[1]) * _UNITS[match[2].lower()])
     raise ConfigError(
         f"expected a number of bytes such as 536870912 or '512MiB', found {value!r}; "
         "units are B, KB, MB, GB, TB (powers of 1000) and KiB, MiB, GiB, TiB (powers of 1024)"
@@ -117,7 +118,8 @@ class PrepareConfig:
         self._set("precision", self._as_precision(self.precision))
         for name in ("freeze", "gradient_checkpointing", "keep_originals", "empty_cache", "progress"):
             self._expect(name, isinstance(getattr(self, name), bool), "True or False")
-        self._expect("input_require_grads", self.input_require_grads in (None, True, False), "None, True or False")
+        hooks = self.input_require_grads
+        self._expect("input_require_grads", hooks is None or isinstance(hooks, bool), "None, True or False")
         kwargs = self.gradient_checkpointing_kwargs
         self._expect(
             "gradient_checkpointing_kwargs",

@@ -34,7 +34,7 @@ class Change(Protocol):
     """The state from before one edit, and how to get back there."""
 
     def undo(self) -> None:
-        """Put back the state from before the edit, however far the edit got. Called at most once."""
+        """Put back the state from before the edit, however far the edit got. A second call changes nothing."""
 
     def suspend(self) -> Resume:
         """Put back the state from before the edit for a while; the returned call brings back what was there."""
@@ -84,6 +84,9 @@ class Journal:
             del self.changes[start:]
             if not isinstance(error, Exception):
                 raise
+            for failure in failures:
+                if not isinstance(failure, Exception):
+                    raise failure from error
             assert edit is not None or not failures
             message = f"could not {edit.describe() if edit else 'plan'}: {error}; the model is as it was"
             if failures:
@@ -110,7 +113,7 @@ class Journal:
         return lambda: _resume_all(resumes)
 
 
-def undo_all(changes: Iterable[Change]) -> list[Exception]:
+def undo_all(changes: Iterable[Change]) -> list[BaseException]:
     """Undo changes, newest first, each of them even when another fails.
 
     Args:
@@ -119,11 +122,12 @@ def undo_all(changes: Iterable[Change]) -> list[Exception]:
     Returns:
         What went wrong, in the order it happened; empty when everything is back.
     """
-    failures: list[Exception] = []
+    failures: list[BaseException] = []
     for change in reversed(list(changes)):
         try:
             change.undo()
-        except Exception as error:
+        except BaseException as error:
+            # A second interrupt, too, waits until the model is as it was.
             failures.append(error)
     return failures
 

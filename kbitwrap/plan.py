@@ -27,8 +27,8 @@ from .roles import Role, computes_in_half, is_norm, parameter_roles
 from .storage import Store
 from .topology import (
     NamedTensor,
-    adapter_modules,
     adapter_parameter_ids,
+    base_modules,
     named_tensors,
     refuse_unsupported_tensors,
     storage_key,
@@ -212,6 +212,11 @@ class Planner:
         Raises:
             UnsupportedModelError: Checkpointing is asked for and the model does not support it.
         """
+        if not self.quantization.is_quantized:
+            self.warnings.append(
+                f"{type(self.model).__name__} has neither a quantization attribute nor a quantized layer: "
+                "it is frozen and cast as asked, but not checkpointed"
+            )
         edits: list[EditBase] = [self._record(), self._freeze(), *self._store()]
         if self.config.precision is Precision.NORMS and self.quantization.casts:
             edits += self._compute_norms()
@@ -283,16 +288,16 @@ class Planner:
         )
 
     def _compute_norms(self) -> list[ComputeInFloat32]:
-        adapters = {id(m) for _, root in adapter_modules(self.model) for m in root.modules()}
         found = []
-        for fqn, module in self.model.named_modules():
-            if id(module) in adapters or not is_norm(module, self.config.norm_modules) or not computes_in_half(module):
+        for fqn, module in base_modules(self.model):
+            if not is_norm(module, self.config.norm_modules) or not computes_in_half(module):
                 continue
             if can_rebind_forward(module):
                 found.append((fqn, module))
             else:
                 self.warnings.append(
-                    f"{fqn} computes as loaded: its forward was replaced by a function that is no method of it"
+                    f"{fqn} computes as loaded: it has buffers, where norms keep statistics, or its forward was "
+                    "replaced by a function that is no method of it"
                 )
         if not found:
             return []
@@ -336,11 +341,6 @@ class Planner:
 
     def _warn(self) -> None:
         config, quantization = self.config, self.quantization
-        if not quantization.is_quantized:
-            self.warnings.append(
-                f"{type(self.model).__name__} has neither a quantization attribute nor a quantized layer: "
-                "it is frozen and cast as asked, but not checkpointed"
-            )
         if not quantization.casts and config.precision is not Precision.NONE:
             self.warnings.append(
                 f"{quantization.method} manages its own precision: precision {config.precision.value!r} changes nothing"

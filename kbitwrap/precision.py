@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from .journal import MISSING
-from .quantization import HALF_DTYPES
+from .quantization import HALF_DTYPES, is_quantized_parameter
 
 
 def forward_slot(module: nn.Module) -> str:
@@ -22,7 +23,12 @@ def forward_slot(module: nn.Module) -> str:
 
 
 def can_rebind_forward(module: nn.Module) -> bool:
-    """Whether a module's ``forward`` can be run on a stand-in for the module: its class's own, or a bound method."""
+    """Whether a module's ``forward`` can be run on a stand-in for the module, and once more to see what it returns.
+
+    It must be its class's own, or a bound method, and have no buffers, in which statistics are kept.
+    """
+    if any(True for _ in module.buffers()):
+        return False
     forward = vars(module).get(forward_slot(module), MISSING)
     return forward is MISSING or (isinstance(forward, types.MethodType) and forward.__self__ is module)
 
@@ -59,10 +65,11 @@ class Float32Forward:
         dtypes = self._unprepared_dtypes(forward, args, kwargs)
         if isinstance(output, torch.Tensor):
             return output if dtypes[0] is None else output.to(dtypes[0])
-        return type(output)(
+        parts = [
             part.to(dtype) if isinstance(part, torch.Tensor) and dtype is not None else part
             for part, dtype in zip(output, dtypes, strict=True)
-        )
+        ]
+        return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
 
     def _unprepared_dtypes(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.dtype | None]:
         """The dtypes that the unprepared module returns, found by running it once for each kind of input.
@@ -71,10 +78,15 @@ class Float32Forward:
         input's) and on autocast, so it is measured rather than guessed. A compiler drops the unused computation.
         """
         if torch.compiler.is_compiling():
-            return _output_dtypes(self.module, forward, args, kwargs)
+            # What a kernel would refuse must not be traced.
+            is_refused = isinstance(self.module, (nn.LayerNorm, nn.GroupNorm)) and args[0].dtype not in HALF_DTYPES
+            return [args[0].dtype] if is_refused else _output_dtypes(self.module, forward, args, kwargs)
         key = tuple(_kind(a) for a in (*args, *kwargs.values(), *self.module._parameters.values()))
         if key not in self._output_dtypes:
-            self._output_dtypes[key] = _output_dtypes(self.module, forward, args, kwargs)
+            with warnings.catch_warnings():
+                # Whatever the unprepared forward warns of is not what is computed.
+                warnings.simplefilter("ignore")
+                self._output_dtypes[key] = _output_dtypes(self.module, forward, args, kwargs)
         return self._output_dtypes[key]
 
 
@@ -83,10 +95,14 @@ def _to_float32(value: Any) -> Any:
 
 
 def _float32_shell(module: nn.Module) -> nn.Module:
-    """An object of the module's class that shares its attributes, with half parameters upcast."""
+    """An object of the module's class that shares its attributes, with half parameters upcast, its children's too."""
     shell: nn.Module = object.__new__(type(module))
     shell.__dict__.update(module.__dict__)
-    shell.__dict__["_parameters"] = {name: _to_float32(p) for name, p in module._parameters.items()}
+    shell.__dict__["_parameters"] = {
+        name: p if p is None or is_quantized_parameter(p) else _to_float32(p) for name, p in module._parameters.items()
+    }
+    if module._modules:
+        shell.__dict__["_modules"] = {n: child and _float32_shell(child) for n, child in module._modules.items()}
     return shell
 
 

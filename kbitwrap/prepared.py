@@ -258,7 +258,7 @@ class KbitPreparedModel:
                 change.undo()
             except Exception as error:
                 left.insert(0, change)
-                failures[getattr(change, "fqn", type(change).__name__)] = error
+                failures[getattr(error, "fqn", getattr(change, "fqn", type(change).__name__))] = error
         names += [change.fqn for change in self._storage_changes() if change.was_trained]
         self._journal.changes = left
         if self.config.empty_cache:

@@ -19,46 +19,56 @@ from .journal import Resume
 from .quantization import HALF_DTYPES
 
 _CHUNK = 1 << 20  # elements compared at once: bounds what a comparison holds beside the tensors compared
-_BLOCK = 4096  # words summed before positions are weighted
-_WEIGHT = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd 64-bit constant (2**64 divided by the golden ratio), as int64
+_ROW = 4096  # int64 words in a row of a fingerprint
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 divided by the golden ratio, odd, as int64
+_MURMUR = 0xC2B2AE3D27D4EB4F - (1 << 64)  # a multiplier of MurmurHash3's finalizer, as int64
 
 
 class TrainedError(RuntimeError):
-    """A parameter's value changed while it was stored upcast, and the caller asked for that to be an error."""
+    """A parameter's value changed while it was stored upcast, and the caller asked for that to be an error.
+
+    Attributes:
+        fqn: The parameter's name.
+    """
+
+    def __init__(self, fqn: str, dtype: torch.dtype) -> None:
+        super().__init__(f"{fqn} was trained while it was stored in {dtype}")
+        self.fqn = fqn
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
-    """A 64-bit fingerprint of a half-precision tensor's bits, at the cost of one pass and no copy.
+    """A 64-bit fingerprint of a half-precision tensor's bits, at the cost of two sums and no copy.
 
-    The bits are read as int64 words; blocks of 4096 words are summed and the sums weighted by position, modulo
-    2**64. Any single change shows; a permutation of words within one block does not.
+    The bits are read as int64 words, laid out in rows of 4096. The sums of the rows and of the columns are each mixed
+    with their position (a xorshift-multiply, as in MurmurHash3's finalizer) and added, modulo 2**64. A changed word
+    changes its row and its column, and two words that change places change two of either.
 
     Args:
-        tensor: A float16 or bfloat16 tensor, any shape and device.
+        tensor: A float16 or bfloat16 tensor, any shape, layout and device.
 
     Returns:
-        The fingerprint, equal for equal bits on every device.
+        The fingerprint, equal for equal values in equal order on every device.
     """
-    flat = tensor.detach().contiguous().view(-1).view(torch.int16)
-    if flat.storage_offset() % 4:
-        flat = flat.clone()
-    whole = flat.numel() - flat.numel() % 4
-    words = flat[:whole].view(torch.int64)
-    blocks = words.numel() - words.numel() % _BLOCK
-    sums = torch.cat(
-        [
-            words[:blocks].view(-1, _BLOCK).sum(1),
-            words[blocks:].sum().view(1),
-            flat[whole:].to(torch.int64).sum().view(1),
-        ]
-    )
-    weights = torch.arange(1, 2 * sums.numel(), 2, device=sums.device) * _WEIGHT
-    return int((sums * weights).sum().item())
+    flat = tensor.detach().reshape(-1)
+    if flat.stride() != (1,) or flat.storage_offset() % 4:
+        flat = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device).copy_(flat)
+    bits = flat.view(torch.int16)
+    whole = bits.numel() - bits.numel() % 4
+    words = bits[:whole].view(torch.int64)
+    in_rows = words.numel() - words.numel() % _ROW
+    rows = words[:in_rows].view(-1, _ROW)
+    sums = torch.cat([rows.sum(1), rows.sum(0), words[in_rows:], bits[whole:].to(torch.int64)])
+    mixed = sums ^ (torch.arange(1, sums.numel() + 1, device=sums.device) * _GOLDEN)
+    mixed = (mixed ^ (mixed >> 32)) * _MURMUR
+    return int((mixed ^ (mixed >> 29)).sum().item())
 
 
 @dataclass(frozen=True)
 class NanPayloads:
-    """The NaNs of a half tensor whose bits do not survive float32: where they are, and the bits.
+    """The NaNs of a half tensor: where they are, and their bits, which need not survive float32.
+
+    Which of them do is no property of the bits alone: a CPU converts whole vectors and single elements by different
+    instructions. So all of them are kept.
 
     Attributes:
         positions: Indices into the flattened tensor, shape ``(n,)``, int64.
@@ -70,7 +80,7 @@ class NanPayloads:
 
     @staticmethod
     def find(tensor: torch.Tensor) -> NanPayloads | None:
-        """Find the NaNs that the way to float32 and back would change.
+        """Find a tensor's NaNs.
 
         Args:
             tensor: A float16 or bfloat16 tensor.
@@ -82,11 +92,7 @@ class NanPayloads:
             return None
         flat = tensor.detach().reshape(-1)
         positions = torch.isnan(flat).nonzero().view(-1)
-        nans = flat[positions]
-        changed = nans.float().to(nans.dtype).view(torch.int16) != nans.view(torch.int16)
-        if not changed.any():
-            return None
-        return NanPayloads(positions[changed], nans[changed].view(torch.int16))
+        return NanPayloads(positions, flat[positions].view(torch.int16))
 
     def write(self, tensor: torch.Tensor) -> None:
         """Put the payloads back, where the tensor still holds a NaN.
@@ -103,7 +109,7 @@ class NanPayloads:
 
 
 def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one shape hold equal numbers, NaN equal to NaN, compared chunk by chunk.
+    """Whether two tensors hold the same numbers, zeros with their signs, any NaN equal to any; compared in chunks.
 
     Args:
         a: Any shape and floating dtype.
@@ -118,7 +124,9 @@ def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     for start in range(0, left.numel(), _CHUNK):
         x = left[start : start + _CHUNK]
         y = right[start : start + _CHUNK].to(device=x.device, dtype=x.dtype)
-        if not torch.equal(x, y) and not bool(((x == y) | (x.isnan() & y.isnan())).all()):
+        integers = torch.int32 if x.element_size() == 4 else torch.int16
+        same_bits = x.contiguous().view(integers) == y.contiguous().view(integers)
+        if not bool(same_bits.all()) and not bool((same_bits | (x.isnan() & y.isnan())).all()):
             return False
     return True
 
@@ -161,10 +169,14 @@ class Layout:
         """
         start = min(layout.offset for _, layout in tensors)
         storage = tensors[0][0].new_empty(max(layout.end for _, layout in tensors) - start)
-        return [
-            storage.as_strided(layout.shape, layout.stride, layout.offset - start).copy_(tensor)
-            for tensor, layout in tensors
-        ]
+        views = []
+        for tensor, layout in tensors:
+            view = storage.as_strided(layout.shape, layout.stride, layout.offset - start)
+            # Along an expanded dimension all elements are one.
+            once = tuple(slice(0, 1) if step == 0 else slice(None) for step in layout.stride)
+            view[once].copy_(tensor[once])
+            views.append(view)
+        return views
 
 
 class StorageChange:
@@ -230,12 +242,12 @@ class StorageChange:
             return
         original = self._original(parameter.data)
         if self.was_trained and self.trained_policy == "error" and parameter.dtype != self.dtype:
-            raise TrainedError(f"{self.fqn} was trained while it was stored in {parameter.dtype}")
+            raise TrainedError(self.fqn, parameter.dtype)
         self.was_trained = self.was_trained and parameter.dtype != self.dtype
         parameter.data = self._laid_out(original)
 
     def _laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.stride() == self.layout.stride or tuple(tensor.shape) != self.layout.shape:
+        if tensor.stride() == self.layout.stride or self.was_trained:
             return tensor
         return Layout.place([(tensor, self.layout)])[0]
 
@@ -280,14 +292,25 @@ class SharedStorageChange:
         self.changes = tuple(changes)
 
     def undo(self) -> None:
-        """Put the originals back; memory is shared again where no value was trained."""
+        """Put the originals back; memory is shared again where no value was trained.
+
+        Raises:
+            TrainedError: As for one parameter; the others are restored.
+        """
+        failures = []
         for change in self.changes:
-            change.undo()
+            try:
+                change.undo()
+            except TrainedError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
         self._share()
 
     def _share(self) -> None:
         live = [(change, p) for change in self.changes if (p := change.reference()) is not None]
-        if len(live) < 2 or any(c.was_trained or c.kept is not None or p.dtype != c.dtype for c, p in live):
+        is_shared = len({p.untyped_storage().data_ptr() for _, p in live}) < 2
+        if is_shared or any(change.was_trained or p.dtype != change.dtype for change, p in live):
             return
         views = Layout.place([(p.data, change.layout) for change, p in live])
         for (_, parameter), view in zip(live, views, strict=True):

@@ -38,7 +38,8 @@ def canonical_fqn(fqn: str) -> str:
     """Strip from a fully qualified name what wrappers put into it.
 
     A ``modules_to_save`` copy gets the name of the module that it is a copy of. The parts are those of PEFT, DDP,
-    FSDP, ``torch.compile`` and ``checkpoint_wrapper``.
+    FSDP, ``torch.compile`` and ``checkpoint_wrapper``. A prompt-learning ``PeftModel`` has the model itself at
+    ``base_model``, which no name can tell from an adapter's ``base_model.model``; its names are not canonical.
 
     Args:
         fqn: The name of a module or a tensor.
@@ -82,39 +83,39 @@ def _loaded(module_name: str, attribute: str) -> type | tuple[()]:
     return found
 
 
-def is_peft_model(module: nn.Module) -> bool:
-    """Whether a module is a ``PeftModel``."""
-    return isinstance(module, _loaded("peft.peft_model", "PeftModel"))
+def is_adapter_module(module: nn.Module) -> bool:
+    """Whether a module is one of PEFT's own classes, whose own parameters belong to an adapter."""
+    return any(cls.__module__.partition(".")[0] == "peft" for cls in type(module).__mro__)
 
 
-def adapter_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Walk the modules that PEFT added beside the base.
+# Below one of PEFT's modules that has such children, the base goes on in these and nowhere else.
+_BASE_CHILDREN = ({"base_layer"}, {"original_module", "token_adapter"}, {"base_model"})
 
-    Under a tuner layer that is everything but ``base_layer``, under a ``modules_to_save`` or token wrapper everything
-    but ``original_module``, under a ``PeftModel`` everything but ``base_model``.
+
+def base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Walk the modules of the base, through whatever PEFT put around and between them.
 
     Args:
         model: The model, wrapped by PEFT or holding PEFT's layers.
 
     Yields:
-        ``(fqn, module)`` of each root of such a part, wrappers that hold both the base and an adapter included.
+        ``(fqn, module)``, each module once and PEFT's own on the way included, in the order of ``named_modules``.
     """
-    tuner_layer = _loaded("peft.tuners.tuners_utils", "BaseTunerLayer")
-    auxiliary = _loaded("peft.utils.other", "AuxiliaryTrainingWrapper")
-    peft_model = _loaded("peft.peft_model", "PeftModel")
-    module: nn.Module
-    for prefix, module in model.named_modules():
-        if isinstance(module, peft_model):
-            inner = "base_model"
-        elif isinstance(module, auxiliary):
-            inner = "original_module"
-        elif isinstance(module, tuner_layer):
-            inner = "base_layer"
-        else:
-            continue
-        for name, child in module.named_children():
-            if name != inner:
-                yield (f"{prefix}.{name}" if prefix else name), child
+    seen: set[int] = set()
+
+    def walk(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        yield prefix, module
+        children = dict(module.named_children())
+        if is_adapter_module(module):
+            base = next((names for names in _BASE_CHILDREN if names & children.keys()), children.keys())
+            children = {name: child for name, child in children.items() if name in base}
+        for name, child in children.items():
+            yield from walk(f"{prefix}.{name}" if prefix else name, child)
+
+    yield from walk("", model)
 
 
 def adapter_parameter_ids(model: nn.Module) -> set[int]:
@@ -126,34 +127,13 @@ def adapter_parameter_ids(model: nn.Module) -> set[int]:
     Returns:
         The ids; empty where there is no adapter. A parameter shared by an adapter and the base is the base's.
     """
-    roots = list(adapter_modules(model))
-    adapters = {id(p) for _, root in roots for p in root.parameters()}
-    tuner_layer = _loaded("peft.tuners.tuners_utils", "BaseTunerLayer")
-    inside = {id(m) for _, root in roots for m in root.modules()}
-    for module in model.modules():
-        if id(module) in inside:
-            continue
-        own = {id(p) for p in module._parameters.values() if p is not None}
-        if isinstance(module, tuner_layer):
-            adapters |= own
-        else:
-            adapters -= own
-    return adapters
-
-
-def training_copies(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Walk the copies of base modules that PEFT trains in their place (``modules_to_save``).
-
-    Args:
-        model: The model.
-
-    Yields:
-        ``(fqn, copy)`` of each copy's root.
-    """
-    for prefix, child in adapter_modules(model):
-        if prefix.rpartition(".")[2] == "modules_to_save":
-            for name, copy in child.named_children():
-                yield f"{prefix}.{name}", copy
+    base = {
+        id(parameter)
+        for _, module in base_modules(model)
+        if not is_adapter_module(module)
+        for parameter in module._parameters.values()
+    }
+    return {id(parameter) for parameter in model.parameters()} - base
 
 
 def refuse_unsupported_tensors(model: nn.Module, *, allow_meta: bool) -> None:

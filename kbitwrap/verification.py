@@ -14,7 +14,7 @@ from .journal import MISSING
 from .precision import Float32Forward
 from .quantization import is_quantized_layer
 from .report import StateDiff
-from .topology import adapter_modules, adapter_parameter_ids, canonical_fqn
+from .topology import adapter_parameter_ids, base_modules, canonical_fqn
 
 
 class PreparedState:
@@ -76,10 +76,8 @@ def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    adapters = {id(m) for _, root in adapter_modules(model) for m in root.modules()}
-    for fqn, module in model.named_modules():
-        if id(module) not in adapters:
-            yield canonical_fqn(fqn), module
+    for fqn, module in base_modules(model):
+        yield canonical_fqn(fqn), module
 
 
 def _read_parameter(parameter: nn.Parameter) -> dict[str, Any]:

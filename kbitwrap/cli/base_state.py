@@ -39,10 +39,12 @@ class BaseState:
     Attributes:
         modules: The module objects. An adapter wraps them, and leaves them the same objects.
         values: ``{aspect: {fqn: value}}``, the aspects being the keys of ``ASPECTS``.
+        parameter_bytes: What the parameters held then, tied ones counted once.
     """
 
     modules: Mapping[str, nn.Module]
     values: Mapping[str, Mapping[str, Any]]
+    parameter_bytes: int
 
     @classmethod
     def of(cls, modules: Mapping[str, nn.Module]) -> BaseState:
@@ -66,7 +68,8 @@ class BaseState:
             values["hooks"][prefix] = [_describe(h) for d in _HOOK_DICTS for h in (getattr(module, d) or {}).values()]
             own = vars(module)
             values["attributes"][prefix] = {name: _describe(own[name]) for name in _ATTRIBUTES if name in own}
-        return cls(dict(modules), values)
+        parameters = {same.tensor for same in values["parameters"].values()}
+        return cls(dict(modules), values, sum(p.numel() * p.element_size() for p in parameters))
 
     def again(self) -> BaseState:
         """Take the state of the same module objects now."""
@@ -88,11 +91,6 @@ class BaseState:
     def digest(self) -> str:
         """One digest over all bytes and quantization state."""
         return hashlib.sha256(repr(sorted(self.values["bytes"].items())).encode()).hexdigest()
-
-    def num_parameter_bytes(self) -> int:
-        """The bytes that the parameters hold, tied ones counted once."""
-        tensors = {id(same.tensor): same.tensor for same in self.values["parameters"].values()}
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ def _stored(module: nn.Module) -> dict[str, Any]:
 def _digest(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return repr(value)
-    data = value.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy()
+    data = value.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy().data
     return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(data).hexdigest()}"
 
 

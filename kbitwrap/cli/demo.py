@@ -36,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="where float32 is used (default: %(default)s)",
     )
     parser.add_argument("--device", metavar="DEVICE", help="such as cpu or cuda:1 (default: cuda if there is one)")
-    parser.add_argument("--steps", type=_positive, default=40, help="training steps (default: %(default)s)")
+    parser.add_argument("--steps", type=_positive, default=30, help="training steps (default: %(default)s)")
     parser.add_argument("--seed", type=_seed, default=0, help="seed of all that is random (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of text")
     parser.set_defaults(run=run)

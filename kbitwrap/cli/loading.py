@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,6 +99,9 @@ def load_named(name: str, quant: str, device: torch.device) -> LoadedModel:
     Raises:
         InputError: It cannot be loaded, or its vocabulary has no room for bytes and it has no tokenizer.
     """
+    path = Path(name)
+    if (path.is_absolute() or name.startswith(".")) and not path.exists():
+        raise InputError(f"there is no model at {name!r}")
     try:
         model = _from_pretrained(name, quant, device)
     except Exception as error:  # whatever transformers, safetensors and the network raise, the input was at fault

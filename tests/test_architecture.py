@@ -1,0 +1,341 @@
+"""The shape of the package: who may import whom, what is public, and that the examples are true."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import inspect
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kbitwrap
+from kbitwrap import errors
+
+PACKAGE = Path(kbitwrap.__file__).parent
+# Each room imports only from rooms above it.
+ROOMS = (
+    "errors",
+    "config",
+    "journal",
+    "topology",
+    "quantization",
+    "roles",
+    "precision",
+    "edits",
+    "checkpointing",
+    "storage",
+    "plan",
+    "report",
+    "verification",
+    "prepared",
+    "drop_in",
+)
+# These use the public names alone.
+CLIENTS = ("cli", "bench")
+# Loaded only when asked for: the first three take seconds, and each may be absent where it is not used.
+LAZY = ("transformers", "peft", "bitsandbytes", "accelerate", "deepspeed", "safetensors")
+
+
+def source(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def files() -> list[Path]:
+    return sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+def imports(path: Path) -> set[tuple[str, str]]:
+    """Every import of the package in a file, inside functions too, as `(room, name)`; `""` is the package itself."""
+    parents = path.relative_to(PACKAGE.parent).parts[:-1]
+    found = set()
+    for node in ast.walk(source(path)):
+        if isinstance(node, ast.ImportFrom):
+            base = list(parents[: len(parents) - node.level + 1]) if node.level else []
+            module = [*base, *(node.module.split(".") if node.module else [])]
+            if module[:1] == [PACKAGE.name]:
+                found |= {(module[1] if len(module) > 1 else "", alias.name) for alias in node.names}
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                parts = alias.name.split(".")
+                if parts[0] == PACKAGE.name:
+                    found.add((parts[1] if len(parts) > 1 else "", ""))
+    return found
+
+
+def modules() -> list[str]:
+    names = [PACKAGE.name]
+    return names + [info.name for info in pkgutil.walk_packages([str(PACKAGE)], f"{PACKAGE.name}.")]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Rooms.
+# ----------------------------------------------------------------------------------------------------
+
+
+def test_every_file_has_its_place() -> None:
+    assert {room_of(path) for path in files()} <= {*ROOMS, *CLIENTS}
+    assert {room_of(path) for path in files()} >= set(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_from_rooms_above_it(room: str) -> None:
+    above = set(ROOMS[: ROOMS.index(room)])
+    for path in files():
+        if room_of(path) == room:
+            assert {other for other, _ in imports(path)} - {room} <= above
+
+
+def test_the_walk_sees_every_kind_of_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / PACKAGE.name
+    package.mkdir()
+    file = package / "room.py"
+    file.write_text(
+        "from .plan import Plan\nfrom . import roles\nimport kbitwrap.storage\nfrom kbitwrap import Plan\n"
+        "from kbitwrap.report import StateDiff\nimport torch\n"
+        "def late():\n    from .prepared import prepared_of\n"
+    )
+    monkeypatch.setitem(globals(), "PACKAGE", package)
+    assert imports(file) == {
+        ("plan", "Plan"),
+        ("", "roles"),
+        ("storage", ""),
+        ("", "Plan"),
+        ("report", "StateDiff"),
+        ("prepared", "prepared_of"),
+    }
+
+
+def imported_roots(room: str) -> set[str]:
+    """The top-level packages that a room imports, whenever it does."""
+    found = set()
+    for node in ast.walk(source(PACKAGE / f"{room}.py")):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add((node.module or "").partition(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("room", ["errors", "config", "journal"])
+def test_the_first_rooms_know_nothing_of_torch(room: str) -> None:
+    assert imported_roots(room) <= set(sys.stdlib_module_names)
+
+
+def test_errors_import_nothing_of_the_package() -> None:
+    assert imports(PACKAGE / "errors.py") == set()
+
+
+@pytest.mark.parametrize("room", [room for room in ROOMS if room != "quantization"])
+def test_only_one_room_names_the_quantization_libraries(room: str) -> None:
+    tree = source(PACKAGE / f"{room}.py")
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    # As a module to look up; docstrings and messages may speak of them.
+    named = {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
+    }
+    libraries = ("bitsandbytes", "torchao", "hqq", "optimum", "gptqmodel", "auto_gptq", "awq", "aqlm", "eetq")
+    assert not {name for name in named if name.partition(".")[0] in libraries}
+    assert not imported_roots(room) & set(libraries)
+
+
+def test_no_error_is_swallowed() -> None:
+    silent = []
+    for path in files():
+        for node in ast.walk(source(path)):
+            if isinstance(node, ast.ExceptHandler):
+                is_empty = all(isinstance(child, ast.Pass) for child in node.body)
+                if node.type is None or is_empty:
+                    silent.append(f"{path.name}:{node.lineno}")
+    assert silent == []
+
+
+# ----------------------------------------------------------------------------------------------------
+# Clients.
+# ----------------------------------------------------------------------------------------------------
+
+
+def client_files() -> list[Path]:
+    return [path for path in files() if room_of(path) in CLIENTS]
+
+
+def test_clients_use_the_public_names_only() -> None:
+    private = []
+    for path in client_files():
+        for room, name in imports(path):
+            is_own = room in CLIENTS or (room == "" and name in CLIENTS)
+            is_public = room == "" and name in (*kbitwrap.__all__, "", "__version__")
+            if not (is_own or is_public):
+                private.append(f"{path.name}: {room}.{name}")
+        for node in ast.walk(source(path)):
+            # `import kbitwrap` followed by `kbitwrap.storage.Store`.
+            is_attribute = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+            if is_attribute and node.value.id == PACKAGE.name and node.attr not in (*kbitwrap.__all__, "__version__"):
+                private.append(f"{path.name}: {node.attr}")
+    assert private == []
+
+
+def test_what_the_project_installs_exists() -> None:
+    # By a pattern: Python 3.10 has no tomllib.
+    project = (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8")
+    targets = re.findall(r'^\w+ = "(kbitwrap[\w.]*):(\w+)"$', project, re.MULTILINE)
+    assert targets
+    for module, name in targets:
+        assert callable(getattr(importlib.import_module(module), name))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Importing.
+# ----------------------------------------------------------------------------------------------------
+
+
+def loaded_by(statement: str) -> set[str]:
+    program = f"import json, sys\n{statement}\nprint(json.dumps(sorted(sys.modules)))"
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=PACKAGE.parent
+    )
+    return set(json.loads(result.stdout.splitlines()[-1]))
+
+
+def test_importing_loads_no_other_library_of_the_field() -> None:
+    loaded = loaded_by("import kbitwrap")
+    assert {"kbitwrap", "torch"} <= loaded
+    assert loaded & set(LAZY) == set()
+
+
+def test_preparing_a_plain_model_loads_none_either() -> None:
+    loaded = loaded_by(
+        "import warnings, torch, kbitwrap\n"
+        "warnings.simplefilter('ignore')\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)).half()\n"
+        "for precision in ('full', 'norms', 'none'):\n"
+        "    with kbitwrap.KbitPreparedModel(model, precision=precision) as prepared: prepared.verify()"
+    )
+    assert loaded & set(LAZY) == set()
+
+
+def test_importing_warns_of_nothing_and_prints_nothing() -> None:
+    program = "import torch, tqdm.auto, warnings; warnings.simplefilter('error'); import kbitwrap"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+# ----------------------------------------------------------------------------------------------------
+# Public names.
+# ----------------------------------------------------------------------------------------------------
+
+
+def test_the_public_names_are_sorted_and_there() -> None:
+    assert kbitwrap.__all__ == sorted(kbitwrap.__all__)
+    assert len(set(kbitwrap.__all__)) == len(kbitwrap.__all__)
+    assert [name for name in kbitwrap.__all__ if not hasattr(kbitwrap, name)] == []
+
+
+def test_nothing_else_looks_public() -> None:
+    rooms = {info.name for info in pkgutil.iter_modules([str(PACKAGE)])}
+    names = {name for name in vars(kbitwrap) if not name.startswith("_")} - rooms
+    assert names == {name for name in kbitwrap.__all__ if not name.startswith("_")}
+
+
+def exceptions() -> list[type[BaseException]]:
+    return [
+        value
+        for value in vars(errors).values()
+        if isinstance(value, type) and issubclass(value, BaseException) and value.__module__ == errors.__name__
+    ]
+
+
+def test_every_error_is_exported_and_of_the_tree() -> None:
+    assert len(exceptions()) > 1
+    for error in exceptions():
+        assert error.__name__ in kbitwrap.__all__
+        assert getattr(kbitwrap, error.__name__) is error
+        assert issubclass(error, kbitwrap.KbitWrapError)
+        # Also what a caller who does not know kbitwrap would catch.
+        builtins = [base for base in error.__mro__ if base.__module__ == "builtins"]
+        assert error is kbitwrap.KbitWrapError or builtins[0] is not Exception
+
+
+def test_the_tree_of_errors_is_drawn_as_it_is() -> None:
+    drawn = errors.__doc__ or ""
+    for error in exceptions():
+        base = next(b for b in error.__bases__ if b.__module__ == "builtins" or error is kbitwrap.KbitWrapError)
+        parent = error.__bases__[0]
+        assert f"{error.__name__}({base.__name__})" in drawn or (
+            f"{error.__name__} " in drawn and parent in exceptions()
+        )
+
+
+def public(module: Any) -> list[tuple[str, Any]]:
+    """The classes and functions of a module, and their methods and properties, private ones left out."""
+    found = []
+    for name, value in vars(module).items():
+        if name.startswith("_") or getattr(value, "__module__", None) != module.__name__:
+            continue
+        if inspect.isclass(value):
+            found.append((name, value))
+            for key, member in vars(value).items():
+                function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+                if not key.startswith("_") and inspect.isfunction(function):
+                    found.append((f"{name}.{key}", function))
+        elif inspect.isfunction(value):
+            found.append((name, value))
+    return found
+
+
+@pytest.mark.parametrize("name", modules())
+def test_everything_public_has_a_docstring(name: str) -> None:
+    module = importlib.import_module(name)
+    assert (module.__doc__ or "").strip()
+    bare = []
+    for key, value in public(module):
+        # A dataclass without a docstring gets its signature for one.
+        doc = value.__doc__ or ""
+        if not doc.strip() or doc.startswith(f"{value.__name__}("):
+            bare.append(key)
+    assert bare == []
+
+
+@pytest.mark.parametrize("name", [n for n in kbitwrap.__all__ if inspect.isfunction(getattr(kbitwrap, n, None))])
+def test_every_argument_of_a_public_function_is_described(name: str) -> None:
+    function = getattr(kbitwrap, name)
+    arguments = [parameter for parameter in inspect.signature(function).parameters if parameter != "self"]
+    assert [argument for argument in arguments if f"{argument}:" not in (function.__doc__ or "")] == []
+
+
+# ----------------------------------------------------------------------------------------------------
+# Examples.
+# ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", modules())
+def test_the_examples_are_true(name: str) -> None:
+    # Examples may set warning filters, as a reader's own session would.
+    with warnings.catch_warnings():
+        result = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
+    assert result.failed == 0
+
+
+def test_there_are_examples() -> None:
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    with_examples = {
+        test.name.removeprefix("kbitwrap.").partition(".")[2]
+        for name in modules()
+        for test in finder.find(importlib.import_module(name))
+        if test.examples
+    }
+    assert {"KbitPreparedModel", "build_plan", "prepare_model_for_kbit_training", "PrepareConfig"} <= with_examples

@@ -1,0 +1,251 @@
+"""The command line: every promise of the demonstration is checked, a broken one is noticed, bad input is one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.utils import logging as transformers_logging
+
+from kbitwrap import KbitPreparedModel, Precision, RestoreError, RestoreReport, UnsupportedModelError
+from kbitwrap.cli import demo, main
+from kbitwrap.cli.console import Check, format_table
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, Any]]:
+    status = main(["demo", "--json", *options])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def failed(result: dict[str, Any]) -> list[str]:
+    return [check["name"] for check in result["checks"] if not check["passed"]]
+
+
+def exit_status(*arguments: str) -> int:
+    """The exit status, whether it is returned or raised as by the console script's ``sys.exit``."""
+    with pytest.raises(SystemExit) as found:
+        raise SystemExit(main(arguments))
+    return found.value.code
+
+
+def save_llama(folder: Path, **fields: Any) -> str:
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**{**shape, "vocab_size": 300, "max_position_embeddings": 128, **fields})
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("precision", [precision.value for precision in Precision])
+@pytest.mark.parametrize("quant", ["nf4", "int8"])
+def test_every_check_passes(capsys: pytest.CaptureFixture[str], quant: str, precision: str) -> None:
+    status, result = run_json(capsys, "--quant", quant, "--precision", precision, "--steps", "2")
+    assert failed(result) == []
+    assert status == 0
+    assert result["passed"] is True
+    assert len(result["checks"]) > 20
+    assert (result["quant"], result["precision"], result["steps"]) == (quant, precision, 2)
+    assert len(result["loss"]["training"]) == 2
+    assert result["loss"]["held_out_after"] < result["loss"]["held_out_before"]
+    assert len(set(result["base_digest"].values())) == 1
+    assert result["generation"]["prompt"]
+    assert result["seconds"].keys() >= {"load", "prepare", "train", "suspend", "restore", "merge"}
+    assert (result["plan"]["added_bytes"] > 0) == (precision == "full")
+    assert ("lm_head.weight" in result["restore_report"]["trained"]) == (precision == "full")
+
+
+def test_default_run_learns_and_prints_a_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    num_threads, random_state = torch.get_num_threads(), torch.get_rng_state()
+    verbosity = transformers_logging.get_verbosity()
+    assert main(["demo", "--device", "cpu"]) == 0
+    captured = capsys.readouterr()
+    table = captured.out.splitlines()
+    assert "precision 'norms', quantization bitsandbytes_4bit" in table
+    assert any(line.startswith("generated while suspended") for line in table)
+    assert not any(line.endswith("FAIL") for line in table)
+    row = next(line for line in table if line.startswith("the held-out loss fell"))
+    before, after = (float(word.strip(",")) for word in row.replace("the held-out loss fell", "").split()[:3:2])
+    assert before > 5
+    assert after < 4
+    assert "Traceback" not in captured.err
+    # What it needs for itself, it leaves as it found.
+    assert torch.get_num_threads() == num_threads
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert transformers_logging.get_verbosity() == verbosity
+    assert list(tmp_path.glob("kbitwrap-demo-*")) == []
+
+
+def test_the_same_seed_gives_the_same_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    (_, first), (_, second), (_, third) = (run_json(capsys, "--steps", "1", "--seed", seed) for seed in ("7", "7", "8"))
+    for name in ("loss", "generation", "base_digest"):
+        assert first[name] == second[name]
+        assert first[name] != third[name]
+
+
+def test_named_model_without_a_tokenizer_takes_bytes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = save_llama(tmp_path / "model")
+    _, result = run_json(capsys, "--model", model, "--steps", "1")
+    assert result["model"] == model
+    assert [name for name in failed(result) if name != "the held-out loss fell"] == []
+
+
+def test_restore_that_does_nothing_until_after_the_merge_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KbitPreparedModel, "restore", lambda self, trained="keep": RestoreReport())
+    status, result = run_json(capsys, "--precision", "full", "--steps", "1")
+    assert status == 1
+    assert result["passed"] is False
+    assert {
+        "restored: bytes and quantization state as loaded",
+        "restored: dtypes as loaded",
+        "restored: requires_grad as loaded",
+        "restored: checkpointing flags and forwards as loaded",
+        "merged: no float32 left behind",
+        "merged: checkpointing flags and forwards as loaded",
+    } <= set(failed(result))
+
+
+def test_restore_that_raises_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    restore = KbitPreparedModel.restore
+
+    def restore_and_complain(self: KbitPreparedModel) -> RestoreReport:
+        restore(self)
+        raise RestoreError("not restored: lm_head.weight", failures={})
+
+    monkeypatch.setattr(KbitPreparedModel, "restore", restore_and_complain)
+    status, result = run_json(capsys, "--steps", "1")
+    assert status == 1
+    assert "restore() put everything back" in failed(result)
+
+
+def test_training_that_does_nothing_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: None)
+    status, result = run_json(capsys, "--steps", "1")
+    assert status == 1
+    assert failed(result) == ["the held-out loss fell"]
+
+
+def test_write_to_the_base_is_noticed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    step = torch.optim.AdamW.step
+    prepare = KbitPreparedModel.prepare
+    models = []
+
+    def remember(self: KbitPreparedModel) -> KbitPreparedModel:
+        models.append(self.model)
+        return prepare(self)
+
+    def step_and_write(self: torch.optim.AdamW) -> None:
+        step(self)
+        with torch.no_grad():
+            models[0].get_input_embeddings().weight[3, 3] += 1
+
+    monkeypatch.setattr(KbitPreparedModel, "prepare", remember)
+    monkeypatch.setattr(torch.optim.AdamW, "step", step_and_write)
+    status, result = run_json(capsys, "--steps", "1")
+    assert status == 1
+    assert failed(result) == [
+        "training changed nothing of the base",
+        "suspended: bytes and quantization state as loaded",
+        "restored: bytes and quantization state as loaded",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--quant", "int3"], "argument --quant: invalid choice: 'int3'"),
+        (["--precision", "half"], "argument --precision: invalid choice: 'half'"),
+        (["--steps", "0"], "argument --steps: expected an integer at least 1, found 0"),
+        (["--steps", "many"], "argument --steps: expected an integer, found 'many'"),
+        (["--seed", "-1"], "argument --seed: expected an integer from 0"),
+        (["--frobnicate"], "unrecognized arguments: --frobnicate"),
+        (["--device", "nonsense"], "device 'nonsense' is not available"),
+        (["--device", "cuda:99"], "device 'cuda:99' is not available"),
+        (["--device", "meta"], "device 'meta' is not available"),
+        (["--model", "/no/such/model"], "there is no model at '/no/such/model'"),
+    ],
+)
+def test_bad_usage_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert exit_status("demo", *arguments) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("broken", ["empty", "config", "weights", "type", "vocabulary"])
+def test_unreadable_model_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, broken: str) -> None:
+    if broken in ("weights", "vocabulary"):
+        save_llama(tmp_path, vocab_size=100)
+        capsys.readouterr()
+    if broken == "weights":
+        (tmp_path / "model.safetensors").write_bytes(b"not a checkpoint")
+    elif broken in ("config", "type"):
+        (tmp_path / "config.json").write_text("{" if broken == "config" else '{"model_type": "nonsense"}')
+    assert exit_status("demo", "--model", str(tmp_path)) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("kbitwrap: error: ")
+    assert str(tmp_path) in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_refusal_to_prepare_is_bad_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: KbitPreparedModel, *args: Any, **fields: Any) -> None:
+        raise UnsupportedModelError("no checkpointing here")
+
+    monkeypatch.setattr(KbitPreparedModel, "__init__", refuse)
+    assert exit_status("demo") == 2
+    assert "cannot be prepared: no checkpointing here\n" in capsys.readouterr().err
+
+
+def test_interruption_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "_expect_installed", interrupt)
+    assert exit_status("demo") == 130
+    assert capsys.readouterr().err == "kbitwrap: interrupted\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"]])
+def test_help(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    assert exit_status(*arguments) == 0
+    assert "usage: kbitwrap" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_status("--version") == 0
+    assert capsys.readouterr().out.startswith("kbitwrap ")
+
+
+def test_without_a_command_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_status() == 2
+    captured = capsys.readouterr()
+    assert "demo" in captured.err
+    assert captured.out == ""
+
+
+def test_import_is_light() -> None:
+    code = (
+        "import sys, kbitwrap.cli\n"
+        "kbitwrap.cli.build_parser().parse_args(['demo'])\n"
+        "print(sorted({'transformers', 'peft', 'bitsandbytes'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+    assert done.stderr == ""
+
+
+def test_table_aligns_its_columns() -> None:
+    rows = [("check", "result"), (Check("a longer name", "", True).name, "pass")]
+    assert format_table(rows) == "check          result\n-------------  ------\na longer name  pass"

@@ -1,0 +1,268 @@
+"""The journal: all or nothing, undone in reverse, nothing swallowed. Uses no torch."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+
+from kbitwrap import EditError
+from kbitwrap.journal import MISSING, Change, Edit, Journal, Resume, undo_all
+
+START = {"a": 0, "b": 0, "c": 0, "d": 0}
+
+
+class Set:
+    """Set one key of a dict, failing where told to: `fails` maps a phase to what it raises."""
+
+    def __init__(self, state: dict[str, int], key: str, value: int, log: list[str], **fails: BaseException) -> None:
+        self.state, self.key, self.value, self.log, self.fails = state, key, value, log, fails
+
+    def describe(self) -> str:
+        return f"set {self.key}"
+
+    def _enter(self, phase: str) -> None:
+        self.log.append(f"{phase} {self.key}")
+        if phase in self.fails:
+            raise self.fails[phase]
+
+    def capture(self) -> Put:
+        self._enter("capture")
+        return Put(self, self.state.get(self.key, MISSING))
+
+    def apply(self) -> None:
+        self._enter("apply")
+        self.state[self.key] = self.value
+        self._enter("half")
+
+
+class Put:
+    def __init__(self, edit: Set, value: Any) -> None:
+        self.edit, self.value = edit, value
+
+    def _write(self, value: Any) -> None:
+        if value is MISSING:
+            self.edit.state.pop(self.edit.key, None)
+        else:
+            self.edit.state[self.edit.key] = value
+
+    def undo(self) -> None:
+        self.edit._enter("undo")
+        self._write(self.value)
+
+    def suspend(self) -> Resume:
+        self.edit._enter("suspend")
+        current = self.edit.state.get(self.edit.key, MISSING)
+        self._write(self.value)
+
+        def resume() -> None:
+            self.edit._enter("resume")
+            self._write(current)
+
+        return resume
+
+
+def edits(state: dict[str, int], log: list[str], **fails: dict[str, BaseException]) -> list[Set]:
+    return [Set(state, key, i + 1, log, **fails.get(key, {})) for i, key in enumerate(START)]
+
+
+def test_the_two_parts_are_an_edit_and_a_change() -> None:
+    edit = Set({}, "a", 1, [])
+    assert isinstance(edit, Edit)
+    assert isinstance(edit.capture(), Change)
+
+
+def test_each_edit_is_captured_just_before_it_is_applied() -> None:
+    state, log = dict(START), []
+    journal = Journal()
+    journal.apply(edits(state, log))
+    assert state == {"a": 1, "b": 2, "c": 3, "d": 4}
+    assert [line for line in log if not line.startswith("half")] == [
+        f"{phase} {key}" for key in "abcd" for phase in ("capture", "apply")
+    ]
+    assert [change.edit.key for change in journal.changes] == ["a", "b", "c", "d"]
+
+
+def test_undo_is_newest_first_and_exact() -> None:
+    state, log = {"a": 7}, []
+    journal = Journal()
+    journal.apply(edits(state, log))
+    log.clear()
+    assert undo_all(journal.changes) == []
+    assert log == ["undo d", "undo c", "undo b", "undo a"]
+    assert state == {"a": 7}
+
+
+def test_edits_of_one_key_unwind_to_the_first_value() -> None:
+    state, log = dict(START), []
+    journal = Journal()
+    journal.apply([Set(state, "a", value, log) for value in (1, 2, 3)])
+    undo_all(journal.changes)
+    assert state == START
+
+
+@pytest.mark.parametrize("phase", ["capture", "apply", "half"])
+@pytest.mark.parametrize("key", START)
+def test_a_fault_leaves_everything_as_it_was(key: str, phase: str) -> None:
+    state, log = dict(START), []
+    journal = Journal()
+    error = ValueError("no room")
+    with pytest.raises(EditError, match=f"set {key}: no room; the model is as it was") as caught:
+        journal.apply(edits(state, log, **{key: {phase: error}}))
+    assert state == START
+    assert journal.changes == []
+    assert caught.value.__cause__ is error
+    assert caught.value.edit.key == key
+    # What was captured is undone, and nothing else: an edit that failed to capture has changed nothing.
+    captured = [k for k in START if k < key or (k == key and phase != "capture")]
+    assert [line for line in log if line.startswith("undo")] == [f"undo {k}" for k in reversed(captured)]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), GeneratorExit()], ids=repr)
+@pytest.mark.parametrize("phase", ["capture", "apply", "half"])
+@pytest.mark.parametrize("key", START)
+def test_an_interrupt_passes_unchanged_with_everything_as_it_was(key: str, phase: str, error: BaseException) -> None:
+    state = dict(START)
+    journal = Journal()
+    with pytest.raises(type(error)) as caught:
+        journal.apply(edits(state, [], **{key: {phase: error}}))
+    assert caught.value is error
+    assert state == START
+    assert journal.changes == []
+
+
+@pytest.mark.parametrize("error", [ValueError("no room"), KeyboardInterrupt()], ids=repr)
+def test_earlier_edits_stand_when_a_later_call_fails(error: BaseException) -> None:
+    state = dict(START)
+    journal = Journal()
+    journal.apply([Set(state, "a", 5, [])])
+    with pytest.raises((EditError, KeyboardInterrupt)):
+        journal.apply(edits(state, [], c={"apply": error}))
+    assert state == START | {"a": 5}
+    assert len(journal.changes) == 1
+    assert undo_all(journal.changes) == []
+    assert state == START
+
+
+def test_undoing_goes_on_when_one_undo_fails() -> None:
+    state, log = dict(START), []
+    first, second = OSError("gone"), ValueError("odd")
+    journal = Journal()
+    journal.apply(edits(state, log, b={"undo": second}, c={"undo": first}))
+    assert undo_all(journal.changes) == [first, second]
+    assert [line for line in log if line.startswith("undo")] == ["undo d", "undo c", "undo b", "undo a"]
+    assert state == {"a": 0, "b": 2, "c": 3, "d": 0}
+
+
+def test_an_undo_that_fails_while_unwinding_is_named_beside_the_cause() -> None:
+    state = dict(START)
+    journal = Journal()
+    cause = ValueError("no room")
+    with pytest.raises(EditError, match=r"set d: no room.*undoing failed: gone") as caught:
+        journal.apply(edits(state, [], b={"undo": OSError("gone")}, d={"apply": cause}))
+    assert caught.value.__cause__ is cause
+    # Everything but the one is back.
+    assert state == START | {"b": 2}
+    assert journal.changes == []
+
+
+def test_an_undo_that_fails_does_not_hide_an_interrupt() -> None:
+    state = dict(START)
+    interrupt = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        Journal().apply(edits(state, [], b={"undo": OSError("gone")}, d={"apply": interrupt}))
+    assert caught.value is interrupt
+    assert state == START | {"b": 2}
+
+
+def test_a_fault_in_the_list_itself_undoes_what_it_gave() -> None:
+    state = dict(START)
+
+    def generate() -> Any:
+        yield Set(state, "a", 1, [])
+        raise ValueError("the list ends here")
+
+    with pytest.raises(EditError, match="the list ends here"):
+        Journal().apply(generate())
+    assert state == START
+
+
+def test_a_list_that_fails_at_once_is_an_edit_error_without_an_edit() -> None:
+    def generate() -> Any:
+        raise ValueError("no list")
+        yield
+
+    journal = Journal()
+    with pytest.raises(EditError, match="no list") as caught:
+        journal.apply(generate())
+    assert caught.value.edit is None
+    assert journal.changes == []
+
+
+def test_nothing_is_a_list_too() -> None:
+    journal = Journal()
+    journal.apply([])
+    journal.suspend([])()
+    assert journal.changes == []
+    assert undo_all([]) == []
+
+
+def test_suspending_is_newest_first_and_resuming_oldest_first() -> None:
+    state, log = {"a": 7}, []
+    journal = Journal()
+    journal.apply(edits(state, log))
+    prepared = dict(state)
+    log.clear()
+    resume = journal.suspend(journal.changes)
+    assert state == {"a": 7}
+    resume()
+    assert state == prepared
+    assert log == [f"suspend {key}" for key in "dcba"] + [f"resume {key}" for key in "abcd"]
+    assert undo_all(journal.changes) == []
+    assert state == {"a": 7}
+
+
+def test_resuming_brings_back_what_was_suspended_not_what_was_applied() -> None:
+    state = dict(START)
+    journal = Journal()
+    journal.apply(edits(state, []))
+    state["b"] = 99
+    resume = journal.suspend(journal.changes)
+    assert state == START
+    resume()
+    assert state["b"] == 99
+
+
+@pytest.mark.parametrize("error", [ValueError("no room"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("key", START)
+def test_a_suspension_that_fails_is_taken_back(key: str, error: BaseException) -> None:
+    state, log = dict(START), []
+    journal = Journal()
+    journal.apply(edits(state, log, **{key: {"suspend": error}}))
+    prepared = dict(state)
+    with pytest.raises(type(error)) as caught:
+        journal.suspend(journal.changes)
+    assert caught.value is error
+    assert state == prepared
+    assert len(journal.changes) == len(START)
+
+
+def test_resuming_goes_on_when_one_resume_fails_and_raises_the_first_failure() -> None:
+    state = dict(START)
+    first = ValueError("no room")
+    journal = Journal()
+    journal.apply(edits(state, [], b={"resume": first}, c={"resume": OSError("gone")}))
+    resume = journal.suspend(journal.changes)
+    with pytest.raises(ValueError, match="no room") as caught:
+        resume()
+    assert caught.value is first
+    assert state == {"a": 1, "b": 0, "c": 0, "d": 4}
+
+
+def test_missing_is_one_object_however_it_is_copied() -> None:
+    assert repr(MISSING) == "MISSING"
+    assert copy.copy(MISSING) is MISSING
+    assert copy.deepcopy([MISSING])[0] is MISSING
+    assert pickle.loads(pickle.dumps(MISSING)) is MISSING

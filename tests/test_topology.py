@@ -1,0 +1,432 @@
+"""What is wrapped around a model: names map back, adapters are told from the base, sharding is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import accelerate
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import distribute_module
+
+import zoo
+from kbitwrap import KbitPreparedModel, UnsupportedModelError, build_plan
+from kbitwrap.topology import (
+    adapter_parameter_ids,
+    canonical_fqn,
+    named_tensors,
+    refuse_unsupported_tensors,
+    storage_key,
+)
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.q_proj(x))
+
+
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed_tokens(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Body()
+        self.lm_head = nn.Linear(4, 8, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.model(ids))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Names.
+# ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fqn", "canonical"),
+    [
+        ("", ""),
+        ("weight", "weight"),
+        ("model.layers.0.q_proj.weight", "model.layers.0.q_proj.weight"),
+        # PEFT.
+        ("base_model.model.lm_head.weight", "lm_head.weight"),
+        ("base_model.model.model.layers.0.q_proj.base_layer.weight", "model.layers.0.q_proj.weight"),
+        ("model.layers.0.q_proj.base_layer", "model.layers.0.q_proj"),
+        ("base_model.model.lm_head.original_module.weight", "lm_head.weight"),
+        ("base_model.model.lm_head.modules_to_save.default.weight", "lm_head.weight"),
+        ("base_model.model.lm_head.modules_to_save.my-adapter.weight", "lm_head.weight"),
+        ("base_model.model.score.modules_to_save.default.dense.weight", "score.dense.weight"),
+        ("base_model.model.model.embed_tokens.token_adapter.base_layer.weight", "model.embed_tokens.weight"),
+        # DDP, FSDP1, compile, activation checkpointing, and one around the other.
+        ("module.lm_head.weight", "lm_head.weight"),
+        ("_orig_mod.lm_head.weight", "lm_head.weight"),
+        ("_fsdp_wrapped_module.model.layers.0._fsdp_wrapped_module.q_proj.weight", "model.layers.0.q_proj.weight"),
+        ("model.layers.0._checkpoint_wrapped_module.q_proj.weight", "model.layers.0.q_proj.weight"),
+        ("model.layers.0._fsdp_wrapped_module._checkpoint_wrapped_module.norm.bias", "model.layers.0.norm.bias"),
+        ("_orig_mod.module.base_model.model.lm_head.base_layer.weight", "lm_head.weight"),
+        ("module._orig_mod.base_model.model._orig_mod.lm_head.weight", "lm_head.weight"),
+        ("model.layers.0._orig_mod.q_proj.base_layer.base_layer.weight", "model.layers.0.q_proj.weight"),
+        # A wrapper is a module too.
+        ("base_model.model", ""),
+        ("module", ""),
+        ("_orig_mod", ""),
+        ("model.layers.0._orig_mod", "model.layers.0"),
+        # Names that only look like a wrapper's.
+        ("modules.0.weight", "modules.0.weight"),
+        ("encoder.module.weight", "encoder.module.weight"),
+        ("encoder.base_layers.weight", "encoder.base_layers.weight"),
+        ("encoder.my_base_layer.weight", "encoder.my_base_layer.weight"),
+        ("base_model.encoder.weight", "base_model.encoder.weight"),
+        ("base_model.modeling.weight", "base_model.modeling.weight"),
+        ("token_adapters.weight", "token_adapters.weight"),
+    ],
+)
+def test_a_wrapped_name_maps_back(fqn: str, canonical: str) -> None:
+    assert canonical_fqn(fqn) == canonical
+    assert canonical_fqn(canonical) == canonical
+
+
+def lora(model: nn.Module, **kwargs: Any) -> nn.Module:
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2, **kwargs))
+
+
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+def checkpointed(model: Any) -> nn.Module:
+    """Wrap each layer, wherever it is by now."""
+    for module in list(model.modules()):
+        if isinstance(module, nn.ModuleList):
+            for i, layer in enumerate(module):
+                module[i] = checkpoint_wrapper(layer)
+    return model
+
+
+def layers_compiled(model: Any) -> nn.Module:
+    for module in list(model.modules()):
+        if isinstance(module, nn.ModuleList):
+            for i, layer in enumerate(module):
+                module[i] = compiled(layer)
+    return model
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def fsdp1(model: Any) -> nn.Module:
+    def shard(module: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(module, use_orig_params=True, device_id=torch.device("cpu"))
+
+    for module in list(model.modules()):
+        if isinstance(module, nn.ModuleList):
+            for i, layer in enumerate(module):
+                module[i] = shard(layer)
+    return shard(model)
+
+
+def fsdp2(model: Any) -> nn.Module:
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    return model
+
+
+WRAPS: dict[str, tuple[Callable[[Any], Any], ...]] = {
+    "nothing": (),
+    "compile": (compiled,),
+    "layers compiled": (layers_compiled,),
+    "checkpoint": (checkpointed,),
+    "root checkpointed": (checkpoint_wrapper,),
+    "ddp": (ddp,),
+    "fsdp1": (fsdp1,),
+    "fsdp2": (fsdp2,),
+    "peft": (lora,),
+    "peft, ddp": (lora, ddp),
+    "peft, compile": (lora, compiled),
+    "compile, peft": (compiled, lora),
+    "peft, ddp, compile": (lora, ddp, compiled),
+    "peft, compile, ddp": (lora, compiled, ddp),
+    "checkpoint, peft, ddp": (checkpointed, lora, ddp),
+    "peft, checkpoint, compile": (lora, checkpointed, compiled),
+    "peft, layers compiled, ddp": (lora, layers_compiled, ddp),
+    "checkpoint, fsdp1": (checkpointed, fsdp1),
+    "checkpoint, fsdp1, compile": (checkpointed, fsdp1, compiled),
+}
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning:torch")
+@pytest.mark.filterwarnings("ignore:FSDP1 is deprecated:FutureWarning:torch")
+@pytest.mark.parametrize("wraps", WRAPS.values(), ids=WRAPS)
+def test_the_names_in_a_wrapped_model_map_back(wraps: tuple[Callable[[Any], Any], ...], one_process: None) -> None:
+    model: nn.Module = Tiny()
+    parameters = [fqn for fqn, _ in model.named_parameters()]
+    owners = {id(module): fqn for fqn, module in model.named_modules()}
+    for wrap in wraps:
+        model = wrap(model)
+    assert [canonical_fqn(fqn) for fqn, _ in model.named_parameters() if "lora_" not in fqn] == parameters
+    # The modules that were there before, wrappers left out.
+    found = {fqn: owners[id(module)] for fqn, module in model.named_modules() if id(module) in owners}
+    assert {canonical_fqn(fqn): name for fqn, name in found.items()} == {fqn: fqn for fqn in owners.values()}
+    # FSDP2 alone changes no name.
+    assert any(fqn != name for fqn, name in found.items()) == (wraps not in ((), (fsdp2,)))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Adapters.
+# ----------------------------------------------------------------------------------------------------
+
+CAUSAL = {"task_type": "CAUSAL_LM"}
+ADAPTERS: dict[str, Callable[[], Any]] = {
+    "lora": lambda: zoo.lora_config("llama"),
+    "dora": lambda: zoo.lora_config("llama", use_dora=True),
+    "lora on embeddings": lambda: zoo.lora_config("llama", target_modules=["embed_tokens", "q_proj"]),
+    "lora and a copied head": lambda: zoo.lora_config("llama", modules_to_save=True),
+    "lora and copied norms": lambda: peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["input_layernorm"]),
+    "lora and tokens": lambda: zoo.lora_config("llama", trainable_token_indices=[1, 2]),
+    "tokens": lambda: peft.TrainableTokensConfig(token_indices=[1, 2]),
+    "adalora": lambda: peft.AdaLoraConfig(target_modules=["q_proj"], total_step=10),
+    "ia3": lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "vera": lambda: peft.VeraConfig(target_modules=["q_proj"], r=2),
+    "oft": lambda: peft.OFTConfig(target_modules=["q_proj"], oft_block_size=4),
+    "adaption prompt": lambda: peft.AdaptionPromptConfig(adapter_len=2, adapter_layers=1, **CAUSAL),
+    "prompt tuning": lambda: peft.PromptTuningConfig(num_virtual_tokens=2, **CAUSAL),
+    "prefix tuning": lambda: peft.PrefixTuningConfig(num_virtual_tokens=2, **CAUSAL),
+    "p-tuning": lambda: peft.PromptEncoderConfig(num_virtual_tokens=2, encoder_hidden_size=8, **CAUSAL),
+}
+every_adapter = pytest.mark.parametrize("make", ADAPTERS.values(), ids=ADAPTERS)
+
+
+def named(model: nn.Module, ids: set[int]) -> set[str]:
+    return {fqn for fqn, parameter in model.named_parameters() if id(parameter) in ids}
+
+
+@every_adapter
+def test_adapters_are_what_peft_added(make: Callable[[], Any]) -> None:
+    base = zoo.load("llama")
+    loaded = list(base.parameters())
+    model = peft.get_peft_model(base, make())
+    added = {id(p) for p in model.parameters()} - {id(p) for p in loaded}
+    assert added
+    assert named(model, adapter_parameter_ids(model)) == named(model, added)
+    # PEFT's own word on it: what it left trainable.
+    assert named(model, adapter_parameter_ids(model)) == {f for f, p in model.named_parameters() if p.requires_grad}
+
+
+# Prompt methods put the model itself at ``base_model``, or wrap it in one called ``model``: no name tells these from others.
+@pytest.mark.parametrize("make", list(ADAPTERS.values())[:-4], ids=list(ADAPTERS)[:-4])
+def test_the_names_of_the_base_map_back(make: Callable[[], Any]) -> None:
+    base = zoo.load("llama")
+    loaded = [(fqn, parameter) for fqn, parameter in base.named_parameters()]
+    model = peft.get_peft_model(base, make())
+    names = {id(parameter): canonical_fqn(fqn) for fqn, parameter in model.named_parameters()}
+    assert {fqn: names[id(parameter)] for fqn, parameter in loaded} == {fqn: fqn for fqn, _ in loaded}
+
+
+@every_adapter
+def test_preparing_freezes_the_base_and_leaves_the_adapter_trainable(make: Callable[[], Any]) -> None:
+    base = zoo.load("llama")
+    loaded = {id(p) for p in base.parameters()}
+    model = peft.get_peft_model(base, make())
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
+    prepared = KbitPreparedModel(model, gradient_checkpointing=False).prepare()
+    trainable = {id(p) for p in model.parameters() if p.requires_grad}
+    assert named(model, trainable & loaded) == set()
+    assert named(model, trainable) == named(model, {id(p) for p in model.parameters()} - loaded)
+    with pytest.warns(UserWarning, match="base parameters trainable again"):
+        prepared.restore()
+    assert all(p.requires_grad == p.is_floating_point() for p in model.parameters())
+
+
+def test_two_adapters_are_adapters_active_or_not() -> None:
+    base = zoo.load("llama")
+    loaded = {id(p) for p in base.parameters()}
+    model = peft.get_peft_model(base, zoo.lora_config("llama", modules_to_save=True))
+    model.add_adapter("second", zoo.lora_config("llama", modules_to_save=True, r=2))
+    added = {id(p) for p in model.parameters()} - loaded
+    assert any("second" in fqn for fqn in named(model, added))
+    for name in ("default", "second"):
+        model.set_adapter(name)
+        assert named(model, adapter_parameter_ids(model)) == named(model, added)
+
+
+def test_an_adapter_injected_without_a_peft_model_is_found() -> None:
+    model = zoo.load("llama")
+    loaded = {id(p) for p in model.parameters()}
+    model.add_adapter(peft.LoraConfig(target_modules=["q_proj"], r=2))
+    assert adapter_parameter_ids(model) == {id(p) for p in model.parameters()} - loaded
+
+
+def test_a_model_without_adapters_has_none() -> None:
+    assert adapter_parameter_ids(zoo.load("llama")) == set()
+    assert adapter_parameter_ids(Tiny()) == set()
+
+
+def test_after_a_merge_there_are_none() -> None:
+    model = peft.get_peft_model(zoo.load("llama", None), zoo.lora_config("llama")).merge_and_unload()
+    assert adapter_parameter_ids(model) == set()
+
+
+# ----------------------------------------------------------------------------------------------------
+# Tensors.
+# ----------------------------------------------------------------------------------------------------
+
+
+def test_named_tensors_are_the_named_parameters_with_their_owners() -> None:
+    model = Tiny()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    model.model.layers[1].norm = model.model.layers[0].norm
+    found = named_tensors(model)
+    assert [(t.fqn, id(t.parameter)) for t in found] == [(fqn, id(p)) for fqn, p in model.named_parameters()]
+    assert all(t.module._parameters[t.name] is t.parameter for t in found)
+
+
+def test_storage_keys_are_equal_over_one_memory_alone() -> None:
+    for device in ("cpu", "meta"):
+        tensor = torch.zeros(4, 6, device=device)
+        assert storage_key(tensor) == storage_key(tensor.t()) == storage_key(nn.Parameter(tensor)[1:])
+        assert storage_key(tensor) != storage_key(torch.zeros(4, 6, device=device))
+        assert storage_key(tensor) != storage_key(tensor.clone())
+
+
+# ----------------------------------------------------------------------------------------------------
+# What is refused.
+# ----------------------------------------------------------------------------------------------------
+
+
+def refused(model: Any, *, allow_meta: bool = False) -> UnsupportedModelError:
+    with pytest.raises(UnsupportedModelError) as caught:
+        refuse_unsupported_tensors(model, allow_meta=allow_meta)
+    return caught.value
+
+
+@pytest.mark.parametrize("model", [None, "meta-llama/Llama-3-8B", {}, torch.zeros(2), nn.Linear], ids=repr)
+def test_what_is_no_module_is_refused(model: Any) -> None:
+    error = refused(model, allow_meta=True)
+    assert isinstance(error, TypeError)
+    assert f"found {type(model).__name__}" in str(error)
+    with pytest.raises(UnsupportedModelError):
+        build_plan(model)
+
+
+def test_a_model_without_parameters_is_refused() -> None:
+    assert "ReLU has no parameters" in str(refused(nn.ReLU()))
+    assert "no parameters" in str(refused(nn.Sequential(), allow_meta=True))
+
+
+def test_the_first_parameter_on_meta_is_named() -> None:
+    model = Tiny()
+    model.model.layers[1].to("meta")
+    assert refused(model).fqn == "model.layers.1.q_proj.weight"
+    assert "build_plan works on the meta device" in str(refused(model))
+    refuse_unsupported_tensors(model, allow_meta=True)
+
+
+def test_offloaded_weights_are_called_by_name() -> None:
+    model = zoo.load("llama", None)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    error = refused(model)
+    assert error.fqn == "model.embed_tokens.weight"
+    assert "offload" in str(error)
+
+
+def test_a_d_tensor_is_refused_with_its_name(one_process: None) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+
+    model = distribute_module(Tiny(), mesh)
+    for allow_meta in (True, False):
+        error = refused(model, allow_meta=allow_meta)
+        assert error.fqn == "model.embed_tokens.weight"
+        assert "DTensor" in str(error)
+
+
+def test_fsdp2_is_refused_by_the_first_sharded_parameter(one_process: None) -> None:
+    model = Tiny()
+    fully_shard(model.model.layers[1], mesh=init_device_mesh("cpu", (1,)))
+    assert refused(model, allow_meta=True).fqn == "model.layers.1.q_proj.weight"
+    assert "before it is sharded" in str(refused(model))
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning:torch")
+@pytest.mark.filterwarnings("ignore:FSDP1 is deprecated:FutureWarning:torch")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_fsdp1_is_refused_by_name(one_process: None, use_orig_params: bool) -> None:
+    model = Tiny()
+    layers = model.model.layers
+    layers[1] = FullyShardedDataParallel(layers[1], use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+    error = refused(model, allow_meta=True)
+    assert error.fqn == "model.layers.1" + ("" if use_orig_params else "._fsdp_wrapped_module._flat_param")
+    assert "FSDP1" in str(error)
+
+
+def test_the_marks_of_flat_and_partitioned_parameters_are_refused() -> None:
+    for mark, name in (("_is_flat_param", "FSDP1"), ("ds_id", "ZeRO-3")):
+        model = Tiny()
+        # ds_id is a count from 0: present, not true.
+        setattr(model.lm_head.weight, mark, True if mark == "_is_flat_param" else 0)
+        for allow_meta in (True, False):
+            error = refused(model, allow_meta=allow_meta)
+            assert error.fqn == "lm_head.weight"
+            assert name in str(error)
+
+
+@pytest.mark.parametrize(
+    "wraps",
+    [(), (ddp,), (compiled,), (lora,), (checkpointed,)],
+    ids=["plain", "ddp", "compiled", "lora", "checkpointed"],
+)
+def test_what_is_not_sharded_is_accepted(wraps: tuple[Callable[[Any], Any], ...], one_process: None) -> None:
+    model: nn.Module = Tiny()
+    for wrap in wraps:
+        model = wrap(model)
+    refuse_unsupported_tensors(model, allow_meta=False)
+    refuse_unsupported_tensors(copy.deepcopy(model), allow_meta=False)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning:torch")
+@pytest.mark.filterwarnings("ignore:FSDP1 is deprecated:FutureWarning:torch")
+@pytest.mark.filterwarnings("ignore:Tiny has neither a quantization attribute:UserWarning")
+@pytest.mark.parametrize("shard", [fsdp1, fsdp2])
+def test_restoring_what_was_sharded_since_is_refused_before_anything_changes(
+    shard: Callable[[Any], Any], one_process: None
+) -> None:
+    model = Tiny().bfloat16()
+    prepared = KbitPreparedModel(model, precision="full").prepare()
+    shard(model)
+    before = [(fqn, id(p), p.dtype, p.requires_grad) for fqn, p in model.named_parameters()]
+    for leave in (prepared.restore, lambda: prepared.suspended().__enter__()):
+        with pytest.raises(UnsupportedModelError, match="sharded after it was prepared"):
+            leave()
+    assert [(fqn, id(p), p.dtype, p.requires_grad) for fqn, p in model.named_parameters()] == before
