@@ -45,6 +45,11 @@ class Precision(str, Enum):
 
     __str__ = str.__str__
 
+    @property
+    def upcasts_all(self) -> bool:
+        """Whether every unquantized half parameter computes as float32, so that a copy of it is stored in float32."""
+        return self is Precision.FULL
+
 
 def parse_bytes(value: int | str) -> int:
     """Read a number of bytes.

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from .census import Census
 from .config import PrepareConfig
 from .edits import Anchor, EditBase, FlagsChange, Hold
 from .errors import ConfigError, RestoreError, StateError, UnsupportedModelError
@@ -25,11 +26,9 @@ from .report import RestoreReport, StateDiff
 from .storage import CopyChange, SharedStorageChange, StorageChange
 from .topology import (
     adapter_parameter_ids,
-    canonical_fqn,
-    named_tensors,
     refuse_unsupported_tensors,
 )
-from .verification import PreparedState, base_parameters
+from .verification import PreparedState
 
 _logger = logging.getLogger(__name__)
 
@@ -127,8 +126,7 @@ class KbitPreparedModel:
         self._journal = Journal()
         self._report: RestoreReport | None = None
         self._prepared_state: PreparedState | None = None
-        # By each of its names, a tied parameter's two included: a copy of it can stand at any.
-        self._upcast: dict[str, StorageChange] = {}
+        self._census: Census | None = None
         self.state = LifecycleState.NEW
         self.config = config
         self.model = model
@@ -199,13 +197,9 @@ class KbitPreparedModel:
         edits: list[EditBase] = list(plan.edits)
         if self.state is not LifecycleState.PREPARED:
             edits.insert(0, Hold("hold", ("",), model=weakref.ref(self.model), anchor=Anchor(self)))
-            self._names = {fqn: weakref.ref(parameter) for fqn, parameter in base_parameters(self.model)}
-            self._hook_ids = {id_ for module in self.model.modules() for id_ in module._forward_hooks}
+            self._census = Census(self.model)
         bar = tqdm(edits, desc="prepare", unit="edit", disable=not self.config.progress, leave=False)
         self._journal.apply(bar)
-        changes = {id(change.reference()): change for change in reversed(self._storage_changes())}
-        places = base_parameters(self.model)
-        self._upcast = {fqn: changes[id(p)] for fqn, p in places if id(p) in changes} | self._upcast
         if self.config.empty_cache:
             empty_cache()
         self._prepared_state = PreparedState(self.model)
@@ -243,7 +237,8 @@ class KbitPreparedModel:
         _refuse_sharded_since(self.model)
         turned_on = self._trainable_base()
         changes = [*self._journal.changes, *self._copy_changes(discard=trained == "discard")]
-        replaced, foreign = self._found_by_others()
+        assert self._census is not None
+        replaced, foreign = self._census.found(self.model)
         for change in self._storage_changes():
             change.trained_policy = trained
         failures: dict[str, Exception] = {}
@@ -271,7 +266,7 @@ class KbitPreparedModel:
             )
         self._report = RestoreReport(tuple(dict.fromkeys(names)), replaced, foreign)
         self._prepared_state = None
-        self._upcast = {}
+        self._census = None
         _holders.discard(self)
         self.state = LifecycleState.RESTORED
         if turned_on:
@@ -327,7 +322,7 @@ class KbitPreparedModel:
         """
         self._expect_prepared("suspended")
         _refuse_sharded_since(self.model)
-        copies = self._copy_changes(discard=False)
+        copies = self._copy_changes()
         self._refuse_retyping_under_ddp(copies)
         with _random_state_kept(self.model):
             resume = self._journal.suspend([*self._journal.changes, *copies])
@@ -390,37 +385,12 @@ class KbitPreparedModel:
                 found += change.changes
         return found
 
-    def _copy_changes(self, *, discard: bool) -> list[CopyChange]:
-        """The float32 parameters that stand, by name, for one that was upcast: PEFT's copies."""
-        own = {id(p) for change in self._upcast.values() if (p := change.reference()) is not None}
-        found = []
-        for fqn, _, _, parameter in named_tensors(self.model):
-            change = self._upcast.get(canonical_fqn(fqn))
-            if change is None or id(parameter) in own or parameter.dtype != torch.float32:
-                continue
-            is_in_place = canonical_fqn(fqn) == fqn
-            original = change.kept if discard and is_in_place else None
-            if original is not None and original.shape != parameter.shape:
-                original = None
-            found.append(CopyChange(canonical_fqn(fqn), parameter, change.dtype, original))
-        return found
-
-    def _found_by_others(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names where another parameter stands, and what was added."""
-        replaced, foreign = [], []
-        own = {id(p) for reference in self._names.values() if (p := reference()) is not None}
-        for fqn, _, _, parameter in named_tensors(self.model):
-            if id(parameter) in own:
-                continue
-            name = canonical_fqn(fqn)
-            if name in self._names:
-                replaced.append(name)
-            if name not in self._names or name != fqn:
-                foreign.append(fqn)
-        for fqn, module in self.model.named_modules():
-            hooks = [h for key, h in module._forward_hooks.items() if key not in self._hook_ids]
-            foreign += [f"{fqn}: forward hook {getattr(h, '__name__', type(h).__name__)}" for h in hooks]
-        return tuple(dict.fromkeys(replaced)), tuple(foreign)
+    def _copy_changes(self, *, discard: bool = False) -> list[CopyChange]:
+        """What undoes the float32 copies that PEFT made of base modules while the precision upcasts them."""
+        if self._census is None or not self.config.precision.upcasts_all:
+            return []
+        originals = {change.reference(): change.kept for change in self._storage_changes()} if discard else {}
+        return self._census.copies(self.model, originals)
 
     def _trainable_base(self) -> int:
         """How many base parameters a restore makes trainable under a live adapter."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from .census import base_parameters
 from .checkpointing import CHECKPOINTING_ATTRIBUTES, input_gradient_hooks
 from .journal import MISSING
 from .precision import Float32Forward
 from .quantization import is_quantized_layer
 from .report import StateDiff
-from .topology import adapter_parameter_ids, base_modules, canonical_fqn
+from .topology import base_modules, canonical_fqn
 
 
 class PreparedState:
@@ -60,21 +62,6 @@ class PreparedState:
         return StateDiff(differences)
 
 
-def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Walk the base parameters, tied ones at each of their places, adapters left out.
-
-    Args:
-        model: The model, wrapped or not.
-
-    Yields:
-        ``(canonical fqn, parameter)``.
-    """
-    adapters = adapter_parameter_ids(model)
-    for fqn, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) not in adapters:
-            yield canonical_fqn(fqn), parameter
-
-
 def _base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for fqn, module in base_modules(model):
         yield canonical_fqn(fqn), module
@@ -92,10 +79,17 @@ def _read_parameter(parameter: nn.Parameter) -> dict[str, Any]:
 def _read_module(module: nn.Module) -> dict[str, Any]:
     fields = vars(module)
     forwards = [fields.get(slot) for slot in ("forward", "_old_forward")]
-    state = {name: fields.get(name, MISSING) for name in CHECKPOINTING_ATTRIBUTES[:2]}
+    state = {name: _plain(fields.get(name, MISSING)) for name in CHECKPOINTING_ATTRIBUTES[:2]}
     state["forward"] = next((f for f in forwards if isinstance(f, Float32Forward)), None)
     state["input_gradient_hooks"] = len(input_gradient_hooks(module))
     return state
+
+
+def _plain(value: Any) -> Any:
+    """A value that can be compared: two partials of the same call are not equal, their parts are."""
+    if isinstance(value, functools.partial):
+        return value.func.__qualname__, value.args, dict(value.keywords)
+    return value
 
 
 def _rewritten_biases(model: nn.Module) -> set[int]:

@@ -33,6 +33,7 @@ ROOMS = (
     "edits",
     "checkpointing",
     "storage",
+    "census",
     "plan",
     "report",
     "verification",

@@ -244,7 +244,7 @@ def test_adapters_are_what_peft_added(make: Callable[[], Any]) -> None:
     assert named(model, adapter_parameter_ids(model)) == {f for f, p in model.named_parameters() if p.requires_grad}
 
 
-# Prompt methods put the model itself at ``base_model``, or wrap it in one called ``model``: no name tells these from others.
+# Prompt methods put the model itself at ``base_model``, or a part in one called ``model``: no name tells these apart.
 @pytest.mark.parametrize("make", list(ADAPTERS.values())[:-4], ids=list(ADAPTERS)[:-4])
 def test_the_names_of_the_base_map_back(make: Callable[[], Any]) -> None:
     base = zoo.load("llama")

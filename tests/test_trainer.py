@@ -1,0 +1,688 @@
+"""Training with transformers' Trainer, or with one's own loop and optimizer, and coming back from it.
+
+Every statement and every code block of docs/trainer.md is held here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import zoo
+from kbitwrap import KbitPreparedModel, LifecycleState
+from snapshot import Snapshot, tensor_digest
+
+PAGE = Path(__file__).parents[1] / "docs" / "trainer.md"
+PRECISIONS = ("full", "norms", "none")
+NUM_STEPS = 3
+
+pytestmark = [
+    # These two names are those of every transformers that is supported; 5.23 calls them `activation_checkpointing…`.
+    pytest.mark.filterwarnings(
+        r"ignore:`gradient_checkpointing(_kwargs)?` is deprecated:FutureWarning:transformers\.training_args"
+    ),
+    # Restoring under a live adapter is what most of these tests do; those of the wrapper hold the warning itself.
+    pytest.mark.filterwarnings(r"ignore:restore\(\) made \d+ base parameters trainable again:UserWarning"),
+]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Training runs, and what they come to.
+# ----------------------------------------------------------------------------------------------------
+
+
+class RecordingTrainer(Trainer):
+    """Keeps each step's loss as it is: the log's is rounded to four digits."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.losses: list[float] = []
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        self.losses.append(loss.item())
+        return loss
+
+
+class CallAtStepEnd(TrainerCallback):
+    def __init__(self, call: Callable[[nn.Module], object]) -> None:
+        self.call = call
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.call(model)
+
+
+def dataset(model: nn.Module) -> list[dict[str, torch.Tensor]]:
+    batches = [zoo.inputs("llama", model, seed=seed) for seed in range(NUM_STEPS)]
+    return [{name: tensor[row] for name, tensor in batch.items()} for batch in batches for row in (0, 1)]
+
+
+def prompt(model: nn.Module) -> dict[str, torch.Tensor]:
+    # One row without padding: generation wants padding on the left.
+    batch = zoo.inputs("llama", model, seed=100)
+    return {name: batch[name][:1, :6] for name in ("input_ids", "attention_mask")}
+
+
+def adapt(model: nn.Module, **kwargs: Any) -> peft.PeftModel:
+    torch.manual_seed(0)
+    options = {"task_type": "CAUSAL_LM", "lora_dropout": 0.1}
+    return peft.get_peft_model(model, zoo.lora_config("llama", **options | kwargs))
+
+
+def trainer_for(
+    model: nn.Module,
+    folder: Path,
+    *,
+    at_step_end: Callable[[nn.Module], object] = lambda model: None,
+    cls: type[RecordingTrainer] = RecordingTrainer,
+    **kwargs: Any,
+) -> RecordingTrainer:
+    settings: dict[str, Any] = {
+        "report_to": "none",
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "per_device_train_batch_size": 2,
+        "max_steps": NUM_STEPS,
+        "learning_rate": 1e-2,
+    }
+    args = TrainingArguments(output_dir=str(folder), **settings | kwargs)
+    return cls(model=model, args=args, train_dataset=dataset(model), callbacks=[CallAtStepEnd(at_step_end)])
+
+
+def trained_weights(model: nn.Module) -> dict[str, object]:
+    """What an adapter holds, and what `modules_to_save` does."""
+    kinds = ("lora_", "modules_to_save")
+    return {fqn: tensor_digest(p) for fqn, p in model.named_parameters() if any(kind in fqn for kind in kinds)}
+
+
+def train(model: nn.Module, folder: Path, *, modules_to_save: bool = False, **kwargs: Any) -> RecordingTrainer:
+    """Adapt a prepared model and train it."""
+    trainer = trainer_for(adapt(model, modules_to_save=modules_to_save), folder, **kwargs)
+    trainer.train()
+    assert len(set(trainer.losses)) == NUM_STEPS
+    return trainer
+
+
+def train_prepared(folder: Path, precision: str, **kwargs: Any) -> RecordingTrainer:
+    return train(KbitPreparedModel(zoo.load("llama"), precision=precision).prepare().model, folder, **kwargs)
+
+
+def outcome(trainer: RecordingTrainer) -> tuple[list[float], dict[str, object]]:
+    return trainer.losses, trained_weights(trainer.model)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Losses.
+# ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("modules_to_save", [False, True], ids=["lora", "lora-and-head"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["plain", "bf16"])
+def test_full_trains_exactly_as_after_pefts_own_preparation(tmp_path: Path, bf16: bool, modules_to_save: bool) -> None:
+    kwargs = {"bf16": bf16, "modules_to_save": modules_to_save, "gradient_checkpointing": False}
+    theirs = zoo.load("llama")
+    peft.prepare_model_for_kbit_training(theirs, gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    ours = outcome(train_prepared(tmp_path, "full", **kwargs))
+
+    assert ours == outcome(train(theirs, tmp_path, **kwargs))
+    if not modules_to_save:
+        assert ours != outcome(train_prepared(tmp_path, "none", **kwargs))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Trainer's own checkpointing.
+# ----------------------------------------------------------------------------------------------------
+
+
+class Probe:
+    """How a llama is checkpointed, seen from what runs rather than from attributes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.num_calls = 0
+        self.is_reentrant = False
+        model.model.layers[0].mlp.register_forward_pre_hook(self._count)
+        model.model.norm.register_forward_pre_hook(self._look)
+
+    def _count(self, module: nn.Module, args: Any) -> None:
+        self.num_calls += 1
+
+    def _look(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        assert args[0].grad_fn is not None
+        self.is_reentrant |= args[0].grad_fn.name() == "CheckpointFunctionBackward"
+
+    def seen(self) -> str:
+        return {
+            (NUM_STEPS, False): "none",
+            (2 * NUM_STEPS, False): "non-reentrant",
+            (2 * NUM_STEPS, True): "reentrant",
+        }[self.num_calls, self.is_reentrant]
+
+
+WRAPPER: dict[str, dict[str, Any]] = {
+    "none": {"gradient_checkpointing": False},
+    "non-reentrant": {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    "reentrant": {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
+}
+TRAINER: dict[str, dict[str, Any]] = {
+    "none": {"gradient_checkpointing": False},
+    "non-reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    "reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+}
+CASES = [(*pair, "norms") for pair in itertools.product(WRAPPER, TRAINER)]
+CASES += [("non-reentrant", "reentrant", "full"), ("reentrant", "non-reentrant", "none")]
+
+
+@pytest.fixture(scope="module")
+def losses_without_checkpointing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    folder = tmp_path_factory.mktemp("trainer")
+    return {
+        precision: train(
+            KbitPreparedModel(zoo.load("llama"), precision=precision, gradient_checkpointing=False).prepare().model,
+            folder,
+        ).losses
+        for precision in PRECISIONS
+    }
+
+
+@pytest.mark.parametrize(("wrapper", "trainer", "precision"), CASES)
+def test_trainers_checkpointing_wins_and_is_taken_back(
+    tmp_path: Path,
+    losses_without_checkpointing: dict[str, list[float]],
+    wrapper: str,
+    trainer: str,
+    precision: str,
+) -> None:
+    model = zoo.load("llama")
+    probe = Probe(model)
+    before = Snapshot(model)
+    with KbitPreparedModel(model, precision=precision, **WRAPPER[wrapper]) as prepared:
+        run = train(prepared.model, tmp_path, **TRAINER[trainer])
+
+    assert probe.seen() == (wrapper if trainer == "none" else trainer)
+    assert run.losses == losses_without_checkpointing[precision]
+    assert run.model.unload() is model
+    assert before.diff(Snapshot(model), moved=precision == "full") == []
+    assert not model.training
+    assert model.config.use_cache
+
+
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
+def test_trainers_checkpointing_is_off_by_default(tmp_path: Path, name: str) -> None:
+    # The second name is the newer one of the same setting; an older transformers has the first alone.
+    assert not getattr(TrainingArguments(output_dir=str(tmp_path)), name, False)
+
+
+def test_each_train_call_adds_a_hook_and_restore_removes_them_all(tmp_path: Path) -> None:
+    model = zoo.load("llama")
+    prepared = KbitPreparedModel(model).prepare()
+    trainer = trainer_for(adapt(model), tmp_path, **TRAINER["non-reentrant"])
+    assert not prepared.verify()
+    for num_hooks in (1, 2):
+        trainer.train()
+        assert prepared.verify().differences["model.embed_tokens"]["input_gradient_hooks"] == (0, num_hooks)
+    with prepared.suspended():
+        assert not model.get_input_embeddings()._forward_hooks
+    assert len(model.get_input_embeddings()._forward_hooks) == 2
+    prepared.restore()
+    assert not model.get_input_embeddings()._forward_hooks
+
+
+def test_verify_is_silent_on_a_setting_that_was_written_again(tmp_path: Path) -> None:
+    prepared = KbitPreparedModel(zoo.load("llama")).prepare()
+    train(prepared.model, tmp_path, **TRAINER["non-reentrant"])
+    found = {what for rows in prepared.verify().differences.values() for what in rows}
+    assert found == {"input_gradient_hooks"}
+
+
+def test_report_names_no_hook_that_restore_removed(tmp_path: Path) -> None:
+    prepared = KbitPreparedModel(zoo.load("llama")).prepare()
+    train(prepared.model, tmp_path, **TRAINER["non-reentrant"])
+    assert [name for name in prepared.restore().foreign if "hook" in name] == []
+
+
+@pytest.mark.parametrize(("use_reentrant", "is_exact"), [(False, True), (True, False)])
+def test_reentrant_checkpointing_loses_gradients_silently(use_reentrant: bool, is_exact: bool) -> None:
+    def loss_and_gradients(**fields: Any) -> tuple[float, dict[str, object]]:
+        torch.manual_seed(0)
+        prepared = KbitPreparedModel(zoo.load("mixtral"), **fields).prepare()
+        model = peft.get_peft_model(prepared.model, zoo.lora_config("mixtral")).train()
+        loss = model(**zoo.inputs("mixtral", model), output_router_logits=True).loss
+        loss.backward()
+        trainable = [(fqn, p) for fqn, p in model.named_parameters() if p.requires_grad]
+        return loss.item(), {fqn: tensor_digest(p.grad) for fqn, p in trainable}
+
+    expected_loss, expected = loss_and_gradients(gradient_checkpointing=False)
+    loss, gradients = loss_and_gradients(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    assert loss == expected_loss
+    assert (gradients == expected) == is_exact
+
+
+# ----------------------------------------------------------------------------------------------------
+# What is left behind, and what is undone.
+# ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("precision", "bf16", "modules_to_save"),
+    [
+        ("full", False, False),
+        ("full", True, True),
+        ("norms", True, False),
+        ("norms", False, True),
+        ("none", True, False),
+    ],
+)
+def test_what_training_leaves_on_the_base_is_undone(
+    tmp_path: Path, precision: str, bf16: bool, modules_to_save: bool
+) -> None:
+    model = zoo.load("llama")
+    before = Snapshot(model)
+    with KbitPreparedModel(model, precision=precision):
+        peft_model = adapt(model, modules_to_save=modules_to_save)
+        trainer = trainer_for(peft_model, tmp_path, bf16=bf16)
+        assert not model.config.use_cache
+        trainer.train()
+        assert model.training
+
+    assert model.config.use_cache
+    assert not model.training
+    assert {m.training for fqn, m in model.named_modules() if fqn.endswith("lora_dropout.default")} == {True}
+    assert ("forward" in vars(peft_model)) == bf16
+    if modules_to_save:
+        # Unloading leaves the trained copy in the head's place; the head itself is beside it until then.
+        head = model.lm_head.original_module
+        peft_model.unload()
+        model.lm_head = head
+    else:
+        peft_model.unload()
+    assert before.diff(Snapshot(model), moved=precision == "full") == []
+
+
+def test_leaving_the_block_warns_that_the_base_is_trainable_again() -> None:
+    model = zoo.load("llama")
+    block = contextlib.ExitStack()
+    block.enter_context(KbitPreparedModel(model))
+    adapt(model)
+    assert not model.lm_head.weight.requires_grad
+    with pytest.warns(UserWarning, match="training on from here would train the base too"):
+        block.close()
+    assert model.lm_head.weight.requires_grad
+
+
+class StoppedError(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("precision", "kind"),
+    [("full", StoppedError), ("norms", StoppedError), ("none", StoppedError), ("full", KeyboardInterrupt)],
+)
+def test_exception_passes_unchanged_and_the_base_is_restored(
+    tmp_path: Path, precision: str, kind: type[BaseException]
+) -> None:
+    stop = kind("in the first step")
+    model = zoo.load("llama")
+    before = Snapshot(model)
+
+    def raise_it(model: nn.Module) -> None:
+        raise stop
+
+    with pytest.raises(kind) as caught, KbitPreparedModel(model, precision=precision) as prepared:  # noqa: PT012
+        peft_model = adapt(model)
+        trainer_for(peft_model, tmp_path, at_step_end=raise_it).train()
+
+    assert caught.value is stop
+    assert stop.__cause__ is None
+    assert stop.__context__ is None
+    assert prepared.state is LifecycleState.RESTORED
+    peft_model.unload()
+    assert before.diff(Snapshot(model), moved=precision == "full") == []
+
+
+class CastingTrainer(RecordingTrainer):
+    """Does to a PEFT model what TRL's trainers do: input gradients once more, and bfloat16 for what is trainable."""
+
+    def __init__(self, model: peft.PeftModel, **kwargs: Any) -> None:
+        model.enable_input_require_grads()
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(torch.bfloat16)
+        super().__init__(model, **kwargs)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_trainer_that_casts_what_is_trainable_is_undone_too(tmp_path: Path, precision: str) -> None:
+    model = zoo.load("llama")
+    before = Snapshot(model)
+    with KbitPreparedModel(model, precision=precision):
+        run = train(model, tmp_path, modules_to_save=True, cls=CastingTrainer, bf16=True, **TRAINER["non-reentrant"])
+        head = model.lm_head.original_module
+        assert model.lm_head.modules_to_save.default.weight.dtype == torch.bfloat16
+    run.model.unload()
+    assert model.lm_head.weight.dtype == torch.bfloat16
+    model.lm_head = head
+    assert before.diff(Snapshot(model), moved=precision == "full") == []
+
+
+# ----------------------------------------------------------------------------------------------------
+# After the merge.
+# ----------------------------------------------------------------------------------------------------
+
+
+def saved(model: nn.Module, folder: Path) -> dict[str, bytes]:
+    model.save_pretrained(folder)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("modules_to_save", [False, True], ids=["lora", "lora-and-head"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_merged_model_is_that_of_a_base_never_prepared(tmp_path: Path, precision: str, modules_to_save: bool) -> None:
+    model = zoo.load("llama")
+    with KbitPreparedModel(model, precision=precision):
+        peft_model = train(model, tmp_path, modules_to_save=modules_to_save).model
+        head = model.lm_head.modules_to_save.default.weight if modules_to_save else model.lm_head.weight
+    adapter = peft.get_peft_model_state_dict(peft_model)
+    adapter = {fqn: tensor.clone() for fqn, tensor in adapter.items()}
+    merged = peft_model.merge_and_unload()
+
+    never_prepared = adapt(zoo.load("llama"), modules_to_save=modules_to_save)
+    peft.set_peft_model_state_dict(never_prepared, adapter)
+    expected = never_prepared.merge_and_unload()
+
+    assert merged is model
+    assert [fqn for fqn, p in merged.named_parameters() if p.dtype == torch.float32] == []
+    assert merged.lm_head.weight is head
+    assert head.dtype == torch.bfloat16
+    found = saved(merged, tmp_path / "merged")
+    assert found == saved(expected, tmp_path / "expected")
+    assert "model.safetensors" in found
+    merged.requires_grad_(False)
+    assert not merged(**prompt(merged)).logits.requires_grad
+    tokens = merged.generate(**prompt(merged), max_new_tokens=8, do_sample=False)
+    assert torch.equal(tokens, expected.generate(**prompt(merged), max_new_tokens=8, do_sample=False))
+
+
+def test_after_pefts_own_preparation_the_merged_model_is_another(tmp_path: Path) -> None:
+    model = zoo.load("llama")
+    peft.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
+    merged = train(model, tmp_path).model.merge_and_unload()
+    assert [fqn for fqn, p in merged.named_parameters() if p.dtype == torch.float32] != []
+    merged.requires_grad_(False)
+    assert merged(**prompt(merged)).logits.requires_grad
+    size = len(saved(zoo.load("llama"), tmp_path / "loaded")["model.safetensors"])
+    assert len(saved(merged, tmp_path / "merged")["model.safetensors"]) > size
+
+
+# ----------------------------------------------------------------------------------------------------
+# An optimizer of one's own, and suspensions.
+# ----------------------------------------------------------------------------------------------------
+
+Between = Callable[[KbitPreparedModel, peft.PeftModel], None]
+
+
+def generate_suspended(*, do_sample: bool) -> Between:
+    def between(prepared: KbitPreparedModel, model: peft.PeftModel) -> None:
+        random_state = torch.get_rng_state()
+        with prepared.suspended():
+            assert not any(module.training for module in model.get_base_model().modules())
+            assert model.config.use_cache
+            lora = [p for fqn, p in model.named_parameters() if "lora_" in fqn]
+            others = [p for fqn, p in model.named_parameters() if "lora_" not in fqn]
+            assert {p.dtype for p in others} == {torch.bfloat16, torch.uint8}
+            assert {p.dtype for p in lora} == {torch.float32}
+            tokens = model.generate(**prompt(model), max_new_tokens=8, min_new_tokens=8, do_sample=do_sample)
+            assert tokens.shape == (1, 14)
+            assert torch.equal(torch.get_rng_state(), random_state) != do_sample
+
+    return between
+
+
+def generate_prepared(prepared: KbitPreparedModel, model: peft.PeftModel) -> None:
+    model.generate(**prompt(model), max_new_tokens=8, min_new_tokens=8, do_sample=True)
+
+
+def do_nothing(prepared: KbitPreparedModel, model: peft.PeftModel) -> None:
+    pass
+
+
+def train_by_hand(precision: str, modules_to_save: bool, between: Between) -> list[Any]:
+    """Train with one optimizer, and return everything that could tell one run from another."""
+    prepared = KbitPreparedModel(zoo.load("llama"), precision=precision).prepare()
+    model = adapt(prepared.model, modules_to_save=modules_to_save).train()
+    trainable = {fqn: p for fqn, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(trainable.values(), lr=1e-2)
+    losses = []
+    for seed in range(NUM_STEPS):
+        loss = zoo.loss("llama", model, zoo.inputs("llama", model, seed=seed))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        between(prepared, model)
+    assert trainable == {fqn: p for fqn, p in model.named_parameters() if p.requires_grad}
+    assert len(set(losses)) == NUM_STEPS
+    moments = [tensor_digest(value) for state in optimizer.state.values() for value in state.values()]
+    return [losses, trained_weights(model), moments, tensor_digest(torch.get_rng_state())]
+
+
+@functools.cache
+def uninterrupted(precision: str, modules_to_save: bool) -> list[Any]:
+    return train_by_hand(precision, modules_to_save, do_nothing)
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("precision", "modules_to_save"), [("full", True), ("norms", False), ("none", False)])
+def test_optimizer_stays_valid_across_suspensions(precision: str, modules_to_save: bool, do_sample: bool) -> None:
+    suspended = train_by_hand(precision, modules_to_save, generate_suspended(do_sample=do_sample))
+    assert suspended == uninterrupted(precision, modules_to_save)
+
+
+def test_sampling_without_a_suspension_changes_what_follows() -> None:
+    assert train_by_hand("full", True, generate_prepared)[0] != uninterrupted("full", True)[0]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_suspended_generation_is_that_of_the_restored_model(tmp_path: Path, precision: str) -> None:
+    model = zoo.load("llama")
+    with KbitPreparedModel(model, precision=precision) as prepared:
+        peft_model = train(model, tmp_path, modules_to_save=True).model
+        exact = peft_model.get_base_model().lm_head.modules_to_save.default.weight.clone()
+        with prepared.suspended(), torch.no_grad():
+            suspended = peft_model(**prompt(model)).logits
+        assert torch.equal(model.lm_head.modules_to_save.default.weight, exact)
+        with torch.no_grad():
+            still_prepared = peft_model.eval()(**prompt(model)).logits
+    assert exact.dtype == (torch.float32 if precision == "full" else torch.bfloat16)
+    assert torch.equal(model.lm_head.modules_to_save.default.weight, exact.bfloat16())
+    with torch.no_grad():
+        assert torch.equal(suspended, peft_model.eval()(**prompt(model)).logits)
+    assert torch.equal(suspended, still_prepared) == (precision == "none")
+
+
+@pytest.mark.parametrize("precision", ["full", "norms"])
+def test_generating_from_a_callback_changes_no_loss(tmp_path: Path, precision: str) -> None:
+    prepared = KbitPreparedModel(zoo.load("llama"), precision=precision).prepare()
+    states = []
+
+    def sample(model: nn.Module) -> None:
+        with prepared.suspended():
+            states.append(prepared.state)
+            model.generate(**prompt(model), max_new_tokens=8, do_sample=True)
+
+    with_samples = train(prepared.model, tmp_path, at_step_end=sample)
+    assert states == [LifecycleState.SUSPENDED] * NUM_STEPS
+    assert outcome(with_samples) == outcome(train_prepared(tmp_path, precision))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Resuming, and DistributedDataParallel.
+# ----------------------------------------------------------------------------------------------------
+
+
+def test_resuming_needs_the_same_preparation(tmp_path: Path) -> None:
+    whole = outcome(train_prepared(tmp_path, "full", save_strategy="steps", save_steps=NUM_STEPS // 2))
+    checkpoint = tmp_path / f"checkpoint-{NUM_STEPS // 2}"
+
+    def resumed(precision: str) -> tuple[list[float], dict[str, object]]:
+        prepared = KbitPreparedModel(zoo.load("llama"), precision=precision).prepare()
+        trainer = trainer_for(adapt(prepared.model), tmp_path)
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+        return outcome(trainer)
+
+    assert resumed("full") == (whole[0][NUM_STEPS // 2 :], whole[1])
+    assert resumed("none")[0] != whole[0][NUM_STEPS // 2 :]
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    """A group of this process alone: what is synchronized does not depend on how many there are."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class SynchronizedModel:
+    """A DDP model that records which parameters' gradients it synchronizes."""
+
+    def __init__(self, model: peft.PeftModel) -> None:
+        self.peft_model = model
+        self.model = DistributedDataParallel(model)
+        self.model.register_comm_hook(None, self._record)
+        self.synchronized: set[int] = set()
+
+    def _record(self, state, bucket):  # torch compares the annotations, and refuses postponed ones
+        self.synchronized.update(id(parameter) for parameter in bucket.parameters())
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    def step(self) -> float:
+        self.synchronized.clear()
+        loss = self.model(**zoo.inputs("llama", self.peft_model)).loss
+        loss.backward()
+        return loss.item()
+
+    def unsynchronized(self) -> set[str]:
+        gradients = [(fqn, p) for fqn, p in self.peft_model.named_parameters() if p.grad is not None]
+        return {fqn for fqn, p in gradients if id(p) not in self.synchronized}
+
+
+@pytest.mark.usefixtures("process_group")
+def test_ddp_synchronizes_no_base_parameter_after_a_restore() -> None:
+    prepared = KbitPreparedModel(zoo.load("llama")).prepare()
+    ddp = SynchronizedModel(adapt(prepared.model))
+    ddp.step()
+    assert ddp.synchronized
+    assert ddp.unsynchronized() == set()
+    with prepared.suspended():
+        ddp.peft_model.generate(**prompt(ddp.peft_model), max_new_tokens=8, do_sample=False)
+    ddp.step()
+    assert ddp.unsynchronized() == set()
+    prepared.restore()
+    ddp.step()
+    base = {fqn for fqn, p in ddp.peft_model.named_parameters() if p.requires_grad and "lora_" not in fqn}
+    assert base
+    assert ddp.unsynchronized() == base
+
+
+@pytest.mark.usefixtures("process_group")
+def test_ddp_loses_what_a_suspension_retypes() -> None:
+    # Hence the refusal in a group of more than one process, which the tests of distribution hold.
+    for precision, is_lost in (("norms", False), ("full", True)):
+        prepared = KbitPreparedModel(zoo.load("llama"), precision=precision).prepare()
+        ddp = SynchronizedModel(adapt(prepared.model, modules_to_save=True))
+        ddp.step()
+        with prepared.suspended():
+            pass
+        ddp.step()
+        assert ("base_model.model.lm_head.modules_to_save.default.weight" in ddp.unsynchronized()) == is_lost
+        assert bool(ddp.unsynchronized()) == is_lost
+
+
+# ----------------------------------------------------------------------------------------------------
+# The page's code.
+# ----------------------------------------------------------------------------------------------------
+
+
+def code_blocks() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
+    """Runs the one block that holds a text, in a folder of its own, and returns the names it leaves."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(text: str) -> dict[str, Any]:
+        (block,) = (block for block in code_blocks() if text in block)
+        torch.manual_seed(0)
+        model = zoo.load("llama")
+        names = {
+            "model": model,
+            "lora_config": zoo.lora_config("llama", task_type="CAUSAL_LM", lora_dropout=0.1),
+            "train_dataset": dataset(model),
+            "eval_dataset": dataset(model)[:2],
+            "prompt": prompt(model),
+        }
+        before = Snapshot(model)
+        exec(compile(block, str(PAGE), "exec"), names)
+        assert names["prepared"].state is LifecycleState.RESTORED
+        names["diff"] = lambda: before.diff(Snapshot(names["peft_model"].unload()), moved="full" in block)
+        return names
+
+    return run
+
+
+def test_every_block_of_the_page_is_run_here() -> None:
+    texts = ("merge_and_unload", "class Sample", "class SuspendedEvaluation", "torch.optim.AdamW")
+    assert [[text in block for text in texts].index(True) for block in code_blocks()] == [0, 1, 2, 3]
+
+
+# The page leaves `dataloader_pin_memory` to its default, which asks for an accelerator.
+as_on_a_machine_without_accelerator = pytest.mark.filterwarnings(
+    r"ignore:'pin_memory' argument is set as true but no accelerator is found:UserWarning:torch\.utils\.data"
+)
+
+
+@as_on_a_machine_without_accelerator
+def test_block_that_trains_and_merges(page: Callable[[str], dict[str, Any]]) -> None:
+    names = page("merge_and_unload")
+    assert names["merged"] is names["model"]
+    assert {p.dtype for p in names["merged"].parameters()} == {torch.bfloat16, torch.uint8}
+
+
+@as_on_a_machine_without_accelerator
+def test_block_with_a_callback(page: Callable[[str], dict[str, Any]]) -> None:
+    names = page("class Sample")
+    assert len(names["sample"].samples) == 3
+    assert names["diff"]() == []
+
+
+@as_on_a_machine_without_accelerator
+def test_block_that_evaluates_suspended(page: Callable[[str], dict[str, Any]]) -> None:
+    names = page("class SuspendedEvaluation")
+    losses = [row["eval_loss"] for row in names["trainer"].state.log_history if "eval_loss" in row]
+    assert len(losses) == 3
+    with torch.no_grad():
+        assert losses[-1] == zoo.loss("llama", names["peft_model"].eval(), zoo.inputs("llama", names["model"])).item()
+
+
+def test_block_with_an_optimizer(page: Callable[[str], dict[str, Any]]) -> None:
+    names = page("torch.optim.AdamW")
+    assert {int(state["step"]) for state in names["optimizer"].state.values()} == {2 * NUM_STEPS}
+    assert names["diff"]() == []
