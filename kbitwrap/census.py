@@ -44,27 +44,28 @@ class Census:
     def _own(self) -> set[int]:
         return {id(p) for reference, _ in self._places.values() if (p := reference()) is not None}
 
-    def copies(
-        self, model: nn.Module, originals: Mapping[nn.Parameter | None, torch.Tensor | None]
-    ) -> list[CopyChange]:
+    def copies(self, model: nn.Module, cast: Mapping[nn.Parameter, torch.Tensor | None]) -> list[CopyChange]:
         """Find float32 parameters that stand, by name, for a half one: PEFT's copies, beside it or in its place.
+
+        A half parameter that was not cast and is float32 now, such as one that was resized, is found as well.
 
         Args:
             model: The live model.
-            originals: Original values by parameter, for those that take the original's place.
+            cast: The parameters that the preparation cast, which are not looked for, each with the original value that
+                what took its place is to get, or ``None`` for its own value.
 
         Returns:
             A change for each that takes it to the original dtype.
         """
-        own = self._own()
         found = []
         for fqn, _, _, parameter in named_tensors(model):
             name = canonical_fqn(fqn)
             reference, dtype = self._places.get(name, (None, None))
-            if reference is None or dtype not in HALF_DTYPES or id(parameter) in own:
+            if reference is None or dtype not in HALF_DTYPES or parameter in cast:
                 continue
             if parameter.dtype == torch.float32:
-                original = originals.get(reference()) if name == fqn else None
+                replaced = reference()
+                original = cast.get(replaced) if name == fqn and replaced is not None else None
                 is_fitting = original is not None and original.shape == parameter.shape
                 found.append(CopyChange(name, parameter, dtype, original if is_fitting else None))
         return found

@@ -38,8 +38,13 @@ class Precision(str, Enum):
 
     FULL = "full"
     """PEFT's: every unquantized half-precision parameter is *stored* in float32, twice its bytes."""
+    COMPUTE = "compute"
+    """Bit-identical to ``"full"``: embeddings, head and experts are *upcast as they are used* and stay stored in half;
+    what is used in other ways (norms, biases, convolutions) is stored in float32, and the plan says why."""
     NORMS = "norms"
     """Norms compute in float32 and return what the unprepared norm returns; nothing more is stored."""
+    ADAPTED = "adapted"
+    """As ``"norms"``, only in blocks that hold an adapter: given a PEFT model, or told by ``adopt``."""
     NONE = "none"
     """As loaded: freezing and checkpointing only."""
 
@@ -48,7 +53,7 @@ class Precision(str, Enum):
     @property
     def upcasts_all(self) -> bool:
         """Whether every unquantized half parameter computes as float32, so that a copy of it is stored in float32."""
-        return self is Precision.FULL
+        return self in (Precision.FULL, Precision.COMPUTE)
 
 
 def parse_bytes(value: int | str) -> int:
@@ -91,6 +96,9 @@ class PrepareConfig:
         gradient_checkpointing_kwargs: Passed to ``torch.utils.checkpoint.checkpoint``.
         input_require_grads: ``None`` hooks the input embeddings only where reentrant checkpointing needs it;
             ``True`` and ``False`` force it.
+        head_chunk_bytes: With ``"compute"``: the largest float32 piece of the output head alive at once, in bytes.
+            ``None`` computes it in one piece, which is bit-identical to ``"full"`` on every shape; in pieces, the
+            matrix library may block the product differently.
         norm_modules: Further norms: classes, or class-name patterns (regular expressions, matched in full).
         memory_budget: Bytes, or a string such as ``"512MiB"``. A plan whose peak is over it raises
             ``MemoryBudgetError`` before anything changes.
@@ -113,6 +121,7 @@ class PrepareConfig:
     gradient_checkpointing: bool = True
     gradient_checkpointing_kwargs: Mapping[str, Any] = field(default_factory=lambda: {"use_reentrant": False})
     input_require_grads: bool | None = None
+    head_chunk_bytes: int | None = None
     norm_modules: tuple[type | str, ...] = ()
     memory_budget: int | str | None = None
     keep_originals: bool = False
@@ -125,6 +134,9 @@ class PrepareConfig:
             self._expect(name, isinstance(getattr(self, name), bool), "True or False")
         hooks = self.input_require_grads
         self._expect("input_require_grads", hooks is None or isinstance(hooks, bool), "None, True or False")
+        chunk = self.head_chunk_bytes
+        is_count = isinstance(chunk, int) and not isinstance(chunk, bool) and chunk > 0
+        self._expect("head_chunk_bytes", chunk is None or is_count, "None or a positive number of bytes")
         kwargs = self.gradient_checkpointing_kwargs
         self._expect(
             "gradient_checkpointing_kwargs",

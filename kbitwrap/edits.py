@@ -1,4 +1,4 @@
-"""The edits of modules: record, freeze, compute in float32, hold. Storage and checkpointing have rooms of their own.
+"""The edits of flags, attributes and modes: record, freeze, hold; and what every edit and record is made of.
 
 Records hold modules and parameters weakly: what others replace, such as a weight that a merge requantizes, is freed.
 """
@@ -13,7 +13,6 @@ from typing import Any, Generic, TypeVar
 from torch import nn
 
 from .journal import MISSING, Resume
-from .precision import Float32Forward, forward_slot
 from .quantization import RuntimeChange
 from .roles import Role
 from .topology import NamedTensor, canonical_fqn
@@ -26,11 +25,13 @@ class EditBase:
     """What every edit can say of itself.
 
     Attributes:
-        action: What is done: ``"record"``, ``"freeze"``, ``"store"``, ``"compute"`` or ``"checkpoint"``.
+        action: What is done: ``"hold"``, ``"record"``, ``"freeze"``, ``"store"``, ``"upcast"``, ``"compute"`` or
+            ``"checkpoint"``.
         fqns: The fully qualified names of what it is done to.
         role: The part that these play, where they all play the same.
         added_bytes: Bytes that the edit adds and that stay until it is undone.
         transient_bytes: The most bytes that are live while the edit is made, above those before it.
+        reason: Why it is done so and not in the precision's leaner way, where there is one.
     """
 
     action: str
@@ -38,6 +39,7 @@ class EditBase:
     role: Role | None = None
     added_bytes: int = 0
     transient_bytes: int = 0
+    reason: str = ""
 
     def describe(self) -> str:
         """Say in one line what the edit does, and to what."""
@@ -88,7 +90,7 @@ class ModuleRecord(Generic[T]):
         return [*self.recorded(), *self.stand_ins()]
 
 
-def _write_attribute(fields: dict[str, Any], name: str, value: Any) -> None:
+def write_attribute(fields: dict[str, Any], name: str, value: Any) -> None:
     """Set an instance attribute, or remove it where it was ``MISSING``."""
     if value is MISSING:
         fields.pop(name, None)
@@ -108,7 +110,7 @@ class AttributesChange:
 
     def _write(self, module: nn.Module, values: Iterable[Any]) -> None:
         for name, value in zip(self.names, values, strict=True):
-            _write_attribute(vars(module), name, value)
+            write_attribute(vars(module), name, value)
 
     def undo(self) -> None:
         """Write the recorded values, on stand-ins too."""
@@ -199,7 +201,7 @@ class RecordChange:
         for layer in self.layers:
             layer.undo()
         for config, value in self.use_cache:
-            _write_attribute(vars(config), "use_cache", value)
+            write_attribute(vars(config), "use_cache", value)
 
     def suspend(self) -> Resume:
         """Put all of it back for a while; adapters meanwhile follow the train mode of the module they sit in."""
@@ -220,7 +222,7 @@ class RecordChange:
             for module, mode in training:
                 module.training = mode
             for config, value in use_cache:
-                _write_attribute(vars(config), "use_cache", value)
+                write_attribute(vars(config), "use_cache", value)
             for layer in layers:
                 layer()
 
@@ -242,89 +244,6 @@ class Record(EditBase):
 
     def apply(self) -> None:
         """Change nothing."""
-
-
-class ComputeChange:
-    """Forwards replaced by ``Float32Forward``, on the modules given and on the copies made of them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self._installed: list[weakref.ref[Float32Forward]] = []
-
-    def install(self, module: nn.Module) -> None:
-        """Replace a module's forward."""
-        forward = Float32Forward(module)
-        self._installed.append(weakref.ref(forward))
-        vars(module)[forward_slot(module)] = forward
-
-    def _live(self) -> list[Float32Forward]:
-        """Every forward of this kind: in the live model, and on modules that have left it."""
-        model = self._model()
-        found = {id(f): f for ref in self._installed if (f := ref()) is not None}
-        for module in model.modules() if model is not None else ():
-            for value in vars(module).values():
-                if isinstance(value, Float32Forward) and value.module is module:
-                    found[id(value)] = value
-        return list(found.values())
-
-    def undo(self) -> None:
-        """Put the modules' own forwards back. One that another library wrapped meanwhile is made inert."""
-        for forward in self._live():
-            forward.is_active = False
-            for slot in ("forward", "_old_forward"):
-                if vars(forward.module).get(slot) is forward:
-                    _put_back_forward(forward, slot)
-
-    def suspend(self) -> Resume:
-        """Put the modules' own forwards back; resuming installs the same objects again."""
-        places = [
-            (forward, slot)
-            for forward in self._live()
-            for slot in ("forward", "_old_forward")
-            if vars(forward.module).get(slot) is forward
-        ]
-        live = self._live()
-        self.undo()
-
-        def resume() -> None:
-            for forward in live:
-                forward.is_active = True
-            for forward, slot in places:
-                vars(forward.module)[slot] = forward
-
-        return resume
-
-
-def _put_back_forward(forward: Float32Forward, slot: str) -> None:
-    fields = vars(forward.module)
-    if slot == "_old_forward" and forward.inner is MISSING:
-        # accelerate hooked the module while it was prepared: its record of the forward becomes the class's own.
-        fields[slot] = type(forward.module).forward.__get__(forward.module)
-    else:
-        _write_attribute(fields, slot, forward.inner)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComputeInFloat32(EditBase):
-    """Make modules compute in float32 from their half parameters."""
-
-    model: weakref.ref[nn.Module] = field(repr=False)
-    modules: tuple[weakref.ref[nn.Module], ...] = field(default=(), repr=False)
-    _change: list[ComputeChange] = field(default_factory=list, repr=False, compare=False)
-
-    def capture(self) -> ComputeChange:
-        """Start a record of the forwards replaced."""
-        model = self.model()
-        assert model is not None
-        self._change[:] = [ComputeChange(model)]
-        return self._change[0]
-
-    def apply(self) -> None:
-        """Replace the forwards."""
-        for reference in self.modules:
-            module = reference()
-            if module is not None:
-                self._change[0].install(module)
 
 
 class Anchor:
@@ -380,7 +299,7 @@ class HoldChange:
             return lambda: None
         fields = vars(model)
         anchor = fields.pop(ANCHOR_ATTRIBUTE, MISSING)
-        return lambda: _write_attribute(fields, ANCHOR_ATTRIBUTE, anchor)
+        return lambda: write_attribute(fields, ANCHOR_ATTRIBUTE, anchor)
 
 
 def references(tensors: Iterable[NamedTensor]) -> tuple[weakref.ref[nn.Parameter], ...]:

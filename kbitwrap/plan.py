@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from .checkpointing import Checkpoint, refuse_without_checkpointing
+from .compute import ComputeInFloat32, UpcastAtUse
 from .config import Precision, PrepareConfig
-from .edits import ComputeInFloat32, EditBase, Freeze, Record, references
+from .edits import EditBase, Freeze, Record, references
 from .errors import MemoryBudgetError
-from .precision import can_rebind_forward
+from .precision import can_rebind_forward, computes_in_float32
 from .quantization import (
     HALF_DTYPES,
     Quantization,
@@ -29,10 +30,12 @@ from .topology import (
     NamedTensor,
     adapter_parameter_ids,
     base_modules,
+    is_adapter_module,
     named_tensors,
     refuse_unsupported_tensors,
     storage_key,
 )
+from .upcast import can_stand_in
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -109,6 +112,7 @@ class Plan:
                     "role": None if edit.role is None else edit.role.value,
                     "added_bytes": edit.added_bytes,
                     "transient_bytes": edit.transient_bytes,
+                    "reason": edit.reason,
                 }
                 for edit in self.edits
             ],
@@ -202,6 +206,11 @@ class Planner:
         self.quantization = quantization
         self.tensors = named_tensors(model)
         self.roles = parameter_roles(model, config.norm_modules)
+        self._places: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self._places.setdefault(id(parameter), []).append((module, name))
         adapters = set() if freeze_adapters else adapter_parameter_ids(model)
         self.base = [t for t in self.tensors if id(t.parameter) not in adapters]
         self.warnings: list[str] = []
@@ -218,8 +227,8 @@ class Planner:
                 "it is frozen and cast as asked, but not checkpointed"
             )
         edits: list[EditBase] = [self._record(), self._freeze(), *self._store()]
-        if self.config.precision is Precision.NORMS and self.quantization.casts:
-            edits += self._compute_norms()
+        edits += self._upcast_at_use()
+        edits += self.compute_norms()
         edits.append(self._checkpoint())
         self._warn()
         stores = [edit for edit in edits if isinstance(edit, Store)]
@@ -256,18 +265,56 @@ class Planner:
             return []
         return [t for t in self.base if t.parameter.dtype in HALF_DTYPES and not is_quantized_parameter(t.parameter)]
 
+    def _upcast(self) -> list[NamedTensor]:
+        """The weights that precision ``"compute"`` upcasts as they are used."""
+        if self.config.precision is not Precision.COMPUTE:
+            return []
+        return [t for t in self._castable() if self._kept_in_float32_because(t) is None]
+
+    def _kept_in_float32_because(self, tensor: NamedTensor) -> str | None:
+        """Why a half parameter is stored in float32 under ``"compute"``; ``None`` where it is upcast at use."""
+        module, name, parameter = tensor.module, tensor.name, tensor.parameter
+        is_expert = self.roles[id(parameter)] is Role.EXPERT and parameter.dim() >= 2
+        if not (isinstance(module, (nn.Linear, nn.Embedding)) and name == "weight") and not is_expert:
+            return "not the weight of a lookup or of a linear layer"
+        if not self.config.freeze and parameter.requires_grad:
+            return "trained"
+        if not all(can_stand_in(m, n) for m, n in self._places[id(parameter)]):
+            return "its module computes with something else than the parameter, or writes to it"
+        return None
+
+    def _upcast_at_use(self) -> list[UpcastAtUse]:
+        edits = []
+        for role in Role:
+            found = [t for t in self._upcast() if self.roles[id(t.parameter)] is role]
+            if found:
+                # A tied weight is seen as float32 from each of its modules.
+                places = [place for t in found for place in self._places[id(t.parameter)]]
+                edits.append(
+                    UpcastAtUse(
+                        "upcast",
+                        tuple(t.fqn for t in found),
+                        role=role,
+                        weights=tuple((weakref.ref(module), name) for module, name in places),
+                        chunk_bytes=self.config.head_chunk_bytes,
+                    )
+                )
+        return edits
+
     def _store(self) -> list[Store]:
         """Casts to float32, largest first: so the peak is what stays plus the last, small, originals."""
-        dtype = torch.float32 if self.config.precision is Precision.FULL else None
+        upcast = {id(t.parameter) for t in self._upcast()}
         groups: dict[int, list[NamedTensor]] = {}
         for tensor in self._castable():
             is_rewritten = tensor.name == "bias" and is_quantized_layer(tensor.module)
-            if dtype is not None or is_rewritten:
+            if (self.config.precision.upcasts_all and id(tensor.parameter) not in upcast) or is_rewritten:
                 groups.setdefault(storage_key(tensor.parameter), []).append(tensor)
-        stores = [self._store_group(group, dtype) for group in groups.values()]
+        stores = [self._store_group(group) for group in groups.values()]
         return sorted(stores, key=lambda edit: -edit.transient_bytes)
 
-    def _store_group(self, group: list[NamedTensor], dtype: torch.dtype | None) -> Store:
+    def _store_group(self, group: list[NamedTensor]) -> Store:
+        dtype = torch.float32 if self.config.precision.upcasts_all else None
+        is_compute = self.config.precision is Precision.COMPUTE
         parameters = [t.parameter for t in group]
         is_rewritten = any(is_quantized_layer(t.module) for t in group)
         keep = self.config.keep_originals and dtype is not None
@@ -280,6 +327,7 @@ class Planner:
             role=self.roles[id(parameters[0])],
             added_bytes=cast_bytes - freed_bytes,
             transient_bytes=cast_bytes,
+            reason=(self._kept_in_float32_because(group[0]) or "") if is_compute else "",
             parameters=references(group),
             dtype=dtype,
             keep=keep,
@@ -287,10 +335,18 @@ class Planner:
             record_bytes=shared_bytes if (keep or is_rewritten) and dtype is not None else 0,
         )
 
-    def _compute_norms(self) -> list[ComputeInFloat32]:
+    def compute_norms(self) -> list[ComputeInFloat32]:
+        """The norms that the precision computes in float32 and that do not yet, as at most one edit."""
+        precision = self.config.precision
+        if precision not in (Precision.NORMS, Precision.ADAPTED) or not self.quantization.casts:
+            return []
+        modules = list(base_modules(self.model))
+        blocks = _adapted_blocks(self.model, modules) if precision is Precision.ADAPTED else {""}
         found = []
-        for fqn, module in base_modules(self.model):
+        for fqn, module in modules:
             if not is_norm(module, self.config.norm_modules) or not computes_in_half(module):
+                continue
+            if not any(fqn.startswith(block) for block in blocks) or computes_in_float32(module):
                 continue
             if can_rebind_forward(module):
                 found.append((fqn, module))
@@ -354,6 +410,20 @@ class Planner:
             experts = sum(_bytes(t.parameter) for t in self._castable() if self.roles[id(t.parameter)] is Role.EXPERT)
             if experts:
                 self.warnings.append(f"unquantized experts are doubled: {format_bytes(experts)} more")
+
+
+def _adapted_blocks(model: nn.Module, modules: list[tuple[str, nn.Module]]) -> set[str]:
+    """The prefixes of the blocks that hold an adapter. A block is an element of an outermost ``ModuleList``."""
+    lists = [fqn for fqn, module in modules if isinstance(module, nn.ModuleList)]
+    blocks = set()
+    for fqn, module in modules:
+        if not is_adapter_module(module):
+            continue
+        inside = [name for name in lists if fqn.startswith(f"{name}.")]
+        if inside:
+            outermost = min(inside, key=len)
+            blocks.add(f"{outermost}.{fqn[len(outermost) + 1 :].partition('.')[0]}.")
+    return blocks
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -33,6 +33,11 @@ def can_rebind_forward(module: nn.Module) -> bool:
     return forward is MISSING or (isinstance(forward, types.MethodType) and forward.__self__ is module)
 
 
+def computes_in_float32(module: nn.Module) -> bool:
+    """Whether a module's forward is replaced by a ``Float32Forward``."""
+    return isinstance(vars(module).get(forward_slot(module)), Float32Forward)
+
+
 class Float32Forward:
     """A module's own ``forward``, run as though its inputs and parameters were float32.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import warnings
 import weakref
@@ -21,7 +22,7 @@ from .edits import Anchor, EditBase, FlagsChange, Hold
 from .errors import ConfigError, RestoreError, StateError, UnsupportedModelError
 from .journal import Change, Journal
 from .plan import Plan, Planner, build_plan
-from .quantization import detect_as_peft
+from .quantization import detect, detect_as_peft
 from .report import RestoreReport, StateDiff
 from .storage import CopyChange, SharedStorageChange, StorageChange
 from .topology import (
@@ -333,6 +334,35 @@ class KbitPreparedModel:
                 self.state = LifecycleState.PREPARED
                 resume()
 
+    def adopt(self, peft_model: nn.Module) -> None:
+        """Tell the wrapper of adapters made after ``prepare``.
+
+        Under ``"adapted"`` the norms of the blocks that now hold an adapter compute in float32 from here on; under the
+        other precisions there is nothing to settle. May be called again when further adapters are made.
+
+        Args:
+            peft_model: The model with its adapters: a ``PeftModel``, or the prepared model itself where adapters were
+                injected into it.
+
+        Raises:
+            StateError: The wrapper is not prepared.
+            UnsupportedModelError: What was given is not the prepared model, or holds no adapter.
+            EditError: An edit failed; the model is as it was before this call.
+        """
+        self._expect_prepared("adopt")
+        if not isinstance(peft_model, nn.Module) or prepared_of(peft_model) is not self:
+            raise UnsupportedModelError(
+                f"adopt() expects what was made of the prepared {type(self.model).__name__}, such as "
+                f"get_peft_model(prepared.model, ...), found another {type(peft_model).__name__}"
+            )
+        if not adapter_parameter_ids(self.model):
+            raise UnsupportedModelError(f"{type(peft_model).__name__} holds no adapter inside the prepared model")
+        edits = Planner(self.model, self.config, detect(self.model)).compute_norms()
+        if edits:
+            self._journal.apply(edits)
+            self.plan = dataclasses.replace(self.plan, edits=(*self.plan.edits, *edits))
+            self._prepared_state = PreparedState(self.model)
+
     def verify(self) -> StateDiff:
         """Compare the live model with what preparation left.
 
@@ -389,8 +419,8 @@ class KbitPreparedModel:
         """What undoes the float32 copies that PEFT made of base modules while the precision upcasts them."""
         if self._census is None or not self.config.precision.upcasts_all:
             return []
-        originals = {change.reference(): change.kept for change in self._storage_changes()} if discard else {}
-        return self._census.copies(self.model, originals)
+        changes = [(p, change.kept) for change in self._storage_changes() if (p := change.reference()) is not None]
+        return self._census.copies(self.model, {p: kept if discard else None for p, kept in changes})
 
     def _trainable_base(self) -> int:
         """How many base parameters a restore makes trainable under a live adapter."""

@@ -17,6 +17,7 @@ from .precision import Float32Forward
 from .quantization import is_quantized_layer
 from .report import StateDiff
 from .topology import base_modules, canonical_fqn
+from .upcast import UpcastTensor
 
 
 class PreparedState:
@@ -81,6 +82,7 @@ def _read_module(module: nn.Module) -> dict[str, Any]:
     forwards = [fields.get(slot) for slot in ("forward", "_old_forward")]
     state = {name: _plain(fields.get(name, MISSING)) for name in CHECKPOINTING_ATTRIBUTES[:2]}
     state["forward"] = next((f for f in forwards if isinstance(f, Float32Forward)), None)
+    state["upcast"] = tuple(name for name, value in fields.items() if isinstance(value, UpcastTensor))
     state["input_gradient_hooks"] = len(input_gradient_hooks(module))
     return state
 

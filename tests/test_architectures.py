@@ -48,6 +48,7 @@ def test_restore_leaves_no_difference(name: str, quant: str, dtype: str, precisi
     before = Snapshot(model)
     prepared = KbitPreparedModel(model, precision=precision, **fields(name)).prepare()
     peft_model = adapt(name, model)
+    prepared.adopt(peft_model)
     loss, gradients = step(name, peft_model)
     assert torch.isfinite(loss)
     assert all(gradient.any() and gradient.isfinite().all() for gradient in gradients.values())
@@ -55,7 +56,7 @@ def test_restore_leaves_no_difference(name: str, quant: str, dtype: str, precisi
     report = prepared.restore()
     assert report.trained == ()
     assert peft_model.unload() is model
-    assert before.diff(Snapshot(model), moved=precision is Precision.FULL) == []
+    assert before.diff(Snapshot(model), moved=precision.upcasts_all) == []
 
 
 @pytest.mark.parametrize("precision", list(Precision), ids=str)
@@ -68,7 +69,7 @@ def test_a_trained_copy_ends_in_the_original_dtype(name: str, precision: Precisi
     peft_model = adapt(name, model, modules_to_save=True)
     step(name, peft_model)
     copies = {id(p): p for fqn, p in peft_model.named_parameters() if "modules_to_save" in fqn}
-    expected = torch.float32 if precision is Precision.FULL else torch.bfloat16
+    expected = torch.float32 if precision.upcasts_all else torch.bfloat16
     assert {p.dtype for p in copies.values()} == {expected}
     trained = {key: p.detach().bfloat16() for key, p in copies.items()}
     report = prepared.restore()
@@ -78,14 +79,14 @@ def test_a_trained_copy_ends_in_the_original_dtype(name: str, precision: Precisi
     heads = {fqn: p for fqn, p in model.named_parameters() if id(p) in copies}
     assert heads
     assert all(torch.equal(p, trained[id(p)]) for p in heads.values())
-    assert set(report.trained) == (set(heads) if precision is Precision.FULL else set())
+    assert set(report.trained) == (set(heads) if precision.upcasts_all else set())
     assert set(report.replaced) >= set(heads)
     assert not any(module.training for module in model.modules())
     # Nothing else changed: what differs is the copy, by name, where the original was, and whom it was tied to.
     parents = {owner.rpartition(".")[0] for owner in owners}
     rest = [
         line
-        for line in before.diff(Snapshot(model), moved=precision is Precision.FULL)
+        for line in before.diff(Snapshot(model), moved=precision.upcasts_all)
         if not line.startswith("shared memory")
         and not any(line.startswith((f"{owner}:", f"{owner}.")) for owner in owners)
         and not any(line.startswith(f"{parent}: _modules") for parent in parents)

@@ -27,6 +27,7 @@ def test_the_defaults() -> None:
         "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
         "input_require_grads": None,
+        "head_chunk_bytes": None,
         "norm_modules": (),
         "memory_budget": None,
         "keep_originals": False,

@@ -85,7 +85,7 @@ def test_suspended_is_the_original_state_and_ends_as_before(name: str, precision
     restored = {fqn: (p.dtype, p.requires_grad) for fqn, p in model.named_parameters() if "lora" not in fqn}
     assert inside == restored
     peft_model.unload()
-    assert original.diff(Snapshot(model), moved=precision is Precision.FULL) == []
+    assert original.diff(Snapshot(model), moved=precision.upcasts_all) == []
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
@@ -299,7 +299,7 @@ class TestBadInput:
             KbitPreparedModel(model, precision="full", memory_budget=needed - 1)
         assert caught.value.plan.peak_bytes == needed
         assert caught.value.budget_bytes == needed - 1
-        assert set(caught.value.fitting) == {"norms", "none"}
+        assert set(caught.value.fitting) == {"compute", "norms", "adapted", "none"}
         assert KbitPreparedModel(model, precision="full", memory_budget=needed).plan.peak_bytes == needed
 
     def test_trained_policies(self) -> None:

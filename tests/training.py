@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from peft import PeftModel, get_peft_model
 from transformers import PreTrainedModel
@@ -14,11 +12,7 @@ import zoo
 def adapt(name: str, model: PreTrainedModel, *, modules_to_save: bool = False, **kwargs: object) -> PeftModel:
     """A PEFT model with a LoRA on it, the same at each call."""
     torch.manual_seed(0)
-    with warnings.catch_warnings():
-        # PEFT advises against training a head that is tied; which is the case to test.
-        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`", category=UserWarning)
-        warnings.filterwarnings("ignore", message="Model with `tie_word_embeddings=True`", category=UserWarning)
-        return get_peft_model(model, zoo.lora_config(name, modules_to_save=modules_to_save, **kwargs))
+    return get_peft_model(model, zoo.lora_config(name, modules_to_save=modules_to_save, **kwargs))
 
 
 def step(name: str, model: torch.nn.Module, *, seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -119,6 +119,7 @@ class Demo:
             self.seconds["prepare"] = time.perf_counter() - started
             self._check_bytes(base, prepared)
             peft_model = self._add_adapter(loaded)
+            prepared.adopt(peft_model)
             with self._timed("train"):
                 self._train(peft_model, blocks, loaded.learning_rate)
             self._check(
