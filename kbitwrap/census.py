@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield canonical_fqn(fqn), parameter
 
 
+_HOOK_DICTS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
 class Census:
     """The base parameters of a model and its forward hooks, at the moment before it is prepared.
 
@@ -38,21 +41,22 @@ class Census:
 
     def __init__(self, model: nn.Module) -> None:
         # By each of its names, a tied parameter's two included: a copy of it can stand at any.
-        self._places = {fqn: (weakref.ref(p), p.dtype) for fqn, p in base_parameters(model)}
-        self._hook_ids = {key for module in model.modules() for key in module._forward_hooks}
+        self._places = {fqn: (weakref.ref(p), p.dtype, p.shape) for fqn, p in base_parameters(model)}
+        self._parameters = {id(p): weakref.ref(p) for p in model.parameters()}
+        self._hook_ids = {key for module in model.modules() for name in _HOOK_DICTS for key in getattr(module, name)}
 
-    def _own(self) -> set[int]:
-        return {id(p) for reference, _ in self._places.values() if (p := reference()) is not None}
+    def _was_there(self, parameter: nn.Parameter) -> bool:
+        reference = self._parameters.get(id(parameter))
+        return reference is not None and reference() is parameter
 
-    def copies(self, model: nn.Module, cast: Mapping[nn.Parameter, torch.Tensor | None]) -> list[CopyChange]:
+    def copies(self, model: nn.Module, cast: Collection[nn.Parameter]) -> list[CopyChange]:
         """Find float32 parameters that stand, by name, for a half one: PEFT's copies, beside it or in its place.
 
         A half parameter that was not cast and is float32 now, such as one that was resized, is found as well.
 
         Args:
             model: The live model.
-            cast: The parameters that the preparation cast, which are not looked for, each with the original value that
-                what took its place is to get, or ``None`` for its own value.
+            cast: The parameters that the preparation cast, which are not looked for.
 
         Returns:
             A change for each that takes it to the original dtype.
@@ -60,14 +64,12 @@ class Census:
         found = []
         for fqn, _, _, parameter in named_tensors(model):
             name = canonical_fqn(fqn)
-            reference, dtype = self._places.get(name, (None, None))
+            reference, dtype, shape = self._places.get(name, (None, None, None))
             if reference is None or dtype not in HALF_DTYPES or parameter in cast:
                 continue
-            if parameter.dtype == torch.float32:
-                replaced = reference()
-                original = cast.get(replaced) if name == fqn and replaced is not None else None
-                is_fitting = original is not None and original.shape == parameter.shape
-                found.append(CopyChange(name, parameter, dtype, original if is_fitting else None))
+            was_there = self._was_there(parameter) and reference() is not parameter
+            if parameter.dtype == torch.float32 and not was_there:
+                found.append(CopyChange(name, parameter, dtype, is_resized=parameter.shape != shape))
         return found
 
     def found(self, model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -77,21 +79,22 @@ class Census:
             model: The live model.
 
         Returns:
-            The canonical names at which another parameter stands, and the live names of what was added: parameters, and
-            forward hooks other than those that a restore removes.
+            The canonical names at which another parameter stands, or one of another shape, and the live names of what
+            was added: parameters, and hooks other than those that a restore removes.
         """
-        own = self._own()
         replaced, foreign = [], []
         for fqn, _, _, parameter in named_tensors(model):
             name = canonical_fqn(fqn)
-            if id(parameter) in own:
-                continue
-            if name in self._places:
+            _, _, shape = self._places.get(name, (None, None, None))
+            is_new = not self._was_there(parameter)
+            if shape is not None and (is_new or (name == fqn and parameter.shape != shape)):
                 replaced.append(name)
-            if name not in self._places or name != fqn:
+            if is_new and (shape is None or name != fqn):
                 foreign.append(fqn)
         for fqn, module in model.named_modules():
             ours = {*self._hook_ids, *input_gradient_hooks(module)}
-            hooks = [hook for key, hook in module._forward_hooks.items() if key not in ours]
-            foreign += [f"{fqn}: forward hook {getattr(hook, '__name__', type(hook).__name__)}" for hook in hooks]
+            for name in _HOOK_DICTS:
+                hooks = [hook for key, hook in getattr(module, name).items() if key not in ours]
+                kind = name.strip("_").replace("_", " ").removesuffix("s")
+                foreign += [f"{fqn}: {kind} {getattr(hook, '__name__', type(hook).__name__)}" for hook in hooks]
         return tuple(dict.fromkeys(replaced)), tuple(foreign)

@@ -14,7 +14,7 @@ from torch import nn
 
 from .edits import AttributesChange, EditBase
 from .errors import UnsupportedModelError
-from .journal import Resume
+from .journal import Resume, undo_for_a_while
 
 
 def make_inputs_require_grad(module: nn.Module, args: Any, output: torch.Tensor) -> None:
@@ -67,22 +67,24 @@ class HooksChange:
 
     def suspend(self) -> Resume:
         """Remove the hooks added since; resuming puts them back in the order they had."""
+        affected = self._affected()
+        removed = {key for keys in affected.values() for key in keys}
         saved = [
             (getattr(module, name), list(getattr(module, name).items()))
-            for module in self._affected()
+            for module in affected
             for name in _HOOK_DICTS
             if hasattr(module, name)
         ]
-        self.undo()
 
         def resume() -> None:
             for hooks, items in saved:
-                kept = [(k, v) for k, v in hooks.items() if k not in dict(items)]
-                removed_since = {k for k, _ in items if k not in hooks and k in self.before}
+                # Others may have removed hooks of theirs meanwhile, and added some.
+                back = [(key, hook) for key, hook in items if key in hooks or key in removed]
+                new = [(key, hook) for key, hook in hooks.items() if key not in dict(items)]
                 hooks.clear()
-                hooks.update([(k, v) for k, v in items if k not in removed_since] + kept)
+                hooks.update(back + new)
 
-        return resume
+        return undo_for_a_while(self, resume)
 
 
 CHECKPOINTING_ATTRIBUTES = (
@@ -108,7 +110,11 @@ class CheckpointingChange:
     def suspend(self) -> Resume:
         """Put both back for a while."""
         hooks = self.hooks.suspend()
-        attributes = self.attributes.suspend()
+        try:
+            attributes = self.attributes.suspend()
+        except BaseException:
+            hooks()
+            raise
 
         def resume() -> None:
             attributes()
@@ -153,8 +159,26 @@ def refuse_without_checkpointing(model: nn.Module) -> None:
     remedy = "prepare it with gradient_checkpointing=False"
     if checkpointing_method(model) is None:
         raise UnsupportedModelError(f"{name} has no method that enables activation checkpointing; {remedy}")
-    if getattr(model, "supports_gradient_checkpointing", None) is False:
+    supports = getattr(model, "supports_gradient_checkpointing", None)
+    listens = any(hasattr(module, "gradient_checkpointing") for module in model.modules())
+    if supports is False or (supports is True and not listens):
         raise UnsupportedModelError(f"{name} does not support activation checkpointing; {remedy}")
+
+
+def refuse_without_embeddings(model: nn.Module) -> None:
+    """Raise for a model whose input embeddings cannot be found.
+
+    Args:
+        model: The model.
+
+    Raises:
+        UnsupportedModelError: It has no method that hooks them, and none that returns them.
+    """
+    if not hasattr(model, "enable_input_require_grads") and not hasattr(model, "get_input_embeddings"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no get_input_embeddings() whose output could be made to require grad; prepare "
+            "it with input_require_grads=False, or with gradient_checkpointing_kwargs={'use_reentrant': False}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

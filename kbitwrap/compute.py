@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .edits import EditBase, write_attribute
-from .journal import MISSING, Resume
+from .journal import MISSING, Resume, undo_for_a_while
 from .precision import Float32Forward, forward_slot
 from .upcast import Float32Copy, UpcastTensor
 
@@ -54,7 +54,6 @@ class ComputeChange:
             if vars(forward.module).get(slot) is forward
         ]
         live = self._live()
-        self.undo()
 
         def resume() -> None:
             for forward in live:
@@ -62,7 +61,7 @@ class ComputeChange:
             for forward, slot in places:
                 vars(forward.module)[slot] = forward
 
-        return resume
+        return undo_for_a_while(self, resume)
 
 
 def _put_back_forward(forward: Float32Forward, slot: str) -> None:
@@ -117,13 +116,12 @@ class UpcastChange:
         """Remove the stand-ins for a while; those that are there are put back."""
         attributes = [(module, name) for module, own in self._live() for name in (own, "__deepcopy__")]
         current = [(module, name, vars(module).get(name, MISSING)) for module, name in attributes]
-        self.undo()
 
         def resume() -> None:
             for module, name, value in current:
                 write_attribute(vars(module), name, value)
 
-        return resume
+        return undo_for_a_while(self, resume)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-from .journal import MISSING, Resume
+from .journal import MISSING, Resume, undo_for_a_while
 from .quantization import RuntimeChange
 from .roles import Role
 from .topology import NamedTensor, canonical_fqn
@@ -120,13 +120,12 @@ class AttributesChange:
     def suspend(self) -> Resume:
         """Write the recorded values; resuming writes those of now."""
         current = [(module, self._read(module)) for module, _ in self.record.affected()]
-        self.undo()
 
         def resume() -> None:
             for module, values in current:
                 self._write(module, values)
 
-        return resume
+        return undo_for_a_while(self, resume)
 
 
 class FlagsChange:
@@ -149,8 +148,7 @@ class FlagsChange:
     def suspend(self) -> Resume:
         """Set the recorded flags; resuming sets those of now."""
         current = FlagsChange(p for ref, _ in self.flags if (p := ref()) is not None)
-        self.undo()
-        return current.undo
+        return undo_for_a_while(self, current.undo)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,9 +193,6 @@ class RecordChange:
         """Put all of it back. Adapters keep their train mode; copies of base modules get the original's."""
         for module, training in self.training.affected():
             module.training = training
-        self._put_back_runtime()
-
-    def _put_back_runtime(self) -> None:
         for layer in self.layers:
             layer.undo()
         for config, value in self.use_cache:
@@ -210,13 +205,7 @@ class RecordChange:
             return lambda: None
         training = [(module, module.training) for module in model.modules()]
         use_cache = [(config, vars(config).get("use_cache", MISSING)) for config, _ in self.use_cache]
-        layers = [layer.suspend() for layer in self.layers]
-        modes: dict[str, bool] = {}
-        for fqn, module in model.named_modules():
-            recorded = self.training.get(module)
-            modes[fqn] = modes[fqn.rpartition(".")[0]] if recorded is None else recorded
-            module.training = modes[fqn]
-        self._put_back_runtime()
+        layers = [layer.now() for layer in self.layers]
 
         def resume() -> None:
             for module, mode in training:
@@ -224,8 +213,14 @@ class RecordChange:
             for config, value in use_cache:
                 write_attribute(vars(config), "use_cache", value)
             for layer in layers:
-                layer()
+                layer.undo()
 
+        undo_for_a_while(self, resume)
+        modes: dict[str, bool] = {}
+        for fqn, module in model.named_modules():
+            recorded = self.training.get(module)
+            modes[fqn] = modes[fqn.rpartition(".")[0]] if recorded is None else recorded
+            module.training = modes[fqn]
         return resume
 
 

@@ -132,12 +132,30 @@ def undo_all(changes: Iterable[Change]) -> list[BaseException]:
     return failures
 
 
+def undo_for_a_while(change: Change, resume: Resume) -> Resume:
+    """Undo a change, or resume it again if that fails half-way.
+
+    Args:
+        change: The change.
+        resume: What brings back the state of now.
+
+    Returns:
+        ``resume``.
+    """
+    try:
+        change.undo()
+    except BaseException:
+        resume()
+        raise
+    return resume
+
+
 def _resume_all(resumes: list[Resume]) -> None:
-    failures: list[Exception] = []
+    failures: list[BaseException] = []
     for resume in reversed(resumes):
         try:
             resume()
-        except Exception as error:
+        except BaseException as error:
             failures.append(error)
     if failures:
         raise failures[0]

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from .checkpointing import Checkpoint, refuse_without_checkpointing
+from .checkpointing import Checkpoint, refuse_without_checkpointing, refuse_without_embeddings
 from .compute import ComputeInFloat32, UpcastAtUse
 from .config import Precision, PrepareConfig
 from .edits import EditBase, Freeze, Record, references
 from .errors import MemoryBudgetError
 from .precision import can_rebind_forward, computes_in_float32
+from .pretrained import meta_model
 from .quantization import (
     HALF_DTYPES,
     Quantization,
@@ -73,10 +74,12 @@ class Plan:
         added_bytes: Live bytes that the prepared parameters hold beyond the loaded ones, until they are restored.
         peak_bytes: The most bytes live at any moment of ``prepare``, above those at its start.
         cache_bytes: What PEFT's way would leave in a caching allocator: the half originals, freed and kept.
-        record_bytes: What the record itself holds: biases that bitsandbytes rewrites, and with ``keep_originals`` the
-            originals of all that is cast.
+        record_bytes: What the record itself holds beyond that: biases that bitsandbytes rewrites and, of a model on an
+            accelerator with ``keep_originals``, host copies of all that is cast. (On the CPU those are the originals
+            themselves, and count in ``added_bytes``.)
         warnings: What a reader should know before going on.
         is_quantized: Whether the model is quantized: one that is not is never checkpointed.
+        casts: Whether half parameters may be cast: not where the method manages its own precision.
     """
 
     config: PrepareConfig
@@ -89,6 +92,38 @@ class Plan:
     record_bytes: int
     warnings: tuple[str, ...] = ()
     is_quantized: bool = True
+    casts: bool = True
+
+    @classmethod
+    def for_pretrained(
+        cls, name_or_path: Any, quantization_config: Any = None, dtype: Any = None, **fields: Any
+    ) -> Plan:
+        """Plan from a config alone: no weight is read or allocated. The bytes are those of the loaded model.
+
+        Args:
+            name_or_path: What ``from_pretrained`` takes, a ``config.json``, or a config object of transformers.
+            quantization_config: As for ``from_pretrained``; ``None`` for what the config itself says.
+            dtype: The dtype to load in, or its name; ``None`` for the config's, or else bfloat16.
+            **fields: Fields of ``PrepareConfig``.
+
+        Returns:
+            The plan.
+
+        Raises:
+            ConfigError: There is no such config, no model can be built from it, or a setting cannot be meant.
+            UnsupportedModelError: The model cannot be prepared so.
+            MemoryBudgetError: The plan's peak is over ``memory_budget``.
+
+        Example:
+            >>> from transformers import BitsAndBytesConfig, LlamaConfig
+            >>> from kbitwrap import Plan
+            >>> quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+            >>> plan = Plan.for_pretrained(LlamaConfig(num_hidden_layers=2), quantization, precision="full")
+            >>> plan.added_bytes == (2 * 32000 * 4096 + 5 * 4096) * 2  # embeddings, head and norms
+            True
+        """
+        config = PrepareConfig.of(None, fields)
+        return build_plan(meta_model(name_or_path, quantization_config, dtype), config)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values, ready for JSON.
@@ -243,6 +278,7 @@ class Planner:
             record_bytes=sum(edit.record_bytes for edit in stores),
             warnings=tuple(self.warnings),
             is_quantized=self.quantization.is_quantized,
+            casts=self.quantization.casts,
         )
 
     def _record(self) -> Record:
@@ -320,7 +356,9 @@ class Planner:
         keep = self.config.keep_originals and dtype is not None
         shared_bytes = min(sum(map(_bytes, parameters)), parameters[0].untyped_storage().nbytes())
         cast_bytes = sum(p.numel() * dtype.itemsize for p in parameters) if dtype is not None else 0
-        freed_bytes = shared_bytes if dtype is not None else 0
+        # On the CPU a kept original is the original itself, which is then not freed.
+        keeps_in_place = keep and parameters[0].device.type == "cpu"
+        freed_bytes = shared_bytes if dtype is not None and not keeps_in_place else 0
         return Store(
             "store" if dtype is not None else "record",
             tuple(t.fqn for t in group),
@@ -332,7 +370,7 @@ class Planner:
             dtype=dtype,
             keep=keep,
             is_rewritten=is_rewritten,
-            record_bytes=shared_bytes if (keep or is_rewritten) and dtype is not None else 0,
+            record_bytes=shared_bytes if (keep or is_rewritten) and dtype is not None and not keeps_in_place else 0,
         )
 
     def compute_norms(self) -> list[ComputeInFloat32]:
@@ -374,19 +412,23 @@ class Planner:
         kwargs = dict(self.config.gradient_checkpointing_kwargs)
         hook_inputs = self.config.input_require_grads
         if hook_inputs is None:
-            # torch's own default is reentrant.
-            hook_inputs = enable and bool(kwargs.get("use_reentrant", True))
+            # torch's own default is reentrant, also where None is given.
+            use_reentrant = kwargs.get("use_reentrant")
+            hook_inputs = enable and (use_reentrant is None or bool(use_reentrant))
+        if hook_inputs:
+            refuse_without_embeddings(self.model)
         return Checkpoint(
             "checkpoint", ("",), model=weakref.ref(self.model), enable=enable, kwargs=kwargs, hook_inputs=hook_inputs
         )
 
     def _by_role(self, stores: list[Store]) -> dict[str, dict[str, int]]:
         rows = {role: {"count": 0, "bytes": 0, "added_bytes": 0} for role in Role}
-        seen: set[int] = set()
+        seen: set[tuple[int, int, int]] = set()
         for tensor in self.tensors:
             row = rows[self.roles[id(tensor.parameter)]]
             row["count"] += 1
-            key = storage_key(tensor.parameter)
+            parameter = tensor.parameter
+            key = (storage_key(parameter), int(parameter.storage_offset()), parameter.numel())
             if key not in seen:
                 seen.add(key)
                 row["bytes"] += _bytes(tensor.parameter)
@@ -434,6 +476,8 @@ def _peak(stores: list[Store]) -> int:
     """The most bytes live above the start, were the stores made in this order."""
     live = peak = 0
     for store in stores:
-        peak = max(peak, live + store.transient_bytes + store.record_bytes)
-        live += store.added_bytes + store.record_bytes
+        # What else is kept is a copy on the host.
+        held = store.record_bytes if store.is_rewritten else 0
+        peak = max(peak, live + store.transient_bytes + held)
+        live += store.added_bytes + held
     return max(peak, live)

@@ -84,12 +84,15 @@ class Float32Forward:
         """
         if torch.compiler.is_compiling():
             # What a kernel would refuse must not be traced.
-            is_refused = isinstance(self.module, (nn.LayerNorm, nn.GroupNorm)) and args[0].dtype not in HALF_DTYPES
-            return [args[0].dtype] if is_refused else _output_dtypes(self.module, forward, args, kwargs)
-        key = tuple(_kind(a) for a in (*args, *kwargs.values(), *self.module._parameters.values()))
+            first = args[0] if args else next(iter(kwargs.values()))
+            is_refused = isinstance(self.module, (nn.LayerNorm, nn.GroupNorm)) and first.dtype not in HALF_DTYPES
+            return [first.dtype] if is_refused else _output_dtypes(self.module, forward, args, kwargs)
+        named = {**dict(enumerate(args)), **kwargs, **{f".{n}": p for n, p in self.module._parameters.items()}}
+        key = tuple((name, _kind(value)) for name, value in named.items())
         if key not in self._output_dtypes:
-            with warnings.catch_warnings():
-                # Whatever the unprepared forward warns of is not what is computed.
+            devices = {v.device for v in named.values() if isinstance(v, torch.Tensor) and v.device.type == "cuda"}
+            with warnings.catch_warnings(), torch.random.fork_rng(devices=[device.index for device in devices]):
+                # Whatever the unprepared forward warns of, or draws, is not what is computed.
                 warnings.simplefilter("ignore")
                 self._output_dtypes[key] = _output_dtypes(self.module, forward, args, kwargs)
         return self._output_dtypes[key]
@@ -114,7 +117,7 @@ def _float32_shell(module: nn.Module) -> nn.Module:
 def _kind(value: Any) -> Any:
     """What of an argument decides the dtype of the output."""
     if not isinstance(value, torch.Tensor):
-        return None
+        return value if isinstance(value, (bool, int, str)) else type(value)
     device = value.device.type
     is_autocast = torch.is_autocast_enabled(device)
     return value.dtype, device, is_autocast and torch.get_autocast_dtype(device)
@@ -124,6 +127,8 @@ def _output_dtypes(module: nn.Module, forward: Callable[..., Any], args: Any, kw
     with torch.no_grad():
         try:
             output = forward(module, *args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError:
             # The kernel refuses this mix of dtypes (layer_norm with float32 input and half weight), so there is no
             # dtype to match: the input's is kept.

@@ -7,10 +7,10 @@ import dataclasses
 import logging
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -19,12 +19,12 @@ from tqdm.auto import tqdm
 from .census import Census
 from .config import PrepareConfig
 from .edits import Anchor, EditBase, FlagsChange, Hold
-from .errors import ConfigError, RestoreError, StateError, UnsupportedModelError
-from .journal import Change, Journal
+from .errors import ConfigError, EditError, RestoreError, StateError, UnsupportedModelError
+from .journal import Change, Journal, Resume, undo_all
 from .plan import Plan, Planner, build_plan
 from .quantization import detect, detect_as_peft
 from .report import RestoreReport, StateDiff
-from .storage import CopyChange, SharedStorageChange, StorageChange
+from .storage import CopyChange, SharedStorageChange, StorageChange, TrainedError
 from .topology import (
     adapter_parameter_ids,
     refuse_unsupported_tensors,
@@ -33,6 +33,7 @@ from .verification import PreparedState
 
 _logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 TrainedPolicy = Literal["keep", "discard", "error"]
 
 
@@ -128,6 +129,9 @@ class KbitPreparedModel:
         self._report: RestoreReport | None = None
         self._prepared_state: PreparedState | None = None
         self._census: Census | None = None
+        self._suspension: tuple[Resume, Resume] | None = None
+        self._upcasts_all = False
+        self._turned_on = 0
         self.state = LifecycleState.NEW
         self.config = config
         self.model = model
@@ -195,18 +199,35 @@ class KbitPreparedModel:
 
     def _apply(self, plan: Plan) -> None:
         """Apply a plan on top of what is applied, all or nothing, and take hold of the model."""
-        edits: list[EditBase] = list(plan.edits)
-        if self.state is not LifecycleState.PREPARED:
-            edits.insert(0, Hold("hold", ("",), model=weakref.ref(self.model), anchor=Anchor(self)))
-            self._census = Census(self.model)
-        bar = tqdm(edits, desc="prepare", unit="edit", disable=not self.config.progress, leave=False)
-        self._journal.apply(bar)
-        if self.config.empty_cache:
-            empty_cache()
-        self._prepared_state = PreparedState(self.model)
-        self._report = None
-        _holders.add(self)
-        self.state = LifecycleState.PREPARED
+        start = len(self._journal.changes)
+        try:
+            with _plain_mode():
+                edits: list[EditBase] = list(plan.edits)
+                if self.state is not LifecycleState.PREPARED:
+                    edits.insert(0, Hold("hold", ("",), model=weakref.ref(self.model), anchor=Anchor(self)))
+                    self._census = Census(self.model)
+                self._journal.apply(
+                    tqdm(edits, desc="prepare", unit="edit", disable=not self.config.progress, leave=False)
+                )
+                if self.config.empty_cache:
+                    empty_cache()
+                self._prepared_state = PreparedState(self.model)
+            self._upcasts_all |= plan.config.precision.upcasts_all and plan.casts
+            self._report = None
+            _holders.add(self)
+            self.state = LifecycleState.PREPARED
+        except BaseException as error:
+            with _plain_mode():
+                undo_all(self._journal.changes[start:])
+            del self._journal.changes[start:]
+            if isinstance(error, EditError) or not isinstance(error, Exception):
+                raise
+            raise EditError(f"could not prepare: {error}; the model is as it was", edit=None) from error
+
+    def _bar(self, items: list[T], what: str) -> Iterable[T]:
+        """The items, with a progress bar on standard error if that was asked for."""
+        bar: Iterable[T] = tqdm(items, desc=what, unit="edit", disable=not self.config.progress, leave=False)
+        return bar
 
     def restore(self, trained: TrainedPolicy = "keep") -> RestoreReport:
         """Undo the preparation: dtypes, bits, ``requires_grad``, hooks and attributes are those from before.
@@ -216,7 +237,8 @@ class KbitPreparedModel:
 
         Args:
             trained: For parameters whose value changed while they were stored upcast: ``"keep"`` rounds the trained
-                value to the original dtype, ``"discard"`` puts the original bits back, ``"error"`` raises.
+                value to the original dtype, ``"discard"`` puts the original bits back, ``"error"`` raises. Copies that
+                PEFT made to be trained are an adapter's: ``"discard"`` rounds them too.
 
         Returns:
             What was found. A second call changes nothing and returns the same report.
@@ -236,40 +258,27 @@ class KbitPreparedModel:
         if trained == "discard" and not self.config.keep_originals:
             raise ConfigError("restore(trained='discard') needs a preparation with keep_originals=True")
         _refuse_sharded_since(self.model)
-        turned_on = self._trainable_base()
-        changes = [*self._journal.changes, *self._copy_changes(discard=trained == "discard")]
         assert self._census is not None
+        self._turned_on += self._trainable_base()
         replaced, foreign = self._census.found(self.model)
         for change in self._storage_changes():
             change.trained_policy = trained
-        failures: dict[str, Exception] = {}
-        names: list[str] = [change.fqn for change in changes if isinstance(change, CopyChange)]
-        left: list[Change] = []
-        bar = tqdm(changes[::-1], desc="restore", unit="edit", disable=not self.config.progress, leave=False)
-        for change in bar:
-            if trained == "error" and isinstance(change, CopyChange):
-                failures[change.fqn] = RuntimeError(f"{change.fqn} was trained as a copy stored in float32")
-                continue
-            try:
-                change.undo()
-            except Exception as error:
-                left.insert(0, change)
-                failures[getattr(error, "fqn", getattr(change, "fqn", type(change).__name__))] = error
-        names += [change.fqn for change in self._storage_changes() if change.was_trained]
-        self._journal.changes = left
-        if self.config.empty_cache:
-            empty_cache()
+        with _plain_mode():
+            names, failures = self._undo(trained)
+            if self.config.empty_cache:
+                empty_cache()
         if failures:
             raise RestoreError(
-                f"not restored: {'; '.join(f'{name}: {error}' for name, error in failures.items())}. Everything else "
+                f"not restored: {'; '.join(_reason(name, error) for name, error in failures.items())}. Everything else "
                 "was; restore(trained='keep') or restore(trained='discard') settles what was trained",
                 failures=failures,
             )
-        self._report = RestoreReport(tuple(dict.fromkeys(names)), replaced, foreign)
-        self._prepared_state = None
-        self._census = None
-        _holders.discard(self)
+        self._report = RestoreReport(names, replaced, foreign)
         self.state = LifecycleState.RESTORED
+        _holders.discard(self)
+        turned_on, self._turned_on = self._turned_on, 0
+        self._census = self._prepared_state = None
+        self._upcasts_all = False
         if turned_on:
             warnings.warn(
                 f"restore() made {turned_on} base parameters trainable again, as they were before prepare(), and an "
@@ -279,15 +288,48 @@ class KbitPreparedModel:
             )
         return self._report
 
+    def _undo(self, trained: TrainedPolicy) -> tuple[tuple[str, ...], dict[str, Exception]]:
+        """Undo everything, newest first; what fails stays in the journal, and the model stays held.
+
+        Returns:
+            The names of what was trained, and what failed by name.
+        """
+        copies = self._copy_changes()
+        failures: dict[str, Exception] = {}
+        if trained == "error":
+            failures = {copy.fqn: TrainedError([copy.fqn]) for copy in copies}
+        hold, changes = self._journal.changes[0], self._journal.changes[1:]
+        left: list[Change] = []
+        todo = [*changes, *([] if failures else copies)]
+        for change in self._bar(todo[::-1], "restore"):
+            try:
+                change.undo()
+            except TrainedError as error:
+                left.insert(0, change)
+                failures |= {fqn: TrainedError([fqn]) for fqn in error.fqns}
+            except Exception as error:
+                left.insert(0, change)
+                failures[getattr(change, "fqn", type(change).__name__)] = error
+        names = [copy.fqn for copy in copies if not copy.is_resized]
+        names += [c.fqn for c in self._storage_changes() if c.was_trained and not c.was_resized]
+        if failures:
+            self._journal.changes = [hold, *left]
+        else:
+            hold.undo()
+            self._journal.changes = []
+        return tuple(dict.fromkeys(names)), failures
+
     def __enter__(self) -> KbitPreparedModel:
-        return self.prepare()
+        return self if self.state is LifecycleState.PREPARED else self.prepare()
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self.state is not LifecycleState.PREPARED:
+        if self.state not in _HELD:
             return
         try:
+            # A suspension that was entered in the body and not left, by a generator say, ends here.
+            self._end_suspension(self._suspension)
             self.restore()
         except Exception:
             if exc is None:
@@ -325,14 +367,27 @@ class KbitPreparedModel:
         _refuse_sharded_since(self.model)
         copies = self._copy_changes()
         self._refuse_retyping_under_ddp(copies)
-        with _random_state_kept(self.model):
+        random_state = _random_state(self.model)
+        with _plain_mode():
             resume = self._journal.suspend([*self._journal.changes, *copies])
+        suspension = self._suspension = (resume, random_state)
+        try:
             self.state = LifecycleState.SUSPENDED
-            try:
-                yield self.model
-            finally:
-                self.state = LifecycleState.PREPARED
-                resume()
+            yield self.model
+        finally:
+            self._end_suspension(suspension)
+
+    def _end_suspension(self, suspension: tuple[Resume, Resume] | None) -> None:
+        """Resume, unless that suspension has ended already."""
+        if suspension is None or suspension is not self._suspension:
+            return
+        try:
+            with _plain_mode():
+                for resume in suspension:
+                    resume()
+        finally:
+            self._suspension = None
+            self.state = LifecycleState.PREPARED
 
     def adopt(self, peft_model: nn.Module) -> None:
         """Tell the wrapper of adapters made after ``prepare``.
@@ -415,18 +470,22 @@ class KbitPreparedModel:
                 found += change.changes
         return found
 
-    def _copy_changes(self, *, discard: bool = False) -> list[CopyChange]:
-        """What undoes the float32 copies that PEFT made of base modules while the precision upcasts them."""
-        if self._census is None or not self.config.precision.upcasts_all:
+    def _copy_changes(self) -> list[CopyChange]:
+        """What undoes the float32 copies that PEFT made of base modules while everything was upcast."""
+        if self._census is None or not self._upcasts_all:
             return []
-        changes = [(p, change.kept) for change in self._storage_changes() if (p := change.reference()) is not None]
-        return self._census.copies(self.model, {p: kept if discard else None for p, kept in changes})
+        cast = {p for change in self._storage_changes() if (p := change.reference()) is not None}
+        return self._census.copies(self.model, cast)
 
     def _trainable_base(self) -> int:
         """How many base parameters a restore makes trainable under a live adapter."""
         if not adapter_parameter_ids(self.model):
             return 0
         return sum(c.turned_on_by_undo() for c in self._journal.changes if isinstance(c, FlagsChange))
+
+
+def _reason(name: str, error: Exception) -> str:
+    return str(error) if isinstance(error, TrainedError) else f"{name}: {error}"
 
 
 def _refuse_held(model: nn.Module) -> None:
@@ -451,10 +510,25 @@ def _refuse_sharded_since(model: nn.Module) -> None:
         ) from error
 
 
-def _random_state_kept(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    devices = {p.device for p in model.parameters() if p.device.type in ("cuda", "xpu")}
-    kind = next((device.type for device in devices), "cuda")
-    return torch.random.fork_rng(devices=[device.index or 0 for device in devices], device_type=kind)
+@contextlib.contextmanager
+def _plain_mode() -> Iterator[None]:
+    """No autograd, and no inference mode: a tensor made under it could never be trained with again."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _random_state(model: nn.Module) -> Resume:
+    """Read the states of the random generators that the model draws from; the call returned puts them back."""
+    cpu = torch.get_rng_state()
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    states = {device: torch.cuda.get_rng_state(device) for device in devices}
+
+    def put_back() -> None:
+        torch.set_rng_state(cpu)
+        for device, state in states.items():
+            torch.cuda.set_rng_state(state, device)
+
+    return put_back
 
 
 def empty_cache() -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .journal import MISSING, Resume
+from .journal import MISSING
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 _SELF_MANAGED_IN_PEFT = ("gptq", "aqlm", "eetq", "hqq", "torchao")
@@ -83,8 +83,10 @@ def detect(model: nn.Module) -> Quantization:
     peft = detect_as_peft(model)
     if peft.is_quantized:
         return peft
-    method = _method_of(model)
-    if method is not None and method != "bitsandbytes":
+    # Inside a container, too, a model says how it is quantized.
+    methods = (_method_of(module) for module in model.modules() if hasattr(module, "quantization_method"))
+    method = next((method for method in methods if method not in (None, "bitsandbytes")), None)
+    if method is not None:
         return Quantization(method, is_quantized=True, casts=False)
     for module in model.modules():
         if is_quantized_layer(module):
@@ -151,14 +153,10 @@ class RuntimeChange:
             if name in held:
                 _write(vars(owner), held[name], keys)
 
-    def suspend(self) -> Resume:
-        """Put the recorded fields back for a while."""
+    def now(self) -> RuntimeChange:
+        """A record of the same layer as it is now; of one that is gone, this record."""
         module = self.module()
-        if module is None:
-            return lambda: None
-        current = RuntimeChange(module)
-        self.undo()
-        return current.undo
+        return self if module is None else RuntimeChange(module)
 
 
 def has_runtime_state(module: nn.Module) -> bool:

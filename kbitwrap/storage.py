@@ -28,12 +28,12 @@ class TrainedError(RuntimeError):
     """A parameter's value changed while it was stored upcast, and the caller asked for that to be an error.
 
     Attributes:
-        fqn: The parameter's name.
+        fqns: The parameters' names.
     """
 
-    def __init__(self, fqn: str, dtype: torch.dtype) -> None:
-        super().__init__(f"{fqn} was trained while it was stored in {dtype}")
-        self.fqn = fqn
+    def __init__(self, fqns: Sequence[str]) -> None:
+        super().__init__("; ".join(f"{fqn} was trained while it was stored in {torch.float32}" for fqn in fqns))
+        self.fqns = tuple(fqns)
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
@@ -200,6 +200,8 @@ class StorageChange:
         self.fingerprint = fingerprint(data) if self.kept is None else None
         self.trained_policy = "keep"
         self.was_trained = False
+        self.was_resized = False
+        self._is_undone = False
 
     def _rounded(self, current: torch.Tensor) -> torch.Tensor:
         """The current value in the original dtype, NaN payloads included."""
@@ -238,13 +240,15 @@ class StorageChange:
             TrainedError: The value was trained and the policy is ``"error"``; the parameter is left as it is.
         """
         parameter = self.reference()
-        if parameter is None or (self.kept is not None and _is_same_tensor(parameter, self.kept)):
+        if parameter is None or self._is_undone or (self.kept is not None and _is_same_tensor(parameter, self.kept)):
             return
         original = self._original(parameter.data)
         if self.was_trained and self.trained_policy == "error" and parameter.dtype != self.dtype:
-            raise TrainedError(self.fqn, parameter.dtype)
+            raise TrainedError([self.fqn])
+        self.was_resized = tuple(parameter.shape) != self.layout.shape
         self.was_trained = self.was_trained and parameter.dtype != self.dtype
         parameter.data = self._laid_out(original)
+        self._is_undone = True
 
     def _laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.stride() == self.layout.stride or self.was_trained:
@@ -297,14 +301,14 @@ class SharedStorageChange:
         Raises:
             TrainedError: As for one parameter; the others are restored.
         """
-        failures = []
+        trained: list[str] = []
         for change in self.changes:
             try:
                 change.undo()
             except TrainedError as error:
-                failures.append(error)
-        if failures:
-            raise failures[0]
+                trained += error.fqns
+        if trained:
+            raise TrainedError(trained)
         self._share()
 
     def _share(self) -> None:
@@ -318,13 +322,19 @@ class SharedStorageChange:
 
     def suspend(self) -> Resume:
         """As ``undo``, for a while."""
-        resumes = [change.suspend() for change in self.changes]
-        self._share()
+        resumes: list[Resume] = []
 
         def resume() -> None:
             for one in reversed(resumes):
                 one()
 
+        try:
+            for change in self.changes:
+                resumes.append(change.suspend())
+            self._share()
+        except BaseException:
+            resume()
+            raise
         return resume
 
 
@@ -369,18 +379,17 @@ class Store(EditBase):
 class CopyChange:
     """A copy that PEFT made of an upcast parameter, or what stands in its place: taken to the original dtype."""
 
-    def __init__(self, fqn: str, parameter: nn.Parameter, dtype: torch.dtype, original: torch.Tensor | None) -> None:
+    def __init__(self, fqn: str, parameter: nn.Parameter, dtype: torch.dtype, *, is_resized: bool = False) -> None:
         self.fqn = fqn
         self.reference = weakref.ref(parameter)
         self.dtype = dtype
-        self.original = original
+        self.is_resized = is_resized
 
     def undo(self) -> None:
-        """Round the value to the original dtype, or put the original one there; the Parameter object stays."""
+        """Round the value to the original dtype; the Parameter object stays."""
         parameter = self.reference()
         if parameter is not None:
-            value = parameter.data if self.original is None else self.original.to(parameter.device)
-            parameter.data = value.to(self.dtype, copy=self.original is not None)
+            parameter.data = parameter.data.to(self.dtype)
 
     def suspend(self) -> Resume:
         """Round for a while; the exact float32 value is back afterwards."""

@@ -21,7 +21,7 @@ _LEADING = re.compile(
 )
 _INNER = re.compile(
     r"\.(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_layer|original_module|token_adapter"
-    r"|modules_to_save\.[^.]+)(?=\.|$)"
+    r"|(?:modules_to_save|ln_tuning_layers)\.[^.]+)(?=\.|$)"
 )
 
 

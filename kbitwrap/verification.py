@@ -16,7 +16,7 @@ from .journal import MISSING
 from .precision import Float32Forward
 from .quantization import is_quantized_layer
 from .report import StateDiff
-from .topology import base_modules, canonical_fqn
+from .topology import base_modules, canonical_fqn, is_adapter_module
 from .upcast import UpcastTensor
 
 
@@ -44,7 +44,7 @@ class PreparedState:
         """
         differences: dict[str, dict[str, tuple[Any, Any]]] = {}
         live = dict(base_parameters(model))
-        rewritten = _rewritten_biases(model)
+        rewritten, parametrized = _rewritten_biases(model), _parametrized_by_peft(model)
         for fqn, (reference, expected) in self.parameters.items():
             found = live.get(fqn)
             if found is None or found is not reference():
@@ -52,8 +52,10 @@ class PreparedState:
             if found is not None:
                 # A quantized layer casts its bias to the dtype it computes in, whenever it runs.
                 ignored = ["dtype"] if id(found) in rewritten else []
-                if torch.distributed.is_available() and torch.distributed.is_initialized():
-                    # DistributedDataParallel writes every parameter when it is made, with the value it has.
+                is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+                if is_distributed or id(found) in parametrized:
+                    # DistributedDataParallel writes every parameter when it is made, with the value it has; a LoRA on a
+                    # parameter (``target_parameters``) writes it back after each forward.
                     ignored.append("writes")
                 _compare(differences, fqn, expected, _read_parameter(found), ignored)
         modules = dict(_base_modules(model))
@@ -73,7 +75,7 @@ def _read_parameter(parameter: nn.Parameter) -> dict[str, Any]:
         "dtype": parameter.dtype,
         "shape": tuple(parameter.shape),
         "requires_grad": parameter.requires_grad,
-        "writes": parameter._version,
+        "writes": None if parameter.is_inference() else parameter._version,
     }
 
 
@@ -97,6 +99,11 @@ def _plain(value: Any) -> Any:
 def _rewritten_biases(model: nn.Module) -> set[int]:
     biases = (module._parameters.get("bias") for module in model.modules() if is_quantized_layer(module))
     return {id(bias) for bias in biases if bias is not None}
+
+
+def _parametrized_by_peft(model: nn.Module) -> set[int]:
+    wrappers = [m for m in model.modules() if is_adapter_module(m) and hasattr(m, "parameter_name")]
+    return {id(p) for wrapper in wrappers for p in wrapper.get_base_layer().parameters()}  # type: ignore[operator]
 
 
 def _compare(

@@ -27,7 +27,7 @@ from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from kbitwrap import KbitPreparedModel
-from kbitwrap.edits import ComputeChange
+from kbitwrap.compute import ComputeChange
 from kbitwrap.precision import Float32Forward, can_rebind_forward, forward_slot
 from strategies import HALF_DTYPES, RMSNorm
 
@@ -176,7 +176,7 @@ def test_it_warns_of_nothing_that_it_does_not_do() -> None:
     # A process of its own: torch warns once in each that half weights and float32 inputs find no fast kernel. In
     # float32 they do.
     program = (
-        "import warnings, torch; from kbitwrap.edits import ComputeChange; warnings.simplefilter('error')\n"
+        "import warnings, torch; from kbitwrap.compute import ComputeChange; warnings.simplefilter('error')\n"
         "norm = torch.nn.RMSNorm(8).bfloat16(); ComputeChange(norm).install(norm); norm(torch.ones(2, 8))"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

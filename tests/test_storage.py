@@ -588,7 +588,7 @@ def test_a_resized_parameter_keeps_its_shape_and_gets_its_dtype(keep_originals: 
     prepared = full(model, keep_originals=keep_originals)
     wider = torch.cat([model.p1.data, torch.full((2, 1), 1 / 3)], dim=1)
     model.p1.data = wider
-    assert prepared.restore().trained == ("p1",)
+    assert prepared.restore().replaced == ("p1",)
     assert model.p1.shape == (2, 4)
     assert torch.equal(bits(model.p1), bits(wider.half()))
 
@@ -598,7 +598,7 @@ def test_a_resized_parameter_with_payloads_comes_back_rounded() -> None:
     model = Holder(from_bits([0x7F81] * 4, torch.bfloat16))
     prepared = full(model)
     model.p0.data = torch.ones(3)
-    assert prepared.restore().trained == ("p0",)
+    assert prepared.restore().replaced == ("p0",)
     assert torch.equal(model.p0.detach(), torch.ones(3, dtype=torch.bfloat16))
 
 
@@ -606,7 +606,7 @@ def test_discard_keeps_a_shape_that_others_gave() -> None:
     model = two_weights()
     prepared = full(model, keep_originals=True)
     model.p0.data = torch.full((5, 8), 1 / 3)
-    assert prepared.restore(trained="discard").trained == ("p0",)
+    assert prepared.restore(trained="discard").replaced == ("p0",)
     assert torch.equal(bits(model.p0), bits(torch.full((5, 8), 1 / 3).half()))
 
 
