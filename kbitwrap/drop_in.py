@@ -10,7 +10,8 @@ from torch import nn
 
 from .config import Precision, PrepareConfig
 from .errors import StateError
-from .prepared import KbitPreparedModel, TrainedPolicy, empty_cache, prepared_of
+from .prepared import KbitPreparedModel, TrainedPolicy, prepared_of
+from .process import empty_cache
 from .quantization import detect_as_peft
 from .report import RestoreReport
 

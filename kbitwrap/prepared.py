@@ -12,7 +12,6 @@ from enum import Enum
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-import torch
 from torch import nn
 from tqdm.auto import tqdm
 
@@ -22,6 +21,7 @@ from .edits import Anchor, EditBase, FlagsChange, Hold
 from .errors import ConfigError, EditError, RestoreError, StateError, UnsupportedModelError
 from .journal import Change, Journal, Resume, undo_all
 from .plan import Plan, Planner, build_plan
+from .process import empty_cache, plain_mode, random_state, refuse_retyping_under_ddp
 from .quantization import detect, detect_as_peft
 from .report import RestoreReport, StateDiff
 from .storage import CopyChange, SharedStorageChange, StorageChange, TrainedError
@@ -201,7 +201,7 @@ class KbitPreparedModel:
         """Apply a plan on top of what is applied, all or nothing, and take hold of the model."""
         start = len(self._journal.changes)
         try:
-            with _plain_mode():
+            with plain_mode():
                 edits: list[EditBase] = list(plan.edits)
                 if self.state is not LifecycleState.PREPARED:
                     edits.insert(0, Hold("hold", ("",), model=weakref.ref(self.model), anchor=Anchor(self)))
@@ -217,7 +217,7 @@ class KbitPreparedModel:
             _holders.add(self)
             self.state = LifecycleState.PREPARED
         except BaseException as error:
-            with _plain_mode():
+            with plain_mode():
                 undo_all(self._journal.changes[start:])
             del self._journal.changes[start:]
             if isinstance(error, EditError) or not isinstance(error, Exception):
@@ -263,7 +263,7 @@ class KbitPreparedModel:
         replaced, foreign = self._census.found(self.model)
         for change in self._storage_changes():
             change.trained_policy = trained
-        with _plain_mode():
+        with plain_mode():
             names, failures = self._undo(trained)
             if self.config.empty_cache:
                 empty_cache()
@@ -366,11 +366,11 @@ class KbitPreparedModel:
         self._expect_prepared("suspended")
         _refuse_sharded_since(self.model)
         copies = self._copy_changes()
-        self._refuse_retyping_under_ddp(copies)
-        random_state = _random_state(self.model)
-        with _plain_mode():
+        refuse_retyping_under_ddp([*self._storage_changes(), *copies])
+        draws = random_state(self.model)
+        with plain_mode():
             resume = self._journal.suspend([*self._journal.changes, *copies])
-        suspension = self._suspension = (resume, random_state)
+        suspension = self._suspension = (resume, draws)
         try:
             self.state = LifecycleState.SUSPENDED
             yield self.model
@@ -382,7 +382,7 @@ class KbitPreparedModel:
         if suspension is None or suspension is not self._suspension:
             return
         try:
-            with _plain_mode():
+            with plain_mode():
                 for resume in suspension:
                     resume()
         finally:
@@ -444,23 +444,6 @@ class KbitPreparedModel:
                 expected=(LifecycleState.PREPARED,),
             )
 
-    def _refuse_retyping_under_ddp(self, copies: list[CopyChange]) -> None:
-        """A parameter that changes its dtype loses its gradient accumulator, and with it DDP's hook, unnoticed."""
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return
-        changes: list[StorageChange | CopyChange] = [*self._storage_changes(), *copies]
-        for change in changes:
-            parameter = change.reference()
-            is_retyped = parameter is not None and parameter.requires_grad and parameter.dtype != change.dtype
-            if is_retyped and torch.distributed.get_world_size() > 1:
-                raise StateError(
-                    f"suspended() would change the dtype of {change.fqn}, which is being trained, and "
-                    "DistributedDataParallel would no longer synchronize it; use precision 'norms' or 'none', where "
-                    "nothing changes its dtype, or restore(), and wrap anew",
-                    state=self.state,
-                    expected=(LifecycleState.PREPARED,),
-                )
-
     def _storage_changes(self) -> list[StorageChange]:
         found: list[StorageChange] = []
         for change in self._journal.changes:
@@ -508,34 +491,3 @@ def _refuse_sharded_since(model: nn.Module) -> None:
             f"({error.fqn}); restore it before sharding",
             fqn=error.fqn,
         ) from error
-
-
-@contextlib.contextmanager
-def _plain_mode() -> Iterator[None]:
-    """No autograd, and no inference mode: a tensor made under it could never be trained with again."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
-def _random_state(model: nn.Module) -> Resume:
-    """Read the states of the random generators that the model draws from; the call returned puts them back."""
-    cpu = torch.get_rng_state()
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    states = {device: torch.cuda.get_rng_state(device) for device in devices}
-
-    def put_back() -> None:
-        torch.set_rng_state(cpu)
-        for device, state in states.items():
-            torch.cuda.set_rng_state(state, device)
-
-    return put_back
-
-
-def empty_cache() -> None:
-    """Return the blocks that the caching allocators hold free, on every kind of device there is."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    if torch.xpu.is_available():
-        torch.xpu.empty_cache()
-    if torch.backends.mps.is_available():
-        torch.mps.empty_cache()
