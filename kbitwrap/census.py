@@ -11,7 +11,7 @@ from torch import nn
 from .checkpointing import input_gradient_hooks
 from .quantization import HALF_DTYPES
 from .storage import CopyChange
-from .topology import adapter_parameter_ids, canonical_fqn, named_tensors
+from .topology import adapter_parameter_ids, canonical_fqn, named_modules, named_tensors
 
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -24,7 +24,7 @@ def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         ``(canonical fqn, parameter)``.
     """
     adapters = adapter_parameter_ids(model)
-    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+    for fqn, _, _, parameter in named_tensors(model, remove_duplicate=False):
         if id(parameter) not in adapters:
             yield canonical_fqn(fqn), parameter
 
@@ -42,8 +42,10 @@ class Census:
     def __init__(self, model: nn.Module) -> None:
         # By each of its names, a tied parameter's two included: a copy of it can stand at any.
         self._places = {fqn: (weakref.ref(p), p.dtype, p.shape) for fqn, p in base_parameters(model)}
-        self._parameters = {id(p): weakref.ref(p) for p in model.parameters()}
-        self._hook_ids = {key for module in model.modules() for name in _HOOK_DICTS for key in getattr(module, name)}
+        self._parameters = {id(t.parameter): weakref.ref(t.parameter) for t in named_tensors(model)}
+        self._hook_ids = {
+            key for _, module in named_modules(model) for hooks in _HOOK_DICTS for key in vars(module)[hooks]
+        }
 
     def _was_there(self, parameter: nn.Parameter) -> bool:
         reference = self._parameters.get(id(parameter))
@@ -91,7 +93,7 @@ class Census:
                 replaced.append(name)
             if is_new and (shape is None or name != fqn):
                 foreign.append(fqn)
-        for fqn, module in model.named_modules():
+        for fqn, module in named_modules(model):
             ours = {*self._hook_ids, *input_gradient_hooks(module)}
             for name in _HOOK_DICTS:
                 hooks = [hook for key, hook in getattr(module, name).items() if key not in ours]

@@ -15,6 +15,7 @@ from torch import nn
 from .edits import AttributesChange, EditBase
 from .errors import UnsupportedModelError
 from .journal import Resume, undo_for_a_while
+from .topology import named_modules
 
 
 def make_inputs_require_grad(module: nn.Module, args: Any, output: torch.Tensor) -> None:
@@ -41,12 +42,12 @@ class HooksChange:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._modules = weakref.WeakSet(model.modules())
+        self._modules = weakref.WeakSet(module for _, module in named_modules(model))
         self.before = {key for module in self._modules for key in input_gradient_hooks(module)}
 
     def _affected(self) -> dict[nn.Module, list[int]]:
         model = self._model()
-        modules = [*self._modules, *(model.modules() if model is not None else ())]
+        modules = [*self._modules, *(m for _, m in (named_modules(model) if model is not None else ()))]
         return {m: new for m in modules if (new := [k for k in input_gradient_hooks(m) if k not in self.before])}
 
     def added(self) -> bool:
@@ -160,7 +161,7 @@ def refuse_without_checkpointing(model: nn.Module) -> None:
     if checkpointing_method(model) is None:
         raise UnsupportedModelError(f"{name} has no method that enables activation checkpointing; {remedy}")
     supports = getattr(model, "supports_gradient_checkpointing", None)
-    listens = any(hasattr(module, "gradient_checkpointing") for module in model.modules())
+    listens = any(hasattr(module, "gradient_checkpointing") for _, module in named_modules(model))
     if supports is False or (supports is True and not listens):
         raise UnsupportedModelError(f"{name} does not support activation checkpointing; {remedy}")
 

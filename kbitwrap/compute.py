@@ -11,6 +11,7 @@ from torch import nn
 from .edits import EditBase, write_attribute
 from .journal import MISSING, Resume, undo_for_a_while
 from .precision import Float32Forward, forward_slot
+from .topology import named_modules
 from .upcast import Float32Copy, UpcastTensor
 
 
@@ -31,7 +32,7 @@ class ComputeChange:
         """Every forward of this kind: in the live model, and on modules that have left it."""
         model = self._model()
         found = {id(f): f for ref in self._installed if (f := ref()) is not None}
-        for module in model.modules() if model is not None else ():
+        for _, module in named_modules(model) if model is not None else ():
             for value in vars(module).values():
                 if isinstance(value, Float32Forward) and value.module is module:
                     found[id(value)] = value

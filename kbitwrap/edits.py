@@ -15,7 +15,7 @@ from torch import nn
 from .journal import MISSING, Resume, undo_for_a_while
 from .quantization import RuntimeChange
 from .roles import Role
-from .topology import NamedTensor, canonical_fqn
+from .topology import NamedTensor, canonical_fqn, named_modules
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class ModuleRecord(Generic[T]):
         self._model = weakref.ref(model)
         self._by_module: weakref.WeakKeyDictionary[nn.Module, T] = weakref.WeakKeyDictionary()
         self._by_name: dict[str, tuple[type, T]] = {}
-        for fqn, module in model.named_modules(remove_duplicate=False):
+        for fqn, module in named_modules(model, remove_duplicate=False):
             if module not in self._by_module:
                 self._by_module[module] = read(module)
             self._by_name[canonical_fqn(fqn)] = (type(module), self._by_module[module])
@@ -79,7 +79,7 @@ class ModuleRecord(Generic[T]):
         These are the copies that PEFT makes for ``modules_to_save``: beside the original or in its place.
         """
         model = self._model()
-        for fqn, module in model.named_modules() if model is not None else ():
+        for fqn, module in named_modules(model) if model is not None else ():
             if module not in self._by_module:
                 cls, value = self._by_name.get(canonical_fqn(fqn), (None, None))
                 if cls is type(module):
@@ -184,7 +184,7 @@ class RecordChange:
         self.layers = [RuntimeChange(layer) for layer in runtime_layers]
         self.use_cache = [
             (config, vars(config).get("use_cache", MISSING))
-            for module in model.modules()
+            for _, module in named_modules(model)
             for name in _RUNTIME_CONFIGS
             if (config := vars(module).get(name)) is not None and hasattr(config, "__dict__")
         ]
@@ -203,7 +203,7 @@ class RecordChange:
         model = self._model()
         if model is None:
             return lambda: None
-        training = [(module, module.training) for module in model.modules()]
+        training = [(module, module.training) for _, module in named_modules(model)]
         use_cache = [(config, vars(config).get("use_cache", MISSING)) for config, _ in self.use_cache]
         layers = [layer.now() for layer in self.layers]
 
@@ -217,7 +217,7 @@ class RecordChange:
 
         undo_for_a_while(self, resume)
         modes: dict[str, bool] = {}
-        for fqn, module in model.named_modules():
+        for fqn, module in named_modules(model):
             recorded = self.training.get(module)
             modes[fqn] = modes[fqn.rpartition(".")[0]] if recorded is None else recorded
             module.training = modes[fqn]

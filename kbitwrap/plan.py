@@ -32,6 +32,7 @@ from .topology import (
     adapter_parameter_ids,
     base_modules,
     is_adapter_module,
+    named_modules,
     named_tensors,
     refuse_unsupported_tensors,
     storage_key,
@@ -242,7 +243,7 @@ class Planner:
         self.tensors = named_tensors(model)
         self.roles = parameter_roles(model, config.norm_modules)
         self._places: dict[int, list[tuple[nn.Module, str]]] = {}
-        for module in model.modules():
+        for _, module in named_modules(model):
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     self._places.setdefault(id(parameter), []).append((module, name))
@@ -282,7 +283,7 @@ class Planner:
         )
 
     def _record(self) -> Record:
-        layers = [(fqn, module) for fqn, module in self.model.named_modules() if has_runtime_state(module)]
+        layers = [(fqn, module) for fqn, module in named_modules(self.model) if has_runtime_state(module)]
         return Record(
             "record",
             tuple(fqn for fqn, _ in layers),
@@ -378,7 +379,7 @@ class Planner:
         precision = self.config.precision
         if precision not in (Precision.NORMS, Precision.ADAPTED) or not self.quantization.casts:
             return []
-        modules = list(base_modules(self.model))
+        modules = base_modules(self.model)
         blocks = _adapted_blocks(self.model, modules) if precision is Precision.ADAPTED else {""}
         found = []
         for fqn, module in modules:
@@ -443,13 +444,14 @@ class Planner:
             self.warnings.append(
                 f"{quantization.method} manages its own precision: precision {config.precision.value!r} changes nothing"
             )
-        if config.precision is Precision.FULL and quantization.casts:
+        if config.precision.upcasts_all and quantization.casts:
             if any(self.roles[id(t.parameter)] in (Role.INPUT_EMBEDDINGS, Role.NORM) for t in self._castable()):
                 self.warnings.append(
                     "float32 embeddings and norms make the residual stream float32 in most models: activations take "
                     "twice the bytes, and FlashAttention refuses float32 queries, keys and values"
                 )
-            experts = sum(_bytes(t.parameter) for t in self._castable() if self.roles[id(t.parameter)] is Role.EXPERT)
+            stored = [t for store in self._store() for t in store.parameters]
+            experts = sum(_bytes(p) for r in stored if (p := r()) is not None and self.roles[id(p)] is Role.EXPERT)
             if experts:
                 self.warnings.append(f"unquantized experts are doubled: {format_bytes(experts)} more")
 

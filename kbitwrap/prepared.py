@@ -27,7 +27,9 @@ from .report import RestoreReport, StateDiff
 from .storage import CopyChange, SharedStorageChange, StorageChange, TrainedError
 from .topology import (
     adapter_parameter_ids,
+    named_modules,
     refuse_unsupported_tensors,
+    signature,
 )
 from .verification import PreparedState
 
@@ -76,9 +78,9 @@ def prepared_of(model: nn.Module) -> KbitPreparedModel | None:
     holders = [holder for holder in _holders if holder.state in _HELD]
     if not holders or not isinstance(model, nn.Module):
         return None
-    modules = {id(module) for module in model.modules()}
+    modules = {id(module) for _, module in named_modules(model)}
     for holder in holders:
-        if any(id(module) in modules for module in holder.model.modules()):
+        if any(id(module) in modules for _, module in named_modules(holder.model)):
             return holder
     return None
 
@@ -120,10 +122,6 @@ class KbitPreparedModel:
         restored torch.bfloat16 True
     """
 
-    def __init__(self, model: nn.Module, config: PrepareConfig | None = None, **fields: Any) -> None:
-        self._initialize(model, PrepareConfig.of(config, fields))
-        self.plan = self._build_plan()
-
     def _initialize(self, model: nn.Module, config: PrepareConfig) -> None:
         self._journal = Journal()
         self._report: RestoreReport | None = None
@@ -132,17 +130,20 @@ class KbitPreparedModel:
         self._suspension: tuple[Resume, Resume] | None = None
         self._upcasts_all = False
         self._turned_on = 0
+        self._planned_for: int | None = None  # the model's signature
         self.state = LifecycleState.NEW
         self.config = config
         self.model = model
 
+    def __init__(self, model: nn.Module, config: PrepareConfig | None = None, **fields: Any) -> None:
+        self._initialize(model, PrepareConfig.of(config, fields))
+        refuse_unsupported_tensors(model, allow_meta=False)
+        _refuse_held(model)
+        self.plan = build_plan(model, self.config)
+        self._planned_for = signature(model)
+
     def __repr__(self) -> str:
         return f"KbitPreparedModel({type(self.model).__name__}, precision={str(self.config.precision)!r}, {self.state})"
-
-    def _build_plan(self) -> Plan:
-        refuse_unsupported_tensors(self.model, allow_meta=False)
-        _refuse_held(self.model)
-        return build_plan(self.model, self.config)
 
     def prepare(self) -> KbitPreparedModel:
         """Apply the plan, all or nothing. From ``RESTORED`` it starts anew.
@@ -163,7 +164,11 @@ class KbitPreparedModel:
                 state=self.state,
                 expected=(LifecycleState.NEW, LifecycleState.RESTORED),
             )
-        self.plan = self._build_plan()
+        _refuse_held(self.model)
+        if signature(self.model) != self._planned_for:
+            refuse_unsupported_tensors(self.model, allow_meta=False)
+            self.plan = build_plan(self.model, self.config)
+            self._planned_for = signature(self.model)
         if not self.plan.is_quantized:
             warnings.warn(self.plan.warnings[0], UserWarning, stacklevel=2)
         self._apply(self.plan)
@@ -416,6 +421,7 @@ class KbitPreparedModel:
         if edits:
             self._journal.apply(edits)
             self.plan = dataclasses.replace(self.plan, edits=(*self.plan.edits, *edits))
+            self._planned_for = None
             self._prepared_state = PreparedState(self.model)
 
     def verify(self) -> StateDiff:

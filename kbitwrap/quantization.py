@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from .journal import MISSING
+from .topology import named_modules
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 _SELF_MANAGED_IN_PEFT = ("gptq", "aqlm", "eetq", "hqq", "torchao")
@@ -84,11 +85,11 @@ def detect(model: nn.Module) -> Quantization:
     if peft.is_quantized:
         return peft
     # Inside a container, too, a model says how it is quantized.
-    methods = (_method_of(module) for module in model.modules() if hasattr(module, "quantization_method"))
+    methods = (_method_of(module) for _, module in named_modules(model) if "quantization_method" in vars(module))
     method = next((method for method in methods if method not in (None, "bitsandbytes")), None)
     if method is not None:
         return Quantization(method, is_quantized=True, casts=False)
-    for module in model.modules():
+    for _, module in named_modules(model):
         if is_quantized_layer(module):
             bits = "8bit" if isinstance(module, _bitsandbytes_classes("Linear8bitLt", "Embedding8bit")) else "4bit"
             return Quantization(f"bitsandbytes_{bits}", is_quantized=True, casts=True)

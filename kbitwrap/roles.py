@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .quantization import HALF_DTYPES, is_quantized_parameter
-from .topology import adapter_parameter_ids, named_tensors
+from .topology import adapter_parameter_ids, named_modules, named_tensors
 
 
 class Role(str, Enum):
@@ -69,7 +69,7 @@ def computes_in_half(module: nn.Module) -> bool:
 def _embeddings(model: nn.Module, getter: str) -> set[int]:
     """The ``id`` of the parameters of what ``getter`` returns, asked of the model and of every model inside it."""
     found: set[int] = set()
-    for module in model.modules():
+    for _, module in named_modules(model):
         method = getattr(type(module), getter, None)
         if method is None:
             continue

@@ -6,10 +6,10 @@ before PEFT, DDP, FSDP, ``torch.compile`` or an activation-checkpoint wrapper pu
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
-from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -58,22 +58,50 @@ def canonical_fqn(fqn: str) -> str:
     return _INNER.sub("", "." + fqn)[1:]
 
 
-def named_tensors(model: nn.Module) -> list[NamedTensor]:
-    """List each parameter object once, under the first name it has.
+def named_modules(model: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, nn.Module]]:
+    """List the modules of a model, as ``model.named_modules()`` does, in a tenth of its time.
 
     Args:
         model: The model.
+        remove_duplicate: List each module once, under the first name it has.
 
     Returns:
-        The parameters with their owners, in the order of ``model.named_parameters()``.
+        ``(fqn, module)`` in depth-first order.
+    """
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[int] = set()
+    stack = [("", model)]
+    while stack:
+        fqn, module = stack.pop()
+        if remove_duplicate:
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+        found.append((fqn, module))
+        if module._modules:
+            prefix = f"{fqn}." if fqn else ""
+            stack += [(prefix + name, m) for name, m in reversed(module._modules.items()) if m is not None]
+    return found
+
+
+def named_tensors(model: nn.Module, *, remove_duplicate: bool = True) -> list[NamedTensor]:
+    """List the parameters of a model, with their owners.
+
+    Args:
+        model: The model.
+        remove_duplicate: List each parameter object once, under the first name it has.
+
+    Returns:
+        The parameters, in the order of ``model.named_parameters()``.
     """
     seen: set[int] = set()
     found = []
-    for prefix, module in model.named_modules():
+    for prefix, module in named_modules(model, remove_duplicate=remove_duplicate):
         for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
-                found.append(NamedTensor(f"{prefix}.{name}" if prefix else name, module, name, parameter))
+            if parameter is None or (remove_duplicate and id(parameter) in seen):
+                continue
+            seen.add(id(parameter))
+            found.append(NamedTensor(f"{prefix}.{name}" if prefix else name, module, name, parameter))
     return found
 
 
@@ -83,39 +111,50 @@ def _loaded(module_name: str, attribute: str) -> type | tuple[()]:
     return found
 
 
+@functools.cache
+def _is_adapter_class(cls: Any) -> bool:
+    return any(base.__module__.partition(".")[0] == "peft" for base in cls.__mro__)
+
+
 def is_adapter_module(module: nn.Module) -> bool:
     """Whether a module is one of PEFT's own classes, whose own parameters belong to an adapter."""
-    return any(cls.__module__.partition(".")[0] == "peft" for cls in type(module).__mro__)
+    cls: Any = type(module)
+    return _is_adapter_class(cls)
 
 
 # Below one of PEFT's modules that has such children, the base goes on in these and nowhere else.
 _BASE_CHILDREN = ({"base_layer"}, {"original_module", "token_adapter"}, {"base_model"})
 
 
-def base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Walk the modules of the base, through whatever PEFT put around and between them.
+def base_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """List the modules of the base, through whatever PEFT put around and between them.
 
     Args:
         model: The model, wrapped by PEFT or holding PEFT's layers.
 
-    Yields:
+    Returns:
         ``(fqn, module)``, each module once and PEFT's own on the way included, in the order of ``named_modules``.
     """
-    seen: set[int] = set()
-
-    def walk(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-        yield prefix, module
-        children = dict(module.named_children())
+    modules = named_modules(model)
+    beside = set()
+    for _, module in modules:
         if is_adapter_module(module):
-            base = next((names for names in _BASE_CHILDREN if names & children.keys()), children.keys())
-            children = {name: child for name, child in children.items() if name in base}
-        for name, child in children.items():
-            yield from walk(f"{prefix}.{name}" if prefix else name, child)
-
-    yield from walk("", model)
+            children = module._modules.keys()
+            base = next((names for names in _BASE_CHILDREN if names & children), children)
+            beside |= {(id(module), name) for name in children if name not in base}
+    if not beside:
+        return modules
+    found, seen, stack = [], set(), [("", model)]
+    while stack:
+        fqn, module = stack.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            found.append((fqn, module))
+            prefix = f"{fqn}." if fqn else ""
+            for name, child in reversed(module._modules.items()):
+                if child is not None and (id(module), name) not in beside:
+                    stack.append((prefix + name, child))
+    return found
 
 
 def adapter_parameter_ids(model: nn.Module) -> set[int]:
@@ -133,7 +172,7 @@ def adapter_parameter_ids(model: nn.Module) -> set[int]:
         if not is_adapter_module(module)
         for parameter in module._parameters.values()
     }
-    return {id(parameter) for parameter in model.parameters()} - base
+    return {id(tensor.parameter) for tensor in named_tensors(model)} - base
 
 
 def refuse_unsupported_tensors(model: nn.Module, *, allow_meta: bool) -> None:
@@ -172,7 +211,7 @@ def refuse_unsupported_tensors(model: nn.Module, *, allow_meta: bool) -> None:
                 fqn=fqn,
             )
     fsdp1 = _loaded("torch.distributed.fsdp", "FullyShardedDataParallel")
-    for fqn, module in model.named_modules():
+    for fqn, module in named_modules(model):
         if isinstance(module, fsdp1):
             raise UnsupportedModelError(
                 f"{fqn or 'the model'} is wrapped by FSDP1: no dtype of a sharded parameter can be changed safely; "
@@ -190,6 +229,26 @@ def refuse_unsupported_tensors(model: nn.Module, *, allow_meta: bool) -> None:
                 else "load its weights first; build_plan works on the meta device"
             )
             raise UnsupportedModelError(f"{fqn} is on the meta device: {remedy}", fqn=fqn)
+
+
+def signature(model: nn.Module) -> int:
+    """A hash of what a plan depends on: modules, their attributes, parameters, their dtypes, devices and flags.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The hash; it is of this process and of these very objects.
+    """
+    parts: list[Any] = []
+    for fqn, module in named_modules(model):
+        parts.append((fqn, id(module), type(module), len(vars(module))))
+        parts += [
+            (name, id(p), p.dtype, p.shape, p.device, p.requires_grad, p.data_ptr() if p.device.type != "meta" else 0)
+            for name, p in module._parameters.items()
+            if p is not None
+        ]
+    return hash(tuple(parts))
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -16,7 +16,7 @@ from .journal import MISSING
 from .precision import Float32Forward
 from .quantization import is_quantized_layer
 from .report import StateDiff
-from .topology import base_modules, canonical_fqn, is_adapter_module
+from .topology import base_modules, canonical_fqn, is_adapter_module, named_modules
 from .upcast import UpcastTensor
 
 
@@ -97,12 +97,12 @@ def _plain(value: Any) -> Any:
 
 
 def _rewritten_biases(model: nn.Module) -> set[int]:
-    biases = (module._parameters.get("bias") for module in model.modules() if is_quantized_layer(module))
+    biases = (module._parameters.get("bias") for _, module in named_modules(model) if is_quantized_layer(module))
     return {id(bias) for bias in biases if bias is not None}
 
 
 def _parametrized_by_peft(model: nn.Module) -> set[int]:
-    wrappers = [m for m in model.modules() if is_adapter_module(m) and hasattr(m, "parameter_name")]
+    wrappers = [m for _, m in named_modules(model) if is_adapter_module(m) and hasattr(m, "parameter_name")]
     return {id(p) for wrapper in wrappers for p in wrapper.get_base_layer().parameters()}  # type: ignore[operator]
 
 

@@ -36,6 +36,8 @@ ROOMS = (
     "checkpointing",
     "storage",
     "census",
+    "process",
+    "pretrained",
     "plan",
     "report",
     "verification",

@@ -1,0 +1,125 @@
+"""Computes the tables of docs/memory.md by the planner when the documentation is built, from published shapes.
+
+A line `<!-- memory-table: NAME -->` of a page is replaced by the table of that name.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+from transformers import (
+    BitsAndBytesConfig,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+)
+
+from kbitwrap import Plan, Precision
+
+_LLAMA_SHAPED = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}
+
+CONFIGS: dict[str, PretrainedConfig] = {
+    "Llama-3-8B": LlamaConfig(vocab_size=128256, **_LLAMA_SHAPED),
+    "Mistral-7B-v0.3": MistralConfig(vocab_size=32768, **_LLAMA_SHAPED),
+    "Gemma-2-9B": Gemma2Config(
+        vocab_size=256000,
+        hidden_size=3584,
+        intermediate_size=14336,
+        num_hidden_layers=42,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=256,
+        tie_word_embeddings=True,
+    ),
+    "Qwen3-30B-A3B": Qwen3MoeConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        tie_word_embeddings=False,
+    ),
+    "Mixtral-8x7B": MixtralConfig(vocab_size=32000, num_local_experts=8, **_LLAMA_SHAPED),
+    "Llama-3-70B": LlamaConfig(
+        vocab_size=128256,
+        **_LLAMA_SHAPED
+        | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+    ),
+}
+
+
+@functools.cache
+def plan(name: str, precision: Precision) -> Plan:
+    """Plan for a model of `CONFIGS` in nf4 and bfloat16."""
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    return Plan.for_pretrained(CONFIGS[name], quantization, "bfloat16", precision=precision)
+
+
+def added_table() -> str:
+    """What each precision adds, by model."""
+    rows = [["model", "parameters as loaded", *(f'`"{precision}"`' for precision in Precision)]]
+    for name in CONFIGS:
+        loaded = sum(figures["bytes"] for figures in plan(name, Precision.NONE).by_role.values())
+        added = [_added(plan(name, precision).added_bytes) for precision in Precision]
+        rows.append([name, _mib(loaded), *added])
+    return _markdown(rows)
+
+
+def role_table() -> str:
+    """What `"full"` adds, by model and role."""
+    plans = {name: plan(name, Precision.FULL) for name in CONFIGS}
+    roles = [role for found in plans.values() for role, row in found.by_role.items() if row["added_bytes"]]
+    columns = list(dict.fromkeys(roles))
+    rows = [["model", *columns]]
+    for name, found in plans.items():
+        rows.append([name, *(_added(found.by_role.get(role, {}).get("added_bytes", 0)) for role in columns)])
+    return _markdown(rows)
+
+
+def peak_table() -> str:
+    """What `"full"` adds, its peak, and what PEFT's way frees into the cache and may so reserve, by model."""
+    rows = [["model", "stays", "peak", "PEFT's way: freed into the cache", "PEFT's way: reserved, at most"]]
+    for name in CONFIGS:
+        full = plan(name, Precision.FULL)
+        reserved = full.added_bytes + full.cache_bytes
+        rows.append([name, *map(_mib, (full.added_bytes, full.peak_bytes, full.cache_bytes, reserved))])
+    return _markdown(rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {"added": added_table, "roles": role_table, "peak": peak_table}
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Replace the markers of a page: the event of MkDocs. An unknown table is a KeyError, which ends the build."""
+    return re.sub(r"^<!-- memory-table: (\S+) -->$", lambda found: TABLES[found[1]](), markdown, flags=re.MULTILINE)
+
+
+def _added(num_bytes: int) -> str:
+    return f"+{_mib(num_bytes)}" if num_bytes else "0"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f}"
+
+
+def _markdown(rows: list[list[str]]) -> str:
+    rule = ["---", *["---:"] * (len(rows[0]) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], rule, *rows[1:]])

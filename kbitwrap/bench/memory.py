@@ -1,0 +1,138 @@
+"""Reads memory: what parameters hold, what a process or a device holds at its peak, and seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_RESET_HIGH_WATER_MARK = "5"  # proc(5)
+
+
+class MemoryMeter:
+    """Measures the memory of one device, in bytes: CUDA's allocator, or this process's resident set on a host.
+
+    The resident set is read with its high-water mark, which Linux resets where that is permitted. Elsewhere the mark
+    is the process's since its start, and peaks are upper bounds.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_cuda = device.type == "cuda"
+        self._start = 0
+        self.method = "torch.cuda.max_memory_allocated" if self.is_cuda else self._host_method()
+
+    def _host_method(self) -> str:
+        if not _STATUS.exists():
+            return "getrusage ru_maxrss (never reset: an upper bound)"
+        try:
+            _CLEAR_REFS.write_text(_RESET_HIGH_WATER_MARK)
+        except OSError:
+            return "VmHWM (cannot be reset here: an upper bound)"
+        return "VmHWM, reset before"
+
+    def start(self) -> None:
+        """Begin to measure a peak: it is above what is held now."""
+        gc.collect()
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            trim_heap()
+            with contextlib.suppress(OSError):
+                _CLEAR_REFS.write_text(_RESET_HIGH_WATER_MARK)
+        self._start = self.held()
+
+    def peak(self) -> int:
+        """The most bytes held since ``start``, above those held then."""
+        return max(0, self.absolute_peak() - self._start)
+
+    def absolute_peak(self) -> int:
+        """The most bytes held since ``start``."""
+        if self.is_cuda:
+            return torch.cuda.max_memory_allocated(self.device)
+        return _status("VmHWM")
+
+    def held(self) -> int:
+        """The bytes held now."""
+        return torch.cuda.memory_allocated(self.device) if self.is_cuda else _status("VmRSS")
+
+    def reserved(self) -> int | None:
+        """The bytes that CUDA's caching allocator holds; ``None`` on a host."""
+        return torch.cuda.memory_reserved(self.device) if self.is_cuda else None
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was asked to."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    @contextlib.contextmanager
+    def timed(self, seconds: list[float]) -> Iterator[None]:
+        """Append the seconds that the block took.
+
+        Args:
+            seconds: Where to.
+
+        Yields:
+            Nothing.
+        """
+        self.synchronize()
+        started = time.perf_counter()
+        yield
+        self.synchronize()
+        seconds.append(time.perf_counter() - started)
+
+
+def trim_heap() -> None:
+    """Give the C library's free memory back to the system, where it can: what is free is not held."""
+    if sys.platform == "linux":
+        trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+
+def live_bytes(model: nn.Module, is_counted: Callable[[str], bool]) -> int:
+    """Sum the memory that parameters and buffers hold, shared memory once.
+
+    Args:
+        model: The model.
+        is_counted: Which to count, by name.
+
+    Returns:
+        The bytes.
+
+    Example:
+        >>> live_bytes(torch.nn.Linear(4, 4, bias=False), lambda name: True)
+        64
+    """
+    storages: dict[tuple[Any, ...], int] = {}
+    for named in (model.named_parameters, model.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            if is_counted(name):
+                storage = tensor.untyped_storage()
+                storages[storage.device, storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _status(field: str) -> int:
+    """A field of ``/proc/self/status``, or the high-water mark where there is none."""
+    if _STATUS.exists():
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith(f"{field}:"):
+                return int(line.split()[1]) * 1024
+    maximum = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return maximum if sys.platform == "darwin" else maximum * 1024

@@ -1,0 +1,177 @@
+"""Lays the figures out: what was run on, and the tables."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_LIBRARIES = ("kbitwrap", "torch", "transformers", "peft", "bitsandbytes")
+_MIB = 1024**2
+_NONE = "-"
+
+
+def environment(device: str) -> dict[str, Any]:
+    """What a benchmark runs on.
+
+    Args:
+        device: The device that the model is on.
+
+    Returns:
+        The machine and the versions, ready for JSON.
+    """
+    return {
+        "machine": _machine(device),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _LIBRARIES}},
+    }
+
+
+def _machine(device: str) -> dict[str, Any]:
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    machine: dict[str, Any] = {
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "num_cores": num_cores,
+        "num_threads": torch.get_num_threads(),
+        "memory_bytes": None,
+        "device": device,
+    }
+    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
+        machine["memory_bytes"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if torch.device(device).type == "cuda":
+        machine["device"] = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+    return machine
+
+
+def _processor() -> str:
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed, run from its source"
+
+
+def header(result: dict[str, Any]) -> str:
+    """The lines before the tables: machine, versions, model and settings.
+
+    Args:
+        result: What ``run_benchmark`` returned.
+
+    Returns:
+        The lines.
+    """
+    machine, settings = result["environment"]["machine"], result["settings"]
+    shape = settings["shape"]
+    memory = machine["memory_bytes"]
+    lines = [
+        f"machine   {machine['processor']}, {machine['num_cores']} cores, {machine['num_threads']} torch threads, "
+        f"{'unknown' if memory is None else f'{memory / 1024**3:.1f} GiB'} of memory, {machine['system']}; "
+        f"device {machine['device']}",
+        "versions  " + ", ".join(f"{name} {found}" for name, found in result["environment"]["versions"].items()),
+        f"model     Mistral in nf4 and bfloat16: hidden {shape['hidden_size']}, {shape['num_layers']} layers, "
+        f"{shape['num_heads']} heads, {shape['num_kv_heads']} key-value heads, "
+        f"intermediate {shape['intermediate_size']}, vocabulary {shape['vocab_size']}, "
+        f"head {'tied' if shape['is_tied'] else 'not tied'}",
+        f"timings   median (least - most) of {settings['repeats']}; ratios are to PEFT's medians in this run",
+        f"memory    {', '.join(sorted({case['memory_method'] for case in result['cases']}))}",
+    ]
+    if settings["step"]:
+        chunk = settings["head_chunk_bytes"]
+        lines.append(
+            f"step      {settings['tokens']} tokens, LoRA on all linears, quantized layers compute in "
+            f"{settings['compute_dtype']}, {'bfloat16' if settings['autocast'] else 'no'} autocast, "
+            f"{'reentrant' if settings['reentrant'] else 'non-reentrant'} checkpointing, "
+            f"modules_to_save {'lm_head' if settings['modules_to_save'] else 'none'}, "
+            f"head {'in one piece' if chunk is None else f'in pieces of {chunk} bytes'} under compute"
+        )
+    return "\n".join(lines)
+
+
+def preparation_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The table of preparing and restoring.
+
+    Args:
+        result: What ``run_benchmark`` returned.
+
+    Returns:
+        The header and a row for each case.
+    """
+    columns = ["case", "prepare s", "ratio", "restore s", "live MiB added", "peak MiB preparing", "ratio"]
+    has_reserve = any(case["reserved_bytes"] is not None for case in result["cases"])
+    if has_reserve:
+        columns.append("reserved MiB added")
+    rows: list[tuple[str, ...]] = [tuple(columns)]
+    for case in result["cases"]:
+        row = [
+            case["case"],
+            _seconds(case["prepare_seconds"]),
+            _ratio(case, "prepare_seconds"),
+            _seconds(case["restore_seconds"]),
+            _mib(case["added_bytes"], 2),
+            _mib(case["transient_peak_bytes"], 1),
+            _ratio(case, "transient_peak_bytes"),
+        ]
+        if has_reserve:
+            row.append(_mib(case["reserved_bytes"], 1))
+        rows.append(tuple(row))
+    return rows
+
+
+def step_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The table of training steps.
+
+    Args:
+        result: What ``run_benchmark`` returned, with steps.
+
+    Returns:
+        The header and a row for each case.
+    """
+    columns = ("case", "step peak MiB", "ratio", "step s", "ratio", "loss", "loss difference", "gradient difference")
+    rows: list[tuple[str, ...]] = [columns]
+    for case in result["cases"]:
+        rows.append(
+            (
+                case["case"],
+                _mib(case["step_peak_bytes"], 1),
+                _ratio(case, "step_peak_bytes"),
+                _seconds(case["step_seconds"]),
+                _ratio(case, "step_seconds"),
+                f"{case['loss']:.7f}",
+                _difference(case.get("loss_difference")),
+                _difference(case.get("largest_gradient_difference")),
+            )
+        )
+    return rows
+
+
+def _seconds(timing: dict[str, Any]) -> str:
+    if not timing:
+        return _NONE
+    return f"{timing['median']:.3f} ({timing['least']:.3f} - {timing['most']:.3f})"
+
+
+def _ratio(case: dict[str, Any], key: str) -> str:
+    ratio = case.get("ratio_to_peft", {}).get(key)
+    return _NONE if ratio is None else f"{ratio:.3f}"
+
+
+def _mib(num_bytes: int | None, digits: int) -> str:
+    return _NONE if num_bytes is None else f"{num_bytes / _MIB:.{digits}f}"
+
+
+def _difference(value: float | None) -> str:
+    if value is None:
+        return _NONE
+    return "0" if value == 0 else f"{value:.2e}"

@@ -1,0 +1,121 @@
+"""What a benchmark measures: the model's shape and the options, as plain values that travel between processes."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from .. import Precision
+
+PEFT = "peft"
+CASES = (PEFT, *(precision.value for precision in Precision))
+
+
+class BenchError(Exception):
+    """A benchmark that cannot be run. The message is one line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The shape of a Mistral model.
+
+    Attributes:
+        hidden_size: Width of the residual stream; a multiple of 64.
+        num_layers: Decoder layers.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads.
+        intermediate_size: Width of the feed-forward part; a multiple of 64.
+        vocab_size: Rows of the embeddings and of the head.
+        is_tied: The head's weight is the embeddings'.
+    """
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    intermediate_size: int
+    vocab_size: int
+    is_tied: bool = False
+
+    def resized(self, *, hidden_size: int | None, num_layers: int | None, vocab_size: int | None) -> Shape:
+        """Another size of the same shape.
+
+        Args:
+            hidden_size: Another width, the others following it; a multiple of 256.
+            num_layers: Another number of layers.
+            vocab_size: Another vocabulary.
+
+        Returns:
+            The shape; ``None`` leaves a size as it is.
+
+        Example:
+            >>> MISTRAL_7B.resized(hidden_size=1024, num_layers=4, vocab_size=None).num_kv_heads
+            2
+        """
+        changes: dict[str, Any] = {}
+        if hidden_size is not None:
+            head_size = min(128, hidden_size // 4)
+            num_heads = hidden_size // head_size
+            changes |= {"hidden_size": hidden_size, "intermediate_size": hidden_size * 7 // 2}
+            changes |= {"num_heads": num_heads, "num_kv_heads": max(1, num_heads // 4)}
+        if num_layers is not None:
+            changes["num_layers"] = num_layers
+        if vocab_size is not None:
+            changes["vocab_size"] = vocab_size
+        return dataclasses.replace(self, **changes)
+
+
+MISTRAL_7B = Shape(
+    hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, intermediate_size=14336, vocab_size=32768
+)
+"""Mistral-7B-v0.3's."""
+SMALL = MISTRAL_7B.resized(hidden_size=1024, num_layers=4, vocab_size=None)
+"""A model with a real vocabulary on which a CPU can take a training step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is measured.
+
+    Attributes:
+        shape: The model's shape.
+        device: Where the model is.
+        repeats: How often each timing is taken.
+        seed: Seed of all that is random.
+        step: Take training steps.
+        tokens: Tokens in the batch of a training step.
+        compute_dtype: The dtype that quantized layers compute in.
+        autocast: Take the steps under bfloat16 autocast.
+        reentrant: Checkpoint activations in the reentrant way.
+        modules_to_save: Train a copy of the output head beside the LoRA.
+        head_chunk_bytes: The largest float32 piece of the head alive at once, under ``"compute"``.
+    """
+
+    shape: Shape
+    device: str = "cpu"
+    repeats: int = 3
+    seed: int = 0
+    step: bool = False
+    tokens: int = 128
+    compute_dtype: str = "float32"
+    autocast: bool = False
+    reentrant: bool = False
+    modules_to_save: bool = False
+    head_chunk_bytes: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as plain values, ready for JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Settings:
+        """Read the settings back.
+
+        Args:
+            values: What ``to_dict`` returned.
+
+        Returns:
+            The settings.
+        """
+        return cls(**{**values, "shape": Shape(**values["shape"])})

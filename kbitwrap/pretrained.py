@@ -1,0 +1,220 @@
+"""A model as ``from_pretrained`` would load it, from its config alone: every parameter is on the meta device.
+
+What loading does to a parameter's shape and dtype is done here too: the quantizer of transformers replaces the linear
+layers, quantized weights are packed, what the architecture keeps in float32 is float32, and tied weights are one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import ConfigError
+from .quantization import HALF_DTYPES, is_quantized_parameter
+
+# Tried in this order where the config names no architecture.
+_AUTO_CLASSES = (
+    "AutoModelForCausalLM",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForImageTextToText",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModel",
+)
+
+
+def meta_model(name_or_path: Any, quantization_config: Any = None, dtype: Any = None) -> nn.Module:
+    """Build the model that ``from_pretrained`` would load, without reading a weight or allocating one.
+
+    Args:
+        name_or_path: A folder, a ``config.json``, a name on the hub, or a config object of transformers.
+        quantization_config: Such as a ``BitsAndBytesConfig``; a config that is quantized already wins over it, as it
+            does when the model is loaded. ``None`` for what the config itself says.
+        dtype: A dtype or its name; ``None`` or ``"auto"`` for the config's, or else bfloat16.
+
+    Returns:
+        The model in evaluation mode, on the meta device.
+
+    Raises:
+        ConfigError: There is no such config, or no model can be built from it.
+    """
+    config = _read_config(name_or_path)
+    name = _describe(name_or_path)
+    chosen = _as_dtype(dtype, config)
+    try:
+        model = _build(config, quantization_config, chosen)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever an architecture raises for a config that it cannot be built from
+        raise ConfigError(f"no model can be built from the config of {name}: {_reason(error)}") from error
+    model.eval()
+    return model
+
+
+def _reason(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _describe(name_or_path: Any) -> str:
+    return repr(os.fspath(name_or_path)) if _is_path(name_or_path) else type(name_or_path).__name__
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, (str, os.PathLike))
+
+
+def _read_config(name_or_path: Any) -> Any:
+    """Read a config; a config object is copied, for it is written to later."""
+    from transformers import AutoConfig, PretrainedConfig
+
+    if isinstance(name_or_path, PretrainedConfig):
+        return copy.deepcopy(name_or_path)
+    if not _is_path(name_or_path) or not os.fspath(name_or_path):
+        raise ConfigError(
+            "expected a folder, a config.json, a name on the hub or a config object of transformers, "
+            f"found {name_or_path!r}"
+        )
+    name = str(os.fspath(name_or_path))
+    path = Path(name)
+    # What cannot be a name on the hub is not looked up there.
+    is_local = isinstance(name_or_path, os.PathLike) or path.is_absolute() or name.startswith((".", "~"))
+    if is_local and not path.exists():
+        raise ConfigError(f"there is no model at {name!r}")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ConfigError(f"there is no config.json in {name!r}")
+    try:
+        # Without `trust_remote_code=False` it would ask, on the terminal, whether to run the code of the repository.
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # whatever transformers, the JSON parser and the network raise
+        raise ConfigError(f"cannot read a config from {name!r}: {_reason(error)}") from error
+
+
+def _as_dtype(dtype: Any, config: Any) -> torch.dtype:
+    if dtype is None or dtype == "auto":
+        # A composite config has its dtype in its parts.
+        dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.bfloat16
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigError(
+            f"dtype: expected a floating-point dtype such as torch.bfloat16 or 'bfloat16', found {dtype!r}"
+        )
+    return found
+
+
+def _model_class(config: Any) -> Any:
+    """The class that the config names, or the first Auto class that knows the config."""
+    import transformers
+
+    for name in getattr(config, "architectures", None) or ():
+        found = getattr(transformers, str(name), None)
+        if inspect.isclass(found) and issubclass(found, transformers.PreTrainedModel):
+            return found
+    for name in _AUTO_CLASSES:
+        mapping = getattr(transformers, name)._model_mapping
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            return found[0] if isinstance(found, (tuple, list)) else found
+    raise ConfigError(
+        f"transformers has no model class for {type(config).__name__} with architectures "
+        f"{getattr(config, 'architectures', None)!r}; build the model on the meta device and give it to build_plan"
+    )
+
+
+def _quantizer(config: Any, quantization_config: Any) -> Any:
+    """The quantizer of transformers, or ``None``; its environment is not validated, for nothing is computed."""
+    from transformers.quantizers.auto import AutoHfQuantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    if not isinstance(quantization_config, (QuantizationConfigMixin, dict, type(None))):
+        raise ConfigError(
+            "quantization_config: expected None or a config of transformers such as BitsAndBytesConfig, "
+            f"found {quantization_config!r}"
+        )
+    own = getattr(config, "quantization_config", None)
+    if own is None:
+        own = getattr(config.get_text_config(), "quantization_config", None)
+    if own is not None and not AutoHfQuantizer.supports_quant_method(own):
+        own = None
+    if own is None and quantization_config is None:
+        return None
+    wanted: Any = copy.deepcopy(quantization_config)
+    settings = wanted if own is None else AutoHfQuantizer.merge_quantization_configs(own, wanted)
+    config.quantization_config = settings
+    return AutoHfQuantizer.from_config(settings, pre_quantized=own is not None)
+
+
+def _build(config: Any, quantization_config: Any, dtype: torch.dtype) -> nn.Module:
+    model_class = _model_class(config)
+    quantizer = _quantizer(config, quantization_config)
+    if quantizer is not None:
+        dtype = quantizer.update_dtype(dtype)
+    config.dtype = dtype
+    for name in getattr(config, "sub_configs", {}):
+        if getattr(config, name, None) is not None:
+            getattr(config, name).dtype = dtype
+    with _loading(model_class, dtype):
+        model: Any = model_class(config)
+        if quantizer is not None:
+            quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": "cpu"})
+    _keep_in_float32(model, dtype)
+    model.tie_weights()
+    if quantizer is not None:
+        for parameter in model.parameters():
+            if is_quantized_parameter(parameter):
+                _pack(parameter)
+        quantizer.postprocess_model(model)
+    built: nn.Module = model
+    return built
+
+
+@contextlib.contextmanager
+def _loading(model_class: Any, dtype: torch.dtype) -> Iterator[None]:
+    """What ``from_pretrained`` builds a model under: the meta device, the dtype as default, no initialization."""
+    from transformers.initialization import no_init_weights
+
+    values = {"dtype": dtype, "is_quantized": True, "_is_ds_init_called": False, "allow_all_kernels": None}
+    # Which of these it takes depends on the version of transformers.
+    names = inspect.signature(model_class.get_init_context).parameters
+    default = torch.get_default_dtype()
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, default)
+        torch.set_default_dtype(dtype)
+        for context in model_class.get_init_context(**{name: values[name] for name in names}):
+            stack.enter_context(context)
+        stack.enter_context(no_init_weights())
+        yield
+
+
+def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
+    """Make float32 what the architecture keeps so: some of it in any half dtype, some in float16 alone."""
+    if dtype not in HALF_DTYPES:
+        return
+    patterns = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    if not patterns:
+        return
+    # Matched as transformers does: anywhere in the name.
+    kept = re.compile("|".join(pattern.replace("*", ".*") for pattern in sorted(patterns)))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.dtype in HALF_DTYPES and not is_quantized_parameter(parameter) and kept.search(name):
+            parameter.data = parameter.data.to(torch.float32)
+
+
+def _pack(parameter: Any) -> None:
+    """Give an unquantized meta weight the shape and dtype of its quantized storage."""
+    storage: torch.dtype | None = getattr(parameter, "quant_storage", None)
+    if storage is not None:  # two values a byte, in one column of the storage dtype
+        rows = (parameter.numel() + 1) // (2 * storage.itemsize)
+        parameter.data = torch.empty((rows, 1), dtype=storage, device="meta")
+    elif not getattr(parameter, "has_fp16_weights", False):
+        parameter.data = parameter.data.to(torch.int8)
