@@ -84,6 +84,27 @@ def parse_bytes(value: int | str) -> int:
     )
 
 
+def format_bytes(num_bytes: int) -> str:
+    """Write a number of bytes in binary units.
+
+    Args:
+        num_bytes: The number of bytes.
+
+    Returns:
+        Such as ``"512.5 MiB"``.
+
+    Example:
+        >>> format_bytes(537395200)
+        '512.5 MiB'
+    """
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
     """The settings of one preparation. Every field is also a keyword of ``KbitPreparedModel`` and ``build_plan``.

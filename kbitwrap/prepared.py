@@ -20,7 +20,8 @@ from .config import PrepareConfig
 from .edits import Anchor, EditBase, FlagsChange, Hold
 from .errors import ConfigError, EditError, RestoreError, StateError, UnsupportedModelError
 from .journal import Change, Journal, Resume, undo_all
-from .plan import Plan, Planner, build_plan
+from .plan import Plan, build_plan, write_plan
+from .planner import Planner
 from .process import empty_cache, plain_mode, random_state, refuse_retyping_under_ddp
 from .quantization import detect, detect_as_peft
 from .report import RestoreReport, StateDiff
@@ -191,7 +192,7 @@ class KbitPreparedModel:
             EditError: An edit failed; the model is as it was before this call.
         """
         refuse_unsupported_tensors(model, allow_meta=False)
-        plan = Planner(model, config, detect_as_peft(model), freeze_adapters=True).plan()
+        plan = write_plan(Planner(model, config, detect_as_peft(model), freeze_adapters=True))
         wrapper = prepared_of(model)
         if wrapper is None:
             wrapper = cls.__new__(cls)

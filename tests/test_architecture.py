@@ -38,6 +38,7 @@ ROOMS = (
     "census",
     "process",
     "pretrained",
+    "planner",
     "plan",
     "report",
     "verification",

@@ -1,0 +1,286 @@
+"""The planner: which edits a preparation takes, and what each of them costs. Read-only; works on the meta device."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import nn
+
+from .checkpointing import Checkpoint, refuse_without_checkpointing, refuse_without_embeddings
+from .compute import ComputeInFloat32, UpcastAtUse
+from .config import Precision, PrepareConfig, format_bytes
+from .edits import EditBase, Freeze, Record, references
+from .precision import can_rebind_forward, computes_in_float32
+from .quantization import (
+    HALF_DTYPES,
+    Quantization,
+    has_runtime_state,
+    is_quantized_layer,
+    is_quantized_parameter,
+)
+from .roles import Role, computes_in_half, is_norm, parameter_roles
+from .storage import Store
+from .topology import (
+    NamedTensor,
+    adapter_parameter_ids,
+    base_modules,
+    is_adapter_module,
+    named_modules,
+    named_tensors,
+    storage_key,
+)
+from .upcast import can_stand_in
+
+
+class Planner:
+    """Writes the edits down, from a model, a config, and what the model is quantized with.
+
+    Args:
+        model: The model; read only.
+        config: The settings.
+        quantization: How the model is quantized.
+        freeze_adapters: Treat adapters as the base, as PEFT's function does.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: PrepareConfig, quantization: Quantization, *, freeze_adapters: bool = False
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.quantization = quantization
+        self.tensors = named_tensors(model)
+        self.roles = parameter_roles(model, config.norm_modules)
+        self._places: dict[int, list[tuple[nn.Module, str]]] = {}
+        for _, module in named_modules(model):
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self._places.setdefault(id(parameter), []).append((module, name))
+        adapters = set() if freeze_adapters else adapter_parameter_ids(model)
+        self.base = [t for t in self.tensors if id(t.parameter) not in adapters]
+        self.warnings: list[str] = []
+
+    def edits(self) -> tuple[EditBase, ...]:
+        """Write the edits down, in the order in which they are applied; gathers ``warnings`` on the way.
+
+        Raises:
+            UnsupportedModelError: Checkpointing is asked for and the model does not support it.
+        """
+        if not self.quantization.is_quantized:
+            self.warnings.append(
+                f"{type(self.model).__name__} has neither a quantization attribute nor a quantized layer: "
+                "it is frozen and cast as asked, but not checkpointed"
+            )
+        edits: list[EditBase] = [self._record(), self._freeze(), *self._store()]
+        edits += self._upcast_at_use()
+        edits += self.compute_norms()
+        edits.append(self._checkpoint())
+        self._warn()
+        return tuple(edits)
+
+    def cache_bytes(self) -> int:
+        """The bytes of the half originals that PEFT's way frees, and an allocator keeps."""
+        return sum(_bytes(t.parameter) for t in self._castable())
+
+    def _record(self) -> Record:
+        layers = [(fqn, module) for fqn, module in named_modules(self.model) if has_runtime_state(module)]
+        return Record(
+            "record",
+            tuple(fqn for fqn, _ in layers),
+            model=weakref.ref(self.model),
+            layers=tuple(weakref.ref(module) for _, module in layers),
+        )
+
+    def _freeze(self) -> Freeze:
+        return Freeze(
+            "freeze", tuple(t.fqn for t in self.base), tensors=references(self.base), freeze=self.config.freeze
+        )
+
+    def _castable(self) -> list[NamedTensor]:
+        """The half parameters outside the quantized storage, where the method permits a cast."""
+        if not self.quantization.casts:
+            return []
+        return [t for t in self.base if t.parameter.dtype in HALF_DTYPES and not is_quantized_parameter(t.parameter)]
+
+    def _upcast(self) -> list[NamedTensor]:
+        """The weights that precision ``"compute"`` upcasts as they are used."""
+        if self.config.precision is not Precision.COMPUTE:
+            return []
+        return [t for t in self._castable() if self._kept_in_float32_because(t) is None]
+
+    def _kept_in_float32_because(self, tensor: NamedTensor) -> str | None:
+        """Why a half parameter is stored in float32 under ``"compute"``; ``None`` where it is upcast at use."""
+        module, name, parameter = tensor.module, tensor.name, tensor.parameter
+        is_expert = self.roles[id(parameter)] is Role.EXPERT and parameter.dim() >= 2
+        if not (isinstance(module, (nn.Linear, nn.Embedding)) and name == "weight") and not is_expert:
+            return "not the weight of a lookup or of a linear layer"
+        if not self.config.freeze and parameter.requires_grad:
+            return "trained"
+        if not all(can_stand_in(m, n) for m, n in self._places[id(parameter)]):
+            return "its module computes with something else than the parameter, or writes to it"
+        return None
+
+    def _upcast_at_use(self) -> list[UpcastAtUse]:
+        edits = []
+        for role in Role:
+            found = [t for t in self._upcast() if self.roles[id(t.parameter)] is role]
+            if found:
+                # A tied weight is seen as float32 from each of its modules.
+                places = [place for t in found for place in self._places[id(t.parameter)]]
+                edits.append(
+                    UpcastAtUse(
+                        "upcast",
+                        tuple(t.fqn for t in found),
+                        role=role,
+                        weights=tuple((weakref.ref(module), name) for module, name in places),
+                        chunk_bytes=self.config.head_chunk_bytes,
+                    )
+                )
+        return edits
+
+    def _store(self) -> list[Store]:
+        """Casts to float32, largest first: so the peak is what stays plus the last, small, originals."""
+        upcast = {id(t.parameter) for t in self._upcast()}
+        groups: dict[int, list[NamedTensor]] = {}
+        for tensor in self._castable():
+            is_rewritten = tensor.name == "bias" and is_quantized_layer(tensor.module)
+            if (self.config.precision.upcasts_all and id(tensor.parameter) not in upcast) or is_rewritten:
+                groups.setdefault(storage_key(tensor.parameter), []).append(tensor)
+        stores = [self._store_group(group) for group in groups.values()]
+        return sorted(stores, key=lambda edit: -edit.transient_bytes)
+
+    def _store_group(self, group: list[NamedTensor]) -> Store:
+        dtype = torch.float32 if self.config.precision.upcasts_all else None
+        is_compute = self.config.precision is Precision.COMPUTE
+        parameters = [t.parameter for t in group]
+        is_rewritten = any(is_quantized_layer(t.module) for t in group)
+        keep = self.config.keep_originals and dtype is not None
+        shared_bytes = min(sum(map(_bytes, parameters)), parameters[0].untyped_storage().nbytes())
+        cast_bytes = sum(p.numel() * dtype.itemsize for p in parameters) if dtype is not None else 0
+        # On the CPU a kept original is the original itself, which is then not freed.
+        keeps_in_place = keep and parameters[0].device.type == "cpu"
+        freed_bytes = shared_bytes if dtype is not None and not keeps_in_place else 0
+        return Store(
+            "store" if dtype is not None else "record",
+            tuple(t.fqn for t in group),
+            role=self.roles[id(parameters[0])],
+            added_bytes=cast_bytes - freed_bytes,
+            transient_bytes=cast_bytes,
+            reason=(self._kept_in_float32_because(group[0]) or "") if is_compute else "",
+            parameters=references(group),
+            dtype=dtype,
+            keep=keep,
+            is_rewritten=is_rewritten,
+            record_bytes=shared_bytes if (keep or is_rewritten) and dtype is not None and not keeps_in_place else 0,
+        )
+
+    def compute_norms(self) -> list[ComputeInFloat32]:
+        """The norms that the precision computes in float32 and that do not yet, as at most one edit."""
+        precision = self.config.precision
+        if precision not in (Precision.NORMS, Precision.ADAPTED) or not self.quantization.casts:
+            return []
+        modules = base_modules(self.model)
+        blocks = _adapted_blocks(self.model, modules) if precision is Precision.ADAPTED else {""}
+        found = []
+        for fqn, module in modules:
+            if not is_norm(module, self.config.norm_modules) or not computes_in_half(module):
+                continue
+            if not any(fqn.startswith(block) for block in blocks) or computes_in_float32(module):
+                continue
+            if can_rebind_forward(module):
+                found.append((fqn, module))
+            else:
+                self.warnings.append(
+                    f"{fqn} computes as loaded: it has buffers, where norms keep statistics, or its forward was "
+                    "replaced by a function that is no method of it"
+                )
+        if not found:
+            return []
+        return [
+            ComputeInFloat32(
+                "compute",
+                tuple(fqn for fqn, _ in found),
+                role=Role.NORM,
+                model=weakref.ref(self.model),
+                modules=tuple(weakref.ref(module) for _, module in found),
+            )
+        ]
+
+    def _checkpoint(self) -> Checkpoint:
+        enable = self.config.gradient_checkpointing and self.quantization.is_quantized
+        if enable:
+            refuse_without_checkpointing(self.model)
+        kwargs = dict(self.config.gradient_checkpointing_kwargs)
+        hook_inputs = self.config.input_require_grads
+        if hook_inputs is None:
+            # torch's own default is reentrant, also where None is given.
+            use_reentrant = kwargs.get("use_reentrant")
+            hook_inputs = enable and (use_reentrant is None or bool(use_reentrant))
+        if hook_inputs:
+            refuse_without_embeddings(self.model)
+        return Checkpoint(
+            "checkpoint", ("",), model=weakref.ref(self.model), enable=enable, kwargs=kwargs, hook_inputs=hook_inputs
+        )
+
+    def by_role(self, stores: list[Store]) -> dict[str, dict[str, int]]:
+        """Count parameters, and the bytes they hold and are to hold, by the part they play."""
+        rows = {role: {"count": 0, "bytes": 0, "added_bytes": 0} for role in Role}
+        seen: set[tuple[int, int, int]] = set()
+        for tensor in self.tensors:
+            row = rows[self.roles[id(tensor.parameter)]]
+            row["count"] += 1
+            parameter = tensor.parameter
+            key = (storage_key(parameter), int(parameter.storage_offset()), parameter.numel())
+            if key not in seen:
+                seen.add(key)
+                row["bytes"] += _bytes(tensor.parameter)
+        for store in stores:
+            assert store.role is not None
+            rows[store.role]["added_bytes"] += store.added_bytes
+        return {role.value: row for role, row in rows.items() if row["count"]}
+
+    def _warn(self) -> None:
+        config, quantization = self.config, self.quantization
+        if not quantization.casts and config.precision is not Precision.NONE:
+            self.warnings.append(
+                f"{quantization.method} manages its own precision: precision {config.precision.value!r} changes nothing"
+            )
+        if config.precision.upcasts_all and quantization.casts:
+            if any(self.roles[id(t.parameter)] in (Role.INPUT_EMBEDDINGS, Role.NORM) for t in self._castable()):
+                self.warnings.append(
+                    "float32 embeddings and norms make the residual stream float32 in most models: activations take "
+                    "twice the bytes, and FlashAttention refuses float32 queries, keys and values"
+                )
+            stored = [t for store in self._store() for t in store.parameters]
+            experts = sum(_bytes(p) for r in stored if (p := r()) is not None and self.roles[id(p)] is Role.EXPERT)
+            if experts:
+                self.warnings.append(f"unquantized experts are doubled: {format_bytes(experts)} more")
+
+
+def _adapted_blocks(model: nn.Module, modules: list[tuple[str, nn.Module]]) -> set[str]:
+    """The prefixes of the blocks that hold an adapter. A block is an element of an outermost ``ModuleList``."""
+    lists = [fqn for fqn, module in modules if isinstance(module, nn.ModuleList)]
+    blocks = set()
+    for fqn, module in modules:
+        if not is_adapter_module(module):
+            continue
+        inside = [name for name in lists if fqn.startswith(f"{name}.")]
+        if inside:
+            outermost = min(inside, key=len)
+            blocks.add(f"{outermost}.{fqn[len(outermost) + 1 :].partition('.')[0]}.")
+    return blocks
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def peak_bytes(stores: list[Store]) -> int:
+    """The most bytes live above the start, were the stores made in this order."""
+    live = peak = 0
+    for store in stores:
+        # What else is kept is a copy on the host.
+        held = store.record_bytes if store.is_rewritten else 0
+        peak = max(peak, live + store.transient_bytes + held)
+        live += store.added_bytes + held
+    return max(peak, live)
