@@ -153,9 +153,15 @@ def undo_for_a_while(change: Change, resume: Resume) -> Resume:
 def _resume_all(resumes: list[Resume]) -> None:
     failures: list[BaseException] = []
     for resume in reversed(resumes):
-        try:
-            resume()
-        except BaseException as error:
-            failures.append(error)
+        # An interrupt waits until the state is back. What it interrupted is done again: resuming writes values.
+        for _ in range(2):
+            try:
+                resume()
+                break
+            except Exception as error:
+                failures.append(error)
+                break
+            except BaseException as error:
+                failures.append(error)
     if failures:
         raise failures[0]

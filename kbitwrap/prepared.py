@@ -271,8 +271,6 @@ class KbitPreparedModel:
             change.trained_policy = trained
         with plain_mode():
             names, failures = self._undo(trained)
-            if self.config.empty_cache:
-                empty_cache()
         if failures:
             raise RestoreError(
                 f"not restored: {'; '.join(_reason(name, error) for name, error in failures.items())}. Everything else "
@@ -285,6 +283,8 @@ class KbitPreparedModel:
         turned_on, self._turned_on = self._turned_on, 0
         self._census = self._prepared_state = None
         self._upcasts_all = False
+        if self.config.empty_cache:
+            empty_cache()
         if turned_on:
             warnings.warn(
                 f"restore() made {turned_on} base parameters trainable again, as they were before prepare(), and an "
@@ -304,7 +304,7 @@ class KbitPreparedModel:
         failures: dict[str, Exception] = {}
         if trained == "error":
             failures = {copy.fqn: TrainedError([copy.fqn]) for copy in copies}
-        hold, changes = self._journal.changes[0], self._journal.changes[1:]
+        hold, changes = self._journal.changes[:1], self._journal.changes[1:]
         left: list[Change] = []
         todo = [*changes, *([] if failures else copies)]
         for change in self._bar(todo[::-1], "restore"):
@@ -319,9 +319,10 @@ class KbitPreparedModel:
         names = [copy.fqn for copy in copies if not copy.is_resized]
         names += [c.fqn for c in self._storage_changes() if c.was_trained and not c.was_resized]
         if failures:
-            self._journal.changes = [hold, *left]
+            self._journal.changes = [*hold, *left]
         else:
-            hold.undo()
+            for change in hold:
+                change.undo()
             self._journal.changes = []
         return tuple(dict.fromkeys(names)), failures
 

@@ -10,37 +10,36 @@ weight would get.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .quantization import HALF_DTYPES, is_quantized_parameter
 
 aten = torch.ops.aten
 
-# Operations that return a view of the first argument: a view of the half storage serves.
-_VIEWS = {
-    aten.alias.default,
-    aten.detach.default,
-    aten.expand.default,
-    aten.permute.default,
-    aten.select.int,
-    aten.slice.Tensor,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.squeeze.dim,
-    aten.t.default,
-    aten.transpose.int,
-    aten.unbind.int,
-    aten.unsqueeze.default,
-    aten.view.default,
-    aten._unsafe_view.default,
-}
 # Operations that pick elements of the first argument: picking in half and upcasting what was picked is exact.
 _GATHERS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default}
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    """Whether an operation returns views of its first argument: a view of the half storage serves."""
+    if func is aten.view.dtype:
+        return False  # it reads bytes, which are the upcast ones
+    returns = [value.alias_info for value in func._schema.returns]
+    return func is aten._unsafe_view.default or any(alias and not alias.is_write for alias in returns)
+
+
+@functools.cache
+def _written(func: Any) -> frozenset[int | str]:
+    """The arguments that an operation writes to, by position and by name."""
+    written = [(i, a.name) for i, a in enumerate(func._schema.arguments) if a.alias_info and a.alias_info.is_write]
+    return frozenset(key for pair in written for key in pair)
 
 
 class UpcastTensor(torch.Tensor):
@@ -48,14 +47,19 @@ class UpcastTensor(torch.Tensor):
 
     Args:
         half: The half tensor that it stands for, any shape.
-        owner: For the weight of a module: the module and the parameter's name in it. The parameter is looked up at
-            each use, so that it may be moved, or swapped by ``functional_call``.
+        owner: For the weight of a module, or a view of it: the module and the parameter's name in it. The parameter is
+            looked up at each use, so that it may be moved, swapped by ``functional_call``, or written to.
         chunk_bytes: The largest float32 piece alive at once in a matrix product, in bytes; ``None``: one piece.
+        is_view: Whether ``half`` is a view of the owner's parameter and not the whole of it.
     """
 
     @staticmethod
     def __new__(
-        cls, half: torch.Tensor, owner: tuple[nn.Module, str] | None = None, chunk_bytes: int | None = None
+        cls,
+        half: torch.Tensor,
+        owner: tuple[nn.Module, str] | None = None,
+        chunk_bytes: int | None = None,
+        is_view: bool = False,
     ) -> UpcastTensor:
         """Make a float32 tensor without storage, of the half tensor's shape and layout."""
         wrapper: UpcastTensor = torch.Tensor._make_wrapper_subclass(
@@ -69,15 +73,39 @@ class UpcastTensor(torch.Tensor):
         return wrapper
 
     def __init__(
-        self, half: torch.Tensor, owner: tuple[nn.Module, str] | None = None, chunk_bytes: int | None = None
+        self,
+        half: torch.Tensor,
+        owner: tuple[nn.Module, str] | None = None,
+        chunk_bytes: int | None = None,
+        is_view: bool = False,
     ) -> None:
         self._half = None if owner else half.detach()
         self._owner = owner
         self._chunk_bytes = chunk_bytes
+        self._layout: tuple[Any, Any, Any] | None = None
+        if is_view and owner:
+            start = self._parameter().storage_offset()
+            self._layout = (half.shape, half.stride(), half.storage_offset() - start)
+
+    def _parameter(self) -> nn.Parameter:
+        assert self._owner is not None
+        module, name = self._owner
+        parameter = module._parameters[name]
+        assert parameter is not None
+        return parameter
+
+    def _refusal(self) -> RuntimeError:
+        module, name = self._owner or (None, "weight")
+        return RuntimeError(
+            f"{type(module).__name__}.{name} was made trainable, but under precision 'compute' it is a frozen weight "
+            "stored in half; train a copy (modules_to_save), or prepare with freeze=False or precision 'full'"
+        )
 
     @property
     def half_storage(self) -> torch.Tensor:
-        """The half tensor; a module's own parameter itself, so that a compiler can follow it.
+        """What is stored: half, or float32 once it was written to.
+
+        Of a whole weight it is the module's parameter itself, so that a compiler can follow it.
 
         Raises:
             RuntimeError: It is a parameter that was made trainable, which this stand-in would silently not train.
@@ -85,15 +113,22 @@ class UpcastTensor(torch.Tensor):
         if self._owner is None:
             assert self._half is not None
             return self._half
-        module, name = self._owner
-        parameter = module._parameters[name]
-        assert parameter is not None
+        parameter = self._parameter()
         if parameter.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{type(module).__name__}.{name} was made trainable, but under precision 'compute' it is a frozen "
-                "weight stored in half; train a copy (modules_to_save), or prepare with freeze=False or 'full'"
-            )
-        return parameter
+            raise self._refusal()
+        if self._layout is None:
+            return parameter
+        shape, stride, offset = self._layout
+        return parameter.detach().as_strided(shape, stride, parameter.storage_offset() + offset)
+
+    def _for_writing(self) -> torch.Tensor:
+        """The storage, taken to float32 for good: what is written would be rounded in half, as it is not elsewhere."""
+        if self._owner is None:
+            raise RuntimeError("an upcast tensor that is no module's weight cannot be written to")
+        parameter = self._parameter()
+        if parameter.dtype != torch.float32:
+            parameter.data = parameter.data.float()
+        return self.half_storage.detach()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"UpcastTensor(shape={tuple(self.shape)}, stored={self.half_storage.dtype}, device={self.device})"
@@ -110,16 +145,17 @@ class UpcastTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         return nn.Parameter(self.half_storage.float(), requires_grad=False)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._owner is None or self._layout is not None:
+            return self.half_storage.float().__reduce_ex__(protocol)
         # Shape and layout travel as an empty stand-in: when read back, the owner may not have its parameter yet.
         half = self.half_storage
-        if self._owner is not None:
-            half = torch.empty_strided(half.shape, half.stride(), dtype=half.dtype, device="meta")
+        half = torch.empty_strided(half.shape, half.stride(), dtype=half.dtype, device="meta")
         return UpcastTensor, (half, self._owner, self._chunk_bytes)
 
     @property
     def data(self) -> torch.Tensor:
-        """A detached view; writing to it writes to the half storage."""
+        """A detached view; writing to it writes to the parameter, which is stored in float32 from then on."""
         return self.detach()
 
     @data.setter
@@ -127,10 +163,24 @@ class UpcastTensor(torch.Tensor):
         if self._owner is None:
             raise RuntimeError("only a module's own weight can be given other data")
         module, name = self._owner
-        parameter = module._parameters[name]
-        assert parameter is not None
-        parameter.data = value.half_storage if isinstance(value, UpcastTensor) else value
+        parameter = self._parameter()
+        parameter.data = value.half_storage.detach() if isinstance(value, UpcastTensor) else value
         vars(module)[name] = UpcastTensor(parameter, self._owner, self._chunk_bytes)
+
+    @property
+    def requires_grad(self) -> bool:
+        """False: a weight that is upcast at use is frozen."""
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        if value:
+            raise self._refusal()
+
+    def requires_grad_(self, requires_grad: bool = True) -> UpcastTensor:
+        """Refuse to be trained: the stand-in is no parameter of the model."""
+        self.requires_grad = requires_grad
+        return self
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -138,20 +188,55 @@ class UpcastTensor(torch.Tensor):
     ) -> Any:
         """Run one operation; see the module."""
         kwargs = kwargs or {}
+        written = [value for key, value in (*enumerate(args), *kwargs.items()) if key in _written(func)]
+        if any(isinstance(value, UpcastTensor) for value in tree_leaves(written)):
+            return _write(func, args, kwargs)
         first = args[0] if args else None
         if isinstance(first, UpcastTensor):
-            if func in _VIEWS:
-                view = func(first.half_storage, *args[1:], **kwargs)
-                wrap = first._chunk_bytes
-                return tree_map_only(torch.Tensor, lambda half: UpcastTensor(half, None, wrap), view)
+            if _is_view(func):
+                return first._view(func, args[1:], kwargs)
             if func in _GATHERS:
                 return func(first.half_storage, *args[1:], **kwargs).float()
-            if func._schema.is_mutable:
-                func(first.half_storage, *_upcast(args[1:]), **_upcast(kwargs))
-                return first
+            if func is aten._to_copy.default and kwargs.get("dtype") in HALF_DTYPES:
+                # float32 holds every half value, so the way through it changes nothing.
+                return func(first.half_storage, **kwargs)
         if func in (aten.mm.default, aten.addmm.default) and isinstance(args[-1], UpcastTensor) and not kwargs:
             return _product(func, args[:-1], args[-1])
+        if func is aten.linear.default and isinstance(args[1], UpcastTensor) and args[1]._chunk_bytes is not None:
+            return _linear(*args)
         return func(*_upcast(args), **_upcast(kwargs))
+
+    def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
+        # A view of a normal tensor that is made in inference mode can be no wrapper's.
+        stored = self.half_storage
+        with torch.inference_mode(False), torch.no_grad():
+            view = func(stored.detach(), *args, **kwargs)
+            return tree_map_only(
+                torch.Tensor, lambda half: UpcastTensor(half, self._owner, self._chunk_bytes, True), view
+            )
+
+
+def _write(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation that writes to upcast tensors: on their storage, taken to float32."""
+
+    def prepared(key: int | str, value: Any) -> Any:
+        if key in _written(func):
+            return tree_map_only(UpcastTensor, lambda tensor: tensor._for_writing(), value)
+        return _upcast(value)
+
+    func(*[prepared(i, v) for i, v in enumerate(args)], **{name: prepared(name, v) for name, v in kwargs.items()})
+    if not func._schema.returns:
+        return None
+    return next(v for key, v in (*enumerate(args), *kwargs.items()) if key in _written(func))
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """A linear layer in pieces, where autograd does not split it into its product (in inference mode)."""
+    flat = x.reshape(-1, x.shape[-1])
+    transposed = weight.t()
+    assert isinstance(transposed, UpcastTensor)
+    func, args = (aten.mm.default, [flat]) if bias is None else (aten.addmm.default, [bias, flat])
+    return _product(func, args, transposed).reshape(*x.shape[:-1], weight.shape[0])
 
 
 def _upcast(arguments: Any) -> Any:

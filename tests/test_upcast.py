@@ -176,8 +176,10 @@ class TestAsAnAttribute:
 
     def test_writing_to_it_writes_to_the_parameter(self) -> None:
         linear = self.linear()
+        parameter = linear._parameters["weight"]
         linear.weight.data.fill_(2)
-        assert linear._parameters["weight"].eq(2).all()
+        assert parameter.eq(2).all()
+        assert parameter.dtype == torch.float32
         with torch.no_grad():
             linear.weight[1] = 3
             linear.weight.mul_(2)
@@ -234,6 +236,46 @@ class TestAsAnAttribute:
             linear(torch.randn(2, 8))
         with torch.no_grad():
             linear(torch.randn(2, 8))
+
+    def test_making_the_stand_in_trainable_is_refused(self) -> None:
+        linear = self.linear()
+        with pytest.raises(RuntimeError, match="modules_to_save"):
+            linear.weight.requires_grad_(True)
+        with pytest.raises(RuntimeError, match="modules_to_save"):
+            linear.weight.requires_grad = True
+        assert linear.weight.requires_grad is False
+
+    @pytest.mark.parametrize(
+        "write",
+        [
+            lambda w: w.data.add_(0.001),
+            lambda w: w.diagonal().fill_(0.1),
+            lambda w: w.squeeze().fill_(0.1),
+            lambda w: w.data.__setitem__(torch.tensor([0, 2]), torch.full((2, 8), 1 / 3)),
+            lambda w: w.data.index_copy_(0, torch.tensor([1]), torch.full((1, 8), 1 / 3)),
+            lambda w: w.t()[2:4].mul_(1.001),
+            lambda w: torch.add(torch.full((4, 8), 1 / 3), 1, out=w),
+            lambda w: torch._foreach_mul_([w], 1.001),
+            lambda w: setattr(w, "data", w.data + 0.001),
+        ],
+    )
+    def test_whatever_is_written_is_what_float32_storage_gets(self, write: Callable[[torch.Tensor], object]) -> None:
+        linear = self.linear()
+        full = linear.weight.detach().float().clone()
+        with torch.no_grad():
+            write(full)
+            write(linear.weight)
+        assert linear._parameters["weight"].dtype == torch.float32
+        assert torch.equal(linear._parameters["weight"], full)
+        assert torch.equal(linear.weight.float(), full)
+
+    def test_in_inference_mode(self) -> None:
+        linear, x = self.linear(), torch.randn(2, 8)
+        expected = linear(x)
+        with torch.inference_mode():
+            assert torch.equal(linear(x), expected)
+            assert torch.equal(x @ linear.weight.T, expected)
+            assert torch.equal(linear.weight[1], linear.weight.detach()[1])
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -332,3 +374,25 @@ def test_embeddings_can_be_resized_while_prepared(precision: str) -> None:
     prepared.restore()
     assert {p.dtype for p in model.parameters() if p.is_floating_point()} == {torch.bfloat16}
     assert model.lm_head.weight.shape[0] == size
+
+
+@pytest.mark.parametrize("precision", ["full", "compute"])
+def test_merging_into_the_head_and_back_leaves_the_base(precision: str) -> None:
+    model = zoo.load("llama")
+    original = model.lm_head.weight.detach().clone()
+    prepared = KbitPreparedModel(model, precision=precision).prepare()
+    peft_model = adapt("llama", model, target_modules=["lm_head"])
+    peft_model.merge_adapter()
+    peft_model.unmerge_adapter()
+    prepared.restore()
+    assert torch.equal(peft_model.unload().lm_head.weight, original)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_experts_run_in_inference_mode(name: str) -> None:
+    model = zoo.load(name)
+    outputs = []
+    for precision in ("full", "compute"):
+        with KbitPreparedModel(model, precision=precision), torch.inference_mode():
+            outputs.append(model(**zoo.inputs(name, model)).logits.clone())
+    assert torch.equal(*outputs)
