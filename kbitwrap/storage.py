@@ -125,8 +125,8 @@ def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
         x = left[start : start + _CHUNK]
         y = right[start : start + _CHUNK].to(device=x.device, dtype=x.dtype)
         integers = torch.int32 if x.element_size() == 4 else torch.int16
-        same_bits = x.contiguous().view(integers) == y.contiguous().view(integers)
-        if not bool(same_bits.all()) and not bool((same_bits | (x.isnan() & y.isnan())).all()):
+        x_bits, y_bits = x.contiguous().view(integers), y.contiguous().view(integers)
+        if not torch.equal(x_bits, y_bits) and not bool(((x_bits == y_bits) | (x.isnan() & y.isnan())).all()):
             return False
     return True
 
