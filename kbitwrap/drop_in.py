@@ -33,8 +33,8 @@ def prepare_model_for_kbit_training(
     first; ``restore`` returns to before the first. The one difference from PEFT: no input-gradient hook is left
     orphaned, and none is installed where checkpointing is not reentrant.
 
-    What it costs: ``"full"``, as PEFT, twice the bytes of every unquantized half parameter; ``"norms"`` and ``"none"``
-    nothing.
+    What it costs: ``"full"``, as PEFT, twice the bytes of every unquantized half parameter; ``"compute"`` that of
+    norms, biases and the like alone; ``"norms"``, ``"adapted"`` and ``"none"`` nothing.
 
     Args:
         model: The model; changed in place.

@@ -34,6 +34,7 @@ class NamedTensor(NamedTuple):
     parameter: nn.Parameter
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def canonical_fqn(fqn: str) -> str:
     """Strip from a fully qualified name what wrappers put into it.
 
