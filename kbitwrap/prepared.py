@@ -214,7 +214,8 @@ class KbitPreparedModel:
                 if self.state is not LifecycleState.PREPARED:
                     edits.insert(0, Hold("hold", ("",), model=weakref.ref(self.model), anchor=Anchor(self)))
                     self._census = Census(self.model)
-                self._journal.apply(self._bar(edits, "prepare"))
+                bar: Iterable[Any] = self._bar(edits, "prepare")
+                self._journal.apply(bar)
                 if self.config.empty_cache:
                     empty_cache()
                 self._prepared_state = PreparedState(self.model)
