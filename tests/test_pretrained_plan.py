@@ -96,8 +96,6 @@ def test_the_plan_is_that_of_the_loaded_model(name: str, quant: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "t5", "gpt2", "bert"])
 @pytest.mark.parametrize("quant", ["nf4", "int8"])
 def test_the_plan_is_exact_in_float16(name: str, quant: str) -> None:
-    if torch.float16 not in zoo.ARCHITECTURES[name].dtypes:
-        pytest.skip("no float16 on the CPU")
     model = zoo.load(name, quant, torch.float16)
     settings = fields(name, precision="full")
     plan = Plan.for_pretrained(zoo.checkpoint(name), quantization(name, quant, torch.float16), "float16", **settings)
