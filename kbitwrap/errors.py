@@ -8,7 +8,11 @@
     ├ MemoryBudgetError(MemoryError)     .plan .budget_bytes, and the precisions that would fit
     ├ StateError(RuntimeError)           .state .expected
     ├ EditError(RuntimeError)            .edit  the model is as it was; __cause__ says why
-    └ RestoreError(RuntimeError)         .failures  everything else was restored all the same
+    ├ RestoreError(RuntimeError)         .failures  everything else was restored all the same
+    ├ ExportError(RuntimeError)          nothing was left at the destination
+    └ ManifestError(ValueError)          no manifest, or one that cannot be meant
+      ├ ManifestVersionError             .found .supported
+      └ ManifestMismatchError            .missing .unexpected .different
 
 Each error is also the builtin exception that a caller who does not know kbitwrap would catch.
 """
@@ -91,3 +95,56 @@ class RestoreError(KbitWrapError, RuntimeError):
     def __init__(self, message: str, *, failures: Mapping[str, Exception]) -> None:
         super().__init__(message)
         self.failures = dict(failures)
+
+
+class ExportError(KbitWrapError, RuntimeError):
+    """A checkpoint could not be written. Nothing was left at the destination; ``__cause__`` says why, if there is one.
+
+    Attributes:
+        fqn: The fully qualified name of the tensor or module in the way; ``""`` where it is none in particular.
+    """
+
+    def __init__(self, message: str, *, fqn: str = "") -> None:
+        super().__init__(message)
+        self.fqn = fqn
+
+
+class ManifestError(KbitWrapError, ValueError):
+    """What was given is no manifest, or says what cannot be meant."""
+
+
+class ManifestVersionError(ManifestError):
+    """The manifest is of a version that this kbitwrap does not read.
+
+    Attributes:
+        found: The version found.
+        supported: The versions that can be read.
+    """
+
+    def __init__(self, message: str, *, found: Any, supported: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.found = found
+        self.supported = supported
+
+
+class ManifestMismatchError(ManifestError):
+    """A model is not the one that the manifest records. Nothing was changed.
+
+    Attributes:
+        missing: Names that the manifest has and the model has not.
+        unexpected: Names that the model has and the manifest has not.
+        different: ``{name: {what: (expected, found)}}``; the name ``""`` is the model itself.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing: tuple[str, ...] = (),
+        unexpected: tuple[str, ...] = (),
+        different: Mapping[str, Mapping[str, tuple[Any, Any]]] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.missing = missing
+        self.unexpected = unexpected
+        self.different = dict(different or {})

@@ -230,6 +230,19 @@ class StorageChange:
             return self.kept.to(current.device)
         return self._rounded(current) if rounded is None else rounded
 
+    def read_original(self) -> torch.Tensor | None:
+        """The value that ``restore(trained="keep")`` would put back, and nothing changed; ``None`` where it is gone."""
+        parameter = self.reference()
+        if parameter is None:
+            return None
+        if self.kept is not None and _is_same_tensor(parameter, self.kept):
+            return parameter.data
+        was_trained, policy, self.trained_policy = self.was_trained, self.trained_policy, "keep"
+        try:
+            return self._laid_out(self._original(parameter.data))
+        finally:
+            self.was_trained, self.trained_policy = was_trained, policy
+
     def _discards(self, current: torch.Tensor) -> bool:
         return self.trained_policy == "discard" and tuple(current.shape) == self.layout.shape
 
