@@ -15,6 +15,7 @@ of transformers                                      layers in the dtype it load
 
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
 from dataclasses import dataclass
@@ -154,6 +155,21 @@ class RuntimeChange:
             if name in held:
                 _write(vars(owner), held[name], keys)
 
+    def unpacked_weight(self) -> torch.Tensor | None:
+        """The weight as it was before the layer repacked it for the CPU, as a copy; ``None`` where it did not."""
+        weight = self.weight()
+        quant_state = getattr(weight, "quant_state", None)
+        if weight is None or not getattr(quant_state, "packing_format_for_cpu", False):
+            return None
+        # bitsandbytes unpacks into the state that it is given.
+        state = copy.copy(quant_state)
+        copied = torch.Tensor._make_subclass(type(weight), _unpacked(weight, state))
+        held = self.state.get("quant_state", {})
+        if not held.get("packing_format_for_cpu", lambda: False)():
+            _write(vars(state), {key: (hold, hold()) for key, hold in held.items()}, None)
+        vars(copied).update({**vars(weight), "quant_state": state})
+        return copied
+
     def now(self) -> RuntimeChange:
         """A record of the same layer as it is now; of one that is gone, this record."""
         module = self.module()
@@ -202,5 +218,10 @@ def _write(fields: dict[str, Any], held: dict[str, tuple[Any, Any]], keys: tuple
 
 def _unpack_for_cpu(weight: torch.Tensor, quant_state: Any) -> None:
     """Undo the repacking of ``Linear4bit`` for CPUs with AVX512-BF16: a permutation of nibbles, hence exact."""
+    weight.data = _unpacked(weight, quant_state)
+
+
+def _unpacked(weight: torch.Tensor, quant_state: Any) -> torch.Tensor:
     functional = sys.modules["bitsandbytes.functional"]
-    weight.data, _ = functional._convert_weight_packed_for_cpu_inverse(weight.data, quant_state)
+    data: torch.Tensor = functional._convert_weight_packed_for_cpu_inverse(weight.data, quant_state)[0]
+    return data

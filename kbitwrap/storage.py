@@ -237,6 +237,8 @@ class StorageChange:
             return None
         if self.kept is not None and _is_same_tensor(parameter, self.kept):
             return parameter.data
+        if self.kept is None:
+            return self._rounded(parameter.data)
         was_trained, policy, self.trained_policy = self.was_trained, self.trained_policy, "keep"
         try:
             return self._laid_out(self._original(parameter.data))

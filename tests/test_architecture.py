@@ -42,6 +42,7 @@ ROOMS = (
     "plan",
     "report",
     "verification",
+    "twin",
     "prepared",
     "drop_in",
 )

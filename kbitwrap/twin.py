@@ -1,0 +1,220 @@
+"""The exact base on paper: copied module shells that share the live model's tensors.
+
+Nothing of the live model is changed, and no tensor is copied: what is stored in another dtype than the original stands
+in the twin as a ``LazyTensor`` that reads the original when it is asked for.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from .edits import Anchor, RecordChange, write_attribute
+from .errors import ExportError
+from .journal import Change
+from .lazy import LazyTensor
+from .precision import Float32Forward
+from .quantization import RuntimeChange, has_runtime_state
+from .storage import Layout, SharedStorageChange, StorageChange
+from .topology import is_adapter_module
+from .upcast import Float32Copy, UpcastTensor
+
+# Under one of PEFT's own modules, the child in which the base goes on; the first that is there.
+_BASE_CHILDREN = ("base_layer", "token_adapter", "original_module", "base_model", "lora_model", "model")
+# Under a wrapper of torch's or deepspeed's: DDP and engines, torch.compile, activation checkpointing.
+_WRAPPED_CHILDREN = ("module", "_orig_mod", "_checkpoint_wrapped_module")
+# What PEFT, and transformers' own use of it, leave on the base model.
+_ADAPTER_ATTRIBUTES = ("peft_config", "_hf_peft_config_loaded", "active_adapter")
+_STAND_INS = (Anchor, Float32Copy, Float32Forward, UpcastTensor)
+
+
+@dataclass(frozen=True)
+class Peeled:
+    """A module of the base that PEFT wrapped.
+
+    Attributes:
+        fqn: Its name in the twin; ``""`` is the model itself.
+        shell: The twin's module.
+        base: The live module that the shell is a copy of.
+        wrappers: PEFT's live modules around it, the outermost first: for a linear layer under LoRA its
+            ``lora.Linear4bit``, for a model its ``PeftModel`` and ``LoraModel``.
+    """
+
+    fqn: str
+    shell: nn.Module
+    base: nn.Module
+    wrappers: tuple[nn.Module, ...]
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A model's base as it was before it was prepared.
+
+    Its modules are of the same classes, with dictionaries of their own: replacing a tensor, a module or a field of a
+    config in the twin reaches nothing of the live model. The tensors are the live model's own, to be read only.
+
+    Attributes:
+        model: The twin of the base model, freed of adapters and wrappers.
+        peeled: Where adapters were taken off, each place of a shared module by itself.
+        converted: Names of the tensors that the live model stores in another dtype.
+    """
+
+    model: nn.Module
+    peeled: tuple[Peeled, ...]
+    converted: tuple[str, ...]
+
+
+@dataclass
+class _Copier:
+    """Copies shells; what the record says of tensors and configs is put in their place.
+
+    Attributes:
+        stand_ins: What stands for a parameter, by its ``id``.
+        layers: What was recorded of a quantized layer, by its ``id``.
+        kept_dtype: The ids of those stand-ins that have their parameter's dtype.
+        memo: The copies made of configs, by the ``id`` of the original, as ``copy.deepcopy`` keeps it.
+    """
+
+    stand_ins: dict[int, torch.Tensor]
+    layers: dict[int, RuntimeChange]
+    kept_dtype: set[int] = field(default_factory=set)
+    memo: dict[int, Any] = field(default_factory=dict)
+    shells: dict[int, nn.Module] = field(default_factory=dict)
+    peeled: list[Peeled] = field(default_factory=list)
+
+    def copy(self, fqn: str, module: nn.Module) -> nn.Module:
+        base, wrappers = peel(module)
+        for wrapper in wrappers:
+            if getattr(wrapper, "merged", False):
+                raise ExportError(
+                    f"{fqn or 'the model'}: the adapters {list(wrapper.merged_adapters)} are merged into its weight, "  # type: ignore[arg-type]
+                    "which has changed; call unmerge_adapter(), or export before merging",
+                    fqn=fqn,
+                )
+        shell = self.shells.get(id(base))
+        is_new = shell is None
+        if shell is None:
+            shell = self.shells[id(base)] = self._shell(base)
+        if wrappers:
+            self.peeled.append(Peeled(fqn, shell, base, wrappers))
+        if is_new:
+            prefix = f"{fqn}." if fqn else ""
+            shell.__dict__["_modules"] = {
+                name: child if child is None else self.copy(prefix + name, child)
+                for name, child in base._modules.items()
+            }
+        return shell
+
+    def _shell(self, module: nn.Module) -> nn.Module:
+        shell: nn.Module = object.__new__(type(module))
+        fields = shell.__dict__
+        fields.update({name: value for name, value in vars(module).items() if not isinstance(value, _STAND_INS)})
+        for name in _ADAPTER_ATTRIBUTES:
+            fields.pop(name, None)
+        for name in ("config", "generation_config"):
+            if hasattr(fields.get(name), "save_pretrained"):
+                fields[name] = copy.deepcopy(fields[name], self.memo)
+        fields["_buffers"] = dict(module._buffers)
+        fields["_parameters"] = {name: self._original(p) for name, p in module._parameters.items()}
+        if has_runtime_state(module):
+            weight = (self.layers.get(id(module)) or RuntimeChange(module)).unpacked_weight()
+            if weight is not None:
+                fields["_parameters"]["weight"] = weight
+        return shell
+
+    def _original(self, parameter: nn.Parameter | None) -> torch.Tensor | None:
+        stand_in = self.stand_ins.get(id(parameter))
+        if parameter is None or stand_in is None:
+            return parameter
+        if stand_in.dtype == parameter.dtype:
+            self.kept_dtype.add(id(stand_in))
+        return stand_in
+
+
+def peel(module: nn.Module) -> tuple[nn.Module, tuple[nn.Module, ...]]:
+    """Find what is underneath PEFT's modules and other wrappers.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        The first that is none of them, and PEFT's modules above it, the outermost first.
+    """
+    wrappers: list[nn.Module] = []
+    while True:
+        is_adapter = is_adapter_module(module)
+        names: tuple[str, ...] = ()
+        if is_adapter:
+            names = _BASE_CHILDREN
+        elif type(module).__module__.partition(".")[0] in ("torch", "deepspeed"):
+            names = _WRAPPED_CHILDREN
+        child = next((c for name in names if (c := module._modules.get(name)) is not None), None)
+        if child is None:
+            return module, tuple(wrappers)
+        if is_adapter:
+            wrappers.append(module)
+        module = child
+
+
+def build_twin(model: nn.Module, changes: Iterable[Change] = ()) -> Twin:
+    """Copy a model's base on paper, with a preparation taken back.
+
+    Args:
+        model: The live model, prepared or not, with adapters and wrappers inside and around it or without.
+        changes: What the preparation's journal holds, oldest first.
+
+    Returns:
+        The twin.
+
+    Raises:
+        ExportError: Adapters are merged into a layer; ``fqn`` names it.
+    """
+    # Undoing goes from the newest to the oldest, so that the oldest has the last word.
+    newest_first = list(changes)[::-1]
+    stand_ins: dict[int, torch.Tensor] = {}
+    for change in newest_first:
+        if isinstance(change, StorageChange):
+            stand_ins |= _stand_ins([change])
+        elif isinstance(change, SharedStorageChange):
+            stand_ins |= _shared_stand_ins(change.changes)
+    records = [change for change in newest_first if isinstance(change, RecordChange)]
+    copier = _Copier(stand_ins, {id(layer.module()): layer for record in records for layer in record.layers})
+    twin = copier.copy("", model)
+    for config, value in (pair for record in records for pair in record.use_cache):
+        if id(config) in copier.memo:
+            write_attribute(vars(copier.memo[id(config)]), "use_cache", value)
+    converted = {id(stand_in) for stand_in in stand_ins.values()} - copier.kept_dtype
+    return Twin(twin, tuple(copier.peeled), tuple(fqn for fqn, p in twin.named_parameters() if id(p) in converted))
+
+
+def _stand_ins(changes: Sequence[StorageChange]) -> dict[int, torch.Tensor]:
+    """What stands for parameters that do not store their original, by the ``id`` of the parameter."""
+    return {
+        id(parameter): LazyTensor(parameter.shape, change.dtype, functools.partial(_read, change))
+        for change in changes
+        if (parameter := change.reference()) is not None
+        and (parameter.dtype != change.dtype or change.kept is not None)
+    }
+
+
+def _shared_stand_ins(changes: Sequence[StorageChange]) -> dict[int, torch.Tensor]:
+    """The same for different parameters over one memory, which only real tensors can share: copies in one storage."""
+    found = _stand_ins(changes)
+    placed = [change for change in changes if id(change.reference()) in found]
+    if len(placed) < 2:
+        return found
+    views = Layout.place([(_read(change), change.layout) for change in placed])
+    return {id(change.reference()): view for change, view in zip(placed, views, strict=True)}
+
+
+def _read(change: StorageChange) -> torch.Tensor:
+    original = change.read_original()
+    if original is None:
+        raise ExportError(f"{change.fqn}: the parameter is gone from the model; export before it is", fqn=change.fqn)
+    return original
