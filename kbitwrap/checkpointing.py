@@ -15,7 +15,7 @@ from torch import nn
 from .edits import AttributesChange, EditBase
 from .errors import UnsupportedModelError
 from .journal import Resume, undo_for_a_while
-from .topology import named_modules
+from .topology import named_modules, walking_once
 
 
 def make_inputs_require_grad(module: nn.Module, args: Any, output: torch.Tensor) -> None:
@@ -29,6 +29,8 @@ _HOOK_DICTS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_a
 
 def input_gradient_hooks(module: nn.Module) -> list[int]:
     """The ids of a module's input-gradient hooks: those of transformers, of PEFT and of kbitwrap."""
+    if not module._forward_hooks:
+        return []
     return [
         key for key, hook in module._forward_hooks.items() if getattr(hook, "__name__", None) in _INPUT_GRADIENT_HOOKS
     ]
@@ -209,9 +211,10 @@ class Checkpoint(EditBase):
             _hook_inputs(model)
         if self.enable:
             _enable_checkpointing(model, self.kwargs)
-        change.hooks.remove_added(keep_one=self.hook_inputs)
-        if not change.hooks.added():
-            attributes.undo()
+        with walking_once(anew=True):
+            change.hooks.remove_added(keep_one=self.hook_inputs)
+            if not change.hooks.added():
+                attributes.undo()
 
 
 def _hook_inputs(model: nn.Module) -> None:

@@ -15,7 +15,7 @@ from .planner import Planner, peak_bytes
 from .pretrained import meta_model
 from .quantization import detect
 from .storage import Store
-from .topology import refuse_unsupported_tensors
+from .topology import only_reading, refuse_unsupported_tensors
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,27 @@ def build_plan(model: nn.Module, config: PrepareConfig | None = None, **fields: 
         8192
     """
     config = PrepareConfig.of(config, fields)
-    refuse_unsupported_tensors(model, allow_meta=True)
-    plan = write_plan(Planner(model, config, detect(model)))
+    with only_reading():
+        refuse_unsupported_tensors(model, allow_meta=True)
+        return plan_as_detected(model, config)
+
+
+def plan_as_detected(model: nn.Module, config: PrepareConfig) -> Plan:
+    """Plan for a model that is known to be supported.
+
+    Args:
+        model: The model.
+        config: The settings.
+
+    Returns:
+        The plan.
+
+    Raises:
+        UnsupportedModelError: It cannot be prepared so.
+        MemoryBudgetError: The plan's peak is over ``memory_budget``.
+    """
+    with only_reading():
+        plan = write_plan(Planner(model, config, detect(model)))
     budget = config.memory_budget_bytes
     if budget is not None and plan.peak_bytes > budget:
         _refuse_over_budget(model, plan, budget)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 
 import torch
@@ -49,16 +50,29 @@ class Planner:
         self.model = model
         self.config = config
         self.quantization = quantization
-        self.tensors = named_tensors(model)
-        self.roles = parameter_roles(model, config.norm_modules)
-        self._places: dict[int, list[tuple[nn.Module, str]]] = {}
-        for _, module in named_modules(model):
+        self.freeze_adapters = freeze_adapters
+        self.warnings: list[str] = []
+
+    @functools.cached_property
+    def roles(self) -> dict[int, Role]:
+        """The role of every parameter, by ``id``."""
+        return parameter_roles(self.model, self.config.norm_modules)
+
+    @functools.cached_property
+    def base(self) -> list[NamedTensor]:
+        """The parameters to prepare: all but adapters', unless these are to be treated alike."""
+        adapters = set() if self.freeze_adapters else adapter_parameter_ids(self.model)
+        return [t for t in named_tensors(self.model) if id(t.parameter) not in adapters]
+
+    @functools.cached_property
+    def _places(self) -> dict[int, list[tuple[nn.Module, str]]]:
+        """Every module that holds a parameter, with its name there, by the parameter's ``id``."""
+        places: dict[int, list[tuple[nn.Module, str]]] = {}
+        for _, module in named_modules(self.model):
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    self._places.setdefault(id(parameter), []).append((module, name))
-        adapters = set() if freeze_adapters else adapter_parameter_ids(model)
-        self.base = [t for t in self.tensors if id(t.parameter) not in adapters]
-        self.warnings: list[str] = []
+                    places.setdefault(id(parameter), []).append((module, name))
+        return places
 
     def edits(self) -> tuple[EditBase, ...]:
         """Write the edits down, in the order in which they are applied; gathers ``warnings`` on the way.
@@ -71,7 +85,7 @@ class Planner:
                 f"{type(self.model).__name__} has neither a quantization attribute nor a quantized layer: "
                 "it is frozen and cast as asked, but not checkpointed"
             )
-        edits: list[EditBase] = [self._record(), self._freeze(), *self._store()]
+        edits: list[EditBase] = [self._record(), self._freeze(), *self._store]
         edits += self._upcast_at_use()
         edits += self.compute_norms()
         edits.append(self._checkpoint())
@@ -80,7 +94,7 @@ class Planner:
 
     def cache_bytes(self) -> int:
         """The bytes of the half originals that PEFT's way frees, and an allocator keeps."""
-        return sum(_bytes(t.parameter) for t in self._castable())
+        return sum(_bytes(t.parameter) for t in self._castable)
 
     def _record(self) -> Record:
         layers = [(fqn, module) for fqn, module in named_modules(self.model) if has_runtime_state(module)]
@@ -96,17 +110,19 @@ class Planner:
             "freeze", tuple(t.fqn for t in self.base), tensors=references(self.base), freeze=self.config.freeze
         )
 
+    @functools.cached_property
     def _castable(self) -> list[NamedTensor]:
         """The half parameters outside the quantized storage, where the method permits a cast."""
         if not self.quantization.casts:
             return []
         return [t for t in self.base if t.parameter.dtype in HALF_DTYPES and not is_quantized_parameter(t.parameter)]
 
+    @functools.cached_property
     def _upcast(self) -> list[NamedTensor]:
         """The weights that precision ``"compute"`` upcasts as they are used."""
         if self.config.precision is not Precision.COMPUTE:
             return []
-        return [t for t in self._castable() if self._kept_in_float32_because(t) is None]
+        return [t for t in self._castable if self._kept_in_float32_because(t) is None]
 
     def _kept_in_float32_because(self, tensor: NamedTensor) -> str | None:
         """Why a half parameter is stored in float32 under ``"compute"``; ``None`` where it is upcast at use."""
@@ -123,7 +139,7 @@ class Planner:
     def _upcast_at_use(self) -> list[UpcastAtUse]:
         edits = []
         for role in Role:
-            found = [t for t in self._upcast() if self.roles[id(t.parameter)] is role]
+            found = [t for t in self._upcast if self.roles[id(t.parameter)] is role]
             if found:
                 # A tied weight is seen as float32 from each of its modules.
                 places = [place for t in found for place in self._places[id(t.parameter)]]
@@ -138,11 +154,12 @@ class Planner:
                 )
         return edits
 
+    @functools.cached_property
     def _store(self) -> list[Store]:
         """Casts to float32, largest first: so the peak is what stays plus the last, small, originals."""
-        upcast = {id(t.parameter) for t in self._upcast()}
+        upcast = {id(t.parameter) for t in self._upcast}
         groups: dict[int, list[NamedTensor]] = {}
-        for tensor in self._castable():
+        for tensor in self._castable:
             is_rewritten = tensor.name == "bias" and is_quantized_layer(tensor.module)
             if (self.config.precision.upcasts_all and id(tensor.parameter) not in upcast) or is_rewritten:
                 groups.setdefault(storage_key(tensor.parameter), []).append(tensor)
@@ -226,7 +243,7 @@ class Planner:
         """Count parameters, and the bytes they hold and are to hold, by the part they play."""
         rows = {role: {"count": 0, "bytes": 0, "added_bytes": 0} for role in Role}
         seen: set[tuple[int, int, int]] = set()
-        for tensor in self.tensors:
+        for tensor in named_tensors(self.model):
             row = rows[self.roles[id(tensor.parameter)]]
             row["count"] += 1
             parameter = tensor.parameter
@@ -246,12 +263,12 @@ class Planner:
                 f"{quantization.method} manages its own precision: precision {config.precision.value!r} changes nothing"
             )
         if config.precision.upcasts_all and quantization.casts:
-            if any(self.roles[id(t.parameter)] in (Role.INPUT_EMBEDDINGS, Role.NORM) for t in self._castable()):
+            if any(self.roles[id(t.parameter)] in (Role.INPUT_EMBEDDINGS, Role.NORM) for t in self._castable):
                 self.warnings.append(
                     "float32 embeddings and norms make the residual stream float32 in most models: activations take "
                     "twice the bytes, and FlashAttention refuses float32 queries, keys and values"
                 )
-            stored = [t for store in self._store() for t in store.parameters]
+            stored = [t for store in self._store for t in store.parameters]
             experts = sum(_bytes(p) for r in stored if (p := r()) is not None and self.roles[id(p)] is Role.EXPERT)
             if experts:
                 self.warnings.append(f"unquantized experts are doubled: {format_bytes(experts)} more")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,17 +48,23 @@ def is_norm(module: nn.Module, norm_modules: tuple[type | str, ...] = ()) -> boo
     """
     if not any(p is not None for p in module._parameters.values()):
         return False
-    names = [cls.__name__ for cls in type(module).__mro__ if cls not in (nn.Module, object)]
     for wanted in norm_modules:
         if isinstance(wanted, str):
+            names = [cls.__name__ for cls in type(module).__mro__ if cls not in (nn.Module, object)]
             if any(re.fullmatch(wanted, name) for name in names):
                 return True
         elif isinstance(module, wanted):
             return True
-    if any(True for _ in module.children()) or isinstance(module, nn.modules.batchnorm._NormBase):
+    if any(child is not None for child in module._modules.values()) or not _is_named_norm(type(module)):
         return False
-    is_one_dimensional = all(p is None or p.dim() <= 1 for p in module._parameters.values())
-    return is_one_dimensional and any("norm" in name.lower() for name in names)
+    return all(p is None or p.dim() <= 1 for p in module._parameters.values())
+
+
+@functools.cache
+def _is_named_norm(cls: Any) -> bool:
+    """Whether a class, or a base of it, is named a norm, and it is none that keeps statistics."""
+    is_named = any("norm" in base.__name__.lower() for base in cls.__mro__)
+    return is_named and not issubclass(cls, nn.modules.batchnorm._NormBase)
 
 
 def computes_in_half(module: nn.Module) -> bool:

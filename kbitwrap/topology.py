@@ -6,10 +6,13 @@ before PEFT, DDP, FSDP, ``torch.compile`` or an activation-checkpoint wrapper pu
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import re
 import sys
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +26,53 @@ _INNER = re.compile(
     r"\.(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_layer|original_module|token_adapter"
     r"|(?:modules_to_save|ln_tuning_layers)\.[^.]+)(?=\.|$)"
 )
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_walks: contextvars.ContextVar[dict[Any, Any] | None] = contextvars.ContextVar("kbitwrap_walks", default=None)
+
+
+@contextlib.contextmanager
+def walking_once(*, anew: bool = False) -> Iterator[None]:
+    """Inside, a model's modules and parameters stay the ones they are, so each kind of walk over it is done once.
+
+    Attributes, flags and what parameters store may change.
+
+    Args:
+        anew: Forget the walks of a surrounding block: somebody else's code, which may replace modules, was called.
+    """
+    walks = _walks.get()
+    token = _walks.set({} if walks is None or anew else walks)
+    try:
+        yield
+    finally:
+        _walks.reset(token)
+
+
+@contextlib.contextmanager
+def only_reading(*, anew: bool = False) -> Iterator[None]:
+    """``walking_once``, and the fields of tensors are read without asking their classes, which takes longer."""
+    with walking_once(anew=anew), torch._C.DisableTorchFunctionSubclass():
+        yield
+
+
+def _walk(function: Callable[P, T]) -> Callable[P, T]:
+    """A function of a model whose result ``walking_once`` keeps; nobody may change it."""
+
+    @functools.wraps(function)
+    def kept(*args: P.args, **kwargs: P.kwargs) -> T:
+        walks = _walks.get()
+        if walks is None:
+            return function(*args, **kwargs)
+        model, *options = args
+        key = (function, id(model), *options, *kwargs.items())
+        if key not in walks:
+            walks[key] = model, function(*args, **kwargs)  # the model too, for its id to stay its own
+        found: T = walks[key][1]
+        return found
+
+    return kept
 
 
 class NamedTensor(NamedTuple):
@@ -59,6 +109,7 @@ def canonical_fqn(fqn: str) -> str:
     return _INNER.sub("", "." + fqn)[1:]
 
 
+@_walk
 def named_modules(model: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, nn.Module]]:
     """List the modules of a model, as ``model.named_modules()`` does, in a tenth of its time.
 
@@ -85,6 +136,7 @@ def named_modules(model: nn.Module, *, remove_duplicate: bool = True) -> list[tu
     return found
 
 
+@_walk
 def named_tensors(model: nn.Module, *, remove_duplicate: bool = True) -> list[NamedTensor]:
     """List the parameters of a model, with their owners.
 
@@ -127,6 +179,7 @@ def is_adapter_module(module: nn.Module) -> bool:
 _BASE_CHILDREN = ({"base_layer"}, {"original_module", "token_adapter"}, {"base_model"})
 
 
+@_walk
 def base_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """List the modules of the base, through whatever PEFT put around and between them.
 
@@ -158,6 +211,7 @@ def base_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
+@_walk
 def adapter_parameter_ids(model: nn.Module) -> set[int]:
     """The ``id`` of every parameter that belongs to an adapter and not also to the base.
 

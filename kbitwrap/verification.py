@@ -16,7 +16,7 @@ from .journal import MISSING
 from .precision import Float32Forward
 from .quantization import is_quantized_layer
 from .report import StateDiff
-from .topology import base_modules, canonical_fqn, is_adapter_module, named_modules
+from .topology import base_modules, canonical_fqn, is_adapter_module, named_modules, only_reading
 from .upcast import UpcastTensor
 
 
@@ -28,10 +28,25 @@ class PreparedState:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.parameters: dict[str, tuple[weakref.ref[nn.Parameter], dict[str, Any]]] = {
-            fqn: (weakref.ref(parameter), _read_parameter(parameter)) for fqn, parameter in base_parameters(model)
-        }
-        self.modules = {fqn: _read_module(module) for fqn, module in _base_modules(model)}
+        with only_reading(anew=True):
+            self.parameters: dict[str, tuple[weakref.ref[nn.Parameter], dict[str, Any]]] = {
+                fqn: (weakref.ref(parameter), _read_parameter(parameter)) for fqn, parameter in base_parameters(model)
+            }
+            # Most modules have nothing that a preparation sets.
+            self.modules = {
+                fqn: _read_module(module) if _is_marked(module) else None for fqn, module in _base_modules(model)
+            }
+
+    def reread(self, model: nn.Module, modules: Collection[nn.Module]) -> None:
+        """Take what some modules are now for what they are to be.
+
+        Args:
+            model: The prepared model.
+            modules: The modules that were edited since.
+        """
+        for fqn, module in _base_modules(model):
+            if module in modules:
+                self.modules[fqn] = _read_module(module)
 
     def diff(self, model: nn.Module) -> StateDiff:
         """Compare a live model with this state. Adapters that others added are no difference.
@@ -59,9 +74,10 @@ class PreparedState:
                     ignored.append("writes")
                 _compare(differences, fqn, expected, _read_parameter(found), ignored)
         modules = dict(_base_modules(model))
-        for fqn, expected in self.modules.items():
-            if fqn in modules:
-                _compare(differences, fqn, expected, _read_module(modules[fqn]))
+        for fqn, marks in self.modules.items():
+            module = modules.get(fqn)
+            if module is not None and (marks is not None or _is_marked(module)):
+                _compare(differences, fqn, marks or _UNMARKED, _read_module(module))
         return StateDiff(differences)
 
 
@@ -77,6 +93,20 @@ def _read_parameter(parameter: nn.Parameter) -> dict[str, Any]:
         "requires_grad": parameter.requires_grad,
         "writes": None if parameter.is_inference() else parameter._version,
     }
+
+
+_MARKS = {*CHECKPOINTING_ATTRIBUTES[:2], "forward", "_old_forward", "__deepcopy__"}
+_UNMARKED: dict[str, Any] = {
+    **dict.fromkeys(CHECKPOINTING_ATTRIBUTES[:2], MISSING),
+    "forward": None,
+    "upcast": (),
+    "input_gradient_hooks": 0,
+}
+
+
+def _is_marked(module: nn.Module) -> bool:
+    """Whether a module may have anything that a preparation sets; a stand-in for a weight comes with a copier."""
+    return bool(module._forward_hooks) or not _MARKS.isdisjoint(vars(module))
 
 
 def _read_module(module: nn.Module) -> dict[str, Any]:

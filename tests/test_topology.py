@@ -22,9 +22,11 @@ from kbitwrap import KbitPreparedModel, UnsupportedModelError, build_plan
 from kbitwrap.topology import (
     adapter_parameter_ids,
     canonical_fqn,
+    named_modules,
     named_tensors,
     refuse_unsupported_tensors,
     storage_key,
+    walking_once,
 )
 
 
@@ -430,3 +432,35 @@ def test_restoring_what_was_sharded_since_is_refused_before_anything_changes(
         with pytest.raises(UnsupportedModelError, match="sharded after it was prepared"):
             leave()
     assert [(fqn, id(p), p.dtype, p.requires_grad) for fqn, p in model.named_parameters()] == before
+
+
+# ----------------------------------------------------------------------------------------------------
+# Walking once.
+# ----------------------------------------------------------------------------------------------------
+
+
+def test_inside_a_walk_the_tree_is_walked_once() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    with walking_once():
+        assert named_modules(model) is named_modules(model)
+        assert named_tensors(model) is not named_tensors(model, remove_duplicate=False)
+        with walking_once():
+            before = named_modules(model)
+        assert named_modules(model) is before
+    assert named_modules(model) is not before
+
+
+def test_a_walk_can_be_begun_anew() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    with walking_once():
+        assert len(named_modules(model)) == 2
+        model.append(nn.Linear(2, 2))
+        with walking_once(anew=True):
+            assert len(named_modules(model)) == 3
+        assert len(named_modules(model)) == 2
+
+
+def test_models_do_not_share_their_walks() -> None:
+    with walking_once():
+        sizes = [len(named_modules(nn.Sequential(*(nn.Linear(1, 1) for _ in range(n))))) for n in range(5)]
+    assert sizes == [1, 2, 3, 4, 5]
