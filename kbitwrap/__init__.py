@@ -21,12 +21,13 @@ from .errors import (
 )
 from .plan import Plan, build_plan
 from .prepared import KbitPreparedModel, LifecycleState, prepared_of
-from .report import RestoreReport, StateDiff
+from .report import ExportReport, RestoreReport, StateDiff
 
 __all__ = [
     "ConfigError",
     "EditError",
     "ExportError",
+    "ExportReport",
     "KbitPreparedModel",
     "KbitWrapError",
     "LifecycleState",

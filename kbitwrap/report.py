@@ -1,9 +1,10 @@
-"""What ``restore`` and ``verify`` found."""
+"""What ``restore`` and ``verify`` found, and what an export wrote."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -63,3 +64,37 @@ class StateDiff:
             for fqn, rows in self.differences.items()
             for what, (expected, found) in rows.items()
         )
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What an export wrote.
+
+    Attributes:
+        path: The folder written.
+        files: The names of the files in it, sorted.
+        num_tensors: How many tensors were written.
+        num_bytes: Their size, in bytes.
+        converted: The fqns of those that were written in another dtype than they had.
+        merged: The fqns of the layers that adapters were merged into.
+        seconds: How long it took.
+    """
+
+    path: Path
+    files: tuple[str, ...]
+    num_tensors: int
+    num_bytes: int
+    converted: tuple[str, ...] = ()
+    merged: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values, ready for JSON."""
+        lists = {name: list(getattr(self, name)) for name in ("files", "converted", "merged")}
+        return {**asdict(self), "path": str(self.path), **lists}
+
+    def __str__(self) -> str:
+        parts = [f"{self.num_tensors} tensors", f"{self.num_bytes:,} bytes", f"{self.seconds:.1f} s"]
+        parts += [f"{len(self.converted)} converted"] if self.converted else []
+        parts += [f"{len(self.merged)} layers merged"] if self.merged else []
+        return f"{self.path}: {', '.join(parts)}"

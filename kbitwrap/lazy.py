@@ -1,0 +1,257 @@
+"""A tensor whose values are computed when they are asked for.
+
+A checkpoint is written one tensor at a time, but the functions that lay it out (which tensors are tied, which shard
+holds which, how fused experts are split into the tensors of the original format) take the whole state dict at once. A
+``LazyTensor`` has everything that they read, and no values: operations on it give lazy tensors again, and
+`materialize` computes one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+# What the tags of an operation say when its result's shape follows from values, or when it differs from call to call.
+_NEEDS_VALUES = (
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.nondeterministic_seeded,
+)
+_CPU = torch.device("cpu")
+# No memory is mapped this high, so that no address given to a lazy tensor is also that of a real one.
+_addresses = itertools.count(1 << 62, 1 << 40)
+
+
+class LazyStorage:
+    """The memory that a lazy tensor does not have, told apart from that of any other tensor.
+
+    Args:
+        num_bytes: Its size, in bytes.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._address = next(_addresses)
+
+    def data_ptr(self) -> int:
+        """An address that no other tensor has."""
+        return self._address
+
+    def nbytes(self) -> int:
+        """Its size, in bytes."""
+        return self._num_bytes
+
+
+class _Kept(threading.local):
+    """The values that are kept where `keeping_last` is active: of one lazy tensor, and of what it is made from."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self.values: dict[LazyTensor, torch.Tensor] = {}
+
+    def keep_only(self, tensors: Sequence[LazyTensor]) -> None:
+        self.values = {tensor: self.values[tensor] for tensor in tensors if tensor in self.values}
+
+
+_kept = _Kept()
+
+
+@contextlib.contextmanager
+def keeping_last() -> Iterator[None]:
+    """Keep the last values computed, and what they were made from, until others are needed.
+
+    What is cut out of one lazy tensor, one piece after the other, is then computed once. Without it nothing is kept.
+    """
+    outer = _kept.active
+    _kept.active = True
+    try:
+        yield
+    finally:
+        _kept.active = outer
+        if not outer:
+            _kept.keep_only(())
+
+
+class LazyTensor(torch.Tensor):
+    """A dense CPU tensor without values, and how to compute them.
+
+    Operations on lazy tensors are lazy. Those that need values (``.item()``, ``torch.equal``, boolean masks, another
+    device) get them; those that write raise. Views share the storage of what they are views of, as tensors do.
+
+    Args:
+        shape: Its shape.
+        dtype: Its dtype.
+        compute: Returns a tensor of that shape and dtype, on any device; called each time its values are asked for.
+
+    Example:
+        >>> lazy = LazyTensor((2, 3), torch.float32, lambda: torch.ones(2, 3))
+        >>> lazy.t()[0]
+        LazyTensor(shape=(2,), dtype=torch.float32)
+        >>> lazy.t()[0].materialize()
+        tensor([1., 1.])
+    """
+
+    _meta: torch.Tensor
+    _storage: LazyStorage
+    _compute: Callable[[], torch.Tensor]
+    _view_of: LazyTensor | None  # of a view: what it is a view of
+    _parent: LazyTensor | None  # of any other: the one lazy tensor that it is made from, if it is one
+
+    # Without `__torch_function__`, methods and functions go straight to `__torch_dispatch__`.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, compute: Callable[[], torch.Tensor]) -> LazyTensor:
+        """Make a contiguous tensor without storage."""
+        return cls._make(torch.empty(tuple(shape), dtype=dtype, device="meta"), compute)
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, compute: Callable[[], torch.Tensor]) -> None:
+        pass
+
+    @classmethod
+    def _make(
+        cls,
+        meta: torch.Tensor,
+        compute: Callable[[], torch.Tensor],
+        base: LazyTensor | None = None,
+        parent: LazyTensor | None = None,
+    ) -> LazyTensor:
+        made: LazyTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            meta.shape,
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            device=_CPU,
+        )
+        made._meta = meta
+        made._storage = base._storage if base is not None else LazyStorage(meta.untyped_storage().nbytes())
+        made._compute = compute
+        made._view_of = base
+        made._parent = parent
+        return made
+
+    @property
+    def lineage(self) -> tuple[LazyTensor, ...]:
+        """What its values are made from, one from the other: tensors with a storage of their own, the first one first.
+
+        Tensors with a long beginning in common are best computed one after the other, under `keeping_last`.
+        """
+        if self._view_of is not None:
+            return self._view_of.lineage
+        return (*(self._parent.lineage if self._parent is not None else ()), self)
+
+    def values(self) -> torch.Tensor:
+        """Compute the values, in the layout that the operations give them.
+
+        Returns:
+            A tensor without gradient, on the CPU; what was kept by `keeping_last`, where it was. Not to be written to.
+
+        Raises:
+            RuntimeError: What was computed has another shape or dtype than was said.
+        """
+        if self in _kept.values:
+            return _kept.values[self]
+        if self._view_of is None:
+            _kept.keep_only(self.lineage)  # before more is computed
+        computed = self._compute().detach().to(_CPU)
+        if computed.shape != self.shape or computed.dtype != self.dtype:
+            raise RuntimeError(
+                f"a lazy tensor of shape {tuple(self.shape)} and dtype {self.dtype} was computed with shape "
+                f"{tuple(computed.shape)} and dtype {computed.dtype}"
+            )
+        if self._view_of is None and _kept.active:
+            _kept.values[self] = computed
+        return computed
+
+    def materialize(self) -> torch.Tensor:
+        """Compute the values.
+
+        Returns:
+            A plain, contiguous tensor of the same shape and dtype, on the CPU. It may share memory with what it was
+            computed from: it is not to be written to.
+
+        Raises:
+            RuntimeError: What was computed has another shape or dtype than was said.
+        """
+        return self.values().contiguous()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation on shapes alone, and promise the values."""
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            raise TypeError(f"{func} writes to a tensor whose values are not there yet; materialize it first")
+        if _needs_values(func, kwargs):
+            return func(*_values(args), **_values(kwargs))
+        lazies = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyTensor)]
+        shapes = func(*_metas(args), **{**_metas(kwargs), **({"device": "meta"} if "device" in kwargs else {})})
+        bases = {lazy._meta.untyped_storage()._cdata: lazy.lineage[-1] for lazy in lazies}
+        parent = lazies[0].lineage[-1] if len(lazies) == 1 else None
+
+        def promise(index: int | None, meta: torch.Tensor) -> LazyTensor:
+            def compute() -> torch.Tensor:
+                computed = func(*_values(args), **_values(kwargs))
+                result: torch.Tensor = computed if index is None else computed[index]
+                return result
+
+            return cls._make(meta, compute, bases.get(meta.untyped_storage()._cdata), parent)
+
+        if isinstance(shapes, torch.Tensor):
+            return promise(None, shapes)
+        return type(shapes)(promise(index, meta) for index, meta in enumerate(shapes))
+
+    def data_ptr(self) -> int:
+        """An address that only tensors of the same lazy storage can have."""
+        return self._storage.data_ptr() + int(self.storage_offset()) * self.element_size()
+
+    def untyped_storage(self) -> Any:
+        """The storage, as far as others need it to tell which tensors share it."""
+        return self._storage
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
+        return self  # it cannot be written to
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise pickle.PicklingError("a lazy tensor has no values to pickle; materialize it first")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def materialize(tensor: torch.Tensor) -> torch.Tensor:
+    """Get a plain tensor that can be written to a file.
+
+    Args:
+        tensor: Any dense tensor, lazy or not, on any device.
+
+    Returns:
+        Its values, contiguous, on the CPU, without gradient; the very memory of the tensor where it is so already.
+    """
+    if isinstance(tensor, LazyTensor):
+        return tensor.materialize()
+    return tensor.detach().to(_CPU).contiguous()
+
+
+def _needs_values(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operation's result cannot be described without its values."""
+    returns_tensors = all("Tensor" in str(value.type) for value in func._schema.returns)
+    elsewhere = torch.device(kwargs.get("device") or _CPU).type != "cpu"
+    return not returns_tensors or elsewhere or any(tag in func.tags for tag in _NEEDS_VALUES)
+
+
+def _values(arguments: Any) -> Any:
+    return tree_map_only(LazyTensor, lambda lazy: lazy.values(), arguments)
+
+
+def _metas(arguments: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda t: t._meta if isinstance(t, LazyTensor) else t.to("meta"), arguments)

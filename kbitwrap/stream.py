@@ -1,0 +1,367 @@
+"""Writing: safetensors files one tensor at a time, and files and folders that are there whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import hashlib
+import io
+import json
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from .errors import ExportError
+from .lazy import LazyTensor, keeping_last, materialize
+
+# The dtypes of the format, in the order in which a file holds them.
+_DTYPE_CODES = (
+    ("uint64", "U64"),
+    ("int64", "I64"),
+    ("float64", "F64"),
+    ("complex64", "C64"),
+    ("float32", "F32"),
+    ("uint32", "U32"),
+    ("int32", "I32"),
+    ("bfloat16", "BF16"),
+    ("float16", "F16"),
+    ("uint16", "U16"),
+    ("int16", "I16"),
+    ("float8_e5m2fnuz", "F8_E5M2FNUZ"),
+    ("float8_e4m3fnuz", "F8_E4M3FNUZ"),
+    ("float8_e8m0fnu", "F8_E8M0"),
+    ("float8_e4m3fn", "F8_E4M3"),
+    ("float8_e5m2", "F8_E5M2"),
+    ("int8", "I8"),
+    ("uint8", "U8"),
+    ("float4_e2m1fn_x2", "F4"),
+    ("bool", "BOOL"),
+)
+_CODES = {getattr(torch, name): code for name, code in _DTYPE_CODES if hasattr(torch, name)}
+_ORDER = {dtype: place for place, dtype in enumerate(_CODES)}
+_ALIGNMENT = 8  # of the first tensor's bytes, in bytes
+_PIECE = 16 << 20  # written at once, in bytes
+_MOVED = "-moved"  # ends the name of what was moved out of the way
+
+
+def write_safetensors(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    progress: Callable[[int], object] | None = None,
+) -> int:
+    """Write a safetensors file, with the values of one tensor in memory at a time.
+
+    The file is, byte for byte, what ``safetensors.torch.save_file`` writes (which puts two and more entries of
+    ``metadata`` in random order; here they are sorted). Tensors that are not contiguous are made so; tensors that
+    share memory are written each by itself. What is cut from one lazy tensor is computed from it once.
+
+    Args:
+        path: The file; one that exists is overwritten.
+        tensors: Dense tensors by name, lazy or not, on any device.
+        metadata: What the file says about itself.
+        progress: Called with the number of bytes after each piece written.
+
+    Returns:
+        The bytes of the tensors, in bytes.
+
+    Raises:
+        ExportError: A tensor is not dense or of a dtype that the format does not have (nothing is written), or the
+            file cannot be written (nothing is left).
+    """
+    header, offsets = _header(tensors, metadata)
+    with _as_export_error(path):
+        try:
+            with open(path, "wb", buffering=0) as file, keeping_last():
+                _write(file, header)
+                for name in _by_lineage(tensors, offsets):
+                    file.seek(len(header) + offsets[name])
+                    _write(file, _bytes_of(tensors[name]), progress)
+                os.fsync(file.fileno())
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            raise
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> tuple[bytes, dict[str, int]]:
+    """The bytes before the tensors, and where in what follows each tensor starts, in the order of the file."""
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.dtype not in _CODES:
+            what = f"dtype {tensor.dtype}" if tensor.layout == torch.strided else f"layout {tensor.layout}"
+            raise ExportError(f"{name}: safetensors files hold no tensors of {what}; convert it first", fqn=name)
+    entries: dict[str, object] = {}
+    if metadata is not None:
+        entries["__metadata__"] = dict(sorted(metadata.items()))
+    offsets = {}
+    start = 0
+    for name in sorted(tensors, key=lambda name: (_ORDER[tensors[name].dtype], name)):
+        tensor = tensors[name]
+        shape = list(tensor.shape)
+        code = _CODES[tensor.dtype]
+        if code == "F4":
+            shape[-1] *= 2  # two values a byte, counted one by one
+        entries[name] = {"dtype": code, "shape": shape, "data_offsets": [start, start + tensor.nbytes]}
+        offsets[name] = start
+        start += tensor.nbytes
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text, offsets
+
+
+def _by_lineage(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> list[str]:
+    """The names, those together whose tensors are made from the same lazy tensor."""
+    places: dict[int, int] = {}
+    keys = {}
+    for name in names:
+        tensor = tensors[name]
+        lineage = tensor.lineage if isinstance(tensor, LazyTensor) else (tensor,)
+        keys[name] = [places.setdefault(id(part), len(places)) for part in lineage]
+    return sorted(keys, key=lambda name: keys[name])
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor, without another copy."""
+    values = materialize(tensor)
+    if sys.byteorder == "big":
+        raise ExportError("safetensors files can be written on little-endian machines only")
+    return memoryview(values.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _write(file: io.FileIO, data: bytes | memoryview, progress: Callable[[int], object] | None = None) -> None:
+    left = memoryview(data)
+    while left:
+        written = file.write(left[:_PIECE])
+        left = left[written:]
+        if progress is not None:
+            progress(written)
+
+
+@contextlib.contextmanager
+def staged(destination: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
+    """Write a folder so that it is there whole, or not at all.
+
+    Yields a fresh folder beside the destination, with a hidden name, which takes the destination's place when the body
+    ends: after everything in it has reached the disk, in one step. It is removed when the body raises. What killed
+    processes left behind of the same destination is removed first.
+
+    An empty folder may stand at the destination. With ``overwrite``, any other folder without subfolders may, and is
+    replaced as a whole; a crash leaves the old one or the new one.
+
+    Args:
+        destination: The folder to make; missing parents are made too. A symbolic link is followed.
+        overwrite: Replace a folder that is not empty.
+
+    Yields:
+        The folder to write to.
+
+    Raises:
+        ExportError: Something stands at the destination (nothing was written), or writing failed (nothing is left).
+    """
+    target = Path(os.path.realpath(destination))
+    with _as_export_error(destination), _parents_of(target):
+        _recover(target)
+        _refuse_existing(target, destination, overwrite)
+        with _temporary(target, os.mkdir) as folder:
+            yield folder
+            _sync_tree(folder)
+            _refuse_existing(target, destination, overwrite)
+            _put_in_place(folder, target, overwrite)
+        _sync(target.parent)
+
+
+def atomic_write(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write a file so that it is there whole, or as it was before.
+
+    Args:
+        path: The file; one that exists is replaced. Missing parents are made. A symbolic link is followed.
+        data: What it is to hold.
+
+    Raises:
+        ExportError: It cannot be written; it is as it was before.
+    """
+    target = Path(os.path.realpath(path))
+    with _as_export_error(path), _parents_of(target):
+        _recover(target)
+        with _temporary(target, _touch) as temporary:
+            with open(temporary, "wb", buffering=0) as file:
+                _write(file, data)
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        _sync(target.parent)
+
+
+@contextlib.contextmanager
+def _as_export_error(path: str | os.PathLike[str]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        raise ExportError(
+            f"{os.fspath(path)}: cannot be written: {error.strerror or error}{where}; nothing was left there"
+        ) from error
+
+
+@contextlib.contextmanager
+def _parents_of(target: Path) -> Iterator[None]:
+    """Make the folders above a path; remove those made if the body raises."""
+    made = []
+    try:
+        for parent in reversed(target.parents):
+            if not parent.is_dir():
+                parent.mkdir()
+                made.append(parent)
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for parent in reversed(made):
+                parent.rmdir()
+        raise
+
+
+def _refuse_existing(target: Path, destination: str | os.PathLike[str], overwrite: bool) -> None:
+    if not os.path.lexists(target):
+        return
+    if not target.is_dir():
+        raise ExportError(f"{os.fspath(destination)}: expected a folder or nothing, found a file; nothing was written")
+    entries = list(target.iterdir())
+    if entries and not overwrite:
+        raise ExportError(
+            f"{os.fspath(destination)}: exists and is not empty; choose another folder or pass overwrite=True"
+        )
+    folders = [entry.name for entry in entries if entry.is_dir()]
+    if folders:
+        raise ExportError(
+            f"{os.fspath(destination)}: holds the folder {folders[0]!r}, and would be replaced as a whole; "
+            "nothing was written: remove it yourself, or choose another folder"
+        )
+
+
+# ----------------------------------------------------------------------------------------------------
+# Temporaries: beside the destination, so that renaming is atomic, and locked while their process lives.
+# ----------------------------------------------------------------------------------------------------
+
+
+def _prefix(target: Path) -> str:
+    """How the temporaries of a destination are named: short, because its own name may be as long as names can be."""
+    return f".kbitwrap-{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}-"
+
+
+@contextlib.contextmanager
+def _temporary(target: Path, make: Callable[[Path], object]) -> Iterator[Path]:
+    """Make a file or a folder beside a path, locked; remove whatever is left of it in the end."""
+    lock = None
+    while lock is None:  # it may be taken for a leftover before it is locked
+        path = target.parent / f"{_prefix(target)}{secrets.token_hex(8)}"
+        make(path)
+        lock = _lock(path)
+    try:
+        yield path
+    finally:
+        _remove(path)
+        os.close(lock)
+
+
+def _lock(path: Path) -> int | None:
+    """Lock a file or folder until the descriptor is closed, or the process ends, however it ends.
+
+    Returns:
+        The descriptor, or ``None`` where another process has it locked, or it is gone.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        os.close(descriptor)
+        return None
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
+
+
+def _recover(target: Path) -> None:
+    """Remove what killed processes left of a destination; put back what one of them had moved out of the way."""
+    for leftover in target.parent.glob(f"{_prefix(target)}*"):
+        lock = _lock(leftover)
+        if lock is None:
+            continue
+        try:
+            if leftover.name.endswith(_MOVED) and not os.path.lexists(target):
+                os.rename(leftover, target)
+            else:
+                _remove(leftover)
+        finally:
+            os.close(lock)
+
+
+def _put_in_place(folder: Path, target: Path, overwrite: bool) -> None:
+    if not overwrite or not target.is_dir() or not any(target.iterdir()):
+        os.rename(folder, target)  # takes the place of an empty folder, and of nothing else
+        return
+    if _exchange(folder, target):
+        return  # the old one is the temporary now
+    moved = folder.with_name(folder.name + _MOVED)
+    lock = _lock(target)
+    os.rename(target, moved)
+    try:
+        os.rename(folder, target)
+    except BaseException:
+        os.rename(moved, target)
+        raise
+    finally:
+        if lock is not None:
+            os.close(lock)
+    _remove(moved)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two paths in one step; false where the system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    at_working_directory, exchange = -100, 2  # AT_FDCWD of fcntl.h, RENAME_EXCHANGE of linux/fs.h
+    paths = os.fsencode(first), os.fsencode(second)
+    return bool(renameat2(at_working_directory, paths[0], at_working_directory, paths[1], exchange) == 0)
+
+
+def _touch(path: Path) -> None:
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or which files a folder has, has reached the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_tree(folder: Path) -> None:
+    for root, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            _sync(Path(root, name))
+        _sync(Path(root))
