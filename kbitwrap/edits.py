@@ -172,14 +172,61 @@ class Freeze(EditBase):
                 parameter.requires_grad_(False)
 
 
+# What accelerate sets on the model that it is given: a forward under autocast, the forward before that, and a mark.
+_ACCELERATE_ATTRIBUTES = ("forward", "_original_forward", "_is_accelerate_prepared")
+
+
+class AccelerateChange:
+    """A model as it was before accelerate prepared it: without its autocast, and without its mark.
+
+    Args:
+        model: The model that is given to a ``Trainer``, or to ``Accelerator.prepare``.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = weakref.ref(model)
+        self.values = self._read(model)
+
+    def _read(self, model: nn.Module) -> tuple[Any, ...]:
+        return tuple(vars(model).get(name, MISSING) for name in _ACCELERATE_ATTRIBUTES)
+
+    def undo(self) -> None:
+        """Put the attributes back; a ``forward`` that others replaced stays."""
+        model = self.model()
+        if model is None:
+            return
+        names, values = _ACCELERATE_ATTRIBUTES, self.values
+        if vars(model).get("_original_forward", MISSING) is values[1]:
+            names, values = names[1:], values[1:]
+        for name, value in zip(names, values, strict=True):
+            write_attribute(vars(model), name, value)
+
+    def suspend(self) -> Resume:
+        """Put the attributes back for a while."""
+        model = self.model()
+        if model is None:
+            return lambda: None
+        current = self._read(model)
+
+        def resume() -> None:
+            for name, value in zip(_ACCELERATE_ATTRIBUTES, current, strict=True):
+                write_attribute(vars(model), name, value)
+
+        return undo_for_a_while(self, resume)
+
+
 _RUNTIME_CONFIGS = ("config", "generation_config")
 
 
 class RecordChange:
-    """What training leaves behind beside the preparation: train mode, ``use_cache``, fields that layers rewrite."""
+    """What training leaves behind beside the preparation: train mode, ``use_cache``, fields that layers rewrite.
+
+    What accelerate sets on the model too, where the model itself is trained rather than a ``PeftModel`` around it.
+    """
 
     def __init__(self, model: nn.Module, runtime_layers: Iterable[nn.Module]) -> None:
         self._model = weakref.ref(model)
+        self.accelerate = AccelerateChange(model)
         self.training = ModuleRecord(model, lambda module: module.training)
         self.layers = [RuntimeChange(layer) for layer in runtime_layers]
         self.use_cache = [
@@ -191,6 +238,7 @@ class RecordChange:
 
     def undo(self) -> None:
         """Put all of it back. Adapters keep their train mode; copies of base modules get the original's."""
+        self.accelerate.undo()
         for module, training in self.training.affected():
             module.training = training
         for layer in self.layers:
@@ -206,8 +254,10 @@ class RecordChange:
         training = [(module, module.training) for _, module in named_modules(model)]
         use_cache = [(config, vars(config).get("use_cache", MISSING)) for config, _ in self.use_cache]
         layers = [layer.now() for layer in self.layers]
+        resume_accelerate = self.accelerate.suspend()
 
         def resume() -> None:
+            resume_accelerate()
             for module, mode in training:
                 module.training = mode
             for config, value in use_cache:

@@ -13,6 +13,7 @@ from .compute import ComputeInFloat32, UpcastAtUse
 from .config import Precision, PrepareConfig, format_bytes
 from .edits import EditBase, Freeze, Record, references
 from .precision import can_rebind_forward, computes_in_float32
+from .process import mixed_precision
 from .quantization import (
     HALF_DTYPES,
     Quantization,
@@ -268,10 +269,27 @@ class Planner:
                     "float32 embeddings and norms make the residual stream float32 in most models: activations take "
                     "twice the bytes, and FlashAttention refuses float32 queries, keys and values"
                 )
+            self._warn_of_mixed_precision()
             stored = [t for store in self._store for t in store.parameters]
             experts = sum(_bytes(p) for r in stored if (p := r()) is not None and self.roles[id(p)] is Role.EXPERT)
             if experts:
                 self.warnings.append(f"unquantized experts are doubled: {format_bytes(experts)} more")
+
+    def _warn_of_mixed_precision(self) -> None:
+        """Say where a policy computes in half what is cast: the bytes are spent, and the numbers are not PEFT's."""
+        policy = mixed_precision(next((t.parameter.device.type for t in self.base), "meta"))
+        if policy is None or not self._castable:
+            return
+        if policy.casts_parameters:
+            self.warnings.append(
+                f"the mixed-precision policy of FSDP casts every parameter to {policy.dtype} before it is used, which "
+                "nullifies the upcast: precision 'norms' or 'none' computes the same from half the bytes"
+            )
+        elif any(isinstance(t.module, nn.Linear) for t in self._castable):
+            self.warnings.append(
+                f"under {policy.dtype} autocast linear layers, the head among them, are computed in {policy.dtype} "
+                "whatever they store: their upcast is nullified, as it is in PEFT"
+            )
 
 
 def _adapted_blocks(model: nn.Module, modules: list[tuple[str, nn.Module]]) -> set[str]:

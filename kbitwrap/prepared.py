@@ -17,20 +17,22 @@ from tqdm.auto import tqdm
 
 from .census import Census
 from .config import PrepareConfig
-from .edits import Anchor, EditBase, FlagsChange, Hold
+from .edits import AccelerateChange, Anchor, EditBase, FlagsChange, Hold
 from .errors import ConfigError, EditError, RestoreError, StateError, UnsupportedModelError
 from .journal import Change, Journal, Resume, undo_all
-from .plan import Plan, build_plan, write_plan
+from .plan import Plan, plan_as_detected, write_plan
 from .planner import Planner
-from .process import empty_cache, plain_mode, random_state, refuse_retyping_under_ddp
+from .process import LARGE_BLOCK_BYTES, empty_cache, plain_mode, random_state, refuse_retyping_under_ddp
 from .quantization import detect, detect_as_peft
 from .report import RestoreReport, StateDiff
 from .storage import CopyChange, SharedStorageChange, StorageChange, TrainedError
 from .topology import (
     adapter_parameter_ids,
     named_modules,
+    only_reading,
     refuse_unsupported_tensors,
     signature,
+    walking_once,
 )
 from .verification import PreparedState
 
@@ -81,7 +83,7 @@ def prepared_of(model: nn.Module) -> KbitPreparedModel | None:
         return None
     modules = {id(module) for _, module in named_modules(model)}
     for holder in holders:
-        if any(id(module) in modules for _, module in named_modules(holder.model)):
+        if id(holder.model) in modules or any(id(module) in modules for _, module in named_modules(holder.model)):
             return holder
     return None
 
@@ -138,10 +140,11 @@ class KbitPreparedModel:
 
     def __init__(self, model: nn.Module, config: PrepareConfig | None = None, **fields: Any) -> None:
         self._initialize(model, PrepareConfig.of(config, fields))
-        refuse_unsupported_tensors(model, allow_meta=False)
-        _refuse_held(model)
-        self.plan = build_plan(model, self.config)
-        self._planned_for = signature(model)
+        with only_reading():
+            refuse_unsupported_tensors(model, allow_meta=False)
+            _refuse_held(model)
+            self.plan = plan_as_detected(model, self.config)
+            self._planned_for = signature(model)
 
     def __repr__(self) -> str:
         return f"KbitPreparedModel({type(self.model).__name__}, precision={str(self.config.precision)!r}, {self.state})"
@@ -167,14 +170,16 @@ class KbitPreparedModel:
                 state=self.state,
                 expected=(LifecycleState.NEW, LifecycleState.RESTORED),
             )
-        _refuse_held(self.model)
-        if signature(self.model) != self._planned_for:
-            refuse_unsupported_tensors(self.model, allow_meta=False)
-            self.plan = build_plan(self.model, self.config)
-            self._planned_for = signature(self.model)
-        if not self.plan.is_quantized:
-            warnings.warn(self.plan.warnings[0], UserWarning, stacklevel=2)
-        self._apply(self.plan)
+        with walking_once():
+            with only_reading():
+                _refuse_held(self.model)
+                if signature(self.model) != self._planned_for:
+                    refuse_unsupported_tensors(self.model, allow_meta=False)
+                    self.plan = plan_as_detected(self.model, self.config)
+                    self._planned_for = signature(self.model)
+            if not self.plan.is_quantized:
+                warnings.warn(self.plan.warnings[0], UserWarning, stacklevel=2)
+            self._apply(self.plan)
         return self
 
     @classmethod
@@ -193,8 +198,9 @@ class KbitPreparedModel:
             StateError: The model's wrapper is suspended.
             EditError: An edit failed; the model is as it was before this call.
         """
-        refuse_unsupported_tensors(model, allow_meta=False)
-        plan = write_plan(Planner(model, config, detect_as_peft(model), freeze_adapters=True))
+        with only_reading():
+            refuse_unsupported_tensors(model, allow_meta=False)
+            plan = write_plan(Planner(model, config, detect_as_peft(model), freeze_adapters=True))
         wrapper = prepared_of(model)
         if wrapper is None:
             wrapper = cls.__new__(cls)
@@ -209,16 +215,15 @@ class KbitPreparedModel:
         """Apply a plan on top of what is applied, all or nothing, and take hold of the model."""
         start = len(self._journal.changes)
         try:
-            with plain_mode():
+            with plain_mode(), walking_once():
                 edits: list[EditBase] = list(plan.edits)
                 if self.state is not LifecycleState.PREPARED:
                     edits.insert(0, Hold("hold", ("",), model=weakref.ref(self.model), anchor=Anchor(self)))
                     self._census = Census(self.model)
-                bar: Iterable[Any] = self._bar(edits, "prepare")
-                self._journal.apply(bar)
+                self._journal.apply(self._emptying_cache(self._bar(edits, "prepare")))
                 if self.config.empty_cache:
                     empty_cache()
-                self._prepared_state = PreparedState(self.model)
+            self._prepared_state = PreparedState(self.model)
             self._upcasts_all |= plan.config.precision.upcasts_all and plan.casts
             self._report = None
             _holders.add(self)
@@ -230,6 +235,13 @@ class KbitPreparedModel:
             if isinstance(error, EditError) or not isinstance(error, Exception):
                 raise
             raise EditError(f"could not prepare: {error}; the model is as it was", edit=None) from error
+
+    def _emptying_cache(self, edits: Iterable[EditBase]) -> Iterator[Any]:
+        """The edits; when the next one is asked for, a large cast's freed blocks are returned to the device first."""
+        for edit in edits:
+            yield edit
+            if self.config.empty_cache and edit.transient_bytes >= LARGE_BLOCK_BYTES:
+                empty_cache()
 
     def _bar(self, items: Sequence[T], what: str) -> Iterable[T]:
         """The items, with a progress bar on standard error if that was asked for."""
@@ -266,11 +278,11 @@ class KbitPreparedModel:
             raise ConfigError("restore(trained='discard') needs a preparation with keep_originals=True")
         _refuse_sharded_since(self.model)
         assert self._census is not None
-        self._turned_on += self._trainable_base()
-        replaced, foreign = self._census.found(self.model)
-        for change in self._storage_changes():
-            change.trained_policy = trained
-        with plain_mode():
+        with plain_mode(), walking_once():
+            self._turned_on += self._trainable_base()
+            replaced, foreign = self._census.found(self.model)
+            for change in self._storage_changes():
+                change.trained_policy = trained
             names, failures = self._undo(trained)
         if failures:
             raise RestoreError(
@@ -400,8 +412,9 @@ class KbitPreparedModel:
     def adopt(self, peft_model: nn.Module) -> None:
         """Tell the wrapper of adapters made after ``prepare``.
 
-        Under ``"adapted"`` the norms of the blocks that now hold an adapter compute in float32 from here on; under the
-        other precisions there is nothing to settle. May be called again when further adapters are made.
+        Under ``"adapted"`` the norms of the blocks that now hold an adapter compute in float32 from here on. Under every
+        precision, what accelerate sets on ``peft_model`` later, such as a forward under autocast, is undone by
+        ``restore`` too. May be called again when further adapters are made.
 
         Args:
             peft_model: The model with its adapters: a ``PeftModel``, or the prepared model itself where adapters were
@@ -413,19 +426,24 @@ class KbitPreparedModel:
             EditError: An edit failed; the model is as it was before this call.
         """
         self._expect_prepared("adopt")
-        if not isinstance(peft_model, nn.Module) or prepared_of(peft_model) is not self:
-            raise UnsupportedModelError(
-                f"adopt() expects what was made of the prepared {type(self.model).__name__}, such as "
-                f"get_peft_model(prepared.model, ...), found another {type(peft_model).__name__}"
-            )
-        if not adapter_parameter_ids(self.model):
-            raise UnsupportedModelError(f"{type(peft_model).__name__} holds no adapter inside the prepared model")
-        edits = Planner(self.model, self.config, detect(self.model)).compute_norms()
-        if edits:
+        with only_reading():
+            if not isinstance(peft_model, nn.Module) or prepared_of(peft_model) is not self:
+                raise UnsupportedModelError(
+                    f"adopt() expects what was made of the prepared {type(self.model).__name__}, such as "
+                    f"get_peft_model(prepared.model, ...), found another {type(peft_model).__name__}"
+                )
+            if not adapter_parameter_ids(self.model):
+                raise UnsupportedModelError(f"{type(peft_model).__name__} holds no adapter inside the prepared model")
+            if not any(isinstance(c, AccelerateChange) and c.model() is peft_model for c in self._journal.changes):
+                self._journal.changes.append(AccelerateChange(peft_model))
+            edits = Planner(self.model, self.config, detect(self.model)).compute_norms()
+            if not edits:
+                return
             self._journal.apply(edits)
             self.plan = dataclasses.replace(self.plan, edits=(*self.plan.edits, *edits))
             self._planned_for = None
-            self._prepared_state = PreparedState(self.model)
+            assert self._prepared_state is not None
+            self._prepared_state.reread(self.model, {m for edit in edits for ref in edit.modules if (m := ref())})
 
     def verify(self) -> StateDiff:
         """Compare the live model with what preparation left.

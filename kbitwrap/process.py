@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -11,6 +14,9 @@ from torch import nn
 from .errors import StateError
 from .journal import Resume
 from .storage import CopyChange, StorageChange
+
+# From here on torch's CUDA allocator gives a block a segment of its own (kMinLargeAlloc).
+LARGE_BLOCK_BYTES = 10 << 20
 
 
 @contextlib.contextmanager
@@ -42,6 +48,48 @@ def empty_cache() -> None:
         torch.xpu.empty_cache()
     if torch.backends.mps.is_available():
         torch.mps.empty_cache()
+
+
+class MixedPrecision(NamedTuple):
+    """A mixed-precision policy that this process trains under, as far as it is known yet.
+
+    Attributes:
+        dtype: What it computes in: ``"bfloat16"`` or ``"float16"``.
+        casts_parameters: Whether it casts every parameter (FSDP), and not only the operands of matrix products.
+    """
+
+    dtype: str
+    casts_parameters: bool
+
+
+_HALF_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
+
+
+def mixed_precision(device_type: str) -> MixedPrecision | None:
+    """Find the mixed-precision policy: an autocast that is on, accelerate's state, or what its launcher set.
+
+    Args:
+        device_type: Where the model is.
+
+    Returns:
+        The policy, or ``None`` where none is known. ``Trainer(bf16=True)`` settles it only when it is made.
+    """
+    state: dict[str, Any] = {}
+    accelerate = sys.modules.get("accelerate.state")
+    if accelerate is not None:
+        state = accelerate.AcceleratorState._shared_state
+    fsdp = getattr(state.get("fsdp_plugin"), "mixed_precision_policy", None)
+    param_dtype = getattr(fsdp, "param_dtype", None)
+    if param_dtype in (torch.bfloat16, torch.float16):
+        return MixedPrecision(str(param_dtype).removeprefix("torch."), casts_parameters=True)
+    name = state.get("_mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if name in _HALF_NAMES:
+        uses_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true")
+        return MixedPrecision(_HALF_NAMES[name], casts_parameters=uses_fsdp and not state)
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        return MixedPrecision(str(dtype).removeprefix("torch."), casts_parameters=False)
+    return None
 
 
 def refuse_retyping_under_ddp(changes: Sequence[StorageChange | CopyChange]) -> None:

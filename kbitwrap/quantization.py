@@ -15,6 +15,7 @@ of transformers                                      layers in the dtype it load
 
 from __future__ import annotations
 
+import functools
 import copy
 import sys
 import weakref
@@ -48,7 +49,11 @@ class Quantization:
 
 def _bitsandbytes_classes(*names: str) -> tuple[type, ...]:
     """Classes of ``bitsandbytes.nn`` by name, if it is loaded: without it no model can hold one of its layers."""
-    module = sys.modules.get("bitsandbytes.nn")
+    return _classes_in(sys.modules.get("bitsandbytes.nn"), names)
+
+
+@functools.cache
+def _classes_in(module: Any, names: tuple[str, ...]) -> tuple[type, ...]:
     return tuple(cls for name in names if (cls := getattr(module, name, None)) is not None)
 
 
@@ -146,11 +151,11 @@ class RuntimeChange:
         if weight is None or module._parameters.get("weight") is not weight:
             return
         quant_state = getattr(weight, "quant_state", None)
-        was_packed = self.state.get("quant_state", {}).get("packing_format_for_cpu", lambda: False)()
+        was_packed = self.state.get("quant_state", {}).get("packing_format_for_cpu", False)
         if getattr(quant_state, "packing_format_for_cpu", False) and not was_packed:
             _unpack_for_cpu(weight, quant_state)
         # All values are looked up before any is written: one field may be all that keeps another's value alive.
-        held = {name: {key: (hold, hold()) for key, hold in fields.items()} for name, fields in self.state.items()}
+        held = {name: {key: (hold, _held(hold)) for key, hold in fields.items()} for name, fields in self.state.items()}
         for name, owner, keys in _state_owners(module, weight):
             if name in held:
                 _write(vars(owner), held[name], keys)
@@ -165,8 +170,8 @@ class RuntimeChange:
         state = copy.copy(quant_state)
         copied = torch.Tensor._make_subclass(type(weight), _unpacked(weight, state))
         held = self.state.get("quant_state", {})
-        if not held.get("packing_format_for_cpu", lambda: False)():
-            _write(vars(state), {key: (hold, hold()) for key, hold in held.items()}, None)
+        if not held.get("packing_format_for_cpu", False):
+            _write(vars(state), {key: (hold, _held(hold)) for key, hold in held.items()}, None)
         vars(copied).update({**vars(weight), "quant_state": state})
         return copied
 
@@ -201,7 +206,12 @@ def _hold(value: Any) -> Any:
     """Hold a field's value: a tensor off the CPU weakly, so that a record pins no device memory."""
     if isinstance(value, torch.Tensor) and (value.device.type != "cpu" or value.dtype == torch.int8):
         return weakref.ref(value)
-    return lambda: value
+    return value
+
+
+def _held(value: Any) -> Any:
+    """What ``_hold`` held, or ``None`` where that is gone."""
+    return value() if isinstance(value, weakref.ref) else value
 
 
 def _write(fields: dict[str, Any], held: dict[str, tuple[Any, Any]], keys: tuple[str, ...] | None) -> None:

@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 
+import accelerate
 import peft
 import pytest
 import torch
@@ -779,3 +780,63 @@ class TestAdapted:
         prepared.restore()
         with pytest.raises(StateError):
             prepared.adopt(prepared.model)
+
+
+def big_halves() -> nn.Module:
+    """Three weights that are cast, two of them large enough for a segment of their own in a caching allocator."""
+    return nn.Sequential(nn.Embedding(4096, 1024), nn.LayerNorm(1024), nn.Linear(1024, 4096, bias=False)).bfloat16()
+
+
+@pytest.mark.filterwarnings("ignore:Sequential has neither:UserWarning")
+@pytest.mark.parametrize(
+    ("precision", "empties", "calls"),
+    [("full", True, ["large", "large", "end"]), ("full", False, []), ("none", True, ["end"])],
+)
+def test_freed_blocks_are_returned_between_large_casts(
+    precision: str, empties: bool, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = big_halves()
+    found = []
+
+    def emptied() -> None:
+        found.append([p.dtype for p in model.parameters()])
+
+    monkeypatch.setattr("kbitwrap.prepared.empty_cache", emptied)
+    KbitPreparedModel(model, precision=precision, empty_cache=empties).prepare()
+    half, full = torch.bfloat16, torch.float32
+    if calls == ["large", "large", "end"]:
+        # The largest are cast first, and each is returned before the next is cast.
+        assert found == [[full, half, half, half], [full, half, half, full], [full] * 4]
+    else:
+        assert len(found) == len(calls)
+
+
+class TestMixedPrecision:
+    """What a mixed-precision policy makes of an upcast is said beforehand."""
+
+    def warnings(self, precision: str = "full") -> str:
+        return "\n".join(build_plan(zoo.load("llama"), precision=precision).warnings)
+
+    def test_without_a_policy_nothing_is_said(self) -> None:
+        assert "nullif" not in self.warnings()
+
+    def test_autocast_nullifies_the_heads_upcast(self) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            assert "under bfloat16 autocast" in self.warnings()
+            assert "under bfloat16 autocast" in self.warnings("compute")
+            assert "nullif" not in self.warnings("norms")
+
+    def test_a_launcher_says_it_in_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("accelerate.state.AcceleratorState._shared_state", {})
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+        assert "under float16 autocast" in self.warnings()
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+        assert "FSDP casts every parameter to float16" in self.warnings()
+
+    def test_accelerates_state_says_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2)
+        state = {"_mixed_precision": "bf16", "fsdp_plugin": plugin}
+        monkeypatch.setattr("accelerate.state.AcceleratorState._shared_state", state)
+        assert "under bfloat16 autocast" in self.warnings()
+        plugin.set_mixed_precision("bf16")
+        assert "FSDP casts every parameter to bfloat16" in self.warnings()
