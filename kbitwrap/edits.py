@@ -195,11 +195,10 @@ class AccelerateChange:
         model = self.model()
         if model is None:
             return
-        names, values = _ACCELERATE_ATTRIBUTES, self.values
-        if vars(model).get("_original_forward", MISSING) is values[1]:
-            names, values = names[1:], values[1:]
-        for name, value in zip(names, values, strict=True):
-            write_attribute(vars(model), name, value)
+        is_wrapped = vars(model).get("_original_forward", MISSING) is not self.values[1]
+        for name, value in zip(_ACCELERATE_ATTRIBUTES, self.values, strict=True):
+            if name != "forward" or is_wrapped:
+                write_attribute(vars(model), name, value)
 
     def suspend(self) -> Resume:
         """Put the attributes back for a while."""

@@ -412,8 +412,8 @@ class KbitPreparedModel:
     def adopt(self, peft_model: nn.Module) -> None:
         """Tell the wrapper of adapters made after ``prepare``.
 
-        Under ``"adapted"`` the norms of the blocks that now hold an adapter compute in float32 from here on. Under every
-        precision, what accelerate sets on ``peft_model`` later, such as a forward under autocast, is undone by
+        Under ``"adapted"`` the norms of the blocks that now hold an adapter compute in float32 from here on. Under
+        every precision, what accelerate sets on ``peft_model`` later, such as a forward under autocast, is undone by
         ``restore`` too. May be called again when further adapters are made.
 
         Args:
