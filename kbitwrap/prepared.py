@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,12 +20,15 @@ from .census import Census
 from .config import PrepareConfig
 from .edits import AccelerateChange, Anchor, EditBase, FlagsChange, Hold
 from .errors import ConfigError, EditError, RestoreError, StateError, UnsupportedModelError
+from .export import export_twin
 from .journal import Change, Journal, Resume, undo_all
+from .manifest import Manifest
 from .plan import Plan, plan_as_detected, write_plan
 from .planner import Planner
 from .process import LARGE_BLOCK_BYTES, empty_cache, plain_mode, random_state, refuse_retyping_under_ddp
 from .quantization import detect, detect_as_peft
-from .report import RestoreReport, StateDiff
+from .record import Baseline
+from .report import ExportReport, RestoreReport, StateDiff
 from .storage import CopyChange, SharedStorageChange, StorageChange, TrainedError
 from .topology import (
     adapter_parameter_ids,
@@ -34,6 +38,7 @@ from .topology import (
     signature,
     walking_once,
 )
+from .twin import Origin, build_twin, peel
 from .verification import PreparedState
 
 _logger = logging.getLogger(__name__)
@@ -129,7 +134,9 @@ class KbitPreparedModel:
         self._journal = Journal()
         self._report: RestoreReport | None = None
         self._prepared_state: PreparedState | None = None
+        self._baseline: Baseline | None = None
         self._census: Census | None = None
+        self._origin: Origin | None = None
         self._suspension: tuple[Resume, Resume] | None = None
         self._upcasts_all = False
         self._turned_on = 0
@@ -219,11 +226,14 @@ class KbitPreparedModel:
                 edits: list[EditBase] = list(plan.edits)
                 if self.state is not LifecycleState.PREPARED:
                     edits.insert(0, Hold("hold", ("",), model=weakref.ref(self.model), anchor=Anchor(self)))
-                    self._census = Census(self.model)
+                    self._census, self._origin = Census(self.model), Origin(self.model)
+                baseline = self._baseline or Baseline(self.model, self._journal)
                 self._journal.apply(self._emptying_cache(self._bar(edits, "prepare")))
                 if self.config.empty_cache:
                     empty_cache()
             self._prepared_state = PreparedState(self.model)
+            baseline.settle(self.model, self._origin)
+            self._baseline = baseline
             self._upcasts_all |= plan.config.precision.upcasts_all and plan.casts
             self._report = None
             _holders.add(self)
@@ -294,7 +304,7 @@ class KbitPreparedModel:
         self.state = LifecycleState.RESTORED
         _holders.discard(self)
         turned_on, self._turned_on = self._turned_on, 0
-        self._census = self._prepared_state = None
+        self._census = self._origin = self._prepared_state = self._baseline = None
         self._upcasts_all = False
         if self.config.empty_cache:
             empty_cache()
@@ -458,6 +468,111 @@ class KbitPreparedModel:
         assert self._prepared_state is not None
         return self._prepared_state.diff(self.model)
 
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        model: nn.Module | None = None,
+        max_shard_size: int | str = "5GB",
+        overwrite: bool = False,
+    ) -> ExportReport:
+        """Write the exact base as a checkpoint, and change nothing of the model.
+
+        While prepared or suspended this is the model as it was before ``prepare``: for one from ``from_pretrained``
+        the files are, byte for byte, those that its ``save_pretrained`` would have written then, configs included,
+        whatever adapters, wrappers and trained copies are on it by now. Otherwise it is the model as it is, without
+        adapters. What was trained itself, under ``freeze=False``, is written as ``restore(trained="keep")`` would
+        leave it. Several processes that train together must not write to one path: call it on one of them.
+
+        Tensors are computed and written one at a time. A folder is there whole, or not at all.
+
+        Args:
+            path: The folder to make.
+            model: What was made of the model, such as a ``PeftModel``; ``None``: what is inside the model itself.
+            max_shard_size: The most bytes in a file, or a string such as ``"5GB"``.
+            overwrite: Replace a folder that is there.
+
+        Returns:
+            What was written.
+
+        Raises:
+            ConfigError: ``max_shard_size`` cannot be meant.
+            UnsupportedModelError: The model is sharded or offloaded, or ``model`` is another.
+            ExportError: The base is not there any more, because adapters are merged into it or its tensors were
+                replaced (``fqn`` names the first), or it cannot be written. Nothing was left at ``path``.
+
+        Example:
+            >>> import tempfile, warnings, torch
+            >>> from kbitwrap import KbitPreparedModel
+            >>> warnings.simplefilter("ignore", UserWarning)  # it says that this model is not quantized
+            >>> with KbitPreparedModel(torch.nn.LayerNorm(4).bfloat16(), precision="full") as prepared:
+            ...     report = prepared.export(tempfile.mkdtemp())
+            >>> report.files, report.num_bytes
+            (('model.safetensors',), 16)
+        """
+        _refuse_sharded(self.model)
+        live = self.model if model is None else model
+        if not isinstance(live, nn.Module) or peel(live)[0] is not peel(self.model)[0]:
+            raise UnsupportedModelError(
+                f"export() expects what was made of this {type(self.model).__name__}, such as "
+                f"get_peft_model(prepared.model, ...), found another {type(live).__name__}"
+            )
+        with plain_mode():
+            twin = build_twin(live, self._journal.changes, self._origin)
+            return export_twin(
+                twin, path, max_shard_size=max_shard_size, overwrite=overwrite, progress=self.config.progress
+            )
+
+    def manifest(self) -> Manifest:
+        """Record the preparation: the model, the settings, and every base tensor's original content by digest.
+
+        The model is left untouched. It is the same while prepared and while suspended; every tensor of the base is
+        read once, on its own device.
+
+        Returns:
+            The manifest.
+
+        Raises:
+            StateError: The model is not prepared.
+            UnsupportedModelError: The model was sharded since.
+            ManifestError: Something cannot be recorded: a setting that JSON cannot hold, a name that could be taken
+                for a path, weights that were replaced or that adapters are merged into.
+
+        Example:
+            >>> import warnings, torch
+            >>> from kbitwrap import KbitPreparedModel
+            >>> warnings.simplefilter("ignore", UserWarning)  # it says that this model is not quantized
+            >>> with KbitPreparedModel(torch.nn.LayerNorm(4).bfloat16(), precision="full") as prepared:
+            ...     manifest = prepared.manifest()
+            >>> manifest.tensors["weight"].original_dtype, manifest.tensors["weight"].prepared_dtype
+            ('bfloat16', 'float32')
+        """
+        if self.state not in _HELD:
+            self._expect_prepared("manifest")
+        with plain_mode():
+            return Manifest.of(self.model, self.plan)
+
+    @classmethod
+    def from_manifest(cls, model: nn.Module, manifest: Manifest | str | os.PathLike[str]) -> KbitPreparedModel:
+        """Make the wrapper for the preparation that a manifest records; changes nothing.
+
+        Args:
+            model: The recorded model, loaded anew; it may carry adapters, or be the ``PeftModel`` around it.
+            manifest: The manifest, or the file that it was saved to.
+
+        Returns:
+            The wrapper, in state ``NEW``: ``prepare`` or ``with`` applies it.
+
+        Raises:
+            ManifestError: The manifest cannot be read.
+            ManifestMismatchError: The model is another than the one recorded.
+            StateError, UnsupportedModelError, MemoryBudgetError: As for the constructor.
+        """
+        if not isinstance(manifest, Manifest):
+            manifest = Manifest.load(manifest)
+        manifest.check(model)
+        return cls(model, manifest.prepare_config())
+
     def _expect_prepared(self, call: str) -> None:
         if self.state is not LifecycleState.PREPARED:
             remedy = {
@@ -507,6 +622,16 @@ def _refuse_held(model: nn.Module) -> None:
             state=holder.state,
             expected=(LifecycleState.NEW, LifecycleState.RESTORED),
         )
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    try:
+        refuse_unsupported_tensors(model, allow_meta=False)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(
+            f"only a model whose tensors are whole and loaded can be exported ({error.fqn}); export it before sharding",
+            fqn=error.fqn,
+        ) from error
 
 
 def _refuse_sharded_since(model: nn.Module) -> None:

@@ -15,8 +15,8 @@ of transformers                                      layers in the dtype it load
 
 from __future__ import annotations
 
-import functools
 import copy
+import functools
 import sys
 import weakref
 from dataclasses import dataclass

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from .edits import Anchor, RecordChange, write_attribute
+from .edits import Anchor, RecordChange
 from .errors import ExportError
 from .journal import Change
 from .lazy import LazyTensor
@@ -78,11 +79,13 @@ class _Copier:
         stand_ins: What stands for a parameter, by its ``id``.
         layers: What was recorded of a quantized layer, by its ``id``.
         kept_dtype: The ids of those stand-ins that have their parameter's dtype.
+        origin: What was recorded of the base, if it was.
         memo: The copies made of configs, by the ``id`` of the original, as ``copy.deepcopy`` keeps it.
     """
 
     stand_ins: dict[int, torch.Tensor]
     layers: dict[int, RuntimeChange]
+    origin: Origin | None
     kept_dtype: set[int] = field(default_factory=set)
     memo: dict[int, Any] = field(default_factory=dict)
     shells: dict[int, nn.Module] = field(default_factory=dict)
@@ -93,8 +96,8 @@ class _Copier:
         for wrapper in wrappers:
             if getattr(wrapper, "merged", False):
                 raise ExportError(
-                    f"{fqn or 'the model'}: the adapters {list(wrapper.merged_adapters)} are merged into its weight, "  # type: ignore[arg-type]
-                    "which has changed; call unmerge_adapter(), or export before merging",
+                    f"{fqn or 'the model'}: an adapter is merged into its weight, which has changed; "
+                    "export before merging, or load the base anew",
                     fqn=fqn,
                 )
         shell = self.shells.get(id(base))
@@ -117,9 +120,9 @@ class _Copier:
         fields.update({name: value for name, value in vars(module).items() if not isinstance(value, _STAND_INS)})
         for name in _ADAPTER_ATTRIBUTES:
             fields.pop(name, None)
-        for name in ("config", "generation_config"):
-            if hasattr(fields.get(name), "save_pretrained"):
-                fields[name] = copy.deepcopy(fields[name], self.memo)
+        for name, config in _configs(module):
+            recorded = config if self.origin is None else self.origin.config(config)
+            fields[name] = copy.deepcopy(recorded, self.memo)
         fields["_buffers"] = dict(module._buffers)
         fields["_parameters"] = {name: self._original(p) for name, p in module._parameters.items()}
         if has_runtime_state(module):
@@ -162,19 +165,94 @@ def peel(module: nn.Module) -> tuple[nn.Module, tuple[nn.Module, ...]]:
         module = child
 
 
-def build_twin(model: nn.Module, changes: Iterable[Change] = ()) -> Twin:
+class Origin:
+    """What is recorded of a base for its export: its configs, and which parameter is where.
+
+    A ``Trainer``, PEFT and a model's own forward write to configs, and none of it is the base's.
+
+    Args:
+        model: The model before it is prepared.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._configs: dict[int, Any] = {}
+        self._places = {}
+        for fqn, module in _base_modules(model):
+            for _, config in _configs(module):
+                copy.deepcopy(config, self._configs)
+            self._places[fqn] = weakref.ref(module), {n: (weakref.ref(p), p.shape) for n, p in _parameters(module)}
+
+    def config(self, config: Any) -> Any:
+        """A config as it was recorded; one that is new, as it is."""
+        return self._configs.get(id(config), config)
+
+    def refuse_changed(self, model: nn.Module) -> None:
+        """Raise where the base's tensors are not the ones that were recorded.
+
+        Args:
+            model: The live model.
+
+        Raises:
+            ExportError: A parameter was replaced, resized, added or taken away since; ``fqn`` names the first one.
+        """
+        live = dict(_base_modules(model))
+        for fqn, (reference, recorded) in self._places.items():
+            module = live.pop(fqn, None)
+            if module is None or (recorded and module is not reference()):
+                raise _changed(fqn, "is gone" if module is None else "was replaced")
+            parameters = dict(_parameters(module))
+            for name in {**recorded, **parameters}:
+                parameter, (was, shape) = parameters.get(name), recorded.get(name, (lambda: None, None))
+                if parameter is None or parameter is not was() or parameter.shape != shape:
+                    raise _changed(f"{fqn}.{name}" if fqn else name, "was replaced or resized")
+        for fqn, module in live.items():
+            if any(True for _ in _parameters(module)):
+                raise _changed(fqn, "was added")
+
+
+def _changed(fqn: str, what: str) -> ExportError:
+    return ExportError(
+        f"{fqn or 'the model'} {what} since the model was prepared (by a merge, resized embeddings or unloaded "
+        "modules_to_save), so the exact base is not there any more; export before that, or load the base anew",
+        fqn=fqn,
+    )
+
+
+def _configs(module: nn.Module) -> list[tuple[str, Any]]:
+    found = [(name, vars(module).get(name)) for name in ("config", "generation_config")]
+    return [(name, config) for name, config in found if hasattr(config, "save_pretrained")]
+
+
+def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, p) for name, p in module._parameters.items() if p is not None)
+
+
+def _base_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The base's modules by the names that they have in a twin, a shared one under each of its names."""
+    base, _ = peel(module)
+    yield prefix.removesuffix("."), base
+    for name, child in base._modules.items():
+        if child is not None:
+            yield from _base_modules(child, f"{prefix}{name}.")
+
+
+def build_twin(model: nn.Module, changes: Iterable[Change] = (), origin: Origin | None = None) -> Twin:
     """Copy a model's base on paper, with a preparation taken back.
 
     Args:
         model: The live model, prepared or not, with adapters and wrappers inside and around it or without.
         changes: What the preparation's journal holds, oldest first.
+        origin: What was recorded of the base before it was prepared.
 
     Returns:
         The twin.
 
     Raises:
-        ExportError: Adapters are merged into a layer; ``fqn`` names it.
+        ExportError: Adapters are merged into a layer, or the base's tensors are others than those that were recorded;
+            ``fqn`` names the first one.
     """
+    if origin is not None:
+        origin.refuse_changed(model)
     # Undoing goes from the newest to the oldest, so that the oldest has the last word.
     newest_first = list(changes)[::-1]
     stand_ins: dict[int, torch.Tensor] = {}
@@ -184,11 +262,9 @@ def build_twin(model: nn.Module, changes: Iterable[Change] = ()) -> Twin:
         elif isinstance(change, SharedStorageChange):
             stand_ins |= _shared_stand_ins(change.changes)
     records = [change for change in newest_first if isinstance(change, RecordChange)]
-    copier = _Copier(stand_ins, {id(layer.module()): layer for record in records for layer in record.layers})
+    layers = {id(layer.module()): layer for record in records for layer in record.layers}
+    copier = _Copier(stand_ins, layers, origin)
     twin = copier.copy("", model)
-    for config, value in (pair for record in records for pair in record.use_cache):
-        if id(config) in copier.memo:
-            write_attribute(vars(copier.memo[id(config)]), "use_cache", value)
     converted = {id(stand_in) for stand_in in stand_ins.values()} - copier.kept_dtype
     return Twin(twin, tuple(copier.peeled), tuple(fqn for fqn, p in twin.named_parameters() if id(p) in converted))
 

@@ -47,6 +47,7 @@ ROOMS = (
     "manifest",
     "verification",
     "twin",
+    "export",
     "prepared",
     "drop_in",
 )
