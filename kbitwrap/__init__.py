@@ -4,6 +4,7 @@ Example:
     >>> from kbitwrap import KbitPreparedModel, Precision
 """
 
+from .comparison import ManifestDiff
 from .config import Precision, PrepareConfig
 from .drop_in import prepare_model_for_kbit_training, restore
 from .errors import (
@@ -19,9 +20,11 @@ from .errors import (
     StateError,
     UnsupportedModelError,
 )
+from .manifest import Manifest
 from .plan import Plan, build_plan
 from .prepared import KbitPreparedModel, LifecycleState, prepared_of
 from .report import ExportReport, RestoreReport, StateDiff
+from .schema import TensorRecord
 
 __all__ = [
     "ConfigError",
@@ -31,6 +34,8 @@ __all__ = [
     "KbitPreparedModel",
     "KbitWrapError",
     "LifecycleState",
+    "Manifest",
+    "ManifestDiff",
     "ManifestError",
     "ManifestMismatchError",
     "ManifestVersionError",
@@ -42,6 +47,7 @@ __all__ = [
     "RestoreReport",
     "StateDiff",
     "StateError",
+    "TensorRecord",
     "UnsupportedModelError",
     "build_plan",
     "prepare_model_for_kbit_training",

@@ -183,6 +183,14 @@ class LazyTensor(torch.Tensor):
         """
         return self.values().contiguous()
 
+    def compute(self) -> torch.Tensor:
+        """Compute the values where they are: on the device of what they are computed from; nothing is kept of them.
+
+        Returns:
+            A tensor of the same shape and dtype, not to be written to.
+        """
+        return self._compute().detach()
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

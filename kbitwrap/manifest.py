@@ -6,17 +6,25 @@ names it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, ValidationError, model_validator
+from torch import nn
 
+from .comparison import ManifestDiff, compare, flat, shown
 from .config import PrepareConfig, format_bytes
-from .errors import ManifestError, ManifestVersionError
+from .errors import ManifestError, ManifestMismatchError, ManifestVersionError
+from .plan import Plan
+from .record import Baseline, read_contents, versions
 from .schema import ConfigRecord, Kind, ModelRecord, MomentRecord, Name, PlanRecord, Record, Row, TensorRecord, Text
+from .stream import atomic_write
 
 FORMAT = "kbitwrap-manifest"
 VERSIONS = (1,)
@@ -73,9 +81,135 @@ class Manifest(Record):
         """The tensors by canonical name, in the model's order."""
         return _Tensors(self)
 
+    @classmethod
+    def of(cls, model: nn.Module, plan: Plan) -> Manifest:
+        """Record a preparation.
+
+        Args:
+            model: The model, prepared or suspended; it is left untouched.
+            plan: What was done to it.
+
+        Returns:
+            The manifest.
+
+        Raises:
+            ManifestError: Something cannot be recorded: a setting that JSON cannot hold, a name that could be taken
+                for a path, weights that adapters are merged into.
+            UnsupportedModelError: The model was sharded since.
+        """
+        baseline = Baseline.find(model)
+        assert baseline is not None
+        config = {f.name: getattr(plan.config, f.name) for f in dataclasses.fields(plan.config)}
+        config["precision"] = plan.config.precision.value
+        config["norm_modules"] = [m if isinstance(m, str) else m.__name__ for m in plan.config.norm_modules]
+        contents = read_contents(model, progress=plan.config.progress)
+        kinds: dict[tuple[Any, ...], int] = {}
+        ties: dict[int, list[str]] = {}
+        rows = {}
+        for fqn, tensor in contents.tensors.items():
+            kind = tuple(getattr(tensor, name) for name in Kind.model_fields)
+            rows[fqn] = (kinds.setdefault(kind, len(kinds)), tensor.digest)
+            if tensor.tie_group is not None:
+                ties.setdefault(tensor.tie_group, []).append(fqn)
+        data = {
+            "format": FORMAT,
+            "version": VERSIONS[-1],
+            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "versions": versions(),
+            "model": contents.model,
+            "config": config,
+            "before": dataclasses.asdict(baseline.before),
+            "after": dataclasses.asdict(baseline.after),
+            "plan": {name: getattr(plan, name) for name in PlanRecord.model_fields},
+            "kinds": [dict(zip(Kind.model_fields, kind, strict=True)) for kind in kinds],
+            "ties": list(ties.values()),
+            "tensors": rows,
+        }
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise ManifestError(f"cannot record this preparation: {_summary(error)}") from error
+
     def prepare_config(self) -> PrepareConfig:
         """The settings of the preparation, as a ``PrepareConfig``."""
         return self.config.prepare_config()
+
+    def check(self, model: nn.Module) -> None:
+        """Compare a model with the one that was recorded; changes nothing.
+
+        Compared are class, config, quantization, dtype, and the names, shapes, dtypes, ties and content of all tensors
+        of the base, as they were loaded: of a model that is prepared, what ``restore`` would put back. Adapters are no
+        part of it, nor are ``requires_grad``, where the model was loaded from and the versions of libraries. A config
+        that differs is a warning where it was recorded with another version of transformers, which may write the same
+        config differently.
+
+        Args:
+            model: A model as loaded, prepared or suspended, with adapters inside and around it or without.
+
+        Raises:
+            ManifestMismatchError: It is another model; ``missing``, ``unexpected`` and ``different`` say how.
+            ManifestError: Adapters are merged into the model.
+            UnsupportedModelError: It is sharded, or on the meta device.
+
+        Example:
+            >>> import warnings, torch, kbitwrap
+            >>> warnings.simplefilter("ignore", UserWarning)  # it says that this model is not quantized
+            >>> model = torch.nn.Linear(2, 2).bfloat16()
+            >>> with kbitwrap.KbitPreparedModel(model, precision="full") as prepared:
+            ...     manifest = prepared.manifest()
+            >>> manifest.check(model)
+            >>> torch.nn.init.zeros_(model.bias).requires_grad
+            True
+            >>> manifest.check(model)
+            Traceback (most recent call last):
+            ...
+            kbitwrap.errors.ManifestMismatchError: ... bias: digest: expected ..., found '...'...
+        """
+        contents = read_contents(model, progress=self.config.progress)
+        ours, theirs = (flat({"model": m}) for m in (self.model.model_dump(by_alias=True), contents.model))
+        what = ("type", "shape", "original_dtype", "digest")
+        found = compare(self.tensors, contents.tensors, what, ours, theirs, ignored=("model.name_or_path",))
+        of_model = dict(found.different.get("", {}))
+        recorded, current = (v.get("transformers") for v in (self.versions, versions()))
+        if recorded != current and "model.config_sha256" in of_model:
+            del of_model["model.config_sha256"]
+            warnings.warn(
+                f"the model's config is not the recorded one, as far as transformers {current} can tell; the manifest "
+                f"was written with {recorded}",
+                UserWarning,
+                stacklevel=2,
+            )
+            rest = {fqn: rows for fqn, rows in found.different.items() if fqn}
+            found = dataclasses.replace(found, different={**({"": of_model} if of_model else {}), **rest})
+        if found:
+            lines = found.lines()
+            more = f"; and {len(lines) - 5} more differences" if len(lines) > 5 else ""
+            raise ManifestMismatchError(
+                f"this {contents.model['class']} is not the model that was prepared: {'; '.join(lines[:5])}{more}. "
+                f"Load the one recorded: {self.model.class_name} from {self.model.name_or_path!r}",
+                missing=found.missing,
+                unexpected=found.unexpected,
+                different=found.different,
+            )
+
+    def diff(self, other: Manifest) -> ManifestDiff:
+        """Compare two manifests: all but when they were made and what memory was measured.
+
+        Args:
+            other: The other manifest.
+
+        Returns:
+            How it differs from this one.
+        """
+        what = tuple(f.name for f in dataclasses.fields(TensorRecord) if f.name not in ("fqn", "tie_group"))
+        return compare(self.tensors, other.tensors, what, self._header(), other._header())
+
+    def _header(self) -> dict[str, Any]:
+        parts = {"created", "kinds", "ties", "rows"}
+        data = self.model_dump(mode="json", by_alias=True, exclude=parts)
+        for moment in ("before", "after"):
+            del data[moment]["memory"]
+        return flat(data)
 
     def to_json(self) -> str:
         """Write the manifest as JSON: indented, one tensor a line.
@@ -121,11 +255,11 @@ class Manifest(Record):
             raise ManifestError(f"not the JSON of a manifest: {error}") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, dict) else data
-            raise ManifestError(f'expected JSON with "format": "{FORMAT}", found {_shown(found)}')
+            raise ManifestError(f'expected JSON with "format": "{FORMAT}", found {shown(found)}')
         version = data.get("version")
         if type(version) is not int or version not in VERSIONS:
             raise ManifestVersionError(
-                f"expected a manifest of version {', '.join(map(str, VERSIONS))}, found {_shown(version)}; "
+                f"expected a manifest of version {', '.join(map(str, VERSIONS))}, found {shown(version)}; "
                 "install the kbitwrap that wrote it, or a newer one",
                 found=version,
                 supported=VERSIONS,
@@ -134,6 +268,17 @@ class Manifest(Record):
             return cls.model_validate(data)
         except ValidationError as error:
             raise ManifestError(f"not a manifest: {_summary(error)}") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the manifest to a file: all of it, or the file stays as it was.
+
+        Args:
+            path: The file; one that exists is replaced.
+
+        Raises:
+            ExportError: It cannot be written.
+        """
+        atomic_write(path, self.to_json().encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Manifest:
@@ -212,28 +357,22 @@ def _refuse_constant(name: str) -> Any:
 def _finite(text: str) -> float:
     value = float(text)
     if value in (float("inf"), float("-inf")):
-        raise ValueError(f"{_shown(text)} is too large a number")
+        raise ValueError(f"{shown(text)} is too large a number")
     return value
 
 
 def _small(text: str) -> int:
     # Python itself takes quadratic time to read a long integer.
     if len(text) > 20:
-        raise ValueError(f"{_shown(text)} is too large a number")
+        raise ValueError(f"{shown(text)} is too large a number")
     return int(text)
-
-
-def _shown(value: Any) -> str:
-    """What was found, cut short: it comes from outside."""
-    text = repr(value) if isinstance(value, (str, int, float, bool, type(None))) else f"a {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _summary(error: ValidationError) -> str:
     """The first errors of a validation, one after the other."""
     found = error.errors(include_url=False, include_context=False)
     lines = [
-        f"{'.'.join(str(part)[:80] for part in e['loc'])}: {e['msg']}, found {_shown(e['input'])}" for e in found[:3]
+        f"{'.'.join(str(part)[:80] for part in e['loc'])}: {e['msg']}, found {shown(e['input'])}" for e in found[:3]
     ]
     more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
     return "; ".join(lines) + more

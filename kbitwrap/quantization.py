@@ -29,6 +29,8 @@ from .journal import MISSING
 from .topology import named_modules
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
+DISTRIBUTIONS = ("bitsandbytes", "torchao", "hqq", "gptqmodel", "aqlm", "eetq", "optimum-quanto")
+"""The libraries that quantize, as package indexes call them."""
 _SELF_MANAGED_IN_PEFT = ("gptq", "aqlm", "eetq", "hqq", "torchao")
 
 
@@ -179,6 +181,32 @@ class RuntimeChange:
         """A record of the same layer as it is now; of one that is gone, this record."""
         module = self.module()
         return self if module is None else RuntimeChange(module)
+
+
+def dequantize(module: nn.Module) -> torch.Tensor:
+    """Compute the weight of a bitsandbytes layer, as its forward sees it. The layer is only read.
+
+    Args:
+        module: A 4-bit or 8-bit layer, one that has run included.
+
+    Returns:
+        The weight, shape ``(out_features, in_features)``: of 4 bits in the dtype of its ``quant_state``, of 8 bits in
+        float32, ``weight * SCB / 127`` with a scale for each row (LLM.int8(), Dettmers et al. 2022, section 2).
+    """
+    weight = RuntimeChange(module).unpacked_weight()
+    if weight is None:
+        weight = module._parameters["weight"]
+        assert weight is not None
+    if weight.dtype == torch.int8:
+        scales = getattr(weight, "SCB", None)
+        scales = module.state.SCB if scales is None else scales
+        # Written over one copy: a layer's float32 weight is the largest tensor of its size that is needed.
+        return weight.detach().float().mul_(scales.to(weight.device).view(-1, 1)).div_(127)
+    state = getattr(weight, "quant_state", None) or getattr(module, "quant_state", None)
+    if state is None:
+        return weight.detach()  # loaded with ``has_fp16_weights``
+    values: torch.Tensor = sys.modules["bitsandbytes.functional"].dequantize_4bit(weight.detach(), state)
+    return values
 
 
 def has_runtime_state(module: nn.Module) -> bool:
