@@ -6,6 +6,7 @@ Example:
 
 from .comparison import ManifestDiff
 from .config import Precision, PrepareConfig
+from .convert import convert_checkpoint
 from .drop_in import prepare_model_for_kbit_training, restore
 from .errors import (
     ConfigError,
@@ -20,6 +21,7 @@ from .errors import (
     StateError,
     UnsupportedModelError,
 )
+from .inspection import CheckpointReport, inspect_checkpoint
 from .manifest import Manifest
 from .plan import Plan, build_plan
 from .prepared import KbitPreparedModel, LifecycleState, prepared_of
@@ -27,6 +29,7 @@ from .report import ExportReport, RestoreReport, StateDiff
 from .schema import TensorRecord
 
 __all__ = [
+    "CheckpointReport",
     "ConfigError",
     "EditError",
     "ExportError",
@@ -50,6 +53,8 @@ __all__ = [
     "TensorRecord",
     "UnsupportedModelError",
     "build_plan",
+    "convert_checkpoint",
+    "inspect_checkpoint",
     "prepare_model_for_kbit_training",
     "prepared_of",
     "restore",

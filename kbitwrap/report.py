@@ -78,6 +78,7 @@ class ExportReport:
         converted: The fqns of those that were written in another dtype than they had.
         merged: The fqns of the layers that adapters were merged into.
         seconds: How long it took.
+        saved_bytes: How many bytes less the tensors take than in the checkpoint that was read.
     """
 
     path: Path
@@ -87,6 +88,7 @@ class ExportReport:
     converted: tuple[str, ...] = ()
     merged: tuple[str, ...] = ()
     seconds: float = 0.0
+    saved_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values, ready for JSON."""
@@ -96,5 +98,6 @@ class ExportReport:
     def __str__(self) -> str:
         parts = [f"{self.num_tensors} tensors", f"{self.num_bytes:,} bytes", f"{self.seconds:.1f} s"]
         parts += [f"{len(self.converted)} converted"] if self.converted else []
+        parts += [f"{self.saved_bytes:,} bytes saved"] if self.saved_bytes else []
         parts += [f"{len(self.merged)} layers merged"] if self.merged else []
         return f"{self.path}: {', '.join(parts)}"

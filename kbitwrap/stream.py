@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import hashlib
 import io
 import json
@@ -16,6 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
+
+if sys.platform != "win32":
+    import fcntl
 
 from .errors import ExportError
 from .lazy import LazyTensor, keeping_last, materialize
@@ -43,7 +45,9 @@ _DTYPE_CODES = (
     ("float4_e2m1fn_x2", "F4"),
     ("bool", "BOOL"),
 )
-_CODES = {getattr(torch, name): code for name, code in _DTYPE_CODES if hasattr(torch, name)}
+DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for name, code in _DTYPE_CODES if hasattr(torch, name)}
+"""The dtypes that this torch has, by their names in the format."""
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ORDER = {dtype: place for place, dtype in enumerate(_CODES)}
 _ALIGNMENT = 8  # of the first tensor's bytes, in bytes
 _PIECE = 16 << 20  # written at once, in bytes
@@ -73,22 +77,21 @@ def write_safetensors(
         The bytes of the tensors, in bytes.
 
     Raises:
-        ExportError: A tensor is not dense or of a dtype that the format does not have (nothing is written), or the
-            file cannot be written (nothing is left).
+        ExportError: A tensor is not dense, or of a dtype that the format does not have; nothing is written.
+        OSError: The file cannot be written; nothing is left. `staged` makes it an ``ExportError``.
     """
     header, offsets = _header(tensors, metadata)
-    with _as_export_error(path):
-        try:
-            with open(path, "wb", buffering=0) as file, keeping_last():
-                _write(file, header)
-                for name in _by_lineage(tensors, offsets):
-                    file.seek(len(header) + offsets[name])
-                    _write(file, _bytes_of(tensors[name]), progress)
-                os.fsync(file.fileno())
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-            raise
+    try:
+        with open(path, "wb", buffering=0) as file, keeping_last():
+            _write(file, header)
+            for name in _by_lineage(tensors, offsets):
+                file.seek(len(header) + offsets[name])
+                _write(file, _bytes_of(tensors[name]), progress)
+            os.fsync(file.fileno())
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
@@ -217,7 +220,7 @@ def _parents_of(target: Path) -> Iterator[None]:
     try:
         for parent in reversed(target.parents):
             if not parent.is_dir():
-                parent.mkdir()
+                parent.mkdir(exist_ok=True)
                 made.append(parent)
         yield
     except BaseException:
@@ -276,6 +279,8 @@ def _lock(path: Path) -> int | None:
     Returns:
         The descriptor, or ``None`` where another process has it locked, or it is gone.
     """
+    if sys.platform == "win32":  # where folders cannot be opened: nothing is locked, and nothing taken for a leftover
+        return os.open(os.devnull, os.O_RDONLY)
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -296,6 +301,8 @@ def _lock(path: Path) -> int | None:
 
 def _recover(target: Path) -> None:
     """Remove what killed processes left of a destination; put back what one of them had moved out of the way."""
+    if sys.platform == "win32":
+        return
     for leftover in target.parent.glob(f"{_prefix(target)}*"):
         lock = _lock(leftover)
         if lock is None:
@@ -331,6 +338,8 @@ def _put_in_place(folder: Path, target: Path, overwrite: bool) -> None:
 
 def _exchange(first: Path, second: Path) -> bool:
     """Exchange two paths in one step; false where the system cannot."""
+    if sys.platform != "linux":
+        return False
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -352,7 +361,9 @@ def _remove(path: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file, or which files a folder has, has reached the disk."""
+    """Wait until a file, or the list of a folder's files, has reached the disk."""
+    if sys.platform == "win32" and path.is_dir():
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -51,6 +51,9 @@ ROOMS = (
     "record",
     "comparison",
     "manifest",
+    "checkpoint",
+    "convert",
+    "inspection",
     "prepared",
     "drop_in",
 )

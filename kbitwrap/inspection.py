@@ -1,0 +1,159 @@
+"""What a preparation left in a checkpoint that was saved while it lasted."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .checkpoint import Checkpoint, is_beside, is_trained_copy, open_checkpoint
+from .convert import casts_by_dtype
+from .quantization import HALF_DTYPES
+from .topology import canonical_fqn
+
+# Where in a model a tensor is, as far as its name says; the first that matches.
+_KINDS = (
+    ("norms", re.compile(r"norm|(?:^|[._])ln(?:[._\d]|$)", re.IGNORECASE)),
+    ("output embeddings", re.compile(r"(?:^|\.)(?:lm_head|embed_out|output_embeddings|score|classifier|cls)\.")),
+    ("embeddings", re.compile(r"embed|(?:^|\.)(?:wte|wpe|shared)\.", re.IGNORECASE)),
+    ("experts", re.compile(r"expert|router", re.IGNORECASE)),
+)
+_OTHER = "other"
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """What a checkpoint holds, and what a preparation left in it. True where it left something.
+
+    Attributes:
+        path: The checkpoint.
+        config_dtype: The dtype that its config names, such as ``"bfloat16"``; ``None`` where it names none.
+        half_dtype: The half dtype that the model has or had; ``None`` where nothing says so.
+        is_quantized: Whether it holds quantized weights.
+        num_tensors: How many tensors it has.
+        num_bytes: Their size, in bytes.
+        dtypes: ``{dtype: {"count", "bytes"}}`` of all tensors.
+        leftovers: ``{kind: {fqn: bytes}}``: float32 tensors that the model, loaded in half, would not have, and the
+            bytes that each wastes. The kind is told by the name.
+        use_cache: What the config says; ``None`` where it says nothing. Trainers set it to false and leave it so.
+        adapters: Names of the tensors that belong to adapters, adapter files beside the weights included by file name.
+    """
+
+    path: Path
+    config_dtype: str | None
+    half_dtype: str | None
+    is_quantized: bool
+    num_tensors: int
+    num_bytes: int
+    dtypes: Mapping[str, Mapping[str, int]]
+    leftovers: Mapping[str, Mapping[str, int]]
+    use_cache: bool | None
+    adapters: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.leftovers)
+
+    @property
+    def wasted_bytes(self) -> int:
+        """The bytes that float32 leftovers waste."""
+        return sum(size for tensors in self.leftovers.values() for size in tensors.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values, ready for JSON."""
+        return {
+            **vars(self),
+            "path": str(self.path),
+            "leftovers": {kind: dict(tensors) for kind, tensors in self.leftovers.items()},
+            "wasted_bytes": self.wasted_bytes,
+            "adapters": list(self.adapters),
+        }
+
+
+def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
+    """Find what a preparation left in a checkpoint. Headers are read, and no tensor.
+
+    A float32 tensor is left over where the model is half or quantized and its architecture does not keep that tensor
+    in float32. A checkpoint that is float32 throughout, not quantized and says so, is a float32 model: nothing is
+    left over in it.
+
+    Args:
+        path: A folder with safetensors files, or one such file.
+
+    Returns:
+        What was found.
+
+    Raises:
+        ConfigError: There is no checkpoint, or it is damaged or incomplete.
+
+    Example:
+        >>> import os, tempfile, torch
+        >>> from safetensors.torch import save_file
+        >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
+        >>> tensors = {"norm.weight": torch.ones(4), "head.weight": torch.ones(4, 4, dtype=torch.bfloat16)}
+        >>> save_file(tensors, path)
+        >>> report = inspect_checkpoint(path)
+        >>> report.leftovers, report.half_dtype
+        ({'norms': {'norm.weight': 8}}, 'bfloat16')
+    """
+    checkpoint = open_checkpoint(path)
+    names = {canonical_fqn(name): None for name in checkpoint.tensors}
+    beside = {name for name in checkpoint.tensors if is_trained_copy(name) or is_beside(name, names)}
+    quantization = {name for name in beside if _is_quantization(name)}
+    half = _half_dtype(checkpoint, beside)
+    leftovers: dict[str, dict[str, int]] = {}
+    if half is not None or quantization:
+        for name in casts_by_dtype(checkpoint, half or torch.bfloat16):
+            stored = checkpoint.tensors[name]
+            leftovers.setdefault(_kind(name), {})[name] = stored.num_bytes // 2
+    dtypes: dict[str, dict[str, int]] = {}
+    for stored in checkpoint.tensors.values():
+        row = dtypes.setdefault(_name(stored.dtype), {"count": 0, "bytes": 0})
+        row["count"] += 1
+        row["bytes"] += stored.num_bytes
+    adapter_files = [file.name for file in checkpoint.folder.glob("adapter_model.*")]
+    use_cache = checkpoint.config.get("use_cache")
+    return CheckpointReport(
+        path=checkpoint.path,
+        config_dtype=None if checkpoint.dtype is None else _name(checkpoint.dtype),
+        half_dtype=None if half is None else _name(half),
+        is_quantized=bool(quantization),
+        num_tensors=len(checkpoint.tensors),
+        num_bytes=sum(stored.num_bytes for stored in checkpoint.tensors.values()),
+        dtypes=dtypes,
+        leftovers=leftovers,
+        use_cache=use_cache if isinstance(use_cache, bool) else None,
+        adapters=(*sorted(adapter_files), *sorted(beside - quantization)),
+    )
+
+
+def _half_dtype(checkpoint: Checkpoint, beside: set[str]) -> torch.dtype | None:
+    """What the config names, or else most tensors of the base have, or else quantized layers compute in."""
+    if checkpoint.dtype in HALF_DTYPES:
+        return checkpoint.dtype
+    stored = [tensor.dtype for name, tensor in checkpoint.tensors.items() if name not in beside]
+    counts = {dtype: stored.count(dtype) for dtype in HALF_DTYPES}
+    most = max(counts, key=lambda dtype: counts[dtype])
+    if counts[most]:
+        return most
+    settings = checkpoint.config.get("quantization_config")
+    name = settings.get("bnb_4bit_compute_dtype") if isinstance(settings, dict) else None
+    found = getattr(torch, str(name), None)
+    return found if found in HALF_DTYPES else None
+
+
+def _is_quantization(name: str) -> bool:
+    owner, _, last = name.rpartition(".")
+    return last in ("SCB", "weight_format") or owner.endswith((".weight", ".quant_state")) or ".quant_state." in name
+
+
+def _kind(name: str) -> str:
+    return next((kind for kind, pattern in _KINDS if pattern.search(canonical_fqn(name))), _OTHER)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
