@@ -243,6 +243,10 @@ class Manifest(Record):
             ManifestError: It is no JSON, no manifest, or says what cannot be meant.
             ManifestVersionError: It is of a version that this kbitwrap does not read.
         """
+        return cls._read(text, "the manifest")
+
+    @classmethod
+    def _read(cls, text: str, source: str) -> Manifest:
         if len(text) > MAX_BYTES:
             raise ManifestError(
                 f"expected a manifest of at most {format_bytes(MAX_BYTES)}, found {len(text)} characters"
@@ -252,14 +256,14 @@ class Manifest(Record):
                 text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_small
             )
         except (ValueError, RecursionError) as error:
-            raise ManifestError(f"not the JSON of a manifest: {error}") from error
+            raise ManifestError(f"{source} is not JSON that can be read: {error}") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, dict) else data
-            raise ManifestError(f'expected JSON with "format": "{FORMAT}", found {shown(found)}')
+            raise ManifestError(f'{source}: expected JSON with "format": "{FORMAT}", found {shown(found)}')
         version = data.get("version")
         if type(version) is not int or version not in VERSIONS:
             raise ManifestVersionError(
-                f"expected a manifest of version {', '.join(map(str, VERSIONS))}, found {shown(version)}; "
+                f"{source}: expected version {', '.join(map(str, VERSIONS))}, found {shown(version)}; "
                 "install the kbitwrap that wrote it, or a newer one",
                 found=version,
                 supported=VERSIONS,
@@ -267,7 +271,7 @@ class Manifest(Record):
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise ManifestError(f"not a manifest: {_summary(error)}") from error
+            raise ManifestError(f"{source} cannot be meant: {_summary(error)}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the manifest to a file: all of it, or the file stays as it was.
@@ -295,17 +299,21 @@ class Manifest(Record):
                 cannot be meant.
             ManifestVersionError: It is of a version that this kbitwrap does not read.
         """
+        name = repr(os.fspath(path))
         try:
             with open(path, "rb") as file:
                 data = file.read(MAX_BYTES + 1)
         except (OSError, ValueError) as error:
-            raise ManifestError(f"cannot read the manifest {os.fspath(path)!r}: {error}") from error
+            raise ManifestError(f"cannot read the manifest {name}: {error}") from error
         if len(data) > MAX_BYTES:
-            raise ManifestError(f"{os.fspath(path)!r} is larger than {format_bytes(MAX_BYTES)}: no manifest is")
+            raise ManifestError(
+                f"{name}: expected a manifest of at most {format_bytes(MAX_BYTES)}, found a larger file"
+            )
         try:
-            return cls.from_json(data.decode())
+            text = data.decode()
         except UnicodeDecodeError as error:
-            raise ManifestError(f"{os.fspath(path)!r} is no manifest: not UTF-8: {error}") from error
+            raise ManifestError(f"{name} is no manifest: expected UTF-8: {error}") from error
+        return cls._read(text, name)
 
 
 class _Tensors(Mapping[str, TensorRecord]):
@@ -371,8 +379,9 @@ def _small(text: str) -> int:
 def _summary(error: ValidationError) -> str:
     """The first errors of a validation, one after the other."""
     found = error.errors(include_url=False, include_context=False)
-    lines = [
-        f"{'.'.join(str(part)[:80] for part in e['loc'])}: {e['msg']}, found {shown(e['input'])}" for e in found[:3]
-    ]
+    lines = []
+    for entry in found[:3]:
+        where = ".".join(repr(str(part))[1:-1][:80] for part in entry["loc"])
+        lines.append(f"{where or 'as a whole'}: {entry['msg']}, found {shown(entry['input'])}")
     more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
     return "; ".join(lines) + more

@@ -19,12 +19,20 @@ from tqdm.auto import tqdm
 from .checkpointing import input_gradient_hooks
 from .digest import content_digest
 from .edits import FlagsChange
-from .errors import ExportError, ManifestError
+from .errors import ExportError, ManifestError, UnsupportedModelError
 from .journal import Change, Journal
 from .lazy import LazyTensor
 from .quantization import DISTRIBUTIONS, detect, is_quantized_parameter
 from .schema import TensorRecord
-from .topology import base_modules, canonical_fqn, is_adapter_module, named_modules, named_tensors, storage_key
+from .topology import (
+    base_modules,
+    canonical_fqn,
+    is_adapter_module,
+    named_modules,
+    named_tensors,
+    only_reading,
+    refuse_unsupported_tensors,
+)
 from .twin import Origin, build_twin, peel
 
 # What use, saving or another version of transformers changes in a config, at any depth; names that begin with an
@@ -70,10 +78,15 @@ class Moment:
         Returns:
             Its state and memory.
         """
+        with only_reading():
+            return cls(cls._state(model), cls._memory(model))
+
+    @staticmethod
+    def _state(model: nn.Module) -> dict[str, Any]:
         modules = [(fqn, module) for fqn, module in base_modules(model) if not is_adapter_module(module)]
         hooks = {canonical_fqn(fqn): len(keys) for fqn, module in modules if (keys := input_gradient_hooks(module))}
         use_cache = getattr(getattr(model, "config", None), "use_cache", None)
-        state = {
+        return {
             "input_gradient_hooks": hooks,
             "checkpointing": [
                 canonical_fqn(fqn) for fqn, m in modules if vars(m).get("gradient_checkpointing") is True
@@ -82,15 +95,17 @@ class Moment:
             "num_modules": len(modules),
             "num_training": sum(module.training for _, module in modules),
         }
+
+    @staticmethod
+    def _memory(model: nn.Module) -> dict[str, Any]:
         parameters = [tensor.parameter for tensor in named_tensors(model)]
-        storages = {storage_key(p): p.untyped_storage().nbytes() for p in parameters}
-        devices = {p.device for p in parameters if p.device.type == "cuda"}
-        memory = {
-            "parameter_bytes": sum(storages.values()),
+        storages = (parameter.untyped_storage() for parameter in parameters)
+        devices = {parameter.device for parameter in parameters if parameter.is_cuda}
+        return {
+            "parameter_bytes": sum({storage._cdata: storage.nbytes() for storage in storages}.values()),
             "allocated_bytes": sum(map(torch.cuda.memory_allocated, devices)) if devices else None,
             "reserved_bytes": sum(map(torch.cuda.memory_reserved, devices)) if devices else None,
         }
-        return cls(state, memory)
 
 
 class Baseline:
@@ -130,8 +145,9 @@ class Baseline:
         """
         self.origin = origin
         self.after = Moment.of(model)
-        parameters = [tensor.parameter for tensor in named_tensors(model)]
-        self._prepared = {id(p): (weakref.ref(p), p.dtype, p.requires_grad) for p in parameters}
+        with only_reading():
+            parameters = [tensor.parameter for tensor in named_tensors(model)]
+            self._prepared = {id(p): (weakref.ref(p), p.dtype, p.requires_grad) for p in parameters}
         _baselines.add(self)
 
     def changes(self) -> Sequence[Change]:
@@ -202,8 +218,15 @@ def read_contents(model: nn.Module, *, progress: bool = False) -> Contents:
         Its contents.
 
     Raises:
-        ManifestError: Adapters are merged into its weights.
+        ManifestError: Adapters are merged into its weights, or these were replaced since it was prepared.
+        UnsupportedModelError: It is sharded, offloaded or on the meta device.
     """
+    try:
+        refuse_unsupported_tensors(model, allow_meta=False)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(
+            f"cannot read every tensor of this model: {error}. Make a manifest, or check it, before that", fqn=error.fqn
+        ) from error
     baseline = Baseline.find(model)
     try:
         changes, origin = (baseline.changes(), baseline.origin) if baseline else ((), None)
