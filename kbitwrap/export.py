@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from .checkpoint import read_header
 from .errors import ConfigError, ExportError
 from .lazy import LazyTensor, materialize
 from .report import ExportReport
@@ -72,7 +73,8 @@ def export_twin(
         except Exception as error:
             raise ExportError(f"{name} could not be saved: {error}; nothing was left at {os.fspath(path)}") from error
         files = tuple(sorted(file.name for file in folder.iterdir()))
-        sizes = [size for file in files if file.endswith(".safetensors") for size in _tensor_sizes(folder / file)]
+        weights = [folder / file for file in files if file.endswith(".safetensors")]
+        sizes = [tensor.num_bytes for file in weights for tensor in read_header(file)[0].values()]
     seconds = time.perf_counter() - start
     return ExportReport(Path(path), files, len(sizes), sum(sizes), twin.converted, merged, seconds)
 
@@ -150,11 +152,3 @@ def _save_state_dict(model: nn.Module, folder: Path, max_shard_size: int | str, 
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / _INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _tensor_sizes(path: Path) -> list[int]:
-    """The bytes of each tensor in a safetensors file, read from its header."""
-    with open(path, "rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    offsets = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
-    return [end - start for start, end in offsets]
