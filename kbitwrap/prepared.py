@@ -23,6 +23,7 @@ from .errors import ConfigError, EditError, RestoreError, StateError, Unsupporte
 from .export import export_twin
 from .journal import Change, Journal, Resume, undo_all
 from .manifest import Manifest
+from .merge import merge_into
 from .plan import Plan, plan_as_detected, write_plan
 from .planner import Planner
 from .process import LARGE_BLOCK_BYTES, empty_cache, plain_mode, random_state, refuse_retyping_under_ddp
@@ -472,11 +473,12 @@ class KbitPreparedModel:
         self,
         path: str | os.PathLike[str],
         *,
+        merge_adapters: bool = False,
         model: nn.Module | None = None,
         max_shard_size: int | str = "5GB",
         overwrite: bool = False,
     ) -> ExportReport:
-        """Write the exact base as a checkpoint, and change nothing of the model.
+        """Write the exact base, or the merged model, as a checkpoint, and change nothing of the model.
 
         While prepared or suspended this is the model as it was before ``prepare``: for one from ``from_pretrained``
         the files are, byte for byte, those that its ``save_pretrained`` would have written then, configs included,
@@ -484,10 +486,16 @@ class KbitPreparedModel:
         adapters. What was trained itself, under ``freeze=False``, is written as ``restore(trained="keep")`` would
         leave it. Several processes that train together must not write to one path: call it on one of them.
 
+        With ``merge_adapters`` it is a plain model, which loads without bitsandbytes and PEFT: quantized weights are
+        dequantized (4 bits in the dtype of their ``quant_state``, 8 bits in float32), the deltas of the active adapters
+        added in float32, and each value rounded once to the original half dtype. Trained copies (``modules_to_save``)
+        take the place of the originals. Without active adapters it is the dequantized base.
+
         Tensors are computed and written one at a time. A folder is there whole, or not at all.
 
         Args:
             path: The folder to make.
+            merge_adapters: Write the plain model with the active adapters merged, instead of the exact base.
             model: What was made of the model, such as a ``PeftModel``; ``None``: what is inside the model itself.
             max_shard_size: The most bytes in a file, or a string such as ``"5GB"``.
             overwrite: Replace a folder that is there.
@@ -499,7 +507,8 @@ class KbitPreparedModel:
             ConfigError: ``max_shard_size`` cannot be meant.
             UnsupportedModelError: The model is sharded or offloaded, or ``model`` is another.
             ExportError: The base is not there any more, because adapters are merged into it or its tensors were
-                replaced (``fqn`` names the first), or it cannot be written. Nothing was left at ``path``.
+                replaced (``fqn`` names the first), or it cannot be written; with ``merge_adapters``, an active adapter
+                cannot be merged exactly. Nothing was left at ``path``.
 
         Example:
             >>> import tempfile, warnings, torch
@@ -519,8 +528,14 @@ class KbitPreparedModel:
             )
         with plain_mode():
             twin = build_twin(live, self._journal.changes, self._origin)
+            merged = merge_into(twin) if merge_adapters else ()
             return export_twin(
-                twin, path, max_shard_size=max_shard_size, overwrite=overwrite, progress=self.config.progress
+                twin,
+                path,
+                max_shard_size=max_shard_size,
+                overwrite=overwrite,
+                progress=self.config.progress,
+                merged=merged,
             )
 
     def manifest(self) -> Manifest:

@@ -199,13 +199,14 @@ def dequantize(module: nn.Module) -> torch.Tensor:
         assert weight is not None
     if weight.dtype == torch.int8:
         scales = getattr(weight, "SCB", None)
-        scales = module.state.SCB if scales is None else scales
+        scales = vars(module)["state"].SCB if scales is None else scales
         # Written over one copy: a layer's float32 weight is the largest tensor of its size that is needed.
-        return weight.detach().float().mul_(scales.to(weight.device).view(-1, 1)).div_(127)
+        return weight.detach().as_subclass(torch.Tensor).float().mul_(scales.to(weight.device).view(-1, 1)).div_(127)
     state = getattr(weight, "quant_state", None) or getattr(module, "quant_state", None)
     if state is None:
         return weight.detach()  # loaded with ``has_fp16_weights``
-    values: torch.Tensor = sys.modules["bitsandbytes.functional"].dequantize_4bit(weight.detach(), state)
+    functional: Any = sys.modules["bitsandbytes.functional"]
+    values: torch.Tensor = functional.dequantize_4bit(weight.detach(), state)
     return values
 
 

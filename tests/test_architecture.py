@@ -45,6 +45,8 @@ ROOMS = (
     "stream",
     "verification",
     "twin",
+    "adapters",
+    "merge",
     "schema",
     "digest",
     "record",

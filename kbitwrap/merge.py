@@ -1,0 +1,306 @@
+"""A plain model: quantized weights dequantized, the active adapters merged in float32, everything rounded once."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from .adapters import (
+    active_adapters,
+    float32_module,
+    is_transposed,
+    is_tuner_layer,
+    merge_layer,
+    parameter_name,
+    plain_layer,
+    refusal,
+    refuse_unmergeable,
+    shallow_copy,
+    trained_copy,
+)
+from .errors import ExportError
+from .lazy import LazyTensor, materialize
+from .quantization import HALF_DTYPES, dequantize, detect, is_quantized_layer, is_quantized_parameter
+from .storage import fingerprint
+from .topology import is_adapter_module, named_modules
+from .twin import Twin
+
+# What a quantized load leaves on a model, and on its configs.
+_MODEL_ATTRIBUTES = (
+    "hf_quantizer",
+    "is_quantized",
+    "quantization_method",
+    "is_loaded_in_4bit",
+    "is_loaded_in_8bit",
+    "is_4bit_serializable",
+    "is_8bit_serializable",
+)
+_CONFIG_ATTRIBUTES = ("quantization_config", "_pre_quantization_dtype")
+
+_Layers = list[tuple[Any, tuple[str, ...]]]
+_Places = list[list[tuple[nn.Module, str]]]
+
+
+def merge_into(twin: Twin) -> tuple[str, ...]:
+    """Make a twin the plain model that its live model computes. Its tensors become lazy; the live model is only read.
+
+    What is active is merged: the adapters of each layer, in their order, and the copies that ``modules_to_save`` and
+    layer-norm tuning train. Where nothing is active, the plain base is left. Tied weights stay tied where they are
+    still equal; otherwise all that were tied are written, and ``tie_word_embeddings`` is set false.
+
+    Args:
+        twin: The twin; its modules and configs are changed in place.
+
+    Returns:
+        The names of the modules that adapters were merged into, or a trained copy put in the place of.
+
+    Raises:
+        ExportError: Something cannot be merged exactly (prompt learning, gating by the input, a method or a combination
+            whose merge is not what its layer computes), or the base is quantized by a library other than bitsandbytes.
+            ``fqn`` names the module.
+    """
+    quantization = detect(twin.model)
+    if not quantization.casts:
+        raise ExportError(
+            f"the model is quantized with {quantization.method}, and only weights of bitsandbytes can be dequantized "
+            "and merged; export without merging"
+        )
+    places = _shared_places(twin.model)
+    merges = _plan(twin)
+    # What cannot be merged is found before anything is written, by one layer of each kind.
+    for merge in {merge.kind: merge for merge in reversed(merges)}.values():
+        merge.try_out()
+    for merge in merges:
+        merge.replace_tensors()
+    _settle_ties(twin.model, places)
+    _forget_quantization(twin.model)
+    return tuple(merge.fqn for merge in merges if merge.is_adapted)
+
+
+@dataclass
+class _Merge:
+    """How the tensors of one module of the twin are computed.
+
+    Attributes:
+        fqn: The module's name.
+        shell: The twin's module.
+        original: The shell as it was.
+        dtype: Of a quantized weight that does not say its own (8 bits), dequantized.
+        copy: An active copy of ``modules_to_save``, which runs instead of the original.
+        layers: PEFT's layers around the module, the innermost first, each with its active adapters.
+    """
+
+    fqn: str
+    shell: nn.Module
+    original: nn.Module
+    dtype: torch.dtype
+    copy: nn.Module | None = None
+    layers: _Layers = field(default_factory=list)
+
+    @property
+    def source(self) -> nn.Module:
+        """The module that holds the values."""
+        return self.original if self.copy is None else self.copy
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether an adapter has a part in the module."""
+        return self.copy is not None or bool(self.layers)
+
+    @property
+    def kind(self) -> Any:
+        """What decides whether the module can be merged: equal for modules that are alike."""
+        variants = [tuple(map(type, getattr(layer, "lora_variant", {}).values())) for layer, _ in self.layers]
+        return type(self.source), tuple((type(layer), active) for layer, active in self.layers), tuple(variants)
+
+    def try_out(self) -> None:
+        """Merge once, and throw the result away.
+
+        Raises:
+            ExportError: It cannot be merged exactly.
+        """
+        for layer, active in self.layers:
+            name = parameter_name(layer) or "weight"
+            if self.source._parameters.get(name) is None:
+                raise refusal(self.fqn, layer, active, f"{type(self.source).__name__} has no parameter {name!r}")
+            self.compute(name)
+
+    def replace_tensors(self) -> None:
+        """Put lazy tensors in the place of the shell's; a quantized layer becomes a plain one."""
+        if is_quantized_layer(self.original):
+            is_training = self.shell.training
+            plain = plain_layer(self.original)
+            self.shell.__class__ = type(plain)
+            vars(self.shell).clear()
+            vars(self.shell).update(vars(plain), training=is_training)
+        parameters, buffers = vars(self.shell)["_parameters"], vars(self.shell)["_buffers"]
+        for name, value in self.source._parameters.items():
+            if value is None:
+                continue
+            if self.copy is None and not self._layers_of(name) and not is_quantized_parameter(value):
+                parameters[name] = value
+                continue
+            dtype = self._dtype(name)
+            shape = parameters[name].shape if is_quantized_parameter(value) else value.shape
+            parameters[name] = LazyTensor(shape, dtype, functools.partial(self.compute, name))
+        for name, buffer in self.source._buffers.items():
+            before = self.original._buffers.get(name)
+            buffers[name] = buffer if buffer is None or before is None else buffer.to(before.dtype)
+
+    def _dtype(self, name: str) -> torch.dtype:
+        """The dtype to round to: the original's."""
+        before = self.original._parameters.get(name)
+        if before is None:
+            raise ExportError(f"{self.fqn}: its trained copy has a {name}, which the base has not", fqn=self.fqn)
+        if not is_quantized_parameter(before):
+            return before.dtype
+        state = getattr(before, "quant_state", None) or getattr(self.original, "quant_state", None)
+        return self.dtype if state is None else state.dtype
+
+    def _layers_of(self, name: str) -> _Layers:
+        """The layers that adapt a parameter: all but those made for another one."""
+        return [(layer, active) for layer, active in self.layers if parameter_name(layer) in (None, name)]
+
+    @torch.no_grad()
+    def compute(self, name: str) -> torch.Tensor:
+        """Compute a parameter of the plain model.
+
+        Args:
+            name: Its name in the module.
+
+        Returns:
+            The parameter, rounded to its original dtype, in the plain module's layout.
+
+        Raises:
+            ExportError: It cannot be merged exactly, or the dtype cannot hold it.
+        """
+        dtype, layers = self._dtype(name), self._layers_of(name)
+        value = self._merged(name, layers) if layers else self._base(name)
+        rounded = value.to(dtype)
+        if self.is_adapted and not torch.isfinite(rounded).all():
+            what = f"beyond the range of {dtype}" if torch.isfinite(value).all() else "not finite"
+            raise ExportError(
+                f"{self.fqn}.{name}: with its adapters it has values that are {what}; export without merging, or "
+                "disable these adapters",
+                fqn=self.fqn,
+            )
+        return rounded.t() if name == "weight" and is_transposed(self.source) else rounded
+
+    def _base(self, name: str) -> torch.Tensor:
+        value = self.source._parameters[name]
+        assert value is not None
+        if is_quantized_parameter(value):
+            return dequantize(self.source)
+        return value.materialize() if isinstance(value, LazyTensor) else value.detach()
+
+    def _merged(self, name: str, layers: _Layers) -> torch.Tensor:
+        is_by_name = all(parameter_name(layer) for layer, _ in layers)
+        names = [name] if is_by_name else [n for n, p in self.source._parameters.items() if p is not None]
+        # A copy, always: what is float32 already would be merged in place.
+        values = {n: self._base(n).to(torch.float32, copy=True) for n in names}
+        stored = self.source._parameters["weight"] if is_quantized_layer(self.source) else None
+        plain = float32_module(self.source, values)
+        for layer, active in layers:
+            plain = merge_layer(self.fqn, layer, active, plain, stored)
+        merged = plain._parameters[name]
+        assert merged is not None
+        return merged.detach()
+
+
+def _plan(twin: Twin) -> list[_Merge]:
+    """Everything that has to be computed: adapted modules, trained copies and quantized layers."""
+    dtype = _half_dtype(twin.model)
+    merges: dict[int, _Merge] = {}
+
+    def merge_of(fqn: str, shell: nn.Module) -> _Merge:
+        return merges.setdefault(id(shell), _Merge(fqn, shell, shallow_copy(shell), dtype))
+
+    for peeled in twin.peeled:
+        for wrapper in reversed(peeled.wrappers):
+            if is_tuner_layer(wrapper):
+                active = active_adapters(wrapper)
+                merge = merge_of(peeled.fqn, peeled.shell)
+                # A module that is there twice is peeled twice.
+                if active and all(layer is not wrapper for layer, _ in merge.layers):
+                    merge.layers.append((wrapper, active))
+            elif (trained := trained_copy(wrapper)) is not None:
+                for name, module in named_modules(trained):
+                    if is_adapter_module(module):
+                        raise refusal(peeled.fqn, module, (), "it is inside a module of modules_to_save")
+                    fqn = ".".join(part for part in (peeled.fqn, name) if part)
+                    merge_of(fqn, peeled.shell.get_submodule(name)).copy = module
+            else:
+                refuse_unmergeable(peeled.fqn, wrapper)
+    for fqn, module in named_modules(twin.model):
+        if is_quantized_layer(module):
+            merge_of(fqn, module)
+    return list(merges.values())
+
+
+def _half_dtype(model: nn.Module) -> torch.dtype:
+    """The half dtype that most parameters outside quantized layers have; float32 where none has one."""
+    # Not the config's, which ``save_pretrained`` sets to float32 while a model is prepared.
+    parameters = [p for _, module in named_modules(model) for p in module._parameters.values() if p is not None]
+    votes = Counter(p.dtype for p in parameters if p.dtype in HALF_DTYPES and not is_quantized_parameter(p))
+    return votes.most_common(1)[0][0] if votes else torch.float32
+
+
+def _shared_places(model: nn.Module) -> _Places:
+    """Where each parameter is that has several places: modules, and its name in them."""
+    found: dict[int, list[tuple[nn.Module, str]]] = {}
+    for _, module in named_modules(model):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(id(parameter), []).append((module, name))
+    return [places for places in found.values() if len(places) > 1]
+
+
+def _settle_ties(model: nn.Module, places: _Places) -> None:
+    """Tie again what was tied and is still equal; where something is not, write all of it and say so in the configs."""
+    is_untied = False
+    for group in places:
+        tensors = {id(tensor): tensor for module, name in group if (tensor := module._parameters[name]) is not None}
+        if len(tensors) == 1:
+            continue
+        if len({fingerprint(materialize(tensor)) for tensor in tensors.values()}) > 1:
+            is_untied = True
+            continue
+        for module, name in group:
+            vars(module)["_parameters"][name] = next(iter(tensors.values()))
+    if not is_untied:
+        return
+    for module, name in (place for group in places for place in group[1:]):
+        tensor = module._parameters[name]
+        assert tensor is not None
+        own = LazyTensor(tensor.shape, tensor.dtype, functools.partial(materialize, tensor))
+        vars(module)["_parameters"][name] = own
+    for config in _configs(model):
+        if getattr(config, "tie_word_embeddings", False):
+            config.tie_word_embeddings = False
+
+
+def _configs(model: nn.Module) -> Iterator[Any]:
+    """The configs of a model and of its parts, and those inside them."""
+    found = [vars(module).get("config") for _, module in named_modules(model)]
+    seen: set[int] = set()
+    while found:
+        config = found.pop()
+        if hasattr(config, "save_pretrained") and id(config) not in seen:
+            seen.add(id(config))
+            yield config
+            found += vars(config).values()
+
+
+def _forget_quantization(model: nn.Module) -> None:
+    for _, module in named_modules(model):
+        for name in _MODEL_ATTRIBUTES:
+            vars(module).pop(name, None)
+    for config in _configs(model):
+        for name in _CONFIG_ATTRIBUTES:
+            vars(config).pop(name, None)
