@@ -5,14 +5,17 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils.hooks import RemovableHandle
 
 from .edits import EditBase, write_attribute
 from .journal import MISSING, Resume, undo_for_a_while
 from .precision import Float32Forward, forward_slot
+from .quantization import HALF_DTYPES
 from .topology import named_modules
-from .upcast import Float32Copy, UpcastTensor
+from .upcast import Float32Copy, StandInState, UpcastTensor, install_stand_in
 
 
 class ComputeChange:
@@ -98,29 +101,91 @@ class ComputeInFloat32(EditBase):
 
 
 class UpcastChange:
-    """Instance attributes that stand in for the parameters of their names."""
+    """Instance attributes that stand in for the parameters of their names, wherever these are registered again.
 
-    def __init__(self, modules: list[tuple[nn.Module, str]]) -> None:
-        self._modules = [(weakref.ref(module), name) for module, name in modules]
+    A weight that is tied (``head.weight = embeddings.weight``), parametrized, or given other data in the same dtype
+    (``load_state_dict(assign=True)``) is registered anew, and torch's hook on that is how its stand-in follows it.
+    """
 
-    def _live(self) -> list[tuple[nn.Module, str]]:
-        return [(module, name) for ref, name in self._modules if (module := ref()) is not None]
+    def __init__(self, chunk_bytes: int | None) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._names: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+        self._hook: RemovableHandle | None = None
+
+    def install(self, module: nn.Module, name: str) -> None:
+        """Put a stand-in there."""
+        parameter = module._parameters[name]
+        assert parameter is not None
+        self._install(module, name, parameter)
+
+    def _install(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        self._names.setdefault(module, set()).add(name)
+        install_stand_in(module, name, parameter, self._chunk_bytes)
+
+    def follow(self) -> None:
+        """Begin to follow the weights."""
+        if self._hook is None:
+            change = weakref.ref(self)
+
+            def registered(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+                live = change()
+                return None if live is None else live._registered(module, name, parameter)
+
+            # torch annotates the hook as one that returns nothing, and registers what it returns.
+            self._hook = register_module_parameter_registration_hook(registered)  # type: ignore[arg-type]
+            weakref.finalize(self, self._hook.remove)
+
+    def _registered(self, module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        """What to register instead of a parameter: for a stand-in, what it stands for; its place gets one, too."""
+        if isinstance(module, ParametrizationList):
+            # The owner gives the weight away: in its place there is to be a property.
+            for owner, own_name in self._attributes():
+                if vars(owner).get(own_name) is parameter:
+                    del vars(owner)[own_name]
+        if isinstance(parameter, UpcastTensor):
+            if parameter.is_view:
+                return nn.Parameter(parameter.clone(), requires_grad=False)
+            place = parameter.owner
+            if place is None or place[1] not in self._names.get(place[0], ()):
+                return None
+            half = parameter.parameter
+        else:
+            is_ours = name in self._names.get(module, ())
+            if not is_ours or parameter.dtype not in HALF_DTYPES or parameter.requires_grad:
+                return None
+            half = parameter
+        self._install(module, name, half)
+        return half
+
+    def _attributes(self) -> list[tuple[nn.Module, str]]:
+        return [
+            (module, name)
+            for module, names in self._names.items()
+            for name in (*sorted(names), "__deepcopy__", "__getstate__")
+        ]
 
     def undo(self) -> None:
         """Remove the stand-ins: the parameters are seen again."""
-        for module, name in self._live():
-            for attribute, kind in ((name, UpcastTensor), ("__deepcopy__", Float32Copy)):
-                if isinstance(vars(module).get(attribute), kind):
-                    del vars(module)[attribute]
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        for module, name in self._attributes():
+            value = vars(module).get(name)
+            if isinstance(value, UpcastTensor):
+                value.pass_for_parameter(False)
+            if isinstance(value, (UpcastTensor, Float32Copy, StandInState)):
+                del vars(module)[name]
 
     def suspend(self) -> Resume:
         """Remove the stand-ins for a while; those that are there are put back."""
-        attributes = [(module, name) for module, own in self._live() for name in (own, "__deepcopy__")]
-        current = [(module, name, vars(module).get(name, MISSING)) for module, name in attributes]
+        current = [(module, name, vars(module).get(name, MISSING)) for module, name in self._attributes()]
 
         def resume() -> None:
             for module, name, value in current:
                 write_attribute(vars(module), name, value)
+                if isinstance(value, UpcastTensor):
+                    value.pass_for_parameter(True)
+            self.follow()
 
         return undo_for_a_while(self, resume)
 
@@ -136,18 +201,18 @@ class UpcastAtUse(EditBase):
 
     weights: tuple[tuple[weakref.ref[nn.Module], str], ...] = field(repr=False)
     chunk_bytes: int | None = None
-
-    def _live(self) -> list[tuple[nn.Module, str]]:
-        return [(module, name) for ref, name in self.weights if (module := ref()) is not None]
+    _change: list[UpcastChange] = field(default_factory=list, repr=False, compare=False)
 
     def capture(self) -> UpcastChange:
-        """Record where stand-ins will be; none is there, or it would not have been planned."""
-        return UpcastChange(self._live())
+        """Begin a record of the stand-ins; none is there, or it would not have been planned."""
+        self._change[:] = [UpcastChange(self.chunk_bytes)]
+        return self._change[0]
 
     def apply(self) -> None:
         """Put the stand-ins there."""
-        for module, name in self._live():
-            parameter = module._parameters[name]
-            assert isinstance(parameter, torch.Tensor)
-            vars(module)[name] = UpcastTensor(parameter, (module, name), self.chunk_bytes)
-            vars(module)["__deepcopy__"] = Float32Copy(module)
+        change = self._change[0]
+        for reference, name in self.weights:
+            module = reference()
+            if module is not None:
+                change.install(module, name)
+        change.follow()

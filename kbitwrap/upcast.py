@@ -27,6 +27,15 @@ _GATHERS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default
 
 
 @functools.cache
+def _is_composite(func: Any) -> bool:
+    """Whether an operation is made of others. Autograd takes those apart; in inference mode they arrive here whole.
+
+    Whether one returns a view (``reshape``), or another dtype (``to``), only its parts can say.
+    """
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+@functools.cache
 def _is_view(func: Any) -> bool:
     """Whether an operation returns views of its first argument: a view of the half storage serves."""
     if func is aten.view.dtype:
@@ -42,8 +51,20 @@ def _written(func: Any) -> frozenset[int | str]:
     return frozenset(key for pair in written for key in pair)
 
 
+def _of_float32(name: str) -> Any:
+    """A method that reads memory, which an upcast tensor has none of: that of a float32 copy."""
+
+    def method(self: UpcastTensor, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.half_storage.detach().float(), name)(*args, **kwargs)
+
+    method.__doc__ = f"``torch.Tensor.{name}`` of a float32 copy."
+    return method
+
+
 class UpcastTensor(torch.Tensor):
     """A float32 view of half storage.
+
+    The whole weight of a module passes for an ``nn.Parameter``, as the weight does where it is stored in float32.
 
     Args:
         half: The half tensor that it stands for, any shape.
@@ -83,11 +104,25 @@ class UpcastTensor(torch.Tensor):
         self._owner = owner
         self._chunk_bytes = chunk_bytes
         self._layout: tuple[Any, Any, Any] | None = None
+        self._is_param = owner is not None and not is_view  # read by ``isinstance(tensor, nn.Parameter)``
+        self._is_state = False
         if is_view and owner:
-            start = self._parameter().storage_offset()
+            start = self.parameter.storage_offset()
             self._layout = (half.shape, half.stride(), half.storage_offset() - start)
 
-    def _parameter(self) -> nn.Parameter:
+    @property
+    def owner(self) -> tuple[nn.Module, str] | None:
+        """The module whose weight it stands for, and the weight's name in it; ``None`` for a free one."""
+        return self._owner
+
+    @property
+    def is_view(self) -> bool:
+        """Whether it stands for a view of the weight, and not for the weight."""
+        return self._layout is not None
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter that it stands for."""
         assert self._owner is not None
         module, name = self._owner
         parameter = module._parameters[name]
@@ -113,7 +148,7 @@ class UpcastTensor(torch.Tensor):
         if self._owner is None:
             assert self._half is not None
             return self._half
-        parameter = self._parameter()
+        parameter = self.parameter
         if parameter.requires_grad and torch.is_grad_enabled():
             raise self._refusal()
         if self._layout is None:
@@ -125,7 +160,7 @@ class UpcastTensor(torch.Tensor):
         """The storage, taken to float32 for good: what is written would be rounded in half, as it is not elsewhere."""
         if self._owner is None:
             raise RuntimeError("an upcast tensor that is no module's weight cannot be written to")
-        parameter = self._parameter()
+        parameter = self.parameter
         if parameter.dtype != torch.float32:
             parameter.data = parameter.data.float()
         return self.half_storage.detach()
@@ -146,12 +181,39 @@ class UpcastTensor(torch.Tensor):
         return nn.Parameter(self.half_storage.float(), requires_grad=False)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if self._owner is None or self._layout is not None:
-            return self.half_storage.float().__reduce_ex__(protocol)
+        if not self._is_state:
+            upcast = self.half_storage.detach().float()
+            return (nn.Parameter(upcast, requires_grad=False) if self._is_param else upcast).__reduce_ex__(protocol)
         # Shape and layout travel as an empty stand-in: when read back, the owner may not have its parameter yet.
-        half = self.half_storage
-        half = torch.empty_strided(half.shape, half.stride(), dtype=half.dtype, device="meta")
-        return UpcastTensor, (half, self._owner, self._chunk_bytes)
+        half = self.parameter
+        empty = torch.empty_strided(half.shape, half.stride(), dtype=half.dtype, device="meta")
+        return UpcastTensor, (empty, self._owner, self._chunk_bytes)
+
+    def pass_for_parameter(self, is_param: bool) -> None:
+        """Set whether ``isinstance(self, nn.Parameter)``: not once its module has been restored."""
+        self._is_param = is_param
+
+    def as_state(self) -> UpcastTensor:
+        """The same, as part of its module's state: it is pickled with the module, and not as a float32 tensor."""
+        result = UpcastTensor(self.parameter, self._owner, self._chunk_bytes)
+        result._is_state = True
+        return result
+
+    tolist = _of_float32("tolist")
+    numpy = _of_float32("numpy")
+    __dlpack__ = _of_float32("__dlpack__")
+    __format__ = _of_float32("__format__")
+
+    def data_ptr(self) -> int:
+        """Refuse: code that reads memory by its address would read half bits for float32.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            "this float32 weight is upcast as it is used and has no memory of its own (precision 'compute'); give code "
+            "that reads memory a copy, weight.clone(), or prepare with precision 'full'"
+        )
 
     @property
     def data(self) -> torch.Tensor:
@@ -163,7 +225,7 @@ class UpcastTensor(torch.Tensor):
         if self._owner is None:
             raise RuntimeError("only a module's own weight can be given other data")
         module, name = self._owner
-        parameter = self._parameter()
+        parameter = self.parameter
         parameter.data = value.half_storage.detach() if isinstance(value, UpcastTensor) else value
         vars(module)[name] = UpcastTensor(parameter, self._owner, self._chunk_bytes)
 
@@ -188,6 +250,8 @@ class UpcastTensor(torch.Tensor):
     ) -> Any:
         """Run one operation; see the module."""
         kwargs = kwargs or {}
+        if _is_composite(func):
+            return func.decompose(*args, **kwargs)
         written = [value for key, value in (*enumerate(args), *kwargs.items()) if key in _written(func)]
         if any(isinstance(value, UpcastTensor) for value in tree_leaves(written)):
             return _write(func, args, kwargs)
@@ -202,8 +266,6 @@ class UpcastTensor(torch.Tensor):
                 return func(first.half_storage, **kwargs)
         if func in (aten.mm.default, aten.addmm.default) and isinstance(args[-1], UpcastTensor) and not kwargs:
             return _product(func, args[:-1], args[-1])
-        if func is aten.linear.default and isinstance(args[1], UpcastTensor) and args[1]._chunk_bytes is not None:
-            return _linear(*args)
         return func(*_upcast(args), **_upcast(kwargs))
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -228,15 +290,6 @@ def _write(func: Any, args: Any, kwargs: Any) -> Any:
     if not func._schema.returns:
         return None
     return next(v for key, v in (*enumerate(args), *kwargs.items()) if key in _written(func))
-
-
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """A linear layer in pieces, where autograd does not split it into its product (in inference mode)."""
-    flat = x.reshape(-1, x.shape[-1])
-    transposed = weight.t()
-    assert isinstance(transposed, UpcastTensor)
-    func, args = (aten.mm.default, [flat]) if bias is None else (aten.addmm.default, [bias, flat])
-    return _product(func, args, transposed).reshape(*x.shape[:-1], weight.shape[0])
 
 
 def _upcast(arguments: Any) -> Any:
@@ -297,18 +350,52 @@ class Float32Copy:
                 upcast = parameter.detach().float()
                 memo[id(parameter)] = nn.Parameter(upcast, requires_grad=parameter.requires_grad)
         for name, value in vars(module).items():
-            if not isinstance(value, (UpcastTensor, Float32Copy)):
+            if not isinstance(value, (UpcastTensor, Float32Copy, StandInState)):
                 result.__dict__[name] = copy.deepcopy(value, memo)
         return result
+
+
+class StandInState:
+    """An instance's ``__getstate__``: a pickle of a module keeps its stand-ins, and the half weights behind them.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self) -> dict[str, Any]:
+        """The module's attributes.
+
+        Returns:
+            Them, with each stand-in marked as the module's own.
+        """
+        state = getattr(type(self.module), "__getstate__", vars)(self.module)
+        return {k: value.as_state() if isinstance(value, UpcastTensor) else value for k, value in state.items()}
+
+
+def install_stand_in(module: nn.Module, name: str, parameter: torch.Tensor, chunk_bytes: int | None) -> None:
+    """Let a float32 tensor stand in for a module's parameter, as an instance attribute of the same name.
+
+    Args:
+        module: The module; it gets ``name``, ``__deepcopy__`` and ``__getstate__``.
+        name: The parameter's name in it.
+        parameter: The parameter.
+        chunk_bytes: The largest float32 piece alive at once in a matrix product; ``None``: one piece.
+    """
+    vars(module)[name] = UpcastTensor(parameter, (module, name), chunk_bytes)
+    vars(module)["__deepcopy__"] = Float32Copy(module)
+    vars(module)["__getstate__"] = StandInState(module)
 
 
 def can_stand_in(module: nn.Module, name: str) -> bool:
     """Whether an instance attribute can stand in for a module's parameter.
 
     Not where the class has an attribute of that name (a parametrization's property) or the instance has one already,
-    and not where the embedding renormalizes its rows in place as it looks them up.
+    not where the instance is copied or pickled in a way of its own, and not where the embedding renormalizes its rows
+    in place as it looks them up.
     """
     is_renormalized = isinstance(module, nn.Embedding) and module.max_norm is not None
-    return not (
-        hasattr(type(module), name) or name in vars(module) or "__deepcopy__" in vars(module) or is_renormalized
-    )
+    is_taken = {name, "__deepcopy__", "__getstate__"} & vars(module).keys() or hasattr(type(module), name)
+    return not (is_taken or is_renormalized)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import pickle
 from collections.abc import Callable
 
@@ -12,11 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
+from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import zoo
 from kbitwrap import KbitPreparedModel
-from kbitwrap.upcast import Float32Copy, UpcastTensor
+from kbitwrap.upcast import UpcastTensor, install_stand_in
 from snapshot import Snapshot
 from training import adapt, step
 
@@ -31,8 +34,7 @@ def pair(module: nn.Module, chunk_bytes: int | None = None) -> tuple[nn.Module, 
     twin = copy.deepcopy(module).float()
     if getattr(module, "bias", None) is not None:
         module.bias.data = module.bias.data.float()  # stored in float32 under "compute"
-    vars(module)["weight"] = UpcastTensor(module._parameters["weight"], (module, "weight"), chunk_bytes)
-    vars(module)["__deepcopy__"] = Float32Copy(module)
+    install_stand_in(module, "weight", module._parameters["weight"], chunk_bytes)
     return module, twin
 
 
@@ -145,6 +147,60 @@ def test_how_much_is_alive_at_once(chunk_bytes: int | None) -> None:
     assert largest == (64 * 2000 * 4 if chunk_bytes is None else 2000 * 4)
 
 
+@DTYPES
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_under_autocast_there_is_no_float32_copy(dtype: torch.dtype, is_inference: bool) -> None:
+    half, _ = pair(nn.Linear(64, 2000, bias=False, dtype=dtype), chunk_bytes=64 * 4 * 10)
+    x = torch.randn(1, 64)
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    with profiler as profile, torch.inference_mode(is_inference), torch.autocast("cpu", torch.bfloat16):
+        y = half(x)
+    assert y.dtype == torch.bfloat16
+    # Autocast's own copy in its dtype, the one that it makes of a float32 weight as well.
+    assert max(event.self_cpu_memory_usage for event in profile.events()) == 64 * 2000 * 2
+
+
+@DTYPES
+@pytest.mark.parametrize("make", [nn.Linear, Transposed])
+def test_under_autocast_in_inference_mode(make: type[nn.Linear], dtype: torch.dtype) -> None:
+    half, full = pair(make(64, 200, dtype=dtype))
+    x = torch.randn(2, 3, 64)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = half(x), full(x)
+    assert ours.dtype == theirs.dtype
+    assert torch.equal(ours, theirs)
+
+
+COMPOSITES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "to half": lambda w: w.to(torch.bfloat16),
+    "to double": lambda w: w.double(),
+    "to the same": lambda w: w.to(torch.float32),
+    "type_as": lambda w: w.type_as(torch.ones(1, dtype=torch.float16)),
+    "reshape of a view that is none": lambda w: w.t().reshape(-1),
+    "reshape": lambda w: w.reshape(8, 4),
+    "flatten": lambda w: w.t().flatten(),
+    "contiguous": lambda w: w.t().contiguous(),
+    "narrow": lambda w: w.narrow(0, 1, 2),
+    "chunk": lambda w: w.chunk(2, 1)[1],
+    "movedim": lambda w: w.movedim(0, 1),
+    "expand_as": lambda w: w[0].expand_as(w),
+    "matmul": lambda w: w @ w.T,
+    "einsum": lambda w: torch.einsum("ij,kj->ik", w, w),
+    "linear": lambda w: F.linear(torch.ones(2, 3, 8), w),
+    "outer index": lambda w: w[torch.tensor([2, 0])].reshape(-1),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_operations_that_are_made_of_others(name: str, mode: Callable[[], object]) -> None:
+    half, full = pair(nn.Linear(8, 4, bias=False, dtype=torch.bfloat16))
+    with mode():  # type: ignore[attr-defined]
+        ours, theirs = (COMPOSITES[name](module.weight) for module in (half, full))
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours + 0, theirs + 0)
+
+
 def test_no_float32_copy_lives_between_forward_and_backward() -> None:
     half, full = pair(nn.Linear(64, 300, bias=False, dtype=torch.bfloat16))
 
@@ -205,7 +261,7 @@ class TestAsAnAttribute:
         assert twin.weight.dtype == torch.float32
         assert isinstance(twin.weight, nn.Parameter)
         assert torch.equal(twin.weight, linear.weight.float())
-        assert not {"weight", "__deepcopy__"} & vars(twin).keys()
+        assert not {"weight", "__deepcopy__", "__getstate__"} & vars(twin).keys()
         twin.requires_grad_(True)
         twin(torch.randn(2, 8)).sum().backward()
         assert twin.weight.grad is not None
@@ -228,6 +284,38 @@ class TestAsAnAttribute:
         twin.weight.data.zero_()
         assert twin(x).eq(0).all()
         assert linear(x).ne(0).any()
+
+    def test_saved_alone_it_is_the_float32_parameter_that_it_says_it_is(self) -> None:
+        linear = self.linear()
+        file = io.BytesIO()
+        torch.save({"weight": linear.weight, "row": linear.weight[1]}, file)
+        assert len(file.getvalue()) < 4096
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        assert isinstance(loaded["weight"], nn.Parameter)
+        assert not loaded["weight"].requires_grad
+        for value, expected in ((loaded["weight"], linear.weight), (loaded["row"], linear.weight[1])):
+            assert not isinstance(value, UpcastTensor)
+            assert value.dtype == torch.float32
+            assert torch.equal(value, expected.float())
+
+    def test_a_shallow_copy_of_its_module_computes(self) -> None:
+        linear, x = self.linear(), torch.randn(2, 8)
+        twin = copy.copy(linear)
+        assert twin._parameters["weight"] is linear._parameters["weight"]
+        assert torch.equal(twin(x), linear(x))
+
+    def test_reading_its_memory(self) -> None:
+        linear = self.linear()
+        full = linear._parameters["weight"].float()
+        assert linear.weight.tolist() == full.tolist()
+        assert (linear.weight.numpy() == full.numpy()).all()
+        assert linear.weight[0].numpy().dtype == full.numpy().dtype
+        assert torch.equal(torch.from_dlpack(linear.weight), full)
+        assert f"{linear.weight[1, 2]:.4f}" == f"{full[1, 2]:.4f}"
+        with pytest.raises(RuntimeError, match=r"has no memory of its own .* weight\.clone\(\)"):
+            linear.weight.data_ptr()
+        assert linear.weight.clone().data_ptr() != 0
 
     def test_training_it_is_refused_aloud(self) -> None:
         linear = self.linear()
@@ -360,6 +448,287 @@ def test_compute_is_taken_back(name: str) -> None:
         assert during.diff(Snapshot(model), moved=True, ignore=(": attributes",)) == []
         assert not prepared.verify()
     assert before.diff(Snapshot(model), moved=True) == []
+
+
+class TestRegisteredAnew:
+    """What others do with a model's weights by assigning them, while stand-ins stand for them."""
+
+    def test_tying_again_changes_nothing(self) -> None:
+        model = zoo.load("gemma2")
+        before = Snapshot(model)
+        prepared = KbitPreparedModel(model, precision="compute").prepare()
+        batch = zoo.inputs("gemma2", model)
+        loss = model(**batch).loss
+        during = Snapshot(model)
+        model.tie_weights()
+        assert model.lm_head._parameters["weight"] is model.model.embed_tokens._parameters["weight"]
+        assert isinstance(model.lm_head.weight, UpcastTensor)
+        assert torch.equal(model(**batch).loss, loss)
+        assert during.diff(Snapshot(model), ignore=(": attributes", ": __deepcopy__", ": __getstate__")) == []
+        assert not prepared.verify()
+        with prepared.suspended():
+            model.tie_weights()
+            assert type(model.lm_head.weight) is nn.Parameter
+        assert isinstance(model.lm_head.weight, UpcastTensor)
+        prepared.restore()
+        assert before.diff(Snapshot(model), moved=True) == []
+
+    @pytest.mark.parametrize("precision", ["full", "compute"])
+    def test_tying_what_was_not(self, precision: str) -> None:
+        model = zoo.load("llama")
+        original = model.model.embed_tokens.weight
+        prepared = KbitPreparedModel(model, precision=precision).prepare()
+        model.lm_head.weight = model.model.embed_tokens.weight
+        # A module that the model does not know, as resizing makes one.
+        head = nn.Linear(*original.shape[::-1], bias=False)
+        head.weight = model.lm_head.weight
+        batch = zoo.inputs("llama", model)
+        hidden = model(**batch, output_hidden_states=True).hidden_states[-1]
+        expected = F.linear(hidden, original.float())
+        assert torch.equal(model(**batch).logits, expected)
+        assert torch.equal(head(hidden), expected)
+        assert model.lm_head.state_dict(keep_vars=True)["weight"] is original
+        prepared.restore()
+        for module in (model.lm_head, head):
+            assert module.weight is original
+            assert not {"weight", "__deepcopy__", "__getstate__"} & vars(module).keys()
+        assert original.dtype == torch.bfloat16
+
+    def test_assigning_it_to_its_own_place(self) -> None:
+        model = zoo.load("llama")
+        before = Snapshot(model)
+        with KbitPreparedModel(model, precision="compute"):
+            model.lm_head.weight = model.lm_head.weight
+            assert isinstance(model.lm_head.weight, UpcastTensor)
+        assert before.diff(Snapshot(model), moved=True) == []
+
+    def test_assigning_a_part_of_it_stores_float32(self) -> None:
+        model = zoo.load("llama")
+        with KbitPreparedModel(model, precision="compute"):
+            small = nn.Linear(64, 8, bias=False)
+            small.weight = nn.Parameter(model.lm_head.weight[:8], requires_grad=False)
+            assert type(small.weight) is nn.Parameter
+            assert torch.equal(small.weight, model.lm_head._parameters["weight"][:8].float())
+
+    def test_a_stand_in_kept_beyond_the_restore_is_no_parameter(self) -> None:
+        model = zoo.load("llama")
+        with KbitPreparedModel(model, precision="compute"):
+            kept = model.lm_head.weight
+        with pytest.raises(TypeError, match="cannot assign"):
+            model.lm_head.weight = kept
+
+    def test_it_is_found_as_a_parameter(self) -> None:
+        model = zoo.load("llama")
+        with KbitPreparedModel(model, precision="compute"):
+            assert model.get_parameter("lm_head.weight") is model.lm_head.weight
+            assert isinstance(model.lm_head.weight, nn.Parameter)
+            assert not isinstance(model.lm_head.weight[:2], nn.Parameter)
+
+    @pytest.mark.parametrize("assign", [False, True])
+    def test_loading_a_state_dict(self, assign: bool) -> None:
+        model, other = zoo.load("llama"), zoo.load("llama")
+        other.lm_head.weight.data.mul_(2)
+        state = {name: value.clone() for name, value in other.lm_head.state_dict().items()}
+        batch = zoo.inputs("llama", model)
+        for each in (model, other):
+            KbitPreparedModel(each, precision="compute").prepare()
+        model.lm_head.load_state_dict(state, assign=assign)
+        assert isinstance(model.lm_head.weight, UpcastTensor)
+        assert model.lm_head._parameters["weight"].dtype == torch.bfloat16
+        assert torch.equal(model(**batch).loss, other(**batch).loss)
+
+    @pytest.mark.parametrize("leave_parametrized", [False, True])
+    @pytest.mark.parametrize("has_inverse", [False, True])
+    def test_a_parametrization_that_comes_and_goes(self, has_inverse: bool, leave_parametrized: bool) -> None:
+        class Negated(nn.Module):
+            def forward(self, weight: torch.Tensor) -> torch.Tensor:
+                return -weight
+
+        if has_inverse:
+            Negated.right_inverse = Negated.forward  # type: ignore[attr-defined]
+        losses, weights = [], []
+        for precision in ("full", "compute"):
+            model = zoo.load("llama")
+            batch = zoo.inputs("llama", model)
+            with KbitPreparedModel(model, precision=precision) as prepared:
+                parametrize.register_parametrization(model.lm_head, "weight", Negated())
+                losses.append(model(**batch).loss)
+                with prepared.suspended():
+                    pass
+                losses.append(model(**batch).loss)
+                parametrize.remove_parametrizations(model.lm_head, "weight", leave_parametrized=leave_parametrized)
+                losses.append(model(**batch).loss)
+            assert not {"weight", "__deepcopy__", "__getstate__"} & vars(model.lm_head).keys()
+            weights.append(model.lm_head.weight)
+        assert all(torch.equal(a, b) for a, b in zip(losses[:3], losses[3:], strict=True))
+        assert weights[1].dtype == torch.bfloat16
+        assert torch.equal(*weights)
+
+    def test_a_parametrization_that_stays_gets_the_half_weight_back(self) -> None:
+        model = zoo.load("llama")
+        original = model.lm_head.weight
+        with KbitPreparedModel(model, precision="compute"):
+            parametrize.register_parametrization(model.lm_head, "weight", nn.Identity())
+            assert isinstance(model.lm_head.parametrizations.weight.original, UpcastTensor)
+        assert model.lm_head.parametrizations.weight.original is original
+        parametrize.remove_parametrizations(model.lm_head, "weight", leave_parametrized=False)
+        assert model.lm_head.weight is original
+
+    def test_nothing_is_followed_once_nothing_is_prepared(self) -> None:
+        hooks = torch_module._global_parameter_registration_hooks
+        model = zoo.load("mixtral")
+        assert not hooks
+        with KbitPreparedModel(model, precision="compute") as prepared:
+            assert hooks
+            with prepared.suspended():
+                assert not hooks
+            assert hooks
+        assert not hooks
+        KbitPreparedModel(model, precision="compute").prepare()
+        del model, prepared
+        gc.collect()
+        assert not hooks
+
+
+# Fused experts, a head and a tied head, each adapted as a parameter: PEFT parametrizes it for the length of a forward.
+AS_PARAMETERS = {
+    "mixtral": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    "gpt_oss": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    "llama": ["lm_head.weight"],
+    "gemma2": ["lm_head.weight"],
+}
+
+
+@pytest.mark.parametrize("mode", ["plain", "reentrant", "autocast"])
+@pytest.mark.parametrize("name", AS_PARAMETERS)
+def test_lora_on_a_parameter_gives_the_numbers_of_full(name: str, mode: str) -> None:
+    steps = []
+    for precision in ("full", "compute"):
+        model = zoo.load(name)
+        before = Snapshot(model)
+        kwargs = {"use_reentrant": mode == "reentrant"}
+        prepared = KbitPreparedModel(model, precision=precision, gradient_checkpointing_kwargs=kwargs).prepare()
+        peft_model = adapt(name, model, target_parameters=AS_PARAMETERS[name])
+        for seed in (0, 1):
+            with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+                steps.append(step(name, peft_model, seed=seed))
+        prepared.restore()
+        peft_model.unload()
+        # PEFT registers the parameter behind the others of its module.
+        assert before.diff(Snapshot(model), moved=True, ignore=(": parameters",)) == []
+    for (their_loss, their_gradients), (our_loss, our_gradients) in zip(steps[:2], steps[2:], strict=True):
+        assert torch.equal(their_loss, our_loss)
+        assert their_gradients.keys() == our_gradients.keys()
+        assert all(torch.equal(their_gradients[fqn], our_gradients[fqn]) for fqn in their_gradients)
+        assert any("lora" in fqn and gradient.any() for fqn, gradient in our_gradients.items())
+
+
+@pytest.mark.parametrize("name", AS_PARAMETERS)
+def test_lora_on_a_parameter_is_merged_as_in_full(name: str) -> None:
+    losses, bases = [], []
+    for precision in ("full", "compute"):
+        model = zoo.load(name)
+        prepared = KbitPreparedModel(model, precision=precision).prepare()
+        peft_model = adapt(name, model, target_modules=[], target_parameters=AS_PARAMETERS[name])
+        step(name, peft_model)
+        peft_model.merge_adapter()
+        losses.append(model(**zoo.inputs(name, model)).loss)
+        peft_model.unmerge_adapter()
+        prepared.restore()
+        bases.append(peft_model.unload().state_dict())
+    assert torch.equal(*losses)
+    assert all(torch.equal(bases[0][fqn], bases[1][fqn]) for fqn in bases[0])
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mixtral"])
+class TestTheWholeModel:
+    """A prepared model in the hands of torch."""
+
+    def prepare(self, name: str) -> tuple[nn.Module, dict[str, torch.Tensor], torch.Tensor]:
+        model = zoo.load(name)
+        KbitPreparedModel(model, precision="compute", gradient_checkpointing=False).prepare()
+        batch = zoo.inputs(name, model)
+        return model, batch, model(**batch).loss
+
+    def test_a_copy_computes_the_same_from_float32(self, name: str) -> None:
+        model, batch, loss = self.prepare(name)
+        twin = copy.deepcopy(model)
+        assert not any(isinstance(value, UpcastTensor) for module in twin.modules() for value in vars(module).values())
+        assert not {p.dtype for p in twin.parameters()} & {torch.bfloat16, torch.float16}
+        is_tied = model.lm_head._parameters["weight"] is model.get_input_embeddings()._parameters["weight"]
+        assert (twin.lm_head.weight is twin.get_input_embeddings().weight) == is_tied
+        assert torch.equal(twin(**batch).loss, loss)
+        with torch.no_grad():
+            twin.lm_head.weight.mul_(2)
+        assert not torch.equal(twin(**batch).loss, loss)
+        assert torch.equal(model(**batch).loss, loss)
+
+    def test_a_pickle_computes_the_same_from_half(self, name: str) -> None:
+        model, batch, loss = self.prepare(name)
+        file = io.BytesIO()
+        torch.save(model.lm_head, file)
+        file.seek(0)
+        model.lm_head = torch.load(file, weights_only=False)
+        assert model.lm_head._parameters["weight"].dtype == torch.bfloat16
+        assert torch.equal(model(**batch).loss, loss)
+
+    def test_functional_call(self, name: str) -> None:
+        model, batch, loss = self.prepare(name)
+        parameters = {
+            fqn: p.detach().clone() if p.dtype == torch.bfloat16 else p for fqn, p in model.named_parameters()
+        }
+        assert torch.equal(functional_call(model, parameters, (), dict(batch)).loss, loss)
+
+    def test_state_dict_is_of_what_is_stored(self, name: str) -> None:
+        original = {fqn: value.clone() for fqn, value in zoo.load(name).state_dict().items()}
+        state = self.prepare(name)[0].state_dict()
+        assert state.keys() == original.keys()
+        for fqn in ("lm_head.weight", "model.embed_tokens.weight"):
+            assert not isinstance(state[fqn], UpcastTensor)
+            assert state[fqn].dtype == torch.bfloat16
+            assert torch.equal(state[fqn], original[fqn])
+
+
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning")
+def test_the_whole_model_is_compiled_in_one_graph() -> None:
+    steps = []
+    for precision in ("full", "compute"):
+        model = zoo.load("gemma2")
+        KbitPreparedModel(model, precision=precision, gradient_checkpointing=False).prepare()
+        peft_model = adapt("gemma2", model)
+        torch._dynamo.reset()
+        steps.append(step("gemma2", torch.compile(peft_model, backend="aot_eager", fullgraph=True)))
+    (their_loss, theirs), (our_loss, ours) = steps
+    assert torch.equal(their_loss, our_loss)
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[fqn], ours[fqn]) for fqn in theirs)
+
+
+@pytest.mark.parametrize("how", [nn.Module.float, nn.Module.bfloat16])
+def test_a_head_that_was_cast_is_cast_back(how: Callable[[nn.Module], nn.Module]) -> None:
+    model = zoo.load("llama")
+    before = Snapshot(model)
+    with KbitPreparedModel(model, precision="compute"):
+        loss = model(**zoo.inputs("llama", model)).loss
+        how(model.lm_head)
+        assert torch.equal(model(**zoo.inputs("llama", model)).loss, loss)
+    assert before.diff(Snapshot(model), moved=True) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*multivariate normal distribution")
+def test_tied_embeddings_resized_to_the_mean_are_those_of_full() -> None:
+    losses = []
+    for precision in ("full", "compute"):
+        model = zoo.load("gemma2")
+        with KbitPreparedModel(model, precision=precision):
+            torch.manual_seed(0)
+            model.resize_token_embeddings(model.config.vocab_size + 64)
+            losses.append(model(**zoo.inputs("gemma2", model)).loss)
+            assert model.lm_head.weight.shape == model.get_input_embeddings().weight.shape
+            assert model.lm_head._parameters["weight"] is model.get_input_embeddings()._parameters["weight"]
+        assert model.lm_head.weight is model.get_input_embeddings().weight
+        assert model.lm_head.weight.dtype == torch.bfloat16
+    assert torch.equal(*losses)
 
 
 @pytest.mark.parametrize("precision", ["full", "compute"])
