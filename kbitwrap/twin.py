@@ -24,7 +24,7 @@ from .precision import Float32Forward
 from .quantization import RuntimeChange, has_runtime_state
 from .storage import Layout, SharedStorageChange, StorageChange
 from .topology import is_adapter_module
-from .upcast import Float32Copy, UpcastTensor
+from .upcast import Float32Copy, StandInState, UpcastTensor
 
 # Under one of PEFT's own modules, the child in which the base goes on; the first that is there.
 _BASE_CHILDREN = ("base_layer", "token_adapter", "original_module", "base_model", "lora_model", "model")
@@ -32,7 +32,7 @@ _BASE_CHILDREN = ("base_layer", "token_adapter", "original_module", "base_model"
 _WRAPPED_CHILDREN = ("module", "_orig_mod", "_checkpoint_wrapped_module")
 # What PEFT, and transformers' own use of it, leave on the base model.
 _ADAPTER_ATTRIBUTES = ("peft_config", "_hf_peft_config_loaded", "active_adapter")
-_STAND_INS = (Anchor, Float32Copy, Float32Forward, UpcastTensor)
+_STAND_INS = (Anchor, Float32Copy, Float32Forward, StandInState, UpcastTensor)
 
 
 @dataclass(frozen=True)
