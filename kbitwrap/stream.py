@@ -49,6 +49,7 @@ DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for name, code in _
 """The dtypes that this torch has, by their names in the format."""
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ORDER = {dtype: place for place, dtype in enumerate(_CODES)}
+_TWO_A_BYTE = "F4"
 _ALIGNMENT = 8  # of the first tensor's bytes, in bytes
 _PIECE = 16 << 20  # written at once, in bytes
 _MOVED = "-moved"  # ends the name of what was moved out of the way
@@ -98,9 +99,15 @@ def write_safetensors(
 def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> tuple[bytes, dict[str, int]]:
     """The bytes before the tensors, and where in what follows each tensor starts, in the order of the file."""
     for name, tensor in tensors.items():
-        if tensor.layout != torch.strided or tensor.dtype not in _CODES:
-            what = f"dtype {tensor.dtype}" if tensor.layout == torch.strided else f"layout {tensor.layout}"
-            raise ExportError(f"{name}: safetensors files hold no tensors of {what}; convert it first", fqn=name)
+        found = ""
+        if tensor.layout != torch.strided:
+            found = f"layout {tensor.layout}"
+        elif tensor.dtype not in _CODES:
+            found = f"dtype {tensor.dtype}"
+        elif _CODES[tensor.dtype] == _TWO_A_BYTE and not tensor.shape:
+            found = f"shape () and dtype {tensor.dtype}"
+        if found:
+            raise ExportError(f"{name}: safetensors files hold no tensors of {found}; convert it first", fqn=name)
     entries: dict[str, object] = {}
     if metadata is not None:
         entries["__metadata__"] = dict(sorted(metadata.items()))
@@ -110,8 +117,8 @@ def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | N
         tensor = tensors[name]
         shape = list(tensor.shape)
         code = _CODES[tensor.dtype]
-        if code == "F4":
-            shape[-1] *= 2  # two values a byte, counted one by one
+        if code == _TWO_A_BYTE:
+            shape[-1] *= 2  # the values are counted
         entries[name] = {"dtype": code, "shape": shape, "data_offsets": [start, start + tensor.nbytes]}
         offsets[name] = start
         start += tensor.nbytes
