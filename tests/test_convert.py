@@ -1,0 +1,473 @@
+"""Old checkpoints: saved while prepared, and back to the original's bytes, with a manifest and without one."""
+
+from __future__ import annotations
+
+import filecmp
+import functools
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import zoo
+from kbitwrap import (
+    ConfigError,
+    ExportError,
+    KbitPreparedModel,
+    Manifest,
+    ManifestError,
+    ManifestMismatchError,
+    convert_checkpoint,
+    inspect_checkpoint,
+)
+from killing import ROOT, kill_at_random
+
+
+class Saved:
+    """One architecture, saved as it was loaded and while it was prepared."""
+
+    def __init__(
+        self, folder: Path, name: str, quant: str, dtype: torch.dtype = torch.bfloat16, **options: Any
+    ) -> None:
+        self.dtype = str(dtype).removeprefix("torch.")
+        self.original, self.prepared = folder / "original", folder / "prepared"
+        model = zoo.load(name, quant, dtype)
+        model.save_pretrained(self.original, **options)
+        checkpointing = model.supports_gradient_checkpointing
+        with KbitPreparedModel(model, precision="full", gradient_checkpointing=checkpointing) as prepared:
+            self.manifest = prepared.manifest()
+            model.save_pretrained(self.prepared, **options)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Saved]:
+    @functools.cache
+    def make(name: str = "llama", quant: str = "nf4", dtype: torch.dtype = torch.bfloat16, **options: Any) -> Saved:
+        return Saved(tmp_path_factory.mktemp("saved"), name, quant, dtype, **options)
+
+    return make
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def differing(expected: Path, found: Path) -> list[str]:
+    names, others = files_of(expected), files_of(found)
+    same = [name for name in names if name in others and filecmp.cmp(expected / name, found / name, shallow=False)]
+    return sorted({*names, *others} - {*same})
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: t for path in sorted(folder.glob("*.safetensors")) for name, t in load_file(path).items()}
+
+
+def ways(case: Saved) -> dict[str, dict[str, Any]]:
+    return {
+        "manifest": {"manifest": case.manifest},
+        "reference": {"reference": case.original},
+        "config": {"reference": case.original / "config.json"},
+        "dtype": {"dtype": case.dtype},
+    }
+
+
+WAYS = ("manifest", "reference", "config", "dtype")
+
+# ----------------------------------------------------------------------------------------------------
+# Byte for byte.
+# ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+def test_every_architecture_gets_its_bytes_back(name: str, saved: Callable[..., Saved], tmp_path: Path) -> None:
+    case = saved(name)
+    assert differing(case.original, case.prepared) == ["config.json", "model.safetensors"]
+    for way, options in ways(case).items():
+        report = convert_checkpoint(case.prepared, tmp_path / way, **options)
+        assert differing(case.original, tmp_path / way) == []
+        assert report.files == tuple(files_of(case.original))
+        assert report.converted
+        assert report.saved_bytes == sum(t.nbytes for t in tensors_of(case.prepared).values()) - report.num_bytes
+        assert report.saved_bytes > 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("name", "quant", "dtype"),
+    [
+        ("llama", "int8", torch.float16),
+        ("mixtral", "int8", torch.bfloat16),
+        ("t5", "nf4-double", torch.float16),
+        ("gpt_oss", "fp4", torch.float16),
+        ("bert", "int8", torch.float16),
+    ],
+)
+def test_other_quantizations_and_dtypes(
+    name: str, quant: str, dtype: torch.dtype, way: str, saved: Callable[..., Saved], tmp_path: Path
+) -> None:
+    case = saved(name, quant, dtype)
+    convert_checkpoint(case.prepared, tmp_path / "out", **ways(case)[way])
+    assert differing(case.original, tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_shards_stay_as_they_were(way: str, saved: Callable[..., Saved], tmp_path: Path) -> None:
+    case = saved("llama", max_shard_size="100KB")
+    assert len(list(case.prepared.glob("*.safetensors"))) > 1
+    report = convert_checkpoint(case.prepared, tmp_path / "out", **ways(case)[way])
+    assert files_of(tmp_path / "out") == files_of(case.prepared)
+    expected, found = tensors_of(case.original), tensors_of(tmp_path / "out")
+    assert {name: (t.dtype, t.shape) for name, t in expected.items()} == {
+        name: (t.dtype, t.shape) for name, t in found.items()
+    }
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == report.num_bytes == sum(t.nbytes for t in found.values())
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", device_map={"": "cpu"})
+
+
+def test_other_shards_where_asked(saved: Callable[..., Saved], tmp_path: Path) -> None:
+    case = saved()
+    convert_checkpoint(case.prepared, tmp_path / "many", case.manifest, max_shard_size="20KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 1
+    convert_checkpoint(tmp_path / "many", tmp_path / "one", case.manifest, max_shard_size="5GB")
+    assert differing(case.original, tmp_path / "one") == []
+    with pytest.raises(ConfigError, match="max_shard_size: expected bytes or a string such as '5GB', found '5 apples'"):
+        convert_checkpoint(case.prepared, tmp_path / "none", case.manifest, max_shard_size="5 apples")
+
+
+def test_what_is_not_prepared_is_copied(saved: Callable[..., Saved], tmp_path: Path) -> None:
+    case = saved()
+    report = convert_checkpoint(case.original, tmp_path / "out", case.manifest)
+    assert (report.converted, report.saved_bytes) == ((), 0)
+    assert differing(case.original, tmp_path / "out") == []
+
+
+def test_in_place(saved: Callable[..., Saved], tmp_path: Path) -> None:
+    case = saved()
+    shutil.copytree(case.prepared, tmp_path / "model")
+    with pytest.raises(ExportError, match="exists and is not empty"):
+        convert_checkpoint(tmp_path / "model", tmp_path / "model", case.manifest)
+    convert_checkpoint(tmp_path / "model", tmp_path / "model", case.manifest, overwrite=True)
+    assert differing(case.original, tmp_path / "model") == []
+
+
+def test_everything_else_is_copied(saved: Callable[..., Saved], tmp_path: Path) -> None:
+    case = saved()
+    source = tmp_path / "model"
+    shutil.copytree(case.prepared, source)
+    for name in ("tokenizer.json", "adapter_model.safetensors", "1_Pooling/config.json", "optimizer.pt"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_bytes(b"1")
+    for name in (".git/config", "checkpoint-500/model.safetensors", ".cache/x"):
+        (source / name).parent.mkdir()
+        (source / name).write_bytes(b"1")
+    (source / "README.md").symlink_to(case.original / "config.json")
+    report = convert_checkpoint(source, tmp_path / "out", case.manifest)
+    assert differing(case.original, tmp_path / "out") == [
+        "1_Pooling/config.json",
+        "README.md",
+        "adapter_model.safetensors",
+        "optimizer.pt",
+        "tokenizer.json",
+    ]
+    assert report.files == tuple(files_of(tmp_path / "out"))
+    assert not (tmp_path / "out" / "README.md").is_symlink()
+
+
+def test_a_single_file(saved: Callable[..., Saved], tmp_path: Path) -> None:
+    case = saved()
+    report = convert_checkpoint(case.prepared / "model.safetensors", tmp_path / "out", case.manifest)
+    assert report.files == ("model.safetensors",)
+    assert differing(case.original, tmp_path / "out") == ["config.json", "generation_config.json"]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Names that PEFT gave.
+# ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_state_dict_with_adapters(way: str, saved: Callable[..., Saved], tmp_path: Path) -> None:
+    case = saved()
+    model = zoo.load("llama", "nf4")
+    prepared = KbitPreparedModel(model, precision="full").prepare()
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "embed_tokens"], modules_to_save=["lm_head"], task_type="CAUSAL_LM"
+    )
+    state = peft.get_peft_model(prepared.model, config).state_dict()
+    (tmp_path / "model").mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "model" / "model.safetensors")
+    shutil.copyfile(case.prepared / "config.json", tmp_path / "model" / "config.json")
+    report = convert_checkpoint(tmp_path / "model", tmp_path / "out", **ways(case)[way])
+    expected, found = tensors_of(case.original), tensors_of(tmp_path / "out")
+    assert sorted(found) == sorted(state)
+    adapters = [name for name in found if "lora_" in name or "modules_to_save" in name]
+    assert len(adapters) == 7
+    for name in adapters:
+        assert found[name].dtype == state[name].dtype
+        assert torch.equal(found[name], state[name])
+    names = {
+        name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".original_module", ""): name
+        for name in found
+        if name not in adapters
+    }
+    assert names.keys() == expected.keys()
+    for plain, name in names.items():
+        assert found[name].dtype == expected[plain].dtype
+        assert torch.equal(found[name], expected[plain])
+    assert len(report.converted) == 7
+    assert inspect_checkpoint(tmp_path / "out").adapters == tuple(sorted(adapters))
+
+
+# ----------------------------------------------------------------------------------------------------
+# What is cast, and what is not.
+# ----------------------------------------------------------------------------------------------------
+
+
+def checkpoint(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    if config:
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_what_the_reference_has_in_float32_stays(tmp_path: Path) -> None:
+    tensors = {"a.weight": torch.ones(2), "b.weight": torch.ones(2), "c": torch.ones(2, dtype=torch.int64)}
+    source = checkpoint(tmp_path / "in", tensors, dtype="float32")
+    reference = checkpoint(tmp_path / "ref", {**tensors, "a.weight": torch.ones(2).half()}, torch_dtype="float16")
+    report = convert_checkpoint(source, tmp_path / "out", reference=reference)
+    assert report.converted == ("a.weight",)
+    assert tensors_of(tmp_path / "out")["b.weight"].dtype == torch.float32
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"dtype": "float16"}
+
+
+def test_the_own_config_is_enough_where_it_names_a_half_dtype(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "in", {"a.weight": torch.ones(2)}, torch_dtype="float16", model_type="of_nobody")
+    assert convert_checkpoint(source, tmp_path / "out").converted == ("a.weight",)
+    assert tensors_of(tmp_path / "out")["a.weight"].dtype == torch.float16
+    assert (tmp_path / "out" / "config.json").read_bytes() == (source / "config.json").read_bytes()
+
+
+def test_values_are_rounded_once_and_special_ones_stay(tmp_path: Path) -> None:
+    values = torch.tensor([1 + 2**-8, 1 + 2**-8 + 2**-20, -0.0, float("inf"), float("nan"), 3e38, 1e-40])
+    source = checkpoint(tmp_path / "in", {"a": values})
+    convert_checkpoint(source, tmp_path / "out", dtype=torch.bfloat16)
+    found = tensors_of(tmp_path / "out")["a"]
+    assert torch.equal(found.view(torch.int16), values.to(torch.bfloat16).view(torch.int16))
+    assert found[:2].tolist() == [1.0, 1.0078125]  # ties to even, and what is above a tie up
+
+
+def test_a_value_too_large_for_float16_is_refused(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "in", {"a": torch.tensor([1.0, float("inf")]), "b.c": torch.tensor([1.0, 7e4])})
+    with pytest.raises(ExportError, match=r"b\.c: a value is too large for torch.float16") as error:
+        convert_checkpoint(source, tmp_path / "out", dtype="float16")
+    assert error.value.fqn == "b.c"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int32])
+def test_only_float32_is_cast(dtype: torch.dtype, tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "in", {"a": torch.ones(2).to(dtype)})
+    assert convert_checkpoint(source, tmp_path / "out", dtype="bfloat16").converted == ()
+    assert tensors_of(tmp_path / "out")["a"].dtype == dtype
+
+
+# ----------------------------------------------------------------------------------------------------
+# What does not match, and what is no checkpoint.
+# ----------------------------------------------------------------------------------------------------
+
+
+def changed(case: Saved, folder: Path, **tensors: torch.Tensor | None) -> Path:
+    shutil.copytree(case.prepared, folder)
+    state = {**load_file(folder / "model.safetensors"), **tensors}
+    save_file({name: t for name, t in state.items() if t is not None}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "what"),
+    [
+        ("model.norm.weight", torch.ones(3), "shape"),
+        ("lm_head.weight", torch.ones(512, 64, dtype=torch.float16), "dtype"),
+        ("model.layers.0.self_attn.q_proj.weight", torch.ones(64, 64), "shape"),
+    ],
+)
+def test_another_tensor_than_the_manifests(
+    name: str, tensor: torch.Tensor, what: str, saved: Callable[..., Saved], tmp_path: Path
+) -> None:
+    case = saved()
+    if what == "dtype":
+        tensor = load_file(case.original / "model.safetensors")[name].half()
+    source = changed(case, tmp_path / "in", **{name: tensor})
+    with pytest.raises(ManifestMismatchError, match=f"{name}: {what}: expected .*nothing was written") as error:
+        convert_checkpoint(source, tmp_path / "out", case.manifest)
+    assert list(error.value.different) == [name]
+    assert list(error.value.different[name]) == [what]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["model.layers.7.mlp.up_proj.weight", "surprise", "model.norm.bias", "model.SCB"])
+def test_a_tensor_that_the_manifest_has_not(name: str, saved: Callable[..., Saved], tmp_path: Path) -> None:
+    case = saved()
+    source = changed(case, tmp_path / "in", **{name: torch.ones(2)})
+    with pytest.raises(ManifestMismatchError, match=f"{name}: the manifest has no such tensor") as error:
+        convert_checkpoint(source, tmp_path / "out", case.manifest)
+    assert error.value.unexpected == (name,)
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_models_manifest(saved: Callable[..., Saved], tmp_path: Path) -> None:
+    with pytest.raises(ManifestMismatchError, match=r"and \d+ more"):
+        convert_checkpoint(saved().prepared, tmp_path / "out", saved("gpt2").manifest)
+
+
+def test_a_manifest_may_be_a_path(saved: Callable[..., Saved], tmp_path: Path) -> None:
+    case = saved()
+    case.manifest.save(tmp_path / "kbitwrap.json")
+    assert isinstance(Manifest.load(tmp_path / "kbitwrap.json"), Manifest)
+    convert_checkpoint(case.prepared, tmp_path / "out", tmp_path / "kbitwrap.json")
+    assert differing(case.original, tmp_path / "out") == []
+    with pytest.raises(ManifestError, match=r"config\.json"):
+        convert_checkpoint(case.prepared, tmp_path / "none", case.prepared / "config.json")
+
+
+def test_one_source_of_dtypes(saved: Callable[..., Saved], tmp_path: Path) -> None:
+    case = saved()
+    with pytest.raises(ConfigError, match="expected one of manifest, reference and dtype"):
+        convert_checkpoint(case.prepared, tmp_path / "out", case.manifest, dtype="bfloat16")
+    with pytest.raises(ConfigError, match=r"original dtype is not known: expected float16 or bfloat16, found .*32"):
+        convert_checkpoint(case.prepared, tmp_path / "out")
+    for dtype in ("float31", torch.float32, 5):
+        with pytest.raises(ConfigError, match="expected"):
+            convert_checkpoint(case.prepared, tmp_path / "out", dtype=dtype)
+
+
+def broken(folder: Path, how: str) -> Path:
+    source = checkpoint(folder, {"a": torch.ones(100)}, dtype="bfloat16")
+    weights = source / "model.safetensors"
+    index = source / "model.safetensors.index.json"
+    data = weights.read_bytes()
+    if how == "truncated":
+        weights.write_bytes(data[:-1])
+    elif how == "huge header":
+        weights.write_bytes(b"\xff" * 8 + data[8:])
+    elif how == "no JSON":
+        weights.write_bytes(data[:8] + b"#" + data[9:])
+    elif how == "empty":
+        weights.write_bytes(b"")
+    elif how == "shard missing":
+        index.write_text('{"weight_map": {"a": "model.safetensors", "b": "other.safetensors"}}')
+    elif how == "shard elsewhere":
+        index.write_text('{"weight_map": {"a": "../in/model.safetensors"}}')
+    elif how == "index of nothing":
+        index.write_text('{"weight_map": ["model.safetensors"]}')
+    elif how == "config":
+        (source / "config.json").write_text("[]")
+    elif how == "twice":
+        shutil.copyfile(weights, source / "other.safetensors")
+        index.write_text('{"weight_map": {"a": "model.safetensors", "b": "other.safetensors"}}')
+    elif how == "pickled":
+        weights.rename(source / "pytorch_model.bin")
+    elif how == "no weights":
+        weights.unlink()
+    return source
+
+
+BROKEN = {
+    "truncated": "cannot be read as safetensors",
+    "huge header": "cannot be read as safetensors",
+    "no JSON": "cannot be read as safetensors",
+    "empty": "cannot be read as safetensors",
+    "shard missing": "names 'other.safetensors', which is not there",
+    "shard elsewhere": "names '../in/model.safetensors', which is no file of its folder",
+    "index of nothing": "expected a weight_map of file names",
+    "config": "expected a JSON object, found a list",
+    "twice": "1 tensors are in more than one file",
+    "pickled": "'pytorch_model.bin', which is pickled and not read here",
+    "no weights": "there are no weights in it",
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_what_is_no_checkpoint(how: str, tmp_path: Path) -> None:
+    source = broken(tmp_path / "in", how)
+    with pytest.raises(ConfigError, match=BROKEN[how]):
+        convert_checkpoint(source, tmp_path / "out", dtype="bfloat16")
+    with pytest.raises(ConfigError, match=BROKEN[how]):
+        inspect_checkpoint(source)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("place", ["none", "file.txt"])
+def test_where_there_is_no_checkpoint(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file.txt").write_text("1")
+    with pytest.raises(ConfigError, match=r"there is no checkpoint at|expected a folder or a \.safetensors file"):
+        convert_checkpoint(tmp_path / place, tmp_path / "out", dtype="bfloat16")
+
+
+# ----------------------------------------------------------------------------------------------------
+# Crashes and memory.
+# ----------------------------------------------------------------------------------------------------
+
+CONVERT = """
+from kbitwrap import convert_checkpoint
+source = folder.parent / "source"
+def write(destination):
+    convert_checkpoint(source, destination, dtype="bfloat16")
+"""
+
+
+def test_killed_while_it_converts(tmp_path: Path) -> None:
+    tensors = {f"t{i}": torch.full((300, 100), i + 1 / 3) for i in range(10)}
+    source = checkpoint(tmp_path / "source", tensors)
+    (source / "tokenizer.json").write_text("{}")
+    (tmp_path / "out").mkdir()
+
+    def check(destination: Path) -> None:
+        assert files_of(destination) == ["model.safetensors", "tokenizer.json"]
+        found = tensors_of(destination)
+        assert all(torch.equal(found[name], tensor.to(torch.bfloat16)) for name, tensor in tensors.items())
+        shutil.rmtree(destination)
+
+    assert kill_at_random(CONVERT, tmp_path / "out", 50, check) > 5
+
+
+MEMORY = """
+import sys
+from pathlib import Path
+import torch
+from safetensors.torch import save_file
+from kbitwrap import convert_checkpoint
+from kbitwrap.bench.memory import MemoryMeter
+
+folder = Path(sys.argv[1])
+(folder / "in").mkdir()
+size = 8 << 20
+for shard in range(2):
+    save_file({f"{shard}.{i}": torch.ones(size) for i in range(4)}, folder / "in" / f"s{shard}.safetensors")
+convert_checkpoint(folder / "in", folder / "warm", dtype="bfloat16")
+meter = MemoryMeter(torch.device("cpu"))
+assert meter.method == "VmHWM, reset before"
+meter.start()
+convert_checkpoint(folder / "in", folder / "out", dtype="bfloat16")
+print(meter.peak() / (4 * size))
+"""
+
+
+def test_memory_is_that_of_one_tensor(tmp_path: Path) -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    # A float32 tensor and its half copy, 1.5 times the tensor: of eight.
+    assert 1 < float(found.stdout) < 2
