@@ -172,7 +172,7 @@ class UpcastChange:
         for module, name in self._attributes():
             value = vars(module).get(name)
             if isinstance(value, UpcastTensor):
-                value.pass_for_parameter(False)
+                value._is_param = False
             if isinstance(value, (UpcastTensor, Float32Copy, StandInState)):
                 del vars(module)[name]
 
@@ -184,7 +184,7 @@ class UpcastChange:
             for module, name, value in current:
                 write_attribute(vars(module), name, value)
                 if isinstance(value, UpcastTensor):
-                    value.pass_for_parameter(True)
+                    value._is_param = True
             self.follow()
 
         return undo_for_a_while(self, resume)

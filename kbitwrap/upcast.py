@@ -64,7 +64,8 @@ def _of_float32(name: str) -> Any:
 class UpcastTensor(torch.Tensor):
     """A float32 view of half storage.
 
-    The whole weight of a module passes for an ``nn.Parameter``, as the weight does where it is stored in float32.
+    The whole weight of a module passes for an ``nn.Parameter``, as the weight does where it is stored in float32. Its
+    device is the one on which it was made: a model is moved before it is prepared.
 
     Args:
         half: The half tensor that it stands for, any shape.
@@ -104,7 +105,8 @@ class UpcastTensor(torch.Tensor):
         self._owner = owner
         self._chunk_bytes = chunk_bytes
         self._layout: tuple[Any, Any, Any] | None = None
-        self._is_param = owner is not None and not is_view  # read by ``isinstance(tensor, nn.Parameter)``
+        # Read by ``isinstance(tensor, nn.Parameter)``; false again once the module has been restored.
+        self._is_param = owner is not None and not is_view
         self._is_state = False
         if is_view and owner:
             start = self.parameter.storage_offset()
@@ -189,10 +191,6 @@ class UpcastTensor(torch.Tensor):
         empty = torch.empty_strided(half.shape, half.stride(), dtype=half.dtype, device="meta")
         return UpcastTensor, (empty, self._owner, self._chunk_bytes)
 
-    def pass_for_parameter(self, is_param: bool) -> None:
-        """Set whether ``isinstance(self, nn.Parameter)``: not once its module has been restored."""
-        self._is_param = is_param
-
     def as_state(self) -> UpcastTensor:
         """The same, as part of its module's state: it is pickled with the module, and not as a float32 tensor."""
         result = UpcastTensor(self.parameter, self._owner, self._chunk_bytes)
@@ -205,11 +203,7 @@ class UpcastTensor(torch.Tensor):
     __format__ = _of_float32("__format__")
 
     def data_ptr(self) -> int:
-        """Refuse: code that reads memory by its address would read half bits for float32.
-
-        Raises:
-            RuntimeError: Always.
-        """
+        """Raise a RuntimeError: code that reads memory by its address would read half bits for float32."""
         raise RuntimeError(
             "this float32 weight is upcast as it is used and has no memory of its own (precision 'compute'); give code "
             "that reads memory a copy, weight.clone(), or prepare with precision 'full'"
