@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, StringConstraints, model_validator
 
 from .config import PrepareConfig
 from .errors import ConfigError
 
 _MAX_COUNT = (1 << 63) - 1
+
+
+
+def _is_text(value: dict[str, Any]) -> dict[str, Any]:
+    """Raise for a lone surrogate at any depth, which JSON can escape and no text can hold."""
+    json.dumps(value, ensure_ascii=False).encode()
+    return value
+
 
 Text = Annotated[str, StringConstraints(max_length=4096, pattern=r"^[^\x00-\x1f\x7f]*$")]
 # A tensor's name is used as a key and never as a path; what could be taken for one is refused all the same.
@@ -18,6 +27,7 @@ Name = Annotated[str, StringConstraints(max_length=1024, pattern=r"^[^\p{C}/\\.:
 ModuleName = Annotated[str, StringConstraints(max_length=1024, pattern=r"^([^\p{C}/\\.:]+(\.[^\p{C}/\\.:]+)*)?$")]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Settings = Annotated[dict[Text, JsonValue], AfterValidator(_is_text)]
 Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
 SignedCount = Annotated[int, Field(ge=-_MAX_COUNT, le=_MAX_COUNT)]
 DType = Literal[
@@ -42,7 +52,7 @@ class QuantizationRecord(Record):
     """
 
     method: Text | None
-    config: dict[Text, JsonValue]
+    config: Settings
 
 
 class ModelRecord(Record):
@@ -69,7 +79,7 @@ class ConfigRecord(Record):
     precision: Literal["full", "compute", "norms", "adapted", "none"]
     freeze: bool
     gradient_checkpointing: bool
-    gradient_checkpointing_kwargs: dict[Text, JsonValue]
+    gradient_checkpointing_kwargs: Settings
     input_require_grads: bool | None
     head_chunk_bytes: Annotated[int, Field(ge=1, le=_MAX_COUNT)] | None
     norm_modules: tuple[Text, ...] = Field(strict=False, max_length=256)

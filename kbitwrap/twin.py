@@ -180,7 +180,7 @@ class Origin:
         for fqn, module in _base_modules(model):
             for _, config in _configs(module):
                 copy.deepcopy(config, self._configs)
-            self._places[fqn] = weakref.ref(module), {n: (weakref.ref(p), p.shape) for n, p in _parameters(module)}
+            self._places[fqn] = weakref.ref(module), {n: (weakref.ref(p), p.numel()) for n, p in _parameters(module)}
 
     def config(self, config: Any) -> Any:
         """A config as it was recorded; one that is new, as it is."""
@@ -202,8 +202,9 @@ class Origin:
                 raise _changed(fqn, "is gone" if module is None else "was replaced")
             parameters = dict(_parameters(module))
             for name in {**recorded, **parameters}:
-                parameter, (was, shape) = parameters.get(name), recorded.get(name, (lambda: None, None))
-                if parameter is None or parameter is not was() or parameter.shape != shape:
+                parameter, (was, size) = parameters.get(name), recorded.get(name, (lambda: None, None))
+                # Not by shape: a 4-bit layer that repacks its weight for the CPU gives it another of as many elements.
+                if parameter is None or parameter is not was() or parameter.numel() != size:
                     raise _changed(f"{fqn}.{name}" if fqn else name, "was replaced or resized")
         for fqn, module in live.items():
             if any(True for _ in _parameters(module)):

@@ -1,0 +1,37 @@
+"""A plain model, small enough for thousands of manifests of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from kbitwrap import KbitPreparedModel, Manifest
+
+
+class Tied(nn.Module):
+    """A plain model with a tie, a buffer that training writes, one that is not kept, and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 4)
+        self.bn = nn.BatchNorm1d(4)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 16, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("mask", torch.ones(3), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.bn(self.embed(ids)))) * self.scale
+
+
+def tied(seed: int = 0) -> Tied:
+    torch.manual_seed(seed)
+    return Tied().bfloat16()
+
+
+def small_manifest(**options: Any) -> Manifest:
+    with KbitPreparedModel(tied(), **{"precision": "full", **options}) as prepared:
+        return prepared.manifest()
