@@ -575,9 +575,10 @@ class TestRegisteredAnew:
         assert model.lm_head.weight is original
 
     def test_nothing_is_followed_once_nothing_is_prepared(self) -> None:
+        gc.collect()  # what other tests left prepared
         hooks = torch_module._global_parameter_registration_hooks
-        model = zoo.load("mixtral")
         assert not hooks
+        model = zoo.load("mixtral")
         with KbitPreparedModel(model, precision="compute") as prepared:
             assert hooks
             with prepared.suspended():
@@ -585,6 +586,7 @@ class TestRegisteredAnew:
             assert hooks
         assert not hooks
         KbitPreparedModel(model, precision="compute").prepare()
+        assert hooks
         del model, prepared
         gc.collect()
         assert not hooks
