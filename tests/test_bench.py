@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 import re
 import sys
+import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,14 @@ import torch
 from kbitwrap import build_plan
 from kbitwrap.bench import case as bench_case
 from kbitwrap.bench import runner
-from kbitwrap.bench.memory import MemoryMeter, live_bytes
+from kbitwrap.bench.memory import MemoryMeter, live_bytes, stored_bytes
 from kbitwrap.bench.models import build_model
-from kbitwrap.bench.report import header, preparation_rows, step_rows
-from kbitwrap.bench.settings import CASES, MISTRAL_7B, SMALL, BenchError, Settings, Shape
+from kbitwrap.bench.plot import SUFFIXES, draw
+from kbitwrap.bench.report import allocator_rows, header, identity_rows, preparation_rows, step_rows
+from kbitwrap.bench.settings import CASES, MISTRAL_7B, SMALL, BenchError, Settings, Shape, default_cases
 from kbitwrap.cli import main
 
-HIDDEN, LAYERS, VOCAB = 256, 2, 512
+HIDDEN, LAYERS, VOCAB = 256, 2, 2048  # the head, made in one piece, decides the peak of a step
 TINY = Shape(
     hidden_size=64,
     num_layers=2,
@@ -36,35 +39,46 @@ TABLE_BYTES = VOCAB * HIDDEN * 2  # the embeddings', and the head's
 
 
 def settings(**fields: Any) -> Settings:
-    return Settings(**{"shape": TINY, "repeats": 1, "step": True, "tokens": 16, **fields})
+    return Settings(**{"shape": TINY, "repeats": 1, "step": True, "tokens": (16,), **fields})
+
+
+def run_here(case: str, asked: Settings, folder: Path) -> dict[str, Any]:
+    """A case in this process: one of its own imports the libraries for as long as it then measures."""
+    request, answer = folder / "request.json", folder / "answer.json"
+    request.write_text(json.dumps({"case": case, "settings": asked.to_dict()}))
+    bench_case.main(str(request), str(answer))
+    result: dict[str, Any] = json.loads(answer.read_text())
+    return result
 
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, Any]:
     """A run of all cases, steps included.
 
-    PEFT's and "compute" run each in a process of its own, as all do for a user. The others run in this one: a process
-    imports the libraries for as long as it then measures.
+    PEFT's and "compute" run each in a process of its own, as all do for a user.
     """
     lines: list[str] = []
     shape = MISTRAL_7B.resized(hidden_size=HIDDEN, num_layers=LAYERS, vocab_size=VOCAB)
     run_case = runner._run_case
 
     def run(case: str, asked: Settings, folder: Path) -> dict[str, Any]:
-        if case in ("peft", "compute"):
-            return run_case(case, asked, folder)
-        request, answer = folder / "request.json", folder / "answer.json"
-        request.write_text(json.dumps({"case": case, "settings": asked.to_dict()}))
-        bench_case.main(str(request), str(answer))
-        result: dict[str, Any] = json.loads(answer.read_text())
-        return result
+        return (run_case if case in ("peft", "compute") else run_here)(case, asked, folder)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setattr(runner, "_run_case", run)
-        result = runner.run_benchmark(settings(shape=shape), CASES, lines.append)
+        asked = settings(shape=shape, tokens=(8, 16), head_chunk_bytes=256 << 10)
+        result = runner.run_benchmark(asked, CASES, lines.append)
     assert len(lines) == len(CASES)
     return result
+
+
+@pytest.fixture(scope="module")
+def compared() -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "_run_case", run_here)
+        asked = settings(shape=dataclasses.replace(TINY, num_layers=1))
+        return runner.run_identity(asked, ["compute"], lambda line: None)
 
 
 def by_case(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -72,72 +86,158 @@ def by_case(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def test_every_case_is_measured_and_is_json(measured: dict[str, Any]) -> None:
-    assert json.loads(json.dumps(measured)) == measured
+    assert json.loads(json.dumps(measured)) == {**measured, "settings": {**measured["settings"], "tokens": [8, 16]}}
     assert [case["case"] for case in measured["cases"]] == list(CASES)
     assert measured["environment"]["versions"]["torch"] == torch.__version__
     for case in measured["cases"]:
-        for key in ("prepare_seconds", "step_seconds"):
-            timing = case[key]
+        assert [step["tokens"] for step in case["steps"]] == [8, 16]
+        for timing in (case["prepare_seconds"], *(step["seconds"] for step in case["steps"])):
             assert 0 < timing["least"] <= timing["median"] <= timing["most"]
             assert len(timing["all"]) == 1
-        assert bool(case["restore_seconds"]) == (case["case"] != "peft")
+        assert bool(case["restore_seconds"]) == (not case["case"].startswith("peft"))
         assert case["transient_peak_bytes"] >= 0
-        assert case["step_peak_bytes"] > 0
+        assert case["allocator"] is None
+        for step in case["steps"]:
+            assert step["system_peak_bytes"] > 0
 
 
 def test_added_bytes_are_exact(measured: dict[str, Any]) -> None:
     added = {name: case["added_bytes"] for name, case in by_case(measured).items()}
     full = 2 * TABLE_BYTES + NORM_BYTES
-    assert added == {"peft": full, "full": full, "compute": NORM_BYTES, "norms": 0, "adapted": 0, "none": 0}
+    as_peft = dict.fromkeys(("peft", "peft-uncleared", "full"), full)
+    assert added == {
+        **as_peft,
+        "compute": NORM_BYTES,
+        "compute-chunked": NORM_BYTES,
+        "norms": 0,
+        "adapted": 0,
+        "none": 0,
+    }
     assert {case["left_bytes"] for case in measured["cases"]} == {0}
 
 
-@pytest.mark.parametrize("name", ["peft", "full", "compute"])
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_steps_peak_is_exact(measured: dict[str, Any], index: int) -> None:
+    """In pieces the head never doubles, so all that "compute" does not store is off the peak."""
+    cases = by_case(measured)
+    peak = {name: case["steps"][index]["peak_bytes"] for name, case in cases.items()}
+    not_stored = cases["peft"]["added_bytes"] - cases["compute-chunked"]["added_bytes"]
+    assert not_stored == 2 * TABLE_BYTES
+    assert peak["peft"] - peak["compute-chunked"] >= not_stored
+    assert peak["compute-chunked"] < peak["compute"] < peak["peft"]
+    assert peak["peft-uncleared"] == peak["peft"]
+    assert peak["full"] <= peak["peft"]  # which has a hook more: the first norm then keeps something for backward
+    assert peak["norms"] < peak["compute-chunked"]
+
+
+def test_more_tokens_take_more(measured: dict[str, Any]) -> None:
+    for case in measured["cases"]:
+        fewer, more = (step["peak_bytes"] for step in case["steps"])
+        assert more - fewer >= 8 * VOCAB * 4  # the logits
+
+
+@pytest.mark.parametrize("name", ["peft", "peft-uncleared", "full", "compute"])
 def test_full_and_compute_are_peft_bit_for_bit(measured: dict[str, Any], name: str) -> None:
-    case = by_case(measured)[name]
-    assert case["num_gradients"] == 2 * 7 * LAYERS
-    assert case["largest_gradient"] > 0
-    assert (case["loss_difference"], case["largest_gradient_difference"]) == (0, 0)
+    for step in by_case(measured)[name]["steps"]:
+        assert step["num_gradients"] == 2 * 7 * LAYERS
+        assert step["largest_gradient"] > 0
+        assert (step["loss_difference"], step["largest_gradient_difference"]) == (0, 0)
 
 
 def test_the_others_are_seen_to_differ(measured: dict[str, Any]) -> None:
     for name in ("norms", "adapted", "none"):
-        assert by_case(measured)[name]["largest_gradient_difference"] > 0
+        assert by_case(measured)[name]["steps"][0]["largest_gradient_difference"] > 0
 
 
 def test_the_tables_show_it(measured: dict[str, Any]) -> None:
     preparation, step = preparation_rows(measured), step_rows(measured)
     for rows in (preparation, step):
-        assert [row[0] for row in rows[1:]] == list(CASES)
         assert {len(row) for row in rows} == {len(rows[0])}
-    assert preparation[0].count("reserved MiB added") == 0
-    assert dict(zip(step[0], step[3], strict=True))["gradient difference"] == "0"
+    assert [row[0] for row in preparation[1:]] == list(CASES)
+    assert [row[:2] for row in step[1:]] == [(tokens, case) for tokens in ("8", "16") for case in CASES]
+    compute = dict(zip(step[0], step[1 + CASES.index("compute")], strict=True))
+    assert (compute["loss difference"], compute["gradient difference"]) == ("0", "0")
+    assert compute["step peak MiB"] == f"{by_case(measured)['compute']['steps'][0]['peak_bytes'] / 2**20:.1f}"
     assert f"torch {torch.__version__}" in header(measured)
+    assert "8, 16 tokens" in header(measured)
+
+
+def test_the_allocators_table_is_of_cuda(measured: dict[str, Any]) -> None:
+    assert allocator_rows(measured) == []
     on_cuda = copy.deepcopy(measured)
-    on_cuda["cases"][0]["reserved_bytes"] = 1 << 20
-    assert [row[-1] for row in preparation_rows(on_cuda)][:3] == ["reserved MiB added", "1.0", "-"]
+    held = {"allocated_bytes": 1 << 20, "allocated_peak_bytes": 1 << 20}
+    held |= {"reserved_bytes": 2 << 20, "reserved_peak_bytes": 2 << 20}
+    on_cuda["cases"][0]["allocator"] = {
+        "before": held,
+        "after": {**held, "allocated_bytes": 3 << 20, "allocated_peak_bytes": 9 << 20, "reserved_bytes": 7 << 20},
+    }
+    names, row = allocator_rows(on_cuda)
+    assert dict(zip(names, row, strict=True)) == {
+        "case": "peft",
+        "allocated MiB before": "1.0",
+        "allocated MiB after": "3.0",
+        "allocated MiB added": "2.0",
+        "allocated MiB peak": "9.0",
+        "reserved MiB before": "2.0",
+        "reserved MiB after": "7.0",
+        "reserved MiB added": "5.0",
+        "reserved MiB peak": "2.0",
+    }
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"autocast": True},
-        {"reentrant": True},
-        {"modules_to_save": True},
-        {"shape": {**vars(TINY), "is_tied": True}},
-        {"autocast": True, "reentrant": True, "modules_to_save": True},
-        {"compute_dtype": "bfloat16"},
-        {"head_chunk_bytes": 1 << 20},
-    ],
-    ids=lambda fields: "+".join(fields),
-)
-def test_compute_is_peft_bit_for_bit_in_every_setting(tmp_path: Path, fields: dict[str, Any]) -> None:
-    asked = Settings.from_dict({**settings().to_dict(), **fields})
-    peft, compute = (bench_case.Case(name, asked, tmp_path).run() for name in ("peft", "compute"))
+def test_compute_is_peft_bit_for_bit_in_every_combination(compared: dict[str, Any]) -> None:
+    assert json.loads(json.dumps(compared))["combinations"]
+    options = [combination["settings"] for combination in compared["combinations"]]
+    names = ("reentrant", "autocast", "modules_to_save")
+    assert len({(o["shape"]["is_tied"], *(o[name] for name in names)) for o in options}) == 16
+    for combination in compared["combinations"]:
+        (case,) = combination["cases"]
+        (step,) = case["steps"]
+        assert case["case"] == "compute"
+        assert step["num_gradients"] == 2 * 7 + combination["settings"]["modules_to_save"]
+        assert step["largest_gradient"] > 0
+        assert (step["loss_difference"], step["largest_gradient_difference"]) == (0, 0)
+    assert len({case["steps"][0]["loss"] for c in compared["combinations"] for case in c["cases"]}) >= 4
+    assert runner.is_identical(compared)
+
+
+def test_the_table_of_combinations(compared: dict[str, Any]) -> None:
+    rows = identity_rows(compared)
+    assert len(rows) == 17
+    assert len(set(rows)) == 17
+    assert {row[-2:] for row in rows[1:]} == {("0", "0")}
+    assert "head" not in header(compared).splitlines()[2].replace("heads", "")
+
+
+@pytest.mark.parametrize("key", ["loss_difference", "largest_gradient_difference"])
+def test_one_difference_is_enough_to_differ(compared: dict[str, Any], key: str) -> None:
+    other = copy.deepcopy(compared)
+    other["combinations"][7]["cases"][0]["steps"][0][key] = 1e-12
+    assert not runner.is_identical(other)
+
+
+def test_a_precision_that_computes_otherwise_differs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = settings(repeats=0)
+    run_here("peft", asked, tmp_path)
+    step = run_here("none", asked, tmp_path)["steps"][0]
+    assert step["largest_gradient_difference"] > 0
+    assert "seconds" not in step
+
+
+def test_compute_is_peft_bit_for_bit_where_quantized_layers_compute_in_half(tmp_path: Path) -> None:
+    asked = settings(repeats=0, compute_dtype="bfloat16")
+    peft, compute = (bench_case.Case(name, asked, tmp_path).run()["steps"][0] for name in ("peft", "compute"))
     assert compute["loss"] == peft["loss"]
     assert compute["largest_gradient"] > 0
     assert compute["largest_gradient_difference"] == 0
-    assert compute["num_gradients"] == 2 * 7 * TINY.num_layers + asked.modules_to_save
+
+
+def test_the_cases_that_matter() -> None:
+    on_host = ("peft", "full", "compute", "norms", "adapted", "none")
+    assert default_cases(settings(step=False)) == on_host
+    assert default_cases(settings(step=False, device="cuda:0")) == ("peft", "peft-uncleared", *on_host[1:])
+    assert set(default_cases(settings())) == {*on_host, "compute-chunked"}
+    assert default_cases(settings(device="cuda")) == CASES
 
 
 def test_settings_travel_as_json() -> None:
@@ -167,6 +267,29 @@ def test_live_bytes_count_shared_memory_once() -> None:
     model = torch.nn.ModuleDict({"first": first, "second": second})
     assert live_bytes(model, lambda name: True) == 64
     assert live_bytes(model, lambda name: False) == 0
+
+
+def test_stored_bytes_count_a_quantized_weights_scales() -> None:
+    model = build_model(TINY, torch.device("cpu"), compute_dtype=torch.bfloat16, seed=0)
+    layer = model.model.layers[0].self_attn.q_proj
+    scales = layer.weight.quant_state.absmax
+    state = layer.state_dict()["weight.quant_state.bitsandbytes__nf4"]
+    assert stored_bytes(layer) == layer.weight.nbytes + scales.nbytes + 16 * 4 + state.nbytes
+
+
+def test_the_peak_of_tensors_is_exact() -> None:
+    meter = MemoryMeter(torch.device("cpu"))
+    kept = torch.ones(1000, dtype=torch.uint8)
+
+    def run() -> None:
+        a = torch.empty(5000, dtype=torch.uint8)
+        b = torch.empty(300, dtype=torch.uint8)
+        del a
+        torch.empty(4000, dtype=torch.uint8)
+        del b
+
+    for _ in range(2):
+        assert meter.tensor_peak(lambda: kept.nbytes, run) == 1000 + 5300
 
 
 def test_a_peak_is_seen() -> None:
@@ -208,17 +331,21 @@ def test_a_case_that_fails_says_why(
 
 @pytest.fixture
 def without_processes(
-    monkeypatch: pytest.MonkeyPatch, measured: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, measured: dict[str, Any], compared: dict[str, Any]
 ) -> list[tuple[Settings, tuple[str, ...]]]:
     """Collects what the command asks for, and answers with what was measured."""
     asked: list[tuple[Settings, tuple[str, ...]]] = []
 
-    def answer(given: Settings, cases: Any, show: Any) -> dict[str, Any]:
-        asked.append((given, tuple(cases)))
-        show("case 1 of 1")
-        return measured
+    def answer(name: str, result: dict[str, Any]) -> None:
+        def run(given: Settings, cases: Any, show: Any) -> dict[str, Any]:
+            asked.append((given, tuple(cases)))
+            show("case 1 of 1")
+            return result
 
-    monkeypatch.setattr(runner, "run_benchmark", answer)
+        monkeypatch.setattr(runner, name, run)
+
+    answer("run_benchmark", measured)
+    answer("run_identity", compared)
     return asked
 
 
@@ -228,20 +355,127 @@ def test_the_command_prints_tables(
     assert main(["bench", "--step", "--output", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("machine ")
-    assert len(re.findall("^compute ", printed.out, re.MULTILINE)) == 2
+    assert len(re.findall(r"^(?:\d+ +)?compute ", printed.out, re.MULTILINE)) == 3
     assert printed.err == "case 1 of 1\n"
     assert (tmp_path / "out").read_text() == printed.out
-    assert without_processes == [(Settings(shape=SMALL, step=True), CASES)]
+    asked = Settings(shape=SMALL, step=True)
+    assert without_processes == [(asked, default_cases(asked))]
 
 
 def test_the_command_prints_json(
     without_processes: list[Any], capsys: pytest.CaptureFixture[str], measured: dict[str, Any]
 ) -> None:
     assert main(["bench", "--json", "--case", "none", "--layers", "3", "--tied"]) == 0
-    assert json.loads(capsys.readouterr().out) == measured
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(measured))
     given, cases = without_processes[0]
     assert cases == ("none",)
     assert given.shape == Shape(**{**vars(MISTRAL_7B), "num_layers": 3, "is_tied": True})
+
+
+def test_the_command_takes_several_numbers_of_tokens(
+    without_processes: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "--step", "--tokens", "512", "8192", "512", "--head-chunk-bytes", "4096"]) == 0
+    given, _ = without_processes[0]
+    assert (given.tokens, given.head_chunk_bytes) == ((512, 8192), 4096)
+
+
+def test_the_command_compares(
+    without_processes: list[Any], capsys: pytest.CaptureFixture[str], compared: dict[str, Any]
+) -> None:
+    assert main(["bench", "--identity"]) == 0
+    given, cases = without_processes[0]
+    assert (given.step, given.tokens, given.shape, cases) == (True, (32,), SMALL, ("compute",))
+    assert len(re.findall("^compute ", capsys.readouterr().out, re.MULTILINE)) == 16
+
+
+def test_the_command_says_no_where_a_number_differs(
+    without_processes: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "is_identical", lambda result: False)
+    assert main(["bench", "--identity"]) == 1
+
+
+@pytest.mark.parametrize("options", [["--step"], ["--identity"]], ids=" ".join)
+def test_what_was_saved_is_shown_again(
+    without_processes: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path, options: list[str]
+) -> None:
+    saved = str(tmp_path / "saved.json")
+    assert main(["bench", *options]) == 0
+    printed = capsys.readouterr().out
+    assert main(["bench", *options, "--json", "--output", saved]) == 0
+    capsys.readouterr()
+    assert main(["bench", "--from", saved]) == 0
+    assert capsys.readouterr().out == printed
+    assert len(without_processes) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot read"),
+        ("{", "is not JSON"),
+        ("[]", "is not what --json prints"),
+        ('{"a": 1}', "is not what --json prints"),
+        ('{"cases": []}', "is not what --json prints: KeyError"),
+        ('{"cases": 1, "environment": 1}', "is not what --json prints: TypeError"),
+    ],
+)
+def test_what_was_not_saved_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str | None, message: str
+) -> None:
+    path = tmp_path / "saved.json"
+    if text is not None:
+        path.write_text(text)
+    assert main(["bench", "--from", str(path)]) == 2
+    assert re.fullmatch(f"kbitwrap: error: --from: .*{message}.*\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_the_same_figures_make_the_same_plot(tmp_path: Path, measured: dict[str, Any], suffix: str) -> None:
+    preparing = {**measured, "settings": {**measured["settings"], "step": False}}
+    paths = [tmp_path / f"{name}{suffix}" for name in "ab"]
+    for path in paths:
+        draw(preparing, path)
+    first, second = (path.read_bytes() for path in paths)
+    assert first == second
+    assert len(first) > 1000
+
+
+def test_a_plot_shows_the_figures(
+    without_processes: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path, measured: dict[str, Any]
+) -> None:
+    path = tmp_path / "plot.svg"
+    assert main(["bench", "--step", "--plot", str(path)]) == 0
+    tree = ET.parse(path)
+    texts = [element.text for element in tree.iter() if element.tag.endswith("}text")]
+    assert not list(tree.iter("{http://purl.org/dc/elements/1.1/}date"))
+    for case in measured["cases"]:
+        assert texts.count(case["case"]) == 9
+        assert f"{case['added_bytes'] / 2**20:.2f}" in texts
+        for step in case["steps"]:
+            assert f"{step['peak_bytes'] / 2**20:.0f}" in texts
+    assert {"live bytes added", "step peak, 16 tokens", "MiB", "MiB, of tensors", "ratio to PEFT's"} <= set(texts)
+
+
+def test_a_plot_without_peft_has_no_ratios(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, measured: dict[str, Any]
+) -> None:
+    alone = copy.deepcopy(measured)
+    alone["cases"] = [case for case in alone["cases"] if case["case"] == "none"]
+    for part in (alone["cases"][0], *alone["cases"][0]["steps"]):
+        del part["ratio_to_peft"]
+    saved = tmp_path / "saved.json"
+    saved.write_text(json.dumps(alone))
+    assert main(["bench", "--from", str(saved), "--plot", str(tmp_path / "plot.svg")]) == 0
+    texts = [element.text for element in ET.parse(tmp_path / "plot.svg").iter() if element.tag.endswith("}text")]
+    assert texts.count("-") == 3
+
+
+def test_a_plot_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["bench", "--plot", "plot.svg"]) == 2
+    assert "pip install 'kbitwrap[plot]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -249,6 +483,12 @@ def test_the_command_prints_json(
     [
         ["--autocast"],
         ["--modules-to-save"],
+        ["--identity", "--autocast"],
+        ["--identity", "--reentrant"],
+        ["--identity", "--tied"],
+        ["--identity", "--plot", "plot.svg"],
+        ["--plot", "plot.txt"],
+        ["--plot", "/no/such/folder/plot.svg"],
         ["--hidden-size", "100"],
         ["--device", "nowhere"],
         ["--output", "/no/such/folder/file"],
@@ -260,7 +500,18 @@ def test_bad_input_is_one_line(options: list[str], capsys: pytest.CaptureFixture
     assert re.fullmatch(r"kbitwrap: error: .+\n", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("options", [["--repeats", "0"], ["--seed", "-1"], ["--case", "half"], ["--tokens", "many"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--repeats", "0"],
+        ["--seed", "-1"],
+        ["--case", "half"],
+        ["--tokens", "many"],
+        ["--tokens"],
+        ["--step", "--identity"],
+    ],
+    ids=" ".join,
+)
 def test_bad_usage_is_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["bench", *options])

@@ -7,6 +7,7 @@ compare theirs with.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import sys
 import warnings
@@ -20,11 +21,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .. import KbitPreparedModel, Precision
-from .memory import MemoryMeter, live_bytes
+from .memory import MemoryMeter, live_bytes, stored_bytes
 from .models import LINEARS, build_model
-from .settings import PEFT, Settings
+from .settings import CHUNKED, PEFT, PEFT_UNCLEARED, Settings
 
-_GRADIENTS = "gradients.pt"
 _ADAPTED_LAYERS = 2  # without a step, the layers that hold the adapter that "adapted" is told of: the last ones
 _RANK = 16
 
@@ -33,7 +33,7 @@ class Case:
     """One way to prepare, measured.
 
     Args:
-        name: ``"peft"``, or a precision.
+        name: One of ``CASES``.
         settings: What to measure.
         folder: Where PEFT's gradients are kept.
 
@@ -62,7 +62,7 @@ class Case:
 
     def _measure(self) -> None:
         self.meter.start()
-        baseline = self.meter.held()  # what the libraries hold: no part of a training step's figure
+        baseline = self.meter.system_held()  # what the libraries hold: no part of a training step's figure
         seconds: list[float] = []
         with self.meter.timed(seconds):
             compute_dtype = getattr(torch, self.settings.compute_dtype)
@@ -73,19 +73,20 @@ class Case:
         self._measure_preparing()
         if self.settings.step:
             self._prepare()
-            self._measure_step(self._adapt(), baseline)
+            adapted = self._adapt().train()
+            self.result["steps"] = [self._measure_step(adapted, tokens, baseline) for tokens in self.settings.tokens]
 
     def _measure_preparing(self) -> None:
         prepare: list[float] = []
         restore: list[float] = []
         loaded_bytes = live_bytes(self.model, _is_base)
         for repeat in range(self.settings.repeats):
-            undo = _undo_of_peft(self.model) if self.name == PEFT else None
+            undo = _undo_of_peft(self.model) if self.name in (PEFT, PEFT_UNCLEARED) else None
             self.meter.start()
-            reserved = self.meter.reserved()
+            before = self.meter.allocator()
             with self.meter.timed(prepare):
                 self._prepare()
-            after = self.meter.reserved()
+            after = self.meter.allocator()
             peak = self.meter.peak()
             adapted = None
             if self.name == Precision.ADAPTED.value:
@@ -94,7 +95,7 @@ class Case:
             if repeat == 0:
                 self.result["transient_peak_bytes"] = peak
                 self.result["added_bytes"] = live_bytes(self.model, _is_base) - loaded_bytes
-                self.result["reserved_bytes"] = None if after is None or reserved is None else after - reserved
+                self.result["allocator"] = None if after is None else {"before": before, "after": after}
             if adapted is not None:
                 adapted.unload()
             if undo is not None:
@@ -108,12 +109,18 @@ class Case:
 
     def _prepare(self) -> None:
         checkpointing = {"use_reentrant": self.settings.reentrant}
-        if self.name == PEFT:
-            prepare_model_for_kbit_training(self.model, gradient_checkpointing_kwargs=checkpointing)
+        if self.name in (PEFT, PEFT_UNCLEARED):
+            # Versions that do not take it never clear the cache.
+            takes_it = "auto_clear_cache" in inspect.signature(prepare_model_for_kbit_training).parameters
+            cache = {"auto_clear_cache": False} if takes_it and self.name == PEFT_UNCLEARED else {}
+            prepare_model_for_kbit_training(self.model, gradient_checkpointing_kwargs=checkpointing, **cache)
             return
-        chunk = self.settings.head_chunk_bytes if self.name == Precision.COMPUTE.value else None
+        is_chunked = self.name == CHUNKED
         self._wrapper = KbitPreparedModel(
-            self.model, precision=self.name, gradient_checkpointing_kwargs=checkpointing, head_chunk_bytes=chunk
+            self.model,
+            precision="compute" if is_chunked else self.name,
+            gradient_checkpointing_kwargs=checkpointing,
+            head_chunk_bytes=self.settings.head_chunk_bytes if is_chunked else None,
         ).prepare()
 
     def _adapt(self) -> PeftModel:
@@ -139,43 +146,56 @@ class Case:
             self.result["adopt_seconds"] = seconds[0]
         return adapted
 
-    def _measure_step(self, model: PeftModel, baseline: int) -> None:
+    def _measure_step(self, model: PeftModel, tokens: int, baseline: int) -> dict[str, Any]:
         settings = self.settings
-        model.train()
         generator = torch.Generator().manual_seed(settings.seed)
-        ids = torch.randint(settings.shape.vocab_size, (1, settings.tokens), generator=generator).to(self.device)
-        autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=settings.autocast)
+        ids = torch.randint(settings.shape.vocab_size, (1, tokens), generator=generator).to(self.device)
+
+        def step() -> torch.Tensor:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=settings.autocast):
+                loss: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            return loss.detach()
+
         self.meter.start()
+        with _deterministic():
+            loss = step().item()
+        result: dict[str, Any] = {
+            "tokens": tokens,
+            "loss": loss,
+            "system_peak_bytes": self.meter.system_peak() - baseline,
+        }
+        result |= self._compare(model, tokens)
+        # The first step also pays for what is set up once.
         seconds: list[float] = []
-        for repeat in range(1 + settings.repeats):
+        for _ in range(settings.repeats):
             model.zero_grad(set_to_none=True)
             with self.meter.timed(seconds):
-                with autocast:
-                    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-                loss.backward()
-            if repeat == 0:
-                self.result["step_peak_bytes"] = self.meter.absolute_peak() - baseline
-                self.result["step_reserved_bytes"] = self.meter.reserved()
-                self.result["loss"] = loss.item()
-                self._compare(model)
-        # The first step also pays for what is set up once.
-        self.result["step_seconds"] = seconds[1:]
+                step()
+        model.zero_grad(set_to_none=True)
+        if settings.repeats:
+            result["seconds"] = seconds
+            result["peak_bytes"] = self.meter.tensor_peak(lambda: stored_bytes(model), step)
+            model.zero_grad(set_to_none=True)
+        return result
 
-    def _compare(self, model: nn.Module) -> None:
+    def _compare(self, model: nn.Module, tokens: int) -> dict[str, Any]:
         gradients = {name: p.grad.detach().cpu() for name, p in model.named_parameters() if p.grad is not None}
-        self.result["num_gradients"] = len(gradients)
-        path = self.folder / _GRADIENTS
+        path = self.folder / f"gradients-{tokens}.pt"
         if self.name == PEFT:
             torch.save(gradients, path)
         if not path.exists():
-            return
+            return {"num_gradients": len(gradients)}
         expected = torch.load(path, mmap=True)
         if expected.keys() != gradients.keys():
             raise RuntimeError(f"other parameters have a gradient: {sorted(expected.keys() ^ gradients.keys())[:3]}")
-        self.result["largest_gradient"] = max(float(g.abs().max()) for g in expected.values())
-        self.result["largest_gradient_difference"] = max(
-            float((gradients[name].double() - g.double()).abs().max()) for name, g in expected.items()
-        )
+        return {
+            "num_gradients": len(gradients),
+            "largest_gradient": max(float(g.abs().max()) for g in expected.values()),
+            "largest_gradient_difference": max(
+                float((gradients[name].double() - g.double()).abs().max()) for name, g in expected.items()
+            ),
+        }
 
 
 def _is_base(name: str) -> bool:
@@ -198,6 +218,16 @@ def _undo_of_peft(model: PreTrainedModel) -> Callable[[], None]:
                 del module._forward_hooks[key]
 
     return undo
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    """Where numbers are compared bit for bit, the same operations must give the same: not all of CUDA's kernels do."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @contextlib.contextmanager

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import json
 import resource
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -50,6 +53,7 @@ class MemoryMeter:
         gc.collect()
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
             trim_heap()
@@ -71,9 +75,54 @@ class MemoryMeter:
         """The bytes held now."""
         return torch.cuda.memory_allocated(self.device) if self.is_cuda else _status("VmRSS")
 
-    def reserved(self) -> int | None:
-        """The bytes that CUDA's caching allocator holds; ``None`` on a host."""
-        return torch.cuda.memory_reserved(self.device) if self.is_cuda else None
+    def system_held(self) -> int:
+        """The bytes held now of the system's: what the allocator reserved on CUDA, the resident set on a host."""
+        return torch.cuda.memory_reserved(self.device) if self.is_cuda else self.held()
+
+    def system_peak(self) -> int:
+        """The most bytes held of the system's since ``start``."""
+        return torch.cuda.max_memory_reserved(self.device) if self.is_cuda else self.absolute_peak()
+
+    def allocator(self) -> dict[str, int] | None:
+        """What CUDA's caching allocator holds now, and the most since ``start``; ``None`` on a host."""
+        if not self.is_cuda:
+            return None
+        return {
+            "allocated_bytes": self.held(),
+            "allocated_peak_bytes": self.absolute_peak(),
+            "reserved_bytes": self.system_held(),
+            "reserved_peak_bytes": self.system_peak(),
+        }
+
+    def tensor_peak(self, stored: Callable[[], int], run: Callable[[], object]) -> int:
+        """Run something, and find the most bytes that tensors held meanwhile.
+
+        On CUDA the allocator counts. A host's allocator is recorded by torch's profiler, to the byte and without what
+        the C library keeps of freed blocks, which makes a resident set differ from run to run. So does what Python's
+        collector frees: it waits meanwhile.
+
+        Args:
+            stored: The bytes held by tensors before, which a host's allocator does not know.
+            run: What to run.
+
+        Returns:
+            The bytes, those held before included.
+        """
+        self.start()
+        if self.is_cuda:
+            run()
+            return self.absolute_peak()
+        before = stored()
+        with _no_collection(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            run()
+        with tempfile.TemporaryDirectory(prefix="kbitwrap-bench-") as folder:
+            path = Path(folder) / "trace.json"
+            recorded.export_chrome_trace(str(path))
+            events = json.loads(path.read_text())["traceEvents"]
+        changes = [event for event in events if event["name"] == "[memory]"]
+        first = min(changes, key=lambda event: event["ts"])["args"]
+        start = first["Total Allocated"] - first["Bytes"]
+        return int(before + max(event["args"]["Total Allocated"] for event in changes) - start)
 
     def synchronize(self) -> None:
         """Wait until the device has done what it was asked to."""
@@ -95,6 +144,17 @@ class MemoryMeter:
         yield
         self.synchronize()
         seconds.append(time.perf_counter() - started)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def trim_heap() -> None:
@@ -119,12 +179,36 @@ def live_bytes(model: nn.Module, is_counted: Callable[[str], bool]) -> int:
         >>> live_bytes(torch.nn.Linear(4, 4, bias=False), lambda name: True)
         64
     """
+    tensors = (
+        tensor
+        for named in (model.named_parameters, model.named_buffers)
+        for name, tensor in named(remove_duplicate=False)
+        if is_counted(name)
+    )
+    return _storage_bytes(tensors)
+
+
+def stored_bytes(model: nn.Module) -> int:
+    """Sum the memory that a model's state holds, a quantized weight's scales included, shared memory once.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The bytes.
+
+    Example:
+        >>> stored_bytes(torch.nn.Linear(4, 4, bias=False))
+        64
+    """
+    return _storage_bytes(value for value in model.state_dict().values() if isinstance(value, torch.Tensor))
+
+
+def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     storages: dict[tuple[Any, ...], int] = {}
-    for named in (model.named_parameters, model.named_buffers):
-        for name, tensor in named(remove_duplicate=False):
-            if is_counted(name):
-                storage = tensor.untyped_storage()
-                storages[storage.device, storage.data_ptr()] = storage.nbytes()
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        storages[storage.device, storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 

@@ -67,7 +67,7 @@ def header(result: dict[str, Any]) -> str:
     """The lines before the tables: machine, versions, model and settings.
 
     Args:
-        result: What ``run_benchmark`` returned.
+        result: What ``run_benchmark`` or ``run_identity`` returned.
 
     Returns:
         The lines.
@@ -75,26 +75,34 @@ def header(result: dict[str, Any]) -> str:
     machine, settings = result["environment"]["machine"], result["settings"]
     shape = settings["shape"]
     memory = machine["memory_bytes"]
+    model = (
+        f"model     Mistral in nf4 and bfloat16: hidden {shape['hidden_size']}, {shape['num_layers']} layers, "
+        f"{shape['num_heads']} heads, {shape['num_kv_heads']} key-value heads, "
+        f"intermediate {shape['intermediate_size']}, vocabulary {shape['vocab_size']}"
+    )
+    step = (
+        f"step      {', '.join(map(str, settings['tokens']))} tokens, LoRA on all linears, quantized layers compute in "
+        f"{settings['compute_dtype']}"
+    )
     lines = [
         f"machine   {machine['processor']}, {machine['num_cores']} cores, {machine['num_threads']} torch threads, "
         f"{'unknown' if memory is None else f'{memory / 1024**3:.1f} GiB'} of memory, {machine['system']}; "
         f"device {machine['device']}",
         "versions  " + ", ".join(f"{name} {found}" for name, found in result["environment"]["versions"].items()),
-        f"model     Mistral in nf4 and bfloat16: hidden {shape['hidden_size']}, {shape['num_layers']} layers, "
-        f"{shape['num_heads']} heads, {shape['num_kv_heads']} key-value heads, "
-        f"intermediate {shape['intermediate_size']}, vocabulary {shape['vocab_size']}, "
-        f"head {'tied' if shape['is_tied'] else 'not tied'}",
+    ]
+    if "combinations" in result:
+        return "\n".join([*lines, model, step])
+    lines += [
+        f"{model}, head {'tied' if shape['is_tied'] else 'not tied'}",
         f"timings   median (least - most) of {settings['repeats']}; ratios are to PEFT's medians in this run",
         f"memory    {', '.join(sorted({case['memory_method'] for case in result['cases']}))}",
     ]
     if settings["step"]:
-        chunk = settings["head_chunk_bytes"]
         lines.append(
-            f"step      {settings['tokens']} tokens, LoRA on all linears, quantized layers compute in "
-            f"{settings['compute_dtype']}, {'bfloat16' if settings['autocast'] else 'no'} autocast, "
+            f"{step}, {'bfloat16' if settings['autocast'] else 'no'} autocast, "
             f"{'reentrant' if settings['reentrant'] else 'non-reentrant'} checkpointing, "
             f"modules_to_save {'lm_head' if settings['modules_to_save'] else 'none'}, "
-            f"head {'in one piece' if chunk is None else f'in pieces of {chunk} bytes'} under compute"
+            f"head_chunk_bytes {settings['head_chunk_bytes']} under compute-chunked"
         )
     return "\n".join(lines)
 
@@ -108,24 +116,45 @@ def preparation_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
     Returns:
         The header and a row for each case.
     """
-    columns = ["case", "prepare s", "ratio", "restore s", "live MiB added", "peak MiB preparing", "ratio"]
-    has_reserve = any(case["reserved_bytes"] is not None for case in result["cases"])
-    if has_reserve:
-        columns.append("reserved MiB added")
-    rows: list[tuple[str, ...]] = [tuple(columns)]
+    columns = ("case", "prepare s", "ratio", "restore s", "live MiB added", "peak MiB preparing", "ratio")
+    rows: list[tuple[str, ...]] = [columns]
     for case in result["cases"]:
-        row = [
-            case["case"],
-            _seconds(case["prepare_seconds"]),
-            _ratio(case, "prepare_seconds"),
-            _seconds(case["restore_seconds"]),
-            _mib(case["added_bytes"], 2),
-            _mib(case["transient_peak_bytes"], 1),
-            _ratio(case, "transient_peak_bytes"),
-        ]
-        if has_reserve:
-            row.append(_mib(case["reserved_bytes"], 1))
-        rows.append(tuple(row))
+        rows.append(
+            (
+                case["case"],
+                _seconds(case["prepare_seconds"]),
+                _ratio(case, "prepare_seconds"),
+                _seconds(case["restore_seconds"]),
+                _mib(case["added_bytes"], 2),
+                _mib(case["transient_peak_bytes"], 1),
+                _ratio(case, "transient_peak_bytes"),
+            )
+        )
+    return rows
+
+
+def allocator_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The table of what CUDA's caching allocator holds before, after and at the peak of preparing.
+
+    Args:
+        result: What ``run_benchmark`` returned.
+
+    Returns:
+        The header and a row for each case, or nothing where no case ran on CUDA.
+    """
+    rows: list[tuple[str, ...]] = []
+    for case in result["cases"]:
+        if case["allocator"] is not None:
+            before, after = case["allocator"]["before"], case["allocator"]["after"]
+            row = [case["case"]]
+            for name in ("allocated", "reserved"):
+                held = (before[f"{name}_bytes"], after[f"{name}_bytes"])
+                row += [_mib(value, 1) for value in (*held, held[1] - held[0], after[f"{name}_peak_bytes"])]
+            rows.append(tuple(row))
+    if rows:
+        figures = ("before", "after", "added", "peak")
+        columns = [f"{name} MiB {figure}" for name in ("allocated", "reserved") for figure in figures]
+        rows.insert(0, ("case", *columns))
     return rows
 
 
@@ -136,24 +165,57 @@ def step_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
         result: What ``run_benchmark`` returned, with steps.
 
     Returns:
-        The header and a row for each case.
+        The header, and for each number of tokens a row for each case.
     """
-    columns = ("case", "step peak MiB", "ratio", "step s", "ratio", "loss", "loss difference", "gradient difference")
-    rows: list[tuple[str, ...]] = [columns]
-    for case in result["cases"]:
-        rows.append(
-            (
+    columns = ("tokens", "case", "step peak MiB", "ratio", "system MiB", "step s", "ratio")
+    rows: list[tuple[str, ...]] = [(*columns, "loss", "loss difference", "gradient difference")]
+    for index, tokens in enumerate(result["settings"]["tokens"]):
+        for case in result["cases"]:
+            step = case["steps"][index]
+            row = (
+                str(tokens),
                 case["case"],
-                _mib(case["step_peak_bytes"], 1),
-                _ratio(case, "step_peak_bytes"),
-                _seconds(case["step_seconds"]),
-                _ratio(case, "step_seconds"),
-                f"{case['loss']:.7f}",
-                _difference(case.get("loss_difference")),
-                _difference(case.get("largest_gradient_difference")),
+                _mib(step["peak_bytes"], 1),
+                _ratio(step, "peak_bytes"),
+                _mib(step["system_peak_bytes"], 1),
+                _seconds(step["seconds"]),
+                _ratio(step, "seconds"),
             )
-        )
+            rows.append((*row, *_numbers(step)))
     return rows
+
+
+def identity_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The table of differences from PEFT's numbers.
+
+    Args:
+        result: What ``run_identity`` returned.
+
+    Returns:
+        The header, and for each combination and number of tokens a row for each case.
+    """
+    options = ("case", "head", "checkpointing", "autocast", "modules_to_save", "tokens", "gradients")
+    rows: list[tuple[str, ...]] = [(*options, "loss", "loss difference", "gradient difference")]
+    for combination in result["combinations"]:
+        settings = combination["settings"]
+        for case in combination["cases"]:
+            for step in case["steps"]:
+                row = (
+                    case["case"],
+                    "tied" if settings["shape"]["is_tied"] else "not tied",
+                    "reentrant" if settings["reentrant"] else "non-reentrant",
+                    "bfloat16" if settings["autocast"] else "no",
+                    "lm_head" if settings["modules_to_save"] else "none",
+                    str(step["tokens"]),
+                    str(step["num_gradients"]),
+                )
+                rows.append((*row, *_numbers(step)))
+    return rows
+
+
+def _numbers(step: dict[str, Any]) -> tuple[str, str, str]:
+    loss, gradient = step.get("loss_difference"), step.get("largest_gradient_difference")
+    return f"{step['loss']:.7f}", _difference(loss), _difference(gradient)
 
 
 def _seconds(timing: dict[str, Any]) -> str:

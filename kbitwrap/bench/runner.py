@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import os
 import statistics
@@ -15,8 +17,8 @@ from typing import Any
 from .report import environment
 from .settings import PEFT, BenchError, Settings
 
-_TIMINGS = ("prepare_seconds", "restore_seconds", "step_seconds")
-_RATIOS = ("prepare_seconds", "step_seconds", "transient_peak_bytes", "step_peak_bytes")
+_TIMINGS = ("prepare_seconds", "restore_seconds", "seconds")
+_RATIOS = ("prepare_seconds", "transient_peak_bytes", "seconds", "peak_bytes")
 
 
 def run_benchmark(settings: Settings, cases: Sequence[str], show: Callable[[str], None]) -> dict[str, Any]:
@@ -40,14 +42,69 @@ def run_benchmark(settings: Settings, cases: Sequence[str], show: Callable[[str]
             show(f"case {index} of {len(ordered)}: {case}")
             results.append(_run_case(case, settings, Path(folder)))
     for result in results:
-        for key in _TIMINGS:
-            if result.get(key):
-                result[key] = _summary(result[key])
-    peft = next((result for result in results if result["case"] == PEFT), None)
-    if peft is not None:
+        for part in _parts(result):
+            for key in _TIMINGS:
+                if part.get(key):
+                    part[key] = _summary(part[key])
+    if results[0]["case"] == PEFT:
         for result in results:
-            _relate(result, peft)
+            for part, pefts in zip(_parts(result), _parts(results[0]), strict=True):
+                _relate(part, pefts)
     return {"environment": environment(settings.device), "settings": settings.to_dict(), "cases": results}
+
+
+def run_identity(settings: Settings, cases: Sequence[str], show: Callable[[str], None]) -> dict[str, Any]:
+    """Compare loss and gradients with PEFT's in every combination of what may change the arithmetic.
+
+    Args:
+        settings: What to measure; the combinations replace its options of the same names.
+        cases: Names out of ``CASES``, each compared with PEFT's.
+        show: Called with a line of progress before each combination.
+
+    Returns:
+        ``{"environment", "settings", "combinations"}``, ready for JSON. A combination is ``{"settings", "cases"}``.
+
+    Raises:
+        BenchError: A case could not be measured.
+    """
+    options = list(itertools.product((False, True), repeat=4))
+    combinations = []
+    for index, (is_tied, reentrant, autocast, modules_to_save) in enumerate(options, 1):
+        asked = dataclasses.replace(
+            settings,
+            shape=dataclasses.replace(settings.shape, is_tied=is_tied),
+            repeats=0,
+            step=True,
+            reentrant=reentrant,
+            autocast=autocast,
+            modules_to_save=modules_to_save,
+        )
+        show(f"combination {index} of {len(options)}")
+        result = run_benchmark(asked, [PEFT, *cases], lambda line: None)
+        combinations.append({"settings": result["settings"], "cases": result["cases"][1:]})
+    return {
+        "environment": environment(settings.device),
+        "settings": settings.to_dict(),
+        "combinations": combinations,
+    }
+
+
+def is_identical(result: dict[str, Any]) -> bool:
+    """Whether nothing differs from PEFT's numbers.
+
+    Args:
+        result: What ``run_identity`` returned.
+
+    Returns:
+        Whether every difference is exactly 0.
+    """
+    return all(
+        step[key] == 0
+        for combination in result["combinations"]
+        for case in combination["cases"]
+        for step in case["steps"]
+        for key in ("loss_difference", "largest_gradient_difference")
+    )
 
 
 def _run_case(case: str, settings: Settings, folder: Path) -> dict[str, Any]:
@@ -76,13 +133,18 @@ def _summary(seconds: list[float]) -> dict[str, Any]:
     return {"median": statistics.median(seconds), "least": min(seconds), "most": max(seconds), "all": seconds}
 
 
-def _relate(result: dict[str, Any], peft: dict[str, Any]) -> None:
-    """Add the ratios of a case's figures to PEFT's, and the difference of its loss."""
+def _parts(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """A case's figures: of its preparation, and of its step at each number of tokens."""
+    return [result, *result.get("steps", ())]
+
+
+def _relate(part: dict[str, Any], pefts: dict[str, Any]) -> None:
+    """Add the ratios of figures to PEFT's, and the difference of the loss."""
     ratios = {}
     for key in _RATIOS:
-        if result.get(key) and peft.get(key):
-            own, other = (r[key]["median"] if key in _TIMINGS else r[key] for r in (result, peft))
+        if part.get(key) and pefts.get(key):
+            own, other = (found[key]["median"] if key in _TIMINGS else found[key] for found in (part, pefts))
             ratios[key] = own / other
-    result["ratio_to_peft"] = ratios
-    if "loss" in result:
-        result["loss_difference"] = abs(result["loss"] - peft["loss"])
+    part["ratio_to_peft"] = ratios
+    if "loss" in part:
+        part["loss_difference"] = abs(part["loss"] - pefts["loss"])

@@ -6,10 +6,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from .. import Precision
-
 PEFT = "peft"
-CASES = (PEFT, *(precision.value for precision in Precision))
+PEFT_UNCLEARED = "peft-uncleared"
+"""PEFT's function with ``auto_clear_cache=False``: as it was when huggingface/peft#3265 was reported."""
+CHUNKED = "compute-chunked"
+"""``"compute"`` with ``head_chunk_bytes``."""
+CASES = (PEFT, PEFT_UNCLEARED, "full", "compute", CHUNKED, "norms", "adapted", "none")
 
 
 class BenchError(Exception):
@@ -81,15 +83,15 @@ class Settings:
     Attributes:
         shape: The model's shape.
         device: Where the model is.
-        repeats: How often each timing is taken.
+        repeats: How often each timing is taken; 0 takes none and no peaks, and leaves loss and gradients.
         seed: Seed of all that is random.
         step: Take training steps.
-        tokens: Tokens in the batch of a training step.
+        tokens: Tokens in the batch of a training step: one or several numbers, each measured.
         compute_dtype: The dtype that quantized layers compute in.
         autocast: Take the steps under bfloat16 autocast.
         reentrant: Checkpoint activations in the reentrant way.
         modules_to_save: Train a copy of the output head beside the LoRA.
-        head_chunk_bytes: The largest float32 piece of the head alive at once, under ``"compute"``.
+        head_chunk_bytes: The largest float32 piece of the head alive at once, in the case ``"compute-chunked"``.
     """
 
     shape: Shape
@@ -97,12 +99,12 @@ class Settings:
     repeats: int = 3
     seed: int = 0
     step: bool = False
-    tokens: int = 128
+    tokens: tuple[int, ...] = (128,)
     compute_dtype: str = "float32"
     autocast: bool = False
     reentrant: bool = False
     modules_to_save: bool = False
-    head_chunk_bytes: int | None = None
+    head_chunk_bytes: int = 8 << 20
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain values, ready for JSON."""
@@ -118,4 +120,18 @@ class Settings:
         Returns:
             The settings.
         """
-        return cls(**{**values, "shape": Shape(**values["shape"])})
+        return cls(**{**values, "shape": Shape(**values["shape"]), "tokens": tuple(values["tokens"])})
+
+
+def default_cases(settings: Settings) -> tuple[str, ...]:
+    """The cases that are measured where none is named: those whose figures can differ from all others'.
+
+    Args:
+        settings: What is measured.
+
+    Returns:
+        Their names.
+    """
+    has_cache = settings.device.partition(":")[0] == "cuda"
+    left_out = {PEFT_UNCLEARED: not has_cache, CHUNKED: not settings.step}
+    return tuple(case for case in CASES if not left_out.get(case))

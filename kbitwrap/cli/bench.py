@@ -10,10 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..bench.settings import CASES, MISTRAL_7B, SMALL, BenchError, Settings, Shape
-from .console import EXIT_DONE, InputError, format_table
+from ..bench.settings import CASES, CHUNKED, MISTRAL_7B, SMALL, BenchError, Settings, Shape, default_cases
+from .console import EXIT_DONE, EXIT_NO, InputError, format_table
 
 _SIZE_MULTIPLE = 256  # of the width: heads, feed-forward part and 4-bit blocks then divide it
+_STEP_TOKENS = 128
+_IDENTITY_TOKENS = 32
+_OF_STEPS = ("autocast", "reentrant", "modules_to_save")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -27,11 +30,28 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="measure PEFT's preparation and each precision on the same model",
         description="Build a model with random quantized weights, by default with the exact shapes of Mistral-7B-v0.3, "
         "and measure PEFT's preparation and each precision on it, each in a process of its own: time, live bytes, "
-        "peaks; with --step, training steps on a smaller model. Needs no network. The default needs 6 GB of memory. "
-        "Exit status: 0 done, 2 bad usage or bad input.",
+        "peaks; with --step, training steps on a smaller model; with --identity, whether compute gives PEFT's numbers. "
+        "Needs no network. The default needs 6 GB of memory. "
+        "Exit status: 0 done, 1 with --identity a number differs, 2 bad usage or bad input.",
+    )
+    what = parser.add_argument_group("what to measure").add_mutually_exclusive_group()
+    small = f"by default on {SMALL.num_layers} layers of width {SMALL.hidden_size}"
+    what.add_argument("--step", action="store_true", help=f"take training steps too, {small}")
+    what.add_argument(
+        "--identity",
+        action="store_true",
+        help="compare loss and gradients with PEFT's, with and without autocast, reentrant checkpointing, "
+        f"a trained head and a tied head, {small}",
+    )
+    what.add_argument(
+        "--from", dest="source", type=Path, metavar="FILE", help="nothing: show what --json saved to this file"
     )
     parser.add_argument(
-        "--case", action="append", choices=CASES, metavar="CASE", help=f"one of {', '.join(CASES)}; may be repeated"
+        "--case",
+        action="append",
+        choices=CASES,
+        metavar="CASE",
+        help=f"one of {', '.join(CASES)}; may be repeated (default: all that matter; with --identity, compute)",
     )
     parser.add_argument("--device", metavar="DEVICE", default="cpu", help="such as cuda (default: %(default)s)")
     parser.add_argument("--repeats", type=_positive, default=3, help="runs of each timing (default: %(default)s)")
@@ -43,11 +63,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     size.add_argument("--tied", action="store_true", help="the head's weight is the embeddings'")
     step = parser.add_argument_group("training steps")
     step.add_argument(
-        "--step",
-        action="store_true",
-        help=f"take training steps too, by default on {SMALL.num_layers} layers of width {SMALL.hidden_size}",
+        "--tokens",
+        type=_positive,
+        nargs="+",
+        metavar="N",
+        help=f"tokens in a batch, one or several numbers (default: {_STEP_TOKENS}; "
+        f"with --identity, {_IDENTITY_TOKENS})",
     )
-    step.add_argument("--tokens", type=_positive, default=128, help="tokens in a batch (default: %(default)s)")
     step.add_argument(
         "--compute-dtype",
         choices=("bfloat16", "float32"),
@@ -57,58 +79,91 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     step.add_argument("--reentrant", action="store_true", help="with reentrant checkpointing")
     step.add_argument("--modules-to-save", action="store_true", help="train a copy of the head beside the LoRA")
     step.add_argument(
-        "--head-chunk-bytes", type=_positive, metavar="BYTES", help="under compute, the head in pieces of this size"
+        "--head-chunk-bytes",
+        type=_positive,
+        metavar="BYTES",
+        default=8 << 20,
+        help=f"size of the head's pieces in the case {CHUNKED} (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of tables")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write what is printed to this file too")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the figures to this file, such as bench.svg; needs matplotlib"
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the benchmark and print what was measured.
+    """Run the benchmark, or read what was saved of one, and print what was measured.
 
     Args:
         arguments: The parsed options.
 
     Returns:
-        0.
+        0; 1 where numbers that are to be identical differ.
 
     Raises:
-        InputError: The options, the device or the file cannot be used, or a case failed.
+        InputError: The options, the device or a file cannot be used, or a case failed.
     """
+    if arguments.plot is not None:
+        _check_plot(arguments)
+    result = _measure(arguments) if arguments.source is None else _read(arguments.source)
+    try:
+        text = json.dumps(result, indent=2) if arguments.json else _as_text(result)
+        print(text)
+        if arguments.output is not None:
+            _write(arguments.output, f"{text}\n")
+        if arguments.plot is not None:
+            _plot(result, arguments.plot)
+        from ..bench.runner import is_identical
+
+        return EXIT_DONE if "cases" in result or is_identical(result) else EXIT_NO
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        if arguments.source is None:
+            raise
+        raise InputError(f"--from: {str(arguments.source)!r} is not what --json prints: {error!r}") from error
+
+
+def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     settings = _settings(arguments)
     for name in ("bitsandbytes", "peft", "transformers"):
         if importlib.util.find_spec(name) is None:
             raise InputError(f"the benchmark needs {name}, which is not installed")
-    from ..bench.runner import run_benchmark
+    from ..bench import runner
     from .loading import choose_device
 
     choose_device(settings.device)
-    if arguments.output is not None:
-        _write(arguments.output, "")
+    for path in (arguments.output, arguments.plot):
+        if path is not None:
+            _write(path, "")  # better to fail before minutes of measuring than after
     try:
-        result = run_benchmark(settings, arguments.case or CASES, lambda line: print(line, file=sys.stderr))
+        if arguments.identity:
+            return runner.run_identity(settings, arguments.case or ("compute",), _show)
+        return runner.run_benchmark(settings, arguments.case or default_cases(settings), _show)
     except BenchError as error:
         raise InputError(str(error)) from error
-    text = json.dumps(result, indent=2) if arguments.json else _as_text(result)
-    print(text)
-    if arguments.output is not None:
-        _write(arguments.output, f"{text}\n")
-    return EXIT_DONE
+
+
+def _show(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:
-    if not arguments.step:
-        for name in ("autocast", "modules_to_save"):
-            if getattr(arguments, name):
-                raise InputError(f"--{name.replace('_', '-')} is about training steps, and needs --step")
+    for name in _OF_STEPS:
+        if getattr(arguments, name) and arguments.identity:
+            raise InputError(f"--identity is with and without {_option(name)}: leave it out")
+        if getattr(arguments, name) and not arguments.step and name != "reentrant":
+            raise InputError(f"{_option(name)} is about training steps, and needs --step")
+    if arguments.tied and arguments.identity:
+        raise InputError("--identity is with and without --tied: leave it out")
+    default_tokens = _IDENTITY_TOKENS if arguments.identity else _STEP_TOKENS
     return Settings(
         shape=_shape(arguments),
         device=arguments.device,
         repeats=arguments.repeats,
         seed=arguments.seed,
-        step=arguments.step,
-        tokens=arguments.tokens,
+        step=arguments.step or arguments.identity,
+        tokens=tuple(dict.fromkeys(arguments.tokens or [default_tokens])),
         compute_dtype=arguments.compute_dtype or ("float32" if arguments.device == "cpu" else "bfloat16"),
         autocast=arguments.autocast,
         reentrant=arguments.reentrant,
@@ -117,29 +172,72 @@ def _settings(arguments: argparse.Namespace) -> Settings:
     )
 
 
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def _shape(arguments: argparse.Namespace) -> Shape:
     if arguments.hidden_size is not None and arguments.hidden_size % _SIZE_MULTIPLE:
         raise InputError(f"--hidden-size: expected a multiple of {_SIZE_MULTIPLE}, found {arguments.hidden_size}")
-    shape = (SMALL if arguments.step else MISTRAL_7B).resized(
+    shape = (SMALL if arguments.step or arguments.identity else MISTRAL_7B).resized(
         hidden_size=arguments.hidden_size, num_layers=arguments.layers, vocab_size=arguments.vocab_size
     )
     return dataclasses.replace(shape, is_tied=arguments.tied)
 
 
 def _as_text(result: dict[str, Any]) -> str:
-    from ..bench.report import header, preparation_rows, step_rows
+    from ..bench import report
 
-    parts = [header(result), format_table(preparation_rows(result))]
-    if result["settings"]["step"]:
-        parts.append(format_table(step_rows(result)))
-    return "\n\n".join(parts)
+    if "cases" in result:
+        tables = [report.preparation_rows(result), report.allocator_rows(result)]
+        if result["settings"]["step"]:
+            tables.append(report.step_rows(result))
+    else:
+        tables = [report.identity_rows(result)]
+    return "\n\n".join([report.header(result), *(format_table(rows) for rows in tables if rows)])
+
+
+def _check_plot(arguments: argparse.Namespace) -> None:
+    if arguments.identity:
+        raise InputError("--plot draws times and bytes, and --identity measures neither")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError("--plot needs matplotlib, which is not installed: pip install 'kbitwrap[plot]'")
+    from ..bench.plot import SUFFIXES
+
+    if arguments.plot.suffix not in SUFFIXES:
+        raise InputError(f"--plot: expected a name that ends in {' or '.join(SUFFIXES)}, found {str(arguments.plot)!r}")
+
+
+def _plot(result: dict[str, Any], path: Path) -> None:
+    from ..bench.plot import draw
+
+    try:
+        draw(result, path)
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"--from: cannot read {str(path)!r}: {error.strerror}") from error
+    except ValueError as error:
+        raise InputError(f"--from: {str(path)!r} is not JSON: {error}") from error
+    if not isinstance(result, dict) or not result.keys() & {"cases", "combinations"}:
+        raise InputError(f"--from: {str(path)!r} is not what --json prints")
+    return result
+
+
+def _cannot_write(path: Path, error: OSError) -> InputError:
+    return InputError(f"cannot write {str(path)!r}: {error.strerror}")
 
 
 def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise InputError(f"--output: cannot write {str(path)!r}: {error.strerror}") from error
+        raise _cannot_write(path, error) from error
 
 
 def _positive(text: str) -> int:

@@ -1,0 +1,76 @@
+"""Measures what docs/benchmarks.md shows, and writes it there: tables, plots, and the figures themselves as JSON.
+
+    python .ci/benchmarks.py NAME...            measure, save the figures, draw them, write the page
+    python .ci/benchmarks.py --saved NAME...    draw and write what was saved
+
+A name is one of `BENCHMARKS`. What the page has between `<!-- benchmark: NAME -->` and `<!-- end -->` is replaced.
+Leave the machine alone meanwhile; timings are compared within a run, but a busy machine is unfair to some cases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import re
+from pathlib import Path
+
+from kbitwrap.cli import main as kbitwrap
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = DOCS / "benchmarks.md"
+FIGURES = DOCS / "benchmarks"
+BENCHMARKS = {
+    "mistral-7b": [],
+    "step": ["--step"],
+    "identity": ["--identity"],
+    "mistral-7b-cuda": ["--device", "cuda"],
+    "step-cuda": ["--device", "cuda", "--step", "--tokens", "512", "1024", "2048", "4096", "8192"],
+    "identity-cuda": ["--device", "cuda", "--identity"],
+}
+
+
+def bench(*options: str) -> str:
+    """Run `kbitwrap bench`, and return what it prints. A number that differs is shown, not hidden: status 1."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        status = kbitwrap(["bench", *options])
+    if status not in (0, 1):
+        raise SystemExit(status)
+    return printed.getvalue().rstrip()
+
+
+def section(name: str, *, is_saved: bool) -> str:
+    """What the page shows of a benchmark."""
+    FIGURES.mkdir(exist_ok=True)
+    saved = FIGURES / f"{name}.json"
+    if not is_saved:
+        bench(*BENCHMARKS[name], "--json", "--output", str(saved))
+    lines = ["```text", bench("--from", str(saved)), "```"]
+    if "--identity" not in BENCHMARKS[name]:
+        plot = FIGURES / f"{name}.svg"
+        bench("--from", str(saved), "--plot", str(plot))
+        lines += ["", f"![The figures of this run]({FIGURES.name}/{plot.name})"]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("names", nargs="+", choices=BENCHMARKS, metavar="NAME", help=", ".join(BENCHMARKS))
+    parser.add_argument("--saved", action="store_true", help="measure nothing")
+    arguments = parser.parse_args()
+    for name in arguments.names:
+        shown = section(name, is_saved=arguments.saved)
+        page = PAGE.read_text(encoding="utf-8")
+        page, count = re.subn(
+            rf"(<!-- benchmark: {name} -->\n).*?(<!-- end -->)",
+            lambda found, shown=shown: f"{found[1]}\n{shown}\n\n{found[2]}",
+            page,
+            flags=re.DOTALL,
+        )
+        if count != 1:
+            raise SystemExit(f"{PAGE}: expected one section <!-- benchmark: {name} -->, found {count}")
+        PAGE.write_text(page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Draws the figures of a benchmark: a panel for each figure, a bar for each case."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+# What of a file's metadata differs from run to run or version to version, by the formats that can be drawn.
+_STAMPS = {".svg": "Date", ".png": "Software", ".pdf": "CreationDate"}
+SUFFIXES = tuple(_STAMPS)
+_MIB = 1024**2
+_PANEL_SIZE = (3.4, 2.3)  # inches
+_ROOM_FOR_LABELS = 1.35  # of the longest bar
+_STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "svg.fonttype": "none",  # text stays text: small, searchable
+    "svg.hashsalt": "kbitwrap",  # ids are random otherwise
+    # Opaque: readable on a light page and on a dark one.
+    "figure.facecolor": "#ffffff",
+    "axes.facecolor": "#ffffff",
+    "text.color": "#1f2328",
+    "axes.labelcolor": "#1f2328",
+    "xtick.color": "#1f2328",
+    "ytick.color": "#1f2328",
+}
+# Vermillion and blue of Okabe and Ito's palette, which people who see colors differently can tell apart.
+_PEFT_COLOR, _OWN_COLOR = "#d55e00", "#0072b2"
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """A figure of every case.
+
+    Attributes:
+        title: What is drawn.
+        unit: Its unit.
+        values: By case; a case that was not measured is absent.
+        label: A format for the value beside its bar.
+    """
+
+    title: str
+    unit: str
+    values: dict[str, float]
+    label: str
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Draw what ``run_benchmark`` returned. The same result gives the same file.
+
+    Args:
+        result: The result.
+        path: Where to; its suffix, one of ``SUFFIXES``, says the format.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    rows = _rows(result)
+    names = [case["case"] for case in result["cases"]]
+    shape, device = result["settings"]["shape"], result["environment"]["machine"]["device"]
+    with matplotlib.rc_context(_STYLE):
+        width, height = _PANEL_SIZE
+        figure = Figure(figsize=(width * len(rows[0]), height * len(rows)), layout="constrained")
+        figure.suptitle(
+            f"Mistral in nf4 and bfloat16, hidden {shape['hidden_size']}, {shape['num_layers']} layers, "
+            f"vocabulary {shape['vocab_size']}, on {device}"
+        )
+        for row, axes in zip(rows, figure.subplots(len(rows), len(rows[0]), squeeze=False), strict=True):
+            for panel, axis in zip(row, axes, strict=True):
+                _draw_panel(axis, panel, names)
+        figure.savefig(path, metadata={_STAMPS[path.suffix]: None})
+
+
+def _rows(result: dict[str, Any]) -> list[tuple[_Panel, _Panel, _Panel]]:
+    """A row of panels of preparing, and one of training steps for each number of tokens."""
+    cases = {case["case"]: case for case in result["cases"]}
+    rows = [
+        (
+            _Panel("live bytes added", "MiB", _mib(cases, "added_bytes"), "{:.2f}"),
+            _Panel("peak while preparing", "MiB above the start", _mib(cases, "transient_peak_bytes"), "{:.1f}"),
+            _Panel("time to prepare", "ratio to PEFT's", _ratios(cases, "prepare_seconds"), "{:.3f}"),
+        )
+    ]
+    for index, tokens in enumerate(result["settings"]["tokens"] if result["settings"]["step"] else ()):
+        steps = {name: case["steps"][index] for name, case in cases.items()}
+        rows.append(
+            (
+                _Panel(f"step peak, {tokens} tokens", "MiB, of tensors", _mib(steps, "peak_bytes"), "{:.0f}"),
+                _Panel(f"step peak, {tokens} tokens", "MiB, of the system", _mib(steps, "system_peak_bytes"), "{:.0f}"),
+                _Panel(f"step time, {tokens} tokens", "ratio to PEFT's", _ratios(steps, "seconds"), "{:.3f}"),
+            )
+        )
+    return rows
+
+
+def _mib(parts: dict[str, dict[str, Any]], key: str) -> dict[str, float]:
+    return {name: part[key] / _MIB for name, part in parts.items()}
+
+
+def _ratios(parts: dict[str, dict[str, Any]], key: str) -> dict[str, float]:
+    return {name: part["ratio_to_peft"][key] for name, part in parts.items() if "ratio_to_peft" in part}
+
+
+def _draw_panel(axis: Axes, panel: _Panel, names: list[str]) -> None:
+    values = [panel.values.get(name, 0.0) for name in names]
+    colors = [_PEFT_COLOR if name.startswith("peft") else _OWN_COLOR for name in names]
+    labels = [panel.label.format(panel.values[name]) if name in panel.values else "-" for name in names]
+    bars = axis.barh(names, values, color=colors, height=0.7)
+    axis.bar_label(bars, labels=labels, padding=3)
+    axis.invert_yaxis()
+    axis.set_xlim(0, max([*values, 1e-9]) * _ROOM_FOR_LABELS)
+    axis.set_title(panel.title, fontsize=10, loc="left")
+    axis.set_xlabel(panel.unit)
+    axis.xaxis.set_major_locator(MaxNLocator(4))
+    axis.tick_params(left=False)
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
