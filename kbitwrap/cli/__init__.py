@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
-from . import bench, demo, plan
+from . import bench, demo, export, inspect, plan
 from .console import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError
 
-_COMMANDS = (demo, plan, bench)
+_COMMANDS = (demo, plan, inspect, export, bench)
 
 
 class _Parser(argparse.ArgumentParser):

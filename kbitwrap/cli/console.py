@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,6 +18,32 @@ EXIT_INTERRUPTED = 130  # as a shell reports a process that SIGINT ended
 
 class InputError(Exception):
     """The user's input cannot be used. The message is one line and is all that the user sees."""
+
+
+def add_command(
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    *,
+    summary: str,
+    description: str,
+) -> argparse.ArgumentParser:
+    """Add a command that prints a result, as text or with ``--json`` as one object.
+
+    Args:
+        subparsers: What ``ArgumentParser.add_subparsers`` returned.
+        name: The command.
+        run: Runs it on the parsed options, and returns the exit status.
+        summary: What it does, in half a line.
+        description: What it does, and what its exit statuses mean.
+
+    Returns:
+        Its parser, for its own options.
+    """
+    parser = subparsers.add_parser(name, help=summary, description=description)
+    parser.add_argument("--json", action="store_true", help="print one JSON object in place of text")
+    parser.set_defaults(run=run)
+    return parser
 
 
 def first_line(error: BaseException) -> str:

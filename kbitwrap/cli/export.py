@@ -1,0 +1,84 @@
+"""``kbitwrap export``: a checkpoint that was saved while prepared, written with its original dtypes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from .. import ConfigError, ExportError, ManifestError, ManifestMismatchError, convert_checkpoint
+from .console import EXIT_DONE, EXIT_NO, InputError, add_command, first_line, quiet_libraries
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the command line.
+
+    Args:
+        subparsers: What ``ArgumentParser.add_subparsers`` returned.
+    """
+    parser = add_command(
+        subparsers,
+        "export",
+        run,
+        summary="a checkpoint that was saved while prepared, with its original dtypes",
+        description="Read a checkpoint that was saved while prepared (float32 where the model was half) and write it "
+        "with its original dtypes, one tensor at a time. 'kbitwrap inspect' says whether one needs it. Exit status: "
+        "0 written, 1 the checkpoint is not of the manifest's model, 2 bad usage, bad input, or it cannot be written; "
+        "unless it is 0, nothing is left at DST.",
+    )
+    parser.add_argument(
+        "--from", dest="source", metavar="SRC", required=True, help="a folder with safetensors files, or one such file"
+    )
+    parser.add_argument("--out", metavar="DST", required=True, help="the folder to make")
+    dtypes = parser.add_mutually_exclusive_group()
+    dtypes.add_argument("--manifest", metavar="M", help="the original dtypes are those of this manifest")
+    dtypes.add_argument(
+        "--like", metavar="REFERENCE", help="... those of this checkpoint of the original model, or of its config.json"
+    )
+    dtypes.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16"),
+        help="... those of the model loaded in this dtype (default: the dtype that the config of SRC names)",
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        help="the most bytes in a file, such as 5GB (default: the files of SRC)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace DST, if it is a folder without folders")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Convert, and print what was written.
+
+    Args:
+        arguments: The parsed options.
+
+    Returns:
+        0 if it was written, 1 if the checkpoint does not match the manifest.
+
+    Raises:
+        InputError: There is no usable checkpoint, manifest or destination.
+    """
+    try:
+        with quiet_libraries():
+            report = convert_checkpoint(
+                arguments.source,
+                arguments.out,
+                arguments.manifest,
+                reference=arguments.like,
+                dtype=arguments.dtype,
+                max_shard_size=arguments.max_shard_size,
+                overwrite=arguments.overwrite,
+                progress=True,
+            )
+    except ManifestMismatchError as error:
+        print(f"kbitwrap: {first_line(error)}", file=sys.stderr)
+        return EXIT_NO
+    except (ConfigError, ExportError, ManifestError) as error:
+        raise InputError(first_line(error)) from error
+    if arguments.json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        print(report)
+    return EXIT_DONE

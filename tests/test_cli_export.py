@@ -1,0 +1,260 @@
+"""`kbitwrap inspect` and `kbitwrap export`: what they print, and what their exit status says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import zoo
+from kbitwrap import KbitPreparedModel, convert_checkpoint
+from kbitwrap.cli import main
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model as it was loaded, as it was saved while prepared, and the manifest."""
+    folder = tmp_path_factory.mktemp("saved")
+    model = zoo.load("llama", "nf4")
+    model.save_pretrained(folder / "original")
+    with KbitPreparedModel(model, precision="full") as prepared:
+        prepared.manifest().save(folder / "kbitwrap.json")
+        model.config.use_cache = False
+        model.save_pretrained(folder / "prepared")
+    return folder
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    status = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict[str, Any]]:
+    status, out, _ = run(capsys, *arguments, "--json")
+    return status, json.loads(out)
+
+
+# ----------------------------------------------------------------------------------------------------
+# inspect
+# ----------------------------------------------------------------------------------------------------
+
+
+def test_inspect_finds_what_a_preparation_left(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, result = run_json(capsys, "inspect", saved / "prepared")
+    wasted = {name: t.nbytes // 2 for name, t in load_file(saved / "prepared" / "model.safetensors").items()}
+    originals = load_file(saved / "original" / "model.safetensors")
+    assert status == 1
+    assert result["kind"] == "checkpoint"
+    assert result["leftovers"].keys() == {"embeddings", "output embeddings", "norms"}
+    assert {name: size for kind in result["leftovers"].values() for name, size in kind.items()} == {
+        name: wasted[name] for name, tensor in originals.items() if tensor.dtype == torch.bfloat16
+    }
+    assert result["wasted_bytes"] == 33408
+    assert (result["config_dtype"], result["half_dtype"], result["is_quantized"]) == ("float32", "bfloat16", True)
+    assert (result["use_cache"], result["adapters"]) == (False, [])
+    assert result["suggestion"] == f"kbitwrap export --from {saved / 'prepared'} --out DST --dtype bfloat16"
+
+
+def test_inspect_prints_a_table(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, "inspect", saved / "prepared")
+    assert (status, err) == (1, "")
+    lines = out.splitlines()
+    assert lines[0] == f"{saved / 'prepared'}: 63 tensors, 110,282 bytes, quantized"
+    assert any(line.startswith("use_cache is false") for line in lines)
+    rows = [line.split()[:3] for line in lines]
+    assert ["embeddings", "1", "16,384"] in rows
+    assert ["norms", "5", "640"] in rows
+    assert any(line.endswith("and 3 more") for line in lines)
+    assert f"  kbitwrap export --from {saved / 'prepared'} --out DST --dtype bfloat16" in lines
+
+
+def test_its_suggestion_works(saved: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    _, result = run_json(capsys, "inspect", saved / "prepared")
+    command = result["suggestion"].replace("DST", str(tmp_path / "out")).split()
+    assert run(capsys, *command[1:])[0] == 0
+    assert run(capsys, "inspect", tmp_path / "out")[0] == 0
+
+
+def test_inspect_of_a_clean_checkpoint(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "inspect", saved / "original")
+    assert status == 0
+    assert out.splitlines()[-1] == "nothing of a preparation is left in it"
+    assert run_json(capsys, "inspect", saved / "original")[1]["suggestion"] is None
+
+
+@pytest.mark.parametrize("name", ["t5", "gpt_oss", "blip_2", "mamba", "wav2vec2"])
+@pytest.mark.parametrize("quant", ["int8", None])
+def test_what_an_architecture_keeps_in_float32_is_no_leftover(
+    name: str, quant: str | None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    zoo.load(name, quant, torch.float16).save_pretrained(tmp_path / "model")
+    assert run(capsys, "inspect", tmp_path / "model")[0] == 0
+
+
+def test_a_float32_model_is_clean(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "inspect", zoo.checkpoint("llama"))[0] == 0
+
+
+def test_a_merged_model_left_half_upcast(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tensors = {"model.layers.0.mlp.weight": torch.ones(4, 4).half(), "model.norm.weight": torch.ones(4)}
+    save_file({**tensors, "lm_head.weight": torch.ones(8, 4)}, tmp_path / "model.safetensors")
+    status, result = run_json(capsys, "inspect", tmp_path / "model.safetensors")
+    assert (status, result["wasted_bytes"], result["is_quantized"]) == (1, 72, False)
+    assert result["leftovers"] == {"norms": {"model.norm.weight": 8}, "output embeddings": {"lm_head.weight": 64}}
+    assert result["suggestion"].endswith("--dtype float16")
+
+
+def test_inspect_names_adapters(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    adapters = {
+        "base_model.model.lm_head.modules_to_save.default.weight": torch.ones(2, 2),
+        "base_model.model.q_proj.lora_A.default.weight": torch.ones(2, 2),
+    }
+    base = {"base_model.model.q_proj.base_layer.weight": torch.ones(2, 2).bfloat16()}
+    save_file({**adapters, **base}, tmp_path / "model.safetensors")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    status, result = run_json(capsys, "inspect", tmp_path)
+    assert (status, result["adapters"]) == (0, ["adapter_model.safetensors", *adapters])
+    assert "adapters: adapter_model.safetensors, base_model.model.lm_head" in run(capsys, "inspect", tmp_path)[1]
+
+
+def test_inspect_of_a_manifest(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "inspect", saved / "kbitwrap.json")
+    assert status == 0
+    rows = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert rows["model"].startswith("LlamaForCausalLM")
+    assert rows["quantization"] == "bitsandbytes_4bit"
+    assert rows["precision"] == "full"
+    assert "freeze=True" in rows["settings"]
+    assert f"torch {torch.__version__}" in rows["versions"]
+    assert rows["added"].split(maxsplit=1)[1] == "33,408 planned, 33,408 measured"
+    status, result = run_json(capsys, "inspect", saved / "kbitwrap.json")
+    assert (status, result["kind"], result["plan"]["added_bytes"]) == (0, "manifest", 33408)
+    assert result["tensors"]["parameter"] == 21
+    assert len(result["stored_in_another_dtype"]) == 7
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\x80\x04K\x01.", b'{"format": "kbitwrap-manifest", "version": 9}'])
+def test_inspect_of_what_is_neither(content: bytes, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(content)
+    for path in (tmp_path / "file", tmp_path / "none", tmp_path):
+        status, out, err = run(capsys, "inspect", path)
+        assert (status, out) == (2, "")
+        assert err.startswith("kbitwrap: error: ")
+        assert len(err.splitlines()) == 1
+
+
+HOSTILE = """
+import pickle, sys
+from pathlib import Path
+
+class Trap:
+    def __reduce__(self):
+        return (print, ("trapped by pickle",))
+
+folder = Path(sys.argv[1])
+(folder / "pytorch_model.bin").write_bytes(pickle.dumps(Trap()))
+(folder / "configuration.py").write_text("print('trapped by import')")
+config = '{"model_type": "trap", "auto_map": {"AutoConfig": "configuration.Trap"}, "architectures": ["Trap"]}'
+(folder / "config.json").write_text(config)
+from kbitwrap.cli import main
+print(main(["inspect", str(folder)]))
+import torch
+from safetensors.torch import save_file
+save_file({"a.weight": torch.ones(2).half(), "norm.weight": torch.ones(2)}, folder / "model.safetensors")
+print(main(["inspect", str(folder)]))
+"""
+
+
+def test_nothing_is_unpickled_or_imported(tmp_path: Path) -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", HOSTILE, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parent.parent,
+    )
+    assert "trapped by" not in found.stdout + found.stderr
+    lines = found.stdout.splitlines()
+    assert (lines[0], lines[-1]) == ("2", "1")
+
+
+# ----------------------------------------------------------------------------------------------------
+# export
+# ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [["--manifest", "kbitwrap.json"], ["--like", "original"], ["--dtype", "bfloat16"]])
+def test_export(how: list[str], saved: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    value = how[1] if how[0] == "--dtype" else saved / how[1]
+    command = ("export", "--from", saved / "prepared", "--out", tmp_path / "out", how[0], value)
+    status, result = run_json(capsys, *command)
+    assert status == 0
+    assert (result["saved_bytes"], result["num_tensors"], len(result["converted"])) == (33408, 63, 7)
+    assert result["path"] == str(tmp_path / "out")
+    weights = (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert weights == (saved / "original" / "model.safetensors").read_bytes()
+
+    status, out, err = run(capsys, *command)
+    assert (status, out) == (2, "")
+    assert "exists and is not empty" in err
+    status, out, _ = run(capsys, *command, "--overwrite")
+    assert status == 0
+    assert out.startswith(f"{tmp_path / 'out'}: 63 tensors, 76,874 bytes")
+    assert out.endswith("7 converted, 33,408 bytes saved\n")
+
+
+def test_export_in_shards(saved: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    command = ("export", "--from", saved / "prepared", "--out", tmp_path / "out", "--dtype", "bfloat16")
+    assert run(capsys, *command, "--max-shard-size", "30KB")[0] == 0
+    assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
+    assert run(capsys, *command, "--overwrite", "--max-shard-size", "a few")[0] == 2
+
+
+def test_export_of_another_model(saved: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    convert_checkpoint(saved / "prepared", tmp_path / "in", dtype="bfloat16")
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    save_file({**tensors, "model.norm.weight": torch.ones(3)}, tmp_path / "in" / "model.safetensors")
+    status, out, err = run(
+        capsys, "export", "--from", tmp_path / "in", "--out", tmp_path / "out", "--manifest", saved / "kbitwrap.json"
+    )
+    assert (status, out) == (1, "")
+    assert "model.norm.weight: shape: expected (64,), found (3,)" in err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--from", "none", "--dtype", "bfloat16"],
+        ["--from", "prepared"],
+        ["--from", "prepared", "--manifest", "none.json"],
+        ["--from", "prepared", "--manifest", "prepared/config.json"],
+        ["--from", "prepared", "--like", "none"],
+    ],
+)
+def test_bad_input_is_one_line(
+    options: list[str], saved: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    paths = [str(saved / o) if not o.startswith("-") and o != "bfloat16" else o for o in options]
+    status, out, err = run(capsys, "export", *paths, "--out", tmp_path / "out")
+    assert (status, out) == (2, "")
+    assert err.startswith("kbitwrap: error: ")
+    assert len(err.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "options", [["--from", "a"], ["--out", "b"], ["--from", "a", "--out", "b", "--dtype", "float16", "--like", "c"]]
+)
+def test_bad_usage(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(["export", *options])
+    assert error.value.code == 2
+    assert capsys.readouterr().err.startswith("kbitwrap export: error: ")
