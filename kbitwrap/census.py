@@ -54,7 +54,7 @@ class Census:
     def copies(self, model: nn.Module, cast: Collection[nn.Parameter]) -> list[CopyChange]:
         """Find float32 parameters that stand, by name, for a half one: PEFT's copies, beside it or in its place.
 
-        A half parameter that was not cast and is float32 now, such as one that was resized, is found as well.
+        A half parameter that was not cast and has another dtype now, such as one that was resized, is found as well.
 
         Args:
             model: The live model.
@@ -70,7 +70,7 @@ class Census:
             if reference is None or dtype not in HALF_DTYPES or parameter in cast:
                 continue
             was_there = self._was_there(parameter) and reference() is not parameter
-            if parameter.dtype == torch.float32 and not was_there:
+            if parameter.dtype in (torch.float32, *HALF_DTYPES) and parameter.dtype != dtype and not was_there:
                 found.append(CopyChange(name, parameter, dtype, is_resized=parameter.shape != shape))
         return found
 

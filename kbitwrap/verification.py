@@ -99,7 +99,7 @@ _MARKS = {*CHECKPOINTING_ATTRIBUTES[:2], "forward", "_old_forward", "__deepcopy_
 _UNMARKED: dict[str, Any] = {
     **dict.fromkeys(CHECKPOINTING_ATTRIBUTES[:2], MISSING),
     "forward": None,
-    "upcast": (),
+    "upcast": frozenset(),
     "input_gradient_hooks": 0,
 }
 
@@ -114,7 +114,7 @@ def _read_module(module: nn.Module) -> dict[str, Any]:
     forwards = [fields.get(slot) for slot in ("forward", "_old_forward")]
     state = {name: _plain(fields.get(name, MISSING)) for name in CHECKPOINTING_ATTRIBUTES[:2]}
     state["forward"] = next((f for f in forwards if isinstance(f, Float32Forward)), None)
-    state["upcast"] = tuple(name for name, value in fields.items() if isinstance(value, UpcastTensor))
+    state["upcast"] = frozenset(name for name, value in fields.items() if isinstance(value, UpcastTensor))
     state["input_gradient_hooks"] = len(input_gradient_hooks(module))
     return state
 

@@ -767,3 +767,27 @@ def test_experts_run_in_inference_mode(name: str) -> None:
         with KbitPreparedModel(model, precision=precision), torch.inference_mode():
             outputs.append(model(**zoo.inputs(name, model)).logits.clone())
     assert torch.equal(*outputs)
+
+
+def test_a_head_that_was_cast_to_another_half_dtype_is_cast_back_and_named() -> None:
+    model = zoo.load("llama")
+    original = model.lm_head.weight
+    expected = original.half().bfloat16()
+    with KbitPreparedModel(model, precision="compute") as prepared:
+        model.lm_head.half()
+        with prepared.suspended():
+            assert model.lm_head.weight.dtype == torch.bfloat16
+        assert original.dtype == torch.float16
+        report = prepared.restore()
+    assert report.trained == ("lm_head.weight",)
+    assert model.lm_head.weight is original
+    assert torch.equal(original, expected)
+
+
+@pytest.mark.parametrize("name", AS_PARAMETERS)
+def test_lora_on_a_parameter_is_no_difference(name: str) -> None:
+    model = zoo.load(name)
+    with KbitPreparedModel(model, precision="compute") as prepared:
+        peft_model = adapt(name, model, target_parameters=AS_PARAMETERS[name])
+        step(name, peft_model)
+        assert not prepared.verify()
