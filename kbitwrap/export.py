@@ -71,7 +71,7 @@ def export_twin(
         except (ExportError, OSError):
             raise
         except Exception as error:
-            raise ExportError(f"{name} could not be saved: {error}; nothing was left at {os.fspath(path)}") from error
+            raise ExportError(f"{name} could not be saved: {error}; {os.fspath(path)} is as it was") from error
         files = tuple(sorted(file.name for file in folder.iterdir()))
         weights = [folder / file for file in files if file.endswith(".safetensors")]
         sizes = [tensor.num_bytes for file in weights for tensor in read_header(file)[0].values()]
@@ -88,10 +88,10 @@ def _write(
 def _refuse_shard_size(max_shard_size: int | str) -> None:
     from huggingface_hub import split_torch_state_dict_into_shards
 
+    is_meant = isinstance(max_shard_size, str) or (type(max_shard_size) is int and max_shard_size > 0)
     try:
-        is_meant = not isinstance(max_shard_size, int) or max_shard_size > 0
         split_torch_state_dict_into_shards({}, max_shard_size=max_shard_size)
-    except (AttributeError, TypeError, ValueError):
+    except (TypeError, ValueError):
         is_meant = False
     if not is_meant:
         raise ConfigError(f"max_shard_size: expected bytes or a string such as '5GB', found {max_shard_size!r}")
