@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from .errors import ExportError
 from .quantization import is_quantized_layer
@@ -140,7 +141,8 @@ def merge_layer(
             found = None if probe is None else merged(probe)
     except Exception as error:
         raise refusal(fqn, layer, active, error) from error
-    if expected is not None and found is not None:
+    # Weights that are not finite are not this function's to refuse.
+    if expected is not None and found is not None and bool(torch.isfinite(found).all()):
         error_ratio = float((found - expected).abs().max() / expected.abs().max())
         if not error_ratio <= _TOLERANCE:
             why = f"merged, it computes another output (off by {error_ratio:.1e} of the largest)"
@@ -169,6 +171,9 @@ def _float32_layer(layer: Any, plain: nn.Module) -> Any:
     while stack:
         module = stack.pop()
         memo |= {id(hooks): OrderedDict() for name, hooks in vars(module).items() if name.endswith("_hooks")}
+        # Of an adapter that is tied to another it keeps views with a history, which cannot be copied.
+        tensors = [value for value in tree_leaves(dict(vars(module))) if isinstance(value, torch.Tensor)]
+        memo |= {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf}
         stack += [child for child in module._modules.values() if child is not None and child is not base]
     copied = copy.deepcopy(layer, memo)
     for name in _HOOKED_FORWARD:

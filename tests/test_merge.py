@@ -1,0 +1,748 @@
+"""``export(merge_adapters=True)``: a plain checkpoint that computes what the model does, rounded once.
+
+The references are computed in float64 from the formulas of the methods' papers, or, for methods without a short one, by
+running the layer's own forward in float64 on the identity.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from bitsandbytes.functional import dequantize_4bit
+from peft import PeftModel, get_peft_model
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedModel
+
+import training
+import zoo
+from kbitwrap import ExportError, ExportReport, KbitPreparedModel
+from snapshot import Snapshot
+
+BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
+ARCHITECTURES = list(zoo.ARCHITECTURES)
+# Half a unit in the last place, relative to the power of two below a number; and the smallest normal's exponent.
+HALF_ULP = {torch.bfloat16: (-8, -126), torch.float16: (-11, -14), torch.float32: (-24, -126)}
+
+
+def export(model: nn.Module, folder: Path, *, base: nn.Module | None = None, **options: Any) -> ExportReport:
+    """Export what was made of a model that is not prepared."""
+    wrapper = KbitPreparedModel(base or model, gradient_checkpointing=False)
+    return wrapper.export(folder, merge_adapters=True, model=model, **options)
+
+
+def saved(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint."""
+    tensors = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return tensors
+
+
+def load(name: str, folder: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """Load an exported checkpoint as a user does; nothing may be missing, nothing left over."""
+    model_class = getattr(transformers, zoo.ARCHITECTURES[name].model_class)
+    options = {} if dtype is None else {"dtype": dtype}
+    model, info = model_class.from_pretrained(folder, output_loading_info=True, **options)
+    assert {key: list(value) for key, value in info.items() if value} == {}
+    return model
+
+
+def jitter(model: nn.Module, scale: float = 0.02) -> None:
+    """Make every trainable value another one, so that no adapter is at its initial nothing."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += (scale * torch.randn(parameter.shape, generator=generator)).to(parameter.dtype)
+
+
+def base_weight(layer: nn.Module) -> torch.Tensor:
+    """The weight of a live base layer in float64, shape ``(out_features, in_features)``."""
+    weight = layer.weight
+    if weight.dtype == torch.int8:
+        scales = weight.SCB if weight.SCB is not None else layer.state.SCB
+        return weight.data.double() * scales.double().view(-1, 1) / 127
+    if getattr(weight, "quant_state", None) is not None:
+        return dequantize_4bit(weight.data, weight.quant_state).double()
+    return weight.detach().double()
+
+
+def is_quantized(module: nn.Module) -> bool:
+    return hasattr(module, "source_cls")  # transformers' mark on the layers that it replaced
+
+
+def lora_weight(layer: Any, adapters: tuple[str, ...] = ("default",)) -> torch.Tensor:
+    """W + sum of s B A (Hu et al. 2021), in float64."""
+    weight = base_weight(layer.get_base_layer())
+    for adapter in adapters:
+        a, b = layer.lora_A[adapter].weight.detach().double(), layer.lora_B[adapter].weight.detach().double()
+        weight = weight + (b @ a) * layer.scaling[adapter]
+    return weight
+
+
+def assert_rounded_once(found: torch.Tensor, exact: torch.Tensor) -> None:
+    """Each element is off by half a unit in the last place at most, and by float32's own rounding before that."""
+    assert found.shape == exact.shape
+    power, smallest = HALF_ULP[found.dtype]
+    exponents = torch.frexp(exact).exponent.double() - 1
+    half_ulp = torch.exp2(exponents.clamp(min=smallest) + power)
+    float32_rounding = 2.0**-21 * exact.abs().max()
+    assert ((found.double() - exact).abs() <= half_ulp + float32_rounding).all()
+
+
+def layers_of(model: nn.Module, kind: str = "base_layer") -> dict[str, Any]:
+    """PEFT's layers by the base's names."""
+    return {
+        fqn.removeprefix("base_model.model."): module
+        for fqn, module in model.named_modules()
+        if kind in module._modules and ".base_layer" not in fqn
+    }
+
+
+# ----------------------------------------------------------------------------------------------------
+# Every architecture.
+# ----------------------------------------------------------------------------------------------------
+
+QUANTIZED = [(name, "nf4") for name in ARCHITECTURES] + [
+    (name, "int8") for name in ("llama", "gpt2", "t5", "opt", "mixtral", "bart", "whisper", "dbrx", "bert")
+]
+
+
+@pytest.mark.parametrize(("name", "quant"), QUANTIZED)
+def test_adapted_weights_are_rounded_once_and_all_else_is_the_original(name: str, quant: str, tmp_path: Path) -> None:
+    model = zoo.load(name, quant)
+    checkpoints = zoo.ARCHITECTURES[name].supports_gradient_checkpointing
+    prepared = KbitPreparedModel(model, gradient_checkpointing=checkpoints).prepare()
+    adapted = training.adapt(name, model)
+    training.step(name, adapted)
+    before = Snapshot(adapted)
+    report = prepared.export(tmp_path / "merged", merge_adapters=True)
+    assert before.diff(Snapshot(adapted)) == []
+    layers = layers_of(adapted)
+    assert set(report.merged) == set(layers)
+    exact = {fqn: lora_weight(layer) for fqn, layer in layers.items()}
+    quantized = {
+        fqn.removeprefix("base_model.model.").replace(".base_layer", "")
+        for fqn, module in adapted.named_modules()
+        if is_quantized(module)
+    }
+    plain = load(name, tmp_path / "merged")
+    assert type(plain) is type(model)
+    assert plain.config.dtype == BFLOAT16
+    assert "quantization_config" not in json.loads((tmp_path / "merged/config.json").read_text())
+    original = zoo.load(name, None)
+    assert plain.state_dict().keys() == original.state_dict().keys()
+    for fqn, tensor in original.state_dict().items():
+        found, owner = plain.state_dict()[fqn], fqn.rpartition(".")[0]
+        assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+        if fqn.endswith("weight") and owner in exact:
+            is_transposed = type(original.get_submodule(owner)).__name__ == "Conv1D"
+            assert_rounded_once(found.T if is_transposed else found, exact[owner])
+        elif fqn.endswith("weight") and owner in quantized:
+            is_transposed = type(original.get_submodule(owner)).__name__ == "Conv1D"
+            assert_rounded_once(found.T if is_transposed else found, base_weight(model.get_submodule(owner)))
+        else:
+            assert torch.equal(found, tensor), fqn
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_plain_model_computes_what_the_adapted_one_does(name: str, tmp_path: Path) -> None:
+    # Everything in float32, so that nothing but the merge makes a difference.
+    adapted = training.adapt(name, zoo.load(name, "nf4", FLOAT32)).eval()
+    export(adapted, tmp_path / "merged")
+    plain = load(name, tmp_path / "merged").eval()
+    batch = zoo.inputs(name, plain)
+    with torch.no_grad():
+        expected, found = adapted(**batch), plain(**batch)
+    for key, value in expected.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            torch.testing.assert_close(found[key], value, rtol=1e-3, atol=1e-4)
+    with torch.no_grad(), adapted.disable_adapter():
+        assert (adapted(**batch)[0] - expected[0]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("quant", ["nf4", "nf4-double", "fp4", "int8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_quantization_and_half_dtype(quant: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    adapted = training.adapt("llama", zoo.load("llama", quant, dtype))
+    export(adapted, tmp_path / "merged", max_shard_size="20kB")
+    assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 1
+    tensors = saved(tmp_path / "merged")
+    assert {tensor.dtype for tensor in tensors.values()} == {dtype}
+    for fqn, layer in layers_of(adapted).items():
+        assert_rounded_once(tensors[f"{fqn}.weight"], lora_weight(layer))
+    load("llama", tmp_path / "merged")
+
+
+@pytest.mark.parametrize("quant", ["nf4", "int8"])
+def test_a_layer_that_has_run_is_dequantized_alike(quant: str, tmp_path: Path) -> None:
+    adapted = training.adapt("llama", zoo.load("llama", quant))
+    export(adapted, tmp_path / "before")
+    with torch.no_grad():
+        adapted.eval()(**zoo.inputs("llama", adapted))
+    export(adapted, tmp_path / "after")
+    before, after = saved(tmp_path / "before"), saved(tmp_path / "after")
+    assert all(torch.equal(before[fqn], after[fqn]) for fqn in before)
+
+
+@pytest.mark.parametrize("precision", ["full", "compute", "norms", "none"])
+def test_the_precision_of_the_preparation_makes_no_difference(precision: str, tmp_path: Path) -> None:
+    adapted = training.adapt("gemma2", zoo.load("gemma2"))
+    export(adapted, tmp_path / "plain")
+    model = zoo.load("gemma2")
+    prepared = KbitPreparedModel(model, precision=precision).prepare()
+    training.adapt("gemma2", model)
+    prepared.export(tmp_path / precision, merge_adapters=True)
+    with prepared.suspended():
+        prepared.export(tmp_path / "suspended", merge_adapters=True)
+    files = sorted(file.name for file in (tmp_path / "plain").iterdir())
+    for folder in (precision, "suspended"):
+        for file in files:
+            assert (tmp_path / folder / file).read_bytes() == (tmp_path / "plain" / file).read_bytes(), (folder, file)
+
+
+def test_it_loads_where_neither_bitsandbytes_nor_peft_is_installed(tmp_path: Path) -> None:
+    adapted = training.adapt("llama", zoo.load("llama")).eval()
+    export(adapted, tmp_path / "merged")
+    program = (
+        "import sys\n"
+        "sys.modules.update({'bitsandbytes': None, 'peft': None})\n"
+        "import torch, transformers\n"
+        f"model, info = transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path / 'merged')!r}, "
+        "output_loading_info=True)\n"
+        "assert not any(info.values()), info\n"
+        "print(type(model).__name__, model.dtype, model(torch.arange(8, 16)[None]).logits.shape[-1])"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["LlamaForCausalLM", "torch.bfloat16", str(zoo.VOCAB_SIZE)]
+
+
+def test_a_base_that_was_loaded_quantized_from_a_checkpoint(tmp_path: Path) -> None:
+    zoo.load("mixtral").save_pretrained(tmp_path / "quantized")
+    model = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "quantized")
+    adapted = training.adapt("mixtral", model)
+    export(adapted, tmp_path / "merged")
+    tensors = saved(tmp_path / "merged")
+    assert not any("absmax" in name or "quant" in name for name in tensors)
+    for fqn, layer in layers_of(adapted).items():
+        assert_rounded_once(tensors[f"{fqn}.weight"], lora_weight(layer))
+    load("mixtral", tmp_path / "merged")
+
+
+# ----------------------------------------------------------------------------------------------------
+# Every method.
+# ----------------------------------------------------------------------------------------------------
+
+TARGETS = ["q_proj", "down_proj"]
+
+
+def dora_weight(layer: Any) -> torch.Tensor:
+    """M (W + s B A) / norm of its rows (Liu et al. 2024)."""
+    weight = lora_weight(layer)
+    magnitude = layer.lora_magnitude_vector["default"].weight.detach().double()
+    return magnitude.view(-1, 1) * weight / weight.norm(dim=1, keepdim=True)
+
+
+def adalora_weight(layer: Any) -> torch.Tensor:
+    """W + s B diag(E) A / rank (Zhang et al. 2023)."""
+    a, b, e = (getattr(layer, f"lora_{part}")["default"].detach().double() for part in "ABE")
+    rank = layer.ranknum["default"].double() + 1e-5
+    return base_weight(layer.get_base_layer()) + b @ (a * e) * layer.scaling["default"] / rank
+
+
+def ia3_weight(layer: Any) -> torch.Tensor:
+    """Rows scaled by what scales the output; in a feed-forward layer columns, by what scales the input."""
+    scale = layer.ia3_l["default"].detach().double()
+    return base_weight(layer.get_base_layer()) * (scale.view(1, -1) if layer.is_feedforward else scale.view(-1, 1))
+
+
+def hira_weight(layer: Any) -> torch.Tensor:
+    """W times 1 + B A, element by element (Huang et al. 2025)."""
+    a, b = layer.hira_A["default"].detach().double(), layer.hira_B["default"].detach().double()
+    return base_weight(layer.get_base_layer()) * (1 + b @ a)
+
+
+def road_weight(layer: Any) -> torch.Tensor:
+    """Pairs of rows, rotated and scaled (Liao et al. 2024): of the first variant, one angle and scale for a pair."""
+    weight = base_weight(layer.get_base_layer())
+    theta, alpha = layer.road_theta["default"].detach().double(), layer.road_alpha["default"].detach().double()
+    group = layer.group_size["default"]
+    theta, alpha = (value.view(-1, 1, group // 2).expand(-1, 2, -1).reshape(-1, 1) for value in (theta, alpha))
+    first, second = weight.view(-1, 2, group // 2, weight.shape[1]).unbind(1)
+    turned = torch.stack([-second, first], 1).view_as(weight)
+    return weight * alpha * theta.cos() + turned * alpha * theta.sin()
+
+
+FORMULAS: dict[str, tuple[Callable[[], peft.PeftConfig], Callable[[Any], torch.Tensor]]] = {
+    "lora": (lambda: peft.LoraConfig(target_modules=TARGETS), lora_weight),
+    "rslora": (lambda: peft.LoraConfig(target_modules=TARGETS, use_rslora=True), lora_weight),
+    "dora": (lambda: peft.LoraConfig(target_modules=TARGETS, use_dora=True), dora_weight),
+    "adalora": (lambda: peft.AdaLoraConfig(target_modules=TARGETS, total_step=10), adalora_weight),
+    "ia3": (lambda: peft.IA3Config(target_modules=TARGETS, feedforward_modules=["down_proj"]), ia3_weight),
+    "hira": (lambda: peft.HiraConfig(target_modules=TARGETS), hira_weight),
+    "road": (lambda: peft.RoadConfig(target_modules=TARGETS, group_size=16), road_weight),
+}
+
+
+@pytest.mark.parametrize("quant", ["nf4", "int8", None])
+@pytest.mark.parametrize("method", FORMULAS)
+def test_methods_with_a_formula(method: str, quant: str | None, tmp_path: Path) -> None:
+    config, formula = FORMULAS[method]
+    base = zoo.load("llama", quant)
+    adapted = get_peft_model(base, config())
+    jitter(adapted)
+    export(adapted, tmp_path / "merged")
+    tensors, layers = saved(tmp_path / "merged"), layers_of(adapted)
+    assert len(layers) == 4
+    for fqn, layer in layers.items():
+        assert_rounded_once(tensors[f"{fqn}.weight"], formula(layer))
+
+
+def float64_weight(layer: Any) -> torch.Tensor:
+    """What a layer over a linear without a bias computes: its own forward in float64, over the exact base."""
+    base = layer.get_base_layer()
+    weight = base_weight(base)
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=torch.float64)
+    linear.weight = nn.Parameter(weight)
+    copied = copy.deepcopy(layer, {id(base): linear})
+    copied.quantization_backend = None
+    with torch.no_grad():
+        return copied.double().eval()(torch.eye(weight.shape[1], dtype=torch.float64)).T
+
+
+def config_of(name: str, targets: list[str], **fields: Any) -> peft.PeftConfig:
+    extra = {
+        "VBLoRAConfig": {"vector_length": 32, "num_vectors": 16},
+        "OFTConfig": {"oft_block_size": 8},
+        "BOFTConfig": {"boft_block_size": 8},
+        "FourierFTConfig": {"n_frequency": 50},
+        "C3AConfig": {"block_size": 16},
+        "WaveFTConfig": {"n_frequency": 50},
+    }
+    config: peft.PeftConfig = getattr(peft, name)(target_modules=targets, **extra.get(name, {}), **fields)
+    return config
+
+
+# Those that dequantize by themselves, or add to the output of their base and read nothing of it.
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # Shira's
+@pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension:UserWarning")  # BOFT's, and the next
+@pytest.mark.filterwarnings("ignore:Setting boft_n_butterfly_factor:UserWarning")
+@pytest.mark.parametrize("quant", ["nf4", "int8"])
+@pytest.mark.parametrize("method", ["BOFT", "FourierFT", "Gralora", "Miss", "OFT", "Shira", "VBLoRA", "Vera", "WaveFT"])
+def test_methods_over_quantized_layers(method: str, quant: str, tmp_path: Path) -> None:
+    adapted = get_peft_model(zoo.load("llama", quant), config_of(f"{method}Config", TARGETS))
+    jitter(adapted)
+    export(adapted, tmp_path / "merged")
+    tensors, layers = saved(tmp_path / "merged"), layers_of(adapted)
+    assert len(layers) == 4
+    for fqn, layer in layers.items():
+        exact = float64_weight(layer)
+        assert_rounded_once(tensors[f"{fqn}.weight"], exact)
+        assert not torch.equal(exact, base_weight(layer.get_base_layer()))
+
+
+# Those that read the weight of their base: adapted is the head, which is not quantized.
+@pytest.mark.parametrize(
+    "method", ["C3A", "Deft", "Delora", "HRA", "LoHa", "LoKr", "Road", "RandLora", "Peanut", "Psoft", "Supertuning"]
+)
+def test_methods_over_a_plain_layer_of_a_quantized_model(method: str, tmp_path: Path) -> None:
+    adapted = get_peft_model(zoo.load("llama", "nf4", FLOAT32), config_of(f"{method}Config", ["lm_head"]))
+    jitter(adapted)
+    export(adapted, tmp_path / "merged")
+    (layer,) = layers_of(adapted).values()
+    found, exact = saved(tmp_path / "merged")["lm_head.weight"], float64_weight(layer)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(found.double(), base_weight(layer.get_base_layer()), atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")  # PEFT does not know RMS norms
+def test_layer_norm_tuning(tmp_path: Path) -> None:
+    model = zoo.load("llama")
+    prepared = KbitPreparedModel(model, precision="norms").prepare()
+    adapted = get_peft_model(model, peft.LNTuningConfig(target_modules=["input_layernorm"]))
+    jitter(adapted)
+    report = prepared.export(tmp_path / "merged", merge_adapters=True)
+    tensors = saved(tmp_path / "merged")
+    for fqn, layer in layers_of(adapted).items():
+        assert fqn in report.merged
+        assert torch.equal(tensors[f"{fqn}.weight"], layer.ln_tuning_layers["default"].weight.to(BFLOAT16))
+        assert not torch.equal(tensors[f"{fqn}.weight"], layer.base_layer.weight)
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"), [("whisper", ["conv1"]), ("vit", ["projection"]), ("convnext", ["pwconv1"])]
+)
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_convolutions(name: str, targets: list[str], use_dora: bool, tmp_path: Path) -> None:
+    adapted = training.adapt(name, zoo.load(name), target_modules=targets, use_dora=use_dora)
+    jitter(adapted)
+    export(adapted, tmp_path / "merged")
+    tensors, layers = saved(tmp_path / "merged"), layers_of(adapted)
+    assert layers
+    for fqn, layer in layers.items():
+        a, b = (getattr(layer, f"lora_{part}")["default"].weight.detach().double() for part in "AB")
+        weight = base_weight(layer.get_base_layer())
+        weight = weight + (b.flatten(1) @ a.flatten(1)).view_as(weight) * layer.scaling["default"]
+        if use_dora:
+            magnitude = layer.lora_magnitude_vector["default"].weight.detach().double().flatten()
+            factors = magnitude / weight.flatten(1).norm(dim=1)
+            weight = weight * factors.view(-1, *[1] * (weight.dim() - 1))
+        found = tensors.get(f"{fqn}.weight", next(t for n, t in tensors.items() if n.endswith(f"{targets[0]}.weight")))
+        assert_rounded_once(found, weight)
+
+
+def test_trained_biases(tmp_path: Path) -> None:
+    adapted = training.adapt("opt", zoo.load("opt"), lora_bias=True)
+    jitter(adapted)
+    export(adapted, tmp_path / "merged")
+    tensors = saved(tmp_path / "merged")
+    for fqn, layer in layers_of(adapted).items():
+        bias = layer.get_base_layer().bias.double() + layer.lora_B["default"].bias.double() * layer.scaling["default"]
+        assert_rounded_once(tensors[f"{fqn}.weight"], lora_weight(layer))
+        assert_rounded_once(tensors[f"{fqn}.bias"], bias.detach())
+        assert not torch.equal(tensors[f"{fqn}.bias"], layer.get_base_layer().bias)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Which adapters are active.
+# ----------------------------------------------------------------------------------------------------
+
+
+def two_adapters(**fields: Any) -> PeftModel:
+    adapted = training.adapt("llama", zoo.load("llama"), **fields)
+    adapted.add_adapter("second", zoo.lora_config("llama", r=8, target_modules=["q_proj", "up_proj"]))
+    return adapted
+
+
+@pytest.mark.parametrize("active", [["default"], ["second"], ["default", "second"], []])
+def test_the_active_adapters_are_merged_and_no_others(active: list[str], tmp_path: Path) -> None:
+    adapted = two_adapters()
+    adapted.base_model.set_adapter(active or ["default"])
+    if not active:
+        adapted.base_model.disable_adapter_layers()
+    report = export(adapted, tmp_path / "merged")
+    tensors = saved(tmp_path / "merged")
+    for fqn, layer in layers_of(adapted).items():
+        here = tuple(name for name in active if name in layer.lora_A)
+        assert (fqn in report.merged) == bool(here)
+        assert_rounded_once(tensors[f"{fqn}.weight"], lora_weight(layer, here))
+
+
+def test_disabled_for_a_while(tmp_path: Path) -> None:
+    adapted = training.adapt("llama", zoo.load("llama"), modules_to_save=True)
+    jitter(adapted)
+    export(adapted, tmp_path / "merged")
+    with adapted.disable_adapter():
+        assert export(adapted, tmp_path / "disabled").merged == ()
+    export(zoo.load("llama"), tmp_path / "base")
+    base, disabled, merged = (saved(tmp_path / folder) for folder in ("base", "disabled", "merged"))
+    assert all(torch.equal(base[fqn], disabled[fqn]) for fqn in base)
+    assert not torch.equal(base["lm_head.weight"], merged["lm_head.weight"])
+
+
+def test_adapters_inside_the_model_are_found_without_naming_what_is_around_it(tmp_path: Path) -> None:
+    model = zoo.load("llama")
+    adapted = training.adapt("llama", model)
+    wrapper = KbitPreparedModel(model)
+    inside = wrapper.export(tmp_path / "inside", merge_adapters=True)
+    around = wrapper.export(tmp_path / "around", merge_adapters=True, model=adapted)
+    assert inside.merged == around.merged != ()
+    first, second = saved(tmp_path / "inside"), saved(tmp_path / "around")
+    assert all(torch.equal(first[fqn], second[fqn]) for fqn in first)
+
+
+def test_different_methods_on_one_layer(tmp_path: Path) -> None:
+    # Of a model that is not quantized: PEFT mixes methods on no other.
+    adapted = peft.PeftMixedModel(
+        zoo.load("llama", None, FLOAT32), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False), "first"
+    )
+    adapted.add_adapter("second", peft.LoHaConfig(target_modules=["q_proj", "up_proj"], init_weights=False))
+    adapted.set_adapter(["first", "second"])
+    report = export(adapted, tmp_path / "merged")
+    assert len(report.merged) == 4
+    same_outputs("llama", adapted, tmp_path / "merged")
+
+
+# ----------------------------------------------------------------------------------------------------
+# Fused experts.
+# ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3", "jamba"])
+def test_fused_experts(name: str, tmp_path: Path) -> None:
+    model = zoo.load(name, "nf4", FLOAT32)
+    experts = {fqn.rpartition(".")[2]: p for fqn, p in model.named_parameters() if ".experts." in fqn and p.dim() > 1}
+    assert len(experts) > 1
+    targets = [f"experts.{parameter}" for parameter in experts]
+    adapted = training.adapt(name, model, target_parameters=targets).eval()
+    jitter(adapted)
+    before = Snapshot(adapted)
+    report = export(adapted, tmp_path / "merged")
+    assert before.diff(Snapshot(adapted)) == []
+    assert any("experts" in fqn for fqn in report.merged)
+    plain = load(name, tmp_path / "merged").eval()
+    batch = zoo.inputs(name, plain)
+    with torch.no_grad():
+        expected, found = adapted(**batch).logits, plain(**batch).logits
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+        with adapted.disable_adapter():
+            assert (adapted(**batch).logits - expected).abs().max() > 1e-2
+
+
+def test_fused_experts_are_rounded_once(tmp_path: Path) -> None:
+    adapted = training.adapt("gpt_oss", zoo.load("gpt_oss"), target_parameters=["experts.gate_up_proj"])
+    jitter(adapted)
+    export(adapted, tmp_path / "merged")
+    tensors = saved(tmp_path / "merged")
+    for fqn, layer in layers_of(adapted).items():
+        if not fqn.endswith("experts"):
+            continue
+        weight = layer.base_layer.gate_up_proj.detach().double()  # (experts, in, out)
+        a = layer.lora_A["default"].weight.detach().double().view(len(weight), -1, weight.shape[1])
+        b = layer.lora_B["default"].weight.detach().double().view(weight.shape[2], -1, len(weight))
+        exact = weight + torch.einsum("ore,eri->eio", b, a) * layer.scaling["default"]
+        assert_rounded_once(tensors[f"{fqn}.gate_up_proj"], exact)
+
+
+def test_fused_experts_of_two_dimensions_are_rounded_once(tmp_path: Path) -> None:
+    adapted = training.adapt("dbrx", zoo.load("dbrx"), target_parameters=["mlp.w1"])
+    jitter(adapted)
+    export(adapted, tmp_path / "merged")
+    tensors, experts = saved(tmp_path / "merged"), 0
+    for fqn, layer in layers_of(adapted).items():
+        if hasattr(layer, "parameter_name"):
+            a, b = (getattr(layer, f"lora_{part}")["default"].weight.detach().double() for part in "AB")
+            exact = layer.base_layer.w1.detach().double() + b @ a * layer.scaling["default"]
+            assert_rounded_once(tensors[f"{fqn}.w1"], exact)
+            experts += 1
+    assert experts == 2
+
+
+# ----------------------------------------------------------------------------------------------------
+# Ties and trained copies.
+# ----------------------------------------------------------------------------------------------------
+
+TIED = ["gemma2", "gpt2", "t5", "opt", "bart", "whisper", "bloom", "paligemma", "blip_2"]
+
+
+def same_outputs(name: str, adapted: nn.Module, folder: Path) -> PreTrainedModel:
+    """The plain model, which computes what the adapted one does."""
+    plain = load(name, folder, FLOAT32).eval()
+    batch = zoo.inputs(name, plain)
+    with torch.no_grad():
+        expected, found = adapted.eval()(**batch).logits, plain(**batch).logits
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    return plain
+
+
+def head_and_embeddings(model: PreTrainedModel) -> tuple[nn.Parameter, nn.Parameter]:
+    return model.get_output_embeddings().weight, model.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_what_is_tied_stays_tied(name: str, tmp_path: Path) -> None:
+    adapted = training.adapt(name, zoo.load(name, "nf4", FLOAT32))
+    export(adapted, tmp_path / "merged")
+    head, embeddings = head_and_embeddings(same_outputs(name, adapted, tmp_path / "merged"))
+    assert head is embeddings
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_a_trained_head_is_untied(name: str, tmp_path: Path) -> None:
+    adapted = training.adapt(name, zoo.load(name, "nf4", FLOAT32), modules_to_save=True)
+    jitter(adapted)
+    report = export(adapted, tmp_path / "merged")
+    assert any(fqn.endswith(zoo.ARCHITECTURES[name].head) for fqn in report.merged)
+    head, embeddings = head_and_embeddings(same_outputs(name, adapted, tmp_path / "merged"))
+    assert head is not embeddings
+    assert not torch.equal(head, embeddings)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "t5"])
+def test_a_trained_embedding_is_untied(name: str, tmp_path: Path) -> None:
+    embedding = "embed_tokens" if name == "gemma2" else "shared"
+    adapted = training.adapt(name, zoo.load(name, "nf4", FLOAT32), target_modules=["q_proj", "q", embedding])
+    jitter(adapted)
+    export(adapted, tmp_path / "merged")
+    head, embeddings = head_and_embeddings(same_outputs(name, adapted, tmp_path / "merged"))
+    assert not torch.equal(head, embeddings)
+
+
+@pytest.mark.parametrize("kind", ["modules_to_save", "trainable_token_indices", "target_modules"])
+def test_tied_weights_that_are_trained_together_stay_tied(kind: str, tmp_path: Path) -> None:
+    values: Any = {"trainable_token_indices": [9, 10], "target_modules": ["q_proj", "embed_tokens"]}
+    # PEFT ties adapters of single rows without being asked.
+    fields = {kind: values.get(kind, ["embed_tokens"]), "ensure_weight_tying": kind != "trainable_token_indices"}
+    config = peft.LoraConfig(**{"target_modules": ["q_proj"], "init_lora_weights": False, **fields})
+    adapted = get_peft_model(zoo.load("gemma2", "nf4", FLOAT32), config)
+    jitter(adapted)
+    export(adapted, tmp_path / "merged")
+    original = zoo.load("gemma2", None, FLOAT32)
+    head, embeddings = head_and_embeddings(same_outputs("gemma2", adapted, tmp_path / "merged"))
+    assert head is embeddings
+    assert not torch.equal(embeddings, original.get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize("precision", ["full", "compute", "norms"])
+def test_trained_copies_are_rounded_to_the_original_dtype(precision: str, tmp_path: Path) -> None:
+    model = zoo.load("bert")
+    prepared = KbitPreparedModel(model, precision=precision).prepare()
+    adapted = training.adapt("bert", model, modules_to_save=True)
+    training.step("bert", adapted)
+    before = Snapshot(adapted)
+    report = prepared.export(tmp_path / "merged", merge_adapters=True)
+    assert before.diff(Snapshot(adapted)) == []
+    assert "classifier" in report.merged
+    trained = adapted.base_model.model.classifier.modules_to_save["default"]
+    tensors = saved(tmp_path / "merged")
+    for name, parameter in trained.named_parameters():
+        assert torch.equal(tensors[f"classifier.{name}"], parameter.detach().to(BFLOAT16))
+    original = zoo.load("bert", None).classifier.weight
+    assert not torch.equal(tensors["classifier.weight"], original)
+
+
+def test_single_rows_of_the_embeddings(tmp_path: Path) -> None:
+    adapted = get_peft_model(
+        zoo.load("llama"), peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [9, 11]})
+    )
+    jitter(adapted)
+    export(adapted, tmp_path / "merged")
+    found = saved(tmp_path / "merged")["model.embed_tokens.weight"]
+    rows = adapted.base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta["default"]
+    original = zoo.load("llama", None).model.embed_tokens.weight.detach().clone()
+    assert not torch.equal(found[[9, 11]], original[[9, 11]])
+    original[[9, 11]] = rows.detach().to(BFLOAT16)
+    assert torch.equal(found, original)
+
+
+# ----------------------------------------------------------------------------------------------------
+# What is refused, and what is left alone.
+# ----------------------------------------------------------------------------------------------------
+
+
+def adapted_llama(config: peft.PeftConfig, quant: str = "nf4") -> PeftModel:
+    return get_peft_model(zoo.load("llama", quant, use_cache=False), config)
+
+
+PROMPTS = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "prompt tuning": (lambda: adapted_llama(peft.PromptTuningConfig(**PROMPTS)), "PROMPT_TUNING adds to the input"),
+    "prefix tuning": (lambda: adapted_llama(peft.PrefixTuningConfig(**PROMPTS)), "PREFIX_TUNING adds to the input"),
+    "p-tuning": (lambda: adapted_llama(peft.PromptEncoderConfig(**PROMPTS)), "P_TUNING adds to the input"),
+    "adapted attention": (
+        lambda: adapted_llama(peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=1, task_type="CAUSAL_LM")),
+        "has no merge of its own",
+    ),
+    "activated LoRA": (
+        lambda: adapted_llama(
+            peft.LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[9], task_type="CAUSAL_LM")
+        ),
+        "Linear4bit (lora) with the adapters ['default']",
+    ),
+    "a router of tasks": (lambda: adapted_llama(peft.PolyConfig(target_modules=["q_proj"])), "Linear (poly)"),
+    "a method that is nowhere linear": (
+        lambda: adapted_llama(peft.LilyConfig(target_modules=["q_proj"])),
+        "Linear (lily)",
+    ),
+    # PEFT lets it read the int8 codes as though they were weights, so it is nothing that a merge could keep.
+    "a method that reads what is quantized": (
+        lambda: adapted_llama(peft.HRAConfig(target_modules=["q_proj"]), "int8"),
+        "merged, it computes another output",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_merged_exactly_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    make, message = REFUSED[case]
+    adapted = make()
+    jitter(adapted)
+    before = Snapshot(adapted)
+    with pytest.raises(ExportError, match="cannot be merged exactly") as caught:
+        export(adapted, tmp_path / "merged")
+    assert message in str(caught.value)
+    assert caught.value.fqn in ("", "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn")
+    assert not (tmp_path / "merged").exists()
+    assert before.diff(Snapshot(adapted)) == []
+
+
+def test_gates_that_see_the_input_are_refused(tmp_path: Path) -> None:
+    adapted = training.adapt("llama", zoo.load("llama"), task_type="CAUSAL_LM")
+    adapted.save_pretrained(tmp_path / "adapter")
+    config = peft.XLoraConfig(
+        task_type="CAUSAL_LM", hidden_size=64, xlora_depth=1, adapters={"a": str(tmp_path / "adapter")}
+    )
+    mixture = get_peft_model(zoo.load("llama", use_cache=False), config)
+    with pytest.raises(ExportError, match="weighs adapters by the input"):
+        export(mixture, tmp_path / "merged")
+
+
+@pytest.mark.filterwarnings("ignore:Merge lora module to 4-bit")
+def test_what_is_merged_already_is_refused(tmp_path: Path) -> None:
+    adapted = training.adapt("llama", zoo.load("llama"))
+    wrapper = KbitPreparedModel(adapted)
+    adapted.merge_adapter()
+    with pytest.raises(ExportError) as caught:
+        wrapper.export(tmp_path / "merged", merge_adapters=True)
+    assert caught.value.fqn == "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(("value", "message"), [(math.nan, "not finite"), (1e6, "beyond the range of torch.float16")])
+def test_values_that_the_dtype_cannot_hold_are_refused(value: float, message: str, tmp_path: Path) -> None:
+    adapted = training.adapt("llama", zoo.load("llama", "nf4", torch.float16))
+    # The last layer, of a kind that is tried out elsewhere: found while the files are written.
+    with torch.no_grad():
+        layers_of(adapted)["model.layers.1.mlp.down_proj"].lora_B["default"].weight[3, 1] = value
+    with pytest.raises(ExportError, match=message) as caught:
+        export(adapted, tmp_path / "merged")
+    assert caught.value.fqn == "model.layers.1.mlp.down_proj"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forward_that_was_replaced_is_refused(tmp_path: Path) -> None:
+    adapted = training.adapt("llama", zoo.load("llama"))
+    layer = layers_of(adapted)["model.layers.0.self_attn.q_proj"]
+    layer.forward = lambda x: x
+    with pytest.raises(ExportError, match="its forward was replaced"):
+        export(adapted, tmp_path / "merged")
+
+
+def test_random_numbers_are_left_alone(tmp_path: Path) -> None:
+    adapted = training.adapt("llama", zoo.load("llama"), lora_dropout=0.5)
+    adapted.train()
+    layers = layers_of(adapted)
+    state = torch.get_rng_state()
+    export(adapted, tmp_path / "merged")
+    assert torch.equal(torch.get_rng_state(), state)
+    tensors = saved(tmp_path / "merged")
+    for fqn, layer in layers.items():
+        assert_rounded_once(tensors[f"{fqn}.weight"], lora_weight(layer))
+
+
+def test_hooks_on_an_adapted_layer_are_neither_run_nor_copied(tmp_path: Path) -> None:
+    adapted = training.adapt("llama", zoo.load("llama"))
+    layer = layers_of(adapted)["model.layers.0.self_attn.q_proj"]
+
+    class Uncopyable:
+        def __call__(self, *args: object) -> None:
+            raise AssertionError("run")
+
+        def __deepcopy__(self, memo: object) -> None:
+            raise AssertionError("copied")
+
+    layer.register_forward_hook(Uncopyable())
+    layer.lora_A["default"].register_forward_pre_hook(Uncopyable())
+    export(adapted, tmp_path / "merged")
