@@ -1,0 +1,756 @@
+"""The exact base, exported while prepared: the very files that were saved before, and a model that was not touched."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import transformers
+from peft import get_peft_model
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import kbitwrap.export
+import zoo
+from kbitwrap import ConfigError, ExportError, KbitPreparedModel, LifecycleState, Precision, UnsupportedModelError
+from kbitwrap.lazy import LazyTensor
+from snapshot import Snapshot
+from training import adapt, step
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:restore.. made:UserWarning"),
+    # bitsandbytes' 8-bit kernel computes in float16, and says so on every bf16 model.
+    pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning"),
+    # Falcon's linear layers stay unquantized, so a preparation says that the model is not checkpointed.
+    pytest.mark.filterwarnings("ignore:.*neither a quantization attribute nor a quantized layer:UserWarning"),
+]
+
+SHARD = 20_000  # bytes: several files for every tiny model
+FLOAT32_STORAGE = (Precision.FULL, Precision.COMPUTE)
+
+
+def read(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def saved(model: transformers.PreTrainedModel, folder: Path, shard: int | str = SHARD) -> dict[str, bytes]:
+    """What the model's own ``save_pretrained`` writes."""
+    model.save_pretrained(folder, max_shard_size=shard)
+    return read(folder)
+
+
+def fields(name: str) -> dict[str, bool]:
+    return {"gradient_checkpointing": zoo.ARCHITECTURES[name].supports_gradient_checkpointing}
+
+
+# ----------------------------------------------------------------------------------------------------
+# The very files that were saved before.
+# ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", list(Precision), ids=str)
+@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+def test_the_files_are_those_saved_before(name: str, precision: Precision, tmp_path: Path) -> None:
+    model = zoo.load(name)
+    whole, sharded = saved(model, tmp_path / "whole", "5GB"), saved(model, tmp_path / "sharded")
+    assert len(sharded) > len(whole)
+    prepared = KbitPreparedModel(model, precision=precision, **fields(name)).prepare()
+    prepared.export(tmp_path / "prepared")
+    assert read(tmp_path / "prepared") == whole
+    peft_model = adapt(name, model, modules_to_save=True)
+    prepared.adopt(peft_model)
+    step(name, peft_model)
+    before = Snapshot(peft_model)
+    report = prepared.export(tmp_path / "trained", max_shard_size=SHARD)
+    assert before.diff(Snapshot(peft_model)) == []
+    assert prepared.state is LifecycleState.PREPARED
+    assert read(tmp_path / "trained") == sharded
+    assert report.files == tuple(sorted(sharded))
+    assert bool(report.converted) == (precision in FLOAT32_STORAGE)
+    with prepared.suspended():
+        prepared.export(tmp_path / "suspended", model=peft_model)
+    assert read(tmp_path / "suspended") == whole
+
+
+@pytest.mark.parametrize("precision", ["full", "compute", "norms"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("quant", ["nf4-double", "fp4", "int8", None])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "t5", "bert"])
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
+def test_every_quantization(name: str, quant: str | None, dtype: torch.dtype, precision: str, tmp_path: Path) -> None:
+    architecture = zoo.ARCHITECTURES[name]
+    if dtype not in architecture.dtypes or quant not in (*architecture.quants, None):
+        pytest.fail(f"{name} is no good example: it supports {architecture.quants} and {architecture.dtypes}")
+    model = zoo.load(name, quant, dtype)
+    expected = saved(model, tmp_path / "before")
+    prepared = KbitPreparedModel(model, precision=precision).prepare()
+    peft_model = adapt(name, model)
+    step(name, peft_model)
+    before = Snapshot(peft_model)
+    prepared.export(tmp_path / "export", max_shard_size=SHARD)
+    assert before.diff(Snapshot(peft_model)) == []
+    assert read(tmp_path / "export") == expected
+
+
+def around_nothing(model: nn.Module) -> nn.Module:
+    return model
+
+
+def lora(model: nn.Module) -> nn.Module:
+    return adapt("llama", model)
+
+
+def two_adapters(model: nn.Module) -> nn.Module:
+    peft_model = adapt("llama", model, modules_to_save=True)
+    peft_model.add_adapter("second", zoo.lora_config("llama", modules_to_save=True))
+    peft_model.set_adapter("second")
+    return peft_model
+
+
+def by_transformers(model: nn.Module) -> nn.Module:
+    model.add_adapter(zoo.lora_config("llama"))
+    return model
+
+
+def injected(model: nn.Module) -> nn.Module:
+    return peft.inject_adapter_in_model(zoo.lora_config("llama"), model)
+
+
+def trained_tokens(model: nn.Module) -> nn.Module:
+    return get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1, 5, 9]))
+
+
+def adapted_embeddings(model: nn.Module) -> nn.Module:
+    return get_peft_model(model, peft.LoraConfig(target_modules=["embed_tokens", "lm_head", "q_proj"]))
+
+
+def prompt_tuning(model: nn.Module) -> nn.Module:
+    return get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+
+
+def prefix_tuning(model: nn.Module) -> nn.Module:
+    model.activation_checkpointing_disable()  # PEFT refuses it
+    return get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+
+
+def adaption_prompt(model: nn.Module) -> nn.Module:
+    return get_peft_model(model, peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=3, adapter_layers=1))
+
+
+def ln_tuning(model: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it knows no RMSNorm, and goes on
+        return get_peft_model(model, peft.LNTuningConfig(target_modules=["input_layernorm", "norm"]))
+
+
+def oft(model: nn.Module) -> nn.Module:
+    return get_peft_model(model, peft.OFTConfig(target_modules=["q_proj"], oft_block_size=4))
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    return torch.compile(lora(model), backend="eager")
+
+
+def compiled_inside(model: nn.Module) -> nn.Module:
+    peft_model = lora(model)
+    layers = peft_model.base_model.model.model.layers
+    layers[0] = torch.compile(layers[0], backend="eager")
+    return peft_model
+
+
+WRAPS = [
+    around_nothing,
+    lora,
+    two_adapters,
+    by_transformers,
+    injected,
+    trained_tokens,
+    adapted_embeddings,
+    prompt_tuning,
+    prefix_tuning,
+    adaption_prompt,
+    ln_tuning,
+    oft,
+    compiled,
+    compiled_inside,
+]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("precision", ["full", "compute", "norms"])
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_whatever_is_around_and_inside(
+    wrap: Callable[[nn.Module], nn.Module], precision: str, when: str, tmp_path: Path
+) -> None:
+    model = zoo.load("llama")
+    expected = saved(model, tmp_path / "before")
+    if when == "before":
+        live = wrap(model)
+        prepared = KbitPreparedModel(live, precision=precision).prepare()
+    else:
+        prepared = KbitPreparedModel(model, precision=precision).prepare()
+        live = wrap(model)
+    before = Snapshot(live)
+    prepared.export(tmp_path / "inside", max_shard_size=SHARD)
+    prepared.export(tmp_path / "around", model=live, max_shard_size=SHARD)
+    assert before.diff(Snapshot(live)) == []
+    assert read(tmp_path / "inside") == expected
+    assert read(tmp_path / "around") == expected
+
+
+def test_in_a_process_group(tmp_path: Path) -> None:
+    model = zoo.load("llama")
+    expected = saved(model, tmp_path / "before")
+    prepared = KbitPreparedModel(model, precision="full").prepare()
+    peft_model = lora(model)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        parallel = DistributedDataParallel(peft_model)
+        prepared.export(tmp_path / "export", model=parallel, max_shard_size=SHARD)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert read(tmp_path / "export") == expected
+
+
+def test_any_process_of_a_group_writes_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.load("llama")
+    expected = saved(model, tmp_path / "before")
+    prepared = KbitPreparedModel(model).prepare()
+    # What transformers reads to let only the first process write.
+    module = sys.modules[transformers.PreTrainedModel.should_save_on_this_rank.__module__]
+    monkeypatch.setattr(module, "_is_torch_distributed_initialized", lambda: True)
+    monkeypatch.setattr(module, "_get_torch_distributed_rank", lambda: 1)
+    assert set(saved(model, tmp_path / "theirs")) < set(expected)
+    prepared.export(tmp_path / "export", max_shard_size=SHARD)
+    assert read(tmp_path / "export") == expected
+
+
+def test_configs_are_those_from_before(tmp_path: Path) -> None:
+    model = zoo.load("llava")
+    expected = saved(model, tmp_path / "before")
+    prepared = KbitPreparedModel(model, precision="full").prepare()
+    model.config.use_cache = False
+    model.config.text_config.pad_token_id = 7
+    model.config.text_config.pretraining_tp = 2
+    model.config.problem_type = "regression"
+    model.config.dtype = torch.float32
+    model.generation_config.use_cache = False
+    model.generation_config.eos_token_id = 7
+    during = Snapshot(model)
+    prepared.export(tmp_path / "export", max_shard_size=SHARD)
+    assert read(tmp_path / "export") == expected
+    assert during.diff(Snapshot(model)) == []
+    assert model.config.problem_type == "regression"
+
+
+@pytest.mark.parametrize("precision", ["full", "compute"])
+def test_nan_payloads_and_layouts(precision: str, tmp_path: Path) -> None:
+    model = zoo.load("llama")
+    patterns = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.view(-1)[:].copy_(patterns[-model.model.embed_tokens.weight.numel() :])
+        model.model.norm.weight.copy_(patterns[0x7F80 + (1 << 15) - 16 :][: model.model.norm.weight.numel()])
+        head = model.lm_head.weight
+        head.data = head.data.t().contiguous().t()
+    assert not head.is_contiguous()
+    assert model.model.norm.weight.isnan().any()
+    expected = saved(model, tmp_path / "before")
+    prepared = KbitPreparedModel(model, precision=precision).prepare()
+    prepared.export(tmp_path / "export", max_shard_size=SHARD)
+    assert read(tmp_path / "export") == expected
+
+
+@pytest.mark.parametrize("keep_originals", [False, True])
+def test_different_parameters_over_one_memory(keep_originals: bool, tmp_path: Path) -> None:
+    model = zoo.load("gemma2")
+    model.lm_head.weight = nn.Parameter(model.model.embed_tokens.weight.data)
+    expected = saved(model, tmp_path / "before")
+    prepared = KbitPreparedModel(model, precision="full", keep_originals=keep_originals).prepare()
+    assert model.lm_head.weight.data_ptr() != model.model.embed_tokens.weight.data_ptr()
+    report = prepared.export(tmp_path / "export", max_shard_size=SHARD)
+    assert read(tmp_path / "export") == expected
+    assert "model.embed_tokens.weight" in report.converted
+
+
+@pytest.mark.parametrize("quant", ["nf4", "nf4-double"])
+def test_weights_that_a_cpu_repacked(quant: str, tmp_path: Path) -> None:
+    import bitsandbytes as bnb
+
+    model = zoo.load("llama", quant)
+    expected = saved(model, tmp_path / "before")
+    prepared = KbitPreparedModel(model, precision="full").prepare()
+    packed = 0
+    for module in model.modules():
+        # What `Linear4bit.forward` does in eval mode where the CPU has AVX512-BF16.
+        if isinstance(module, bnb.nn.Linear4bit) and module.weight.quant_state.shape[0] % 32 == 0:
+            weight = module.weight
+            weight.data, weight.quant_state = bnb.functional._convert_weight_packed_for_cpu(
+                weight.data, weight.quant_state
+            )
+            packed += 1
+    assert packed
+    before = Snapshot(model)
+    prepared.export(tmp_path / "export", max_shard_size=SHARD)
+    assert before.diff(Snapshot(model)) == []
+    assert read(tmp_path / "export") == expected
+
+
+@pytest.mark.parametrize("keep_originals", [False, True])
+def test_what_was_trained_itself_is_what_a_restore_leaves(keep_originals: bool, tmp_path: Path) -> None:
+    model = zoo.load("llama")
+    untrained = saved(model, tmp_path / "before")
+    prepared = KbitPreparedModel(model, precision="full", freeze=False, keep_originals=keep_originals).prepare()
+    step("llama", model)
+    before = Snapshot(model)
+    prepared.export(tmp_path / "export", max_shard_size=SHARD)
+    assert before.diff(Snapshot(model)) == []
+    prepared.restore()
+    assert read(tmp_path / "export") == saved(model, tmp_path / "restored")
+    assert read(tmp_path / "export") != untrained
+
+
+def test_before_preparing_and_after_restoring(tmp_path: Path) -> None:
+    model = zoo.load("llama")
+    expected = saved(model, tmp_path / "before")
+    prepared = KbitPreparedModel(model, precision="full")
+    prepared.export(tmp_path / "new", max_shard_size=SHARD)
+    prepared.prepare()
+    peft_model = adapt("llama", model, modules_to_save=True)
+    step("llama", peft_model)
+    prepared.restore()
+    prepared.export(tmp_path / "restored", max_shard_size=SHARD)
+    assert read(tmp_path / "new") == read(tmp_path / "restored") == expected
+
+
+def test_the_drop_in_prepared_twice(tmp_path: Path) -> None:
+    model = zoo.load("llama")
+    expected = saved(model, tmp_path / "before")
+    kbitwrap.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
+    peft_model = lora(model)
+    kbitwrap.prepare_model_for_kbit_training(peft_model, gradient_checkpointing_kwargs={"use_reentrant": False})
+    prepared = kbitwrap.prepared_of(peft_model)
+    assert prepared is not None
+    prepared.export(tmp_path / "export", max_shard_size=SHARD)
+    assert read(tmp_path / "export") == expected
+
+
+def test_it_loads_as_any_checkpoint(tmp_path: Path) -> None:
+    model = zoo.load("llama")
+    original = {fqn: tensor.clone() for fqn, tensor in model.state_dict().items()}
+    with KbitPreparedModel(model, precision="full") as prepared:
+        prepared.export(tmp_path / "export")
+    loaded, info = transformers.LlamaForCausalLM.from_pretrained(
+        tmp_path / "export", device_map={"": "cpu"}, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    found = loaded.state_dict()
+    assert found.keys() == original.keys()
+    assert all(
+        torch.equal(found[fqn].view(-1).view(torch.uint8), original[fqn].view(-1).view(torch.uint8)) for fqn in found
+    )
+
+
+def test_the_page_says_what_is_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path(__file__).parents[1] / "docs" / "export.md"
+    section = page.read_text(encoding="utf-8").partition("## The exact base\n")[2].partition("\n## ")[0]
+    (block,) = re.findall("```python\n(.*?)```", section, re.DOTALL)
+    model = zoo.load("llama")
+    expected = saved(model, tmp_path / "before", "5GB")
+    monkeypatch.chdir(tmp_path)
+    exec(block, {"model": model})
+    assert read(tmp_path / "run" / "base") == expected
+    # What saving a prepared model itself gives.
+    KbitPreparedModel(model, precision="full").prepare()
+    prepared = saved(model, tmp_path / "prepared", "5GB")
+    assert json.loads(prepared["config.json"])["dtype"] == "float32"
+    assert len(prepared["model.safetensors"]) > 1.5 * len(expected["model.safetensors"])
+
+
+# ----------------------------------------------------------------------------------------------------
+# Other ways to be saved.
+# ----------------------------------------------------------------------------------------------------
+
+
+class LlamaForCausalLM(transformers.LlamaForCausalLM):
+    """One of the classes that save in a way of their own."""
+
+    def save_pretrained(self, save_directory: str | Path, **kwargs: object) -> None:
+        super().save_pretrained(save_directory, **kwargs)
+        Path(save_directory, "extra.txt").write_text("extra")
+
+
+def test_a_class_that_saves_in_its_own_way(tmp_path: Path) -> None:
+    model = zoo.load("llama")
+    model.__class__ = LlamaForCausalLM
+    expected = saved(model, tmp_path / "before")
+    assert "extra.txt" in expected
+    prepared = KbitPreparedModel(model, precision="full").prepare()
+    before = Snapshot(model)
+    prepared.export(tmp_path / "export", max_shard_size=SHARD)
+    assert before.diff(Snapshot(model)) == []
+    assert read(tmp_path / "export") == expected
+
+
+def test_a_library_that_writes_by_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.load("gemma2")
+    expected = saved(model, tmp_path / "before")
+    prepared = KbitPreparedModel(model, precision="full").prepare()
+    monkeypatch.setattr(kbitwrap.export, "_streaming", lambda function, write: None)
+    prepared.export(tmp_path / "export", max_shard_size=SHARD)
+    assert read(tmp_path / "export") == expected
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 16)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 64, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.tensor(3))
+
+
+@pytest.mark.filterwarnings("ignore:.*neither a quantization attribute nor a quantized layer:UserWarning")
+@pytest.mark.parametrize("shard", ["5GB", 100])
+def test_a_model_of_no_library(shard: int | str, tmp_path: Path) -> None:
+    model = Plain().bfloat16()
+    expected = {fqn: tensor.clone() for fqn, tensor in model.state_dict().items()}
+    prepared = KbitPreparedModel(model, precision="full").prepare()
+    before = Snapshot(model)
+    report = prepared.export(tmp_path / "export", max_shard_size=shard)
+    assert before.diff(Snapshot(model)) == []
+    found = {}
+    for file in (tmp_path / "export").glob("*.safetensors"):
+        found |= load_file(file)
+    assert found.keys() == expected.keys()
+    assert all(found[fqn].dtype == expected[fqn].dtype and torch.equal(found[fqn], expected[fqn]) for fqn in found)
+    assert report.num_tensors == len(expected)
+    assert report.num_bytes == sum(tensor.nbytes for tensor in expected.values())
+    if shard == "5GB":
+        assert report.files == ("model.safetensors",)
+    else:
+        index = json.loads((tmp_path / "export" / "model.safetensors.index.json").read_text())
+        assert index["weight_map"].keys() == expected.keys()
+        assert set(index["weight_map"].values()) == {file for file in report.files if file.endswith(".safetensors")}
+
+
+@pytest.mark.filterwarnings("ignore:.*neither a quantization attribute nor a quantized layer:UserWarning")
+def test_a_state_that_is_no_tensor(tmp_path: Path) -> None:
+    class Stateful(Plain):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"a": 1}
+
+    prepared = KbitPreparedModel(Stateful().bfloat16()).prepare()
+    with pytest.raises(ExportError, match=r"_extra_state: expected a tensor.*found dict") as caught:
+        prepared.export(tmp_path / "export")
+    assert caught.value.fqn == "_extra_state"
+    assert list(tmp_path.iterdir()) == []
+
+
+# ----------------------------------------------------------------------------------------------------
+# What is no exact base any more.
+# ----------------------------------------------------------------------------------------------------
+
+
+def merge(model: nn.Module) -> str:
+    adapt("llama", model).merge_adapter()
+    return "model.layers.0.self_attn.q_proj.weight"
+
+
+def merge_embeddings(model: nn.Module) -> str:
+    get_peft_model(model, peft.LoraConfig(target_modules=["embed_tokens"])).merge_adapter()
+    return "model.embed_tokens"
+
+
+def merge_and_unload(model: nn.Module) -> str:
+    adapt("llama", model).merge_and_unload()
+    return "model.layers.0.self_attn.q_proj.weight"
+
+
+def unload_a_trained_copy(model: nn.Module) -> str:
+    adapt("llama", model, modules_to_save=True).unload()
+    return "lm_head"
+
+
+def resize(model: nn.Module) -> str:
+    model.resize_token_embeddings(160, mean_resizing=False)
+    return "model.embed_tokens.weight"
+
+
+def replace_a_parameter(model: nn.Module) -> str:
+    model.model.norm.weight = nn.Parameter(model.model.norm.weight.data.clone())
+    return "model.norm.weight"
+
+
+def resize_in_place(model: nn.Module) -> str:
+    model.model.norm.weight.data = model.model.norm.weight.data[:4].clone()
+    return "model.norm.weight"
+
+
+def add_a_module(model: nn.Module) -> str:
+    model.model.extra = nn.Linear(2, 2)
+    return "model.extra"
+
+
+def remove_a_layer(model: nn.Module) -> str:
+    del model.model.layers[-1]
+    return f"model.layers.{len(model.model.layers)}"
+
+
+CHANGES = [
+    merge,
+    merge_embeddings,
+    merge_and_unload,
+    unload_a_trained_copy,
+    resize,
+    replace_a_parameter,
+    resize_in_place,
+    add_a_module,
+    remove_a_layer,
+]
+
+
+@pytest.mark.parametrize("precision", ["full", "compute", "norms"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_base_that_is_gone(change: Callable[[nn.Module], str], precision: str, tmp_path: Path) -> None:
+    model = zoo.load("llama")
+    prepared = KbitPreparedModel(model, precision=precision).prepare()
+    fqn = change(model)
+    with pytest.raises(ExportError, match=rf"^{fqn}[ :].*export before .*load the base anew") as caught:
+        prepared.export(tmp_path / "export")
+    assert caught.value.fqn == fqn
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_model(tmp_path: Path) -> None:
+    prepared = KbitPreparedModel(zoo.load("llama")).prepare()
+    for other in (zoo.load("llama"), "llama"):
+        with pytest.raises(UnsupportedModelError, match=r"export\(\) expects what was made of this LlamaForCausalLM"):
+            prepared.export(tmp_path / "export", model=other)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sharded_model(tmp_path: Path) -> None:
+    model = zoo.load("llama")
+    prepared = KbitPreparedModel(model).prepare()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        torch.distributed.fsdp.fully_shard(model.model.layers[0])
+        with pytest.raises(UnsupportedModelError, match="export it before sharding") as caught:
+            prepared.export(tmp_path / "export")
+    finally:
+        torch.distributed.destroy_process_group()
+    assert caught.value.fqn.startswith("model.layers.0.")
+    assert list(tmp_path.iterdir()) == []
+
+
+# ----------------------------------------------------------------------------------------------------
+# Where it goes.
+# ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", ["five", "5XB", 0, -1, 1.5, None])
+def test_a_shard_size_that_cannot_be_meant(size: object, tmp_path: Path) -> None:
+    prepared = KbitPreparedModel(zoo.load("llama")).prepare()
+    with pytest.raises(ConfigError, match="max_shard_size: expected bytes or a string such as '5GB', found"):
+        prepared.export(tmp_path / "export", max_shard_size=size)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_destination_that_exists(tmp_path: Path) -> None:
+    model = zoo.load("llama")
+    expected = saved(model, tmp_path / "before")
+    prepared = KbitPreparedModel(model, precision="full").prepare()
+    prepared.export(tmp_path / "export")
+    first = read(tmp_path / "export")
+    with pytest.raises(ExportError, match="overwrite=True"):
+        prepared.export(tmp_path / "export", max_shard_size=SHARD)
+    assert read(tmp_path / "export") == first
+    prepared.export(tmp_path / "export", max_shard_size=SHARD, overwrite=True)
+    assert read(tmp_path / "export") == expected
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_save_that_fails(overwrite: bool, tmp_path: Path) -> None:
+    model = zoo.load("llama")
+    model.generation_config.temperature = -1.0  # transformers refuses to save it
+    prepared = KbitPreparedModel(model, precision="full").prepare()
+    (tmp_path / "export").mkdir()
+    if overwrite:
+        (tmp_path / "export" / "old.txt").write_text("old")
+    before, files = Snapshot(model), read(tmp_path / "export")
+    with pytest.raises(ExportError, match=r"(?s)LlamaForCausalLM could not be saved: .*is as it was") as caught:
+        prepared.export(tmp_path / "export", overwrite=overwrite)
+    assert caught.value.__cause__ is not None
+    assert before.diff(Snapshot(model)) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+    assert read(tmp_path / "export") == files
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    prepared = KbitPreparedModel(zoo.load("llama")).prepare()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ExportError, match="file"):
+        prepared.export(tmp_path / "file" / "export")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    # Files may have half of the bytes that the weights need.
+    program = """
+        import resource, signal, sys, zoo
+        from kbitwrap import ExportError, KbitPreparedModel
+        prepared = KbitPreparedModel(zoo.load("llama"), precision="full").prepare()
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+        try:
+            prepared.export(sys.argv[1])
+        except ExportError as error:
+            print(type(error.__cause__).__name__)
+    """
+    result = run(program, str(tmp_path / "export"))
+    assert result.stdout.split() == ["OSError"], result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    tests = Path(__file__).parent
+    paths = f"import sys; sys.path[:0] = {[str(tests.parent), str(tests)]!r}\nimport conftest\n"
+    return subprocess.run(
+        [sys.executable, "-c", paths + textwrap.dedent(program), *arguments],
+        capture_output=True,
+        text=True,
+        cwd=tests.parent,
+        timeout=300,
+    )
+
+
+def test_killed_at_any_moment_it_leaves_all_or_nothing(tmp_path: Path) -> None:
+    # Children of one process, which has loaded the model, so that sixty tries take seconds.
+    program = """
+        import os, random, signal, sys, time, zoo
+        from pathlib import Path
+        from kbitwrap import KbitPreparedModel
+
+        root = Path(sys.argv[1])
+        prepared = KbitPreparedModel(zoo.load("llama"), precision="full").prepare()
+        start = time.perf_counter()
+        prepared.export(root / "expected", max_shard_size=20_000)
+        seconds = time.perf_counter() - start
+        read = lambda folder: {file.name: file.read_bytes() for file in folder.iterdir()}
+        expected = read(root / "expected")
+        draw = random.Random(0)
+        complete = 0
+        for attempt in range(60):
+            destination = root / f"export{attempt % 2}"  # leftovers of the one before last are cleaned up
+            was_there = destination.exists()
+            child = os.fork()
+            if not child:
+                prepared.export(destination, max_shard_size=20_000, overwrite=attempt % 4 < 2)
+                os._exit(0)
+            time.sleep(draw.uniform(0, 1.5 * seconds))
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            assert not was_there or destination.exists()
+            if destination.exists():
+                assert read(destination) == expected, attempt
+                complete += 1
+                if draw.random() < 0.5:
+                    [file.unlink() for file in destination.iterdir()]
+                    destination.rmdir()
+        for name in ("export0", "export1"):
+            prepared.export(root / name, max_shard_size=20_000, overwrite=True)
+        assert sorted(path.name for path in root.iterdir()) == ["expected", "export0", "export1"]
+        print(complete)
+    """
+    result = run(program, str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    # Neither every try nor none came to its end, or the moments were no good.
+    assert 5 <= int(result.stdout) < 60
+
+
+# ----------------------------------------------------------------------------------------------------
+# What it costs, and what it says.
+# ----------------------------------------------------------------------------------------------------
+
+
+def test_memory_stays_below_two_tensors(tmp_path: Path) -> None:
+    program = """
+        import ctypes, gc, re, sys, torch
+        from pathlib import Path
+        from transformers import LlamaConfig, LlamaForCausalLM
+        from kbitwrap import KbitPreparedModel
+
+        def status(key):
+            return int(re.search(rf"{key}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+        config = LlamaConfig(vocab_size=32768, hidden_size=1024, intermediate_size=1024, num_hidden_layers=4,
+                             num_attention_heads=8, num_key_value_heads=8)
+        model = LlamaForCausalLM(config).bfloat16()
+        largest = max(p.nbytes for p in model.parameters())
+        total = sum(p.nbytes for p in model.parameters())
+        prepared = KbitPreparedModel(model, precision="full", gradient_checkpointing=False).prepare()
+        prepared.export(sys.argv[1] + "/first")  # what is imported and cached once
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        start = status("VmRSS")
+        report = prepared.export(sys.argv[1] + "/second")
+        print(largest, total, report.num_bytes, status("VmHWM") - start)
+    """
+    result = run(f"import warnings; warnings.simplefilter('ignore')\n{textwrap.dedent(program)}", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    largest, total, num_bytes, peak = map(int, result.stdout.split())
+    assert num_bytes == total > 2.5 * largest  # all of it at once would be too much
+    assert peak <= 2 * largest
+
+
+def test_tensors_are_written_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.load("mixtral")
+    prepared = KbitPreparedModel(model, precision="full").prepare()
+    written = []
+
+    def write(tensors: dict[str, torch.Tensor], path: str, metadata: object) -> None:
+        written.extend(tensors.items())
+        # transformers goes on to write an index and nothing else.
+        kbitwrap.export.write_safetensors(path, tensors, metadata)
+
+    monkeypatch.setattr(kbitwrap.export, "_write", lambda bar, tensors, path, metadata: write(tensors, path, metadata))
+    report = prepared.export(tmp_path / "export")
+    assert report.num_tensors == len(written)
+    lazy = {name for name, tensor in written if isinstance(tensor, LazyTensor)}
+    # Fused experts, too, are split without being computed.
+    assert {name for name in lazy if "experts.1." in name}
+    assert {name for name, tensor in written if tensor.dtype == torch.bfloat16} <= lazy
+
+
+def test_the_report(tmp_path: Path) -> None:
+    model = zoo.load("llama")
+    report = KbitPreparedModel(model, precision="full").prepare().export(tmp_path / "export")
+    assert report.path == tmp_path / "export"
+    assert report.files == ("config.json", "generation_config.json", "model.safetensors")
+    tensors = load_file(tmp_path / "export" / "model.safetensors")
+    assert report.num_tensors == len(tensors)
+    assert report.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
+    assert set(report.converted) == {fqn for fqn, tensor in tensors.items() if tensor.dtype == torch.bfloat16}
+    assert report.merged == ()
+    assert report.seconds > 0
+
+
+@pytest.mark.parametrize("progress", [False, True])
+def test_the_progress_bar(progress: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prepared = KbitPreparedModel(zoo.load("llama"), progress=progress).prepare()
+    capsys.readouterr()
+    prepared.export(tmp_path / "export")
+    assert ("export:" in capsys.readouterr().err) == progress
