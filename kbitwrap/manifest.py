@@ -18,11 +18,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, ValidationError, model_validator
 from torch import nn
 
+from .baseline import Baseline
 from .comparison import ManifestDiff, compare, flat, shown
 from .config import PrepareConfig, format_bytes
 from .errors import ManifestError, ManifestMismatchError, ManifestVersionError
 from .plan import Plan
-from .record import Baseline, read_contents, versions
+from .record import read_contents, versions
 from .schema import ConfigRecord, Kind, ModelRecord, MomentRecord, Name, PlanRecord, Record, Row, TensorRecord, Text
 from .stream import atomic_write
 
@@ -99,6 +100,8 @@ class Manifest(Record):
         """
         baseline = Baseline.find(model)
         assert baseline is not None
+        assert baseline.before is not None
+        assert baseline.after is not None
         config = {f.name: getattr(plan.config, f.name) for f in dataclasses.fields(plan.config)}
         config["precision"] = plan.config.precision.value
         config["norm_modules"] = [m if isinstance(m, str) else m.__name__ for m in plan.config.norm_modules]

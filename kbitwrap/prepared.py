@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 from tqdm.auto import tqdm
 
+from .baseline import Baseline
 from .census import Census
 from .config import PrepareConfig
 from .edits import AccelerateChange, Anchor, EditBase, FlagsChange, Hold
@@ -28,7 +29,6 @@ from .plan import Plan, plan_as_detected, write_plan
 from .planner import Planner
 from .process import LARGE_BLOCK_BYTES, empty_cache, plain_mode, random_state, refuse_retyping_under_ddp
 from .quantization import detect, detect_as_peft
-from .record import Baseline
 from .report import ExportReport, RestoreReport, StateDiff
 from .storage import CopyChange, SharedStorageChange, StorageChange, TrainedError
 from .topology import (
@@ -228,7 +228,7 @@ class KbitPreparedModel:
                 if self.state is not LifecycleState.PREPARED:
                     edits.insert(0, Hold("hold", ("",), model=weakref.ref(self.model), anchor=Anchor(self)))
                     self._census, self._origin = Census(self.model), Origin(self.model)
-                baseline = self._baseline or Baseline(self.model, self._journal)
+                baseline = self._baseline or Baseline.of(self.model, self._journal)
                 self._journal.apply(self._emptying_cache(self._bar(edits, "prepare")))
                 if self.config.empty_cache:
                     empty_cache()
@@ -564,8 +564,7 @@ class KbitPreparedModel:
         """
         if self.state not in _HELD:
             self._expect_prepared("manifest")
-        with plain_mode():
-            return Manifest.of(self.model, self.plan)
+        return Manifest.of(self.model, self.plan)
 
     @classmethod
     def from_manifest(cls, model: nn.Module, manifest: Manifest | str | os.PathLike[str]) -> KbitPreparedModel:
@@ -581,7 +580,9 @@ class KbitPreparedModel:
         Raises:
             ManifestError: The manifest cannot be read.
             ManifestMismatchError: The model is another than the one recorded.
-            StateError, UnsupportedModelError, MemoryBudgetError: As for the constructor.
+            UnsupportedModelError: The model is sharded or offloaded, or cannot be prepared so.
+            MemoryBudgetError: The plan's peak is over the recorded ``memory_budget``.
+            StateError: The model, or a part of it, is prepared already.
         """
         if not isinstance(manifest, Manifest):
             manifest = Manifest.load(manifest)

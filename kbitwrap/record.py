@@ -7,8 +7,7 @@ import hashlib
 import importlib.metadata
 import json
 import platform
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,24 +15,17 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from .checkpointing import input_gradient_hooks
+from .baseline import Baseline
 from .digest import content_digest
-from .edits import FlagsChange
 from .errors import ExportError, ManifestError, UnsupportedModelError
-from .journal import Change, Journal
 from .lazy import LazyTensor
+from .process import plain_mode
 from .quantization import DISTRIBUTIONS, detect, is_quantized_parameter
 from .schema import TensorRecord
 from .topology import (
-    base_modules,
-    canonical_fqn,
-    is_adapter_module,
-    named_modules,
-    named_tensors,
-    only_reading,
     refuse_unsupported_tensors,
 )
-from .twin import Origin, build_twin, peel
+from .twin import build_twin, peel
 
 # What use, saving or another version of transformers changes in a config, at any depth; names that begin with an
 # underscore too.
@@ -54,143 +46,6 @@ _VOLATILE = (
 )
 # Which modules stay unquantized shows in the tensors; where others are computed is no property of the model.
 _VOLATILE_QUANTIZATION = ("llm_int8_enable_fp32_cpu_offload", "llm_int8_skip_modules", "modules_to_not_convert")
-
-
-@dataclass(frozen=True)
-class Moment:
-    """Hooks, flags, modes and memory of a model at one moment, read as fast as a preparation can afford.
-
-    Attributes:
-        state: As ``StateRecord``.
-        memory: As ``MemoryRecord``.
-    """
-
-    state: dict[str, Any]
-    memory: dict[str, Any]
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Moment:
-        """Read a model as it is now.
-
-        Args:
-            model: The model.
-
-        Returns:
-            Its state and memory.
-        """
-        with only_reading():
-            return cls(cls._state(model), cls._memory(model))
-
-    @staticmethod
-    def _state(model: nn.Module) -> dict[str, Any]:
-        modules = [(fqn, module) for fqn, module in base_modules(model) if not is_adapter_module(module)]
-        hooks = {canonical_fqn(fqn): len(keys) for fqn, module in modules if (keys := input_gradient_hooks(module))}
-        use_cache = getattr(getattr(model, "config", None), "use_cache", None)
-        return {
-            "input_gradient_hooks": hooks,
-            "checkpointing": [
-                canonical_fqn(fqn) for fqn, m in modules if vars(m).get("gradient_checkpointing") is True
-            ],
-            "use_cache": use_cache if isinstance(use_cache, bool) else None,
-            "num_modules": len(modules),
-            "num_training": sum(module.training for _, module in modules),
-        }
-
-    @staticmethod
-    def _memory(model: nn.Module) -> dict[str, Any]:
-        parameters = [tensor.parameter for tensor in named_tensors(model)]
-        storages = (parameter.untyped_storage() for parameter in parameters)
-        devices = {parameter.device for parameter in parameters if parameter.is_cuda}
-        return {
-            "parameter_bytes": sum({storage._cdata: storage.nbytes() for storage in storages}.values()),
-            "allocated_bytes": sum(map(torch.cuda.memory_allocated, devices)) if devices else None,
-            "reserved_bytes": sum(map(torch.cuda.memory_reserved, devices)) if devices else None,
-        }
-
-
-class Baseline:
-    """What a preparation found, as far as the journal does not say it; found again by the model that it prepared.
-
-    Args:
-        model: The model, before anything is changed.
-        journal: The journal, which will say the rest.
-    """
-
-    def __init__(self, model: nn.Module, journal: Journal) -> None:
-        self._model = weakref.ref(model)
-        self._journal = weakref.ref(journal)
-        self.origin: Origin | None = None
-        self.before = self.after = Moment.of(model)
-        self._prepared: dict[int, tuple[weakref.ref[torch.Tensor], torch.dtype, bool]] = {}
-        # Training writes buffers, such as the statistics of a batch norm, and no record of the base is to change with
-        # them. They are small.
-        self.buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[torch.dtype, torch.Size, int]]] = (
-            weakref.WeakKeyDictionary()
-        )
-        for _, module in named_modules(model):
-            buffers = {
-                name: (buffer.dtype, buffer.shape, content_digest(buffer))
-                for name, buffer in module._buffers.items()
-                if buffer is not None and name not in module._non_persistent_buffers_set
-            }
-            if buffers:
-                self.buffers[module] = buffers
-
-    def settle(self, model: nn.Module, origin: Origin | None) -> None:
-        """Record what preparation left, and be found from here on.
-
-        Args:
-            model: The prepared model.
-            origin: What was recorded of its configs and its tensors' places.
-        """
-        self.origin = origin
-        self.after = Moment.of(model)
-        with only_reading():
-            parameters = [tensor.parameter for tensor in named_tensors(model)]
-            self._prepared = {id(p): (weakref.ref(p), p.dtype, p.requires_grad) for p in parameters}
-        _baselines.add(self)
-
-    def changes(self) -> Sequence[Change]:
-        """What the journal holds, oldest first; nothing once all is undone."""
-        journal = self._journal()
-        return () if journal is None else tuple(journal.changes)
-
-    def prepared(self, parameter: torch.Tensor) -> tuple[torch.dtype, bool]:
-        """The dtype and the flag that preparation left a parameter with; those of now where it came later."""
-        reference, dtype, requires_grad = self._prepared.get(id(parameter), (None, None, None))
-        if reference is None or reference() is not parameter or dtype is None or requires_grad is None:
-            return parameter.dtype, parameter.requires_grad
-        return dtype, requires_grad
-
-    def original_flags(self) -> dict[int, bool]:
-        """``requires_grad`` before preparation, by the ``id`` of the parameter."""
-        flags: dict[int, bool] = {}
-        for change in self.changes():
-            if isinstance(change, FlagsChange):
-                for reference, flag in change.flags:
-                    flags.setdefault(id(reference()), flag)
-        return flags
-
-    @staticmethod
-    def find(model: nn.Module) -> Baseline | None:
-        """Find the preparation that holds a model or a part of it.
-
-        Args:
-            model: The model, whatever was wrapped around it since.
-
-        Returns:
-            Its baseline, or ``None``.
-        """
-        live = [baseline for baseline in _baselines if baseline.changes()]
-        modules = {id(module) for _, module in named_modules(model)} if live else set()
-        for baseline in live:
-            prepared = baseline._model()
-            if prepared is not None and any(id(module) in modules for _, module in named_modules(prepared)):
-                return baseline
-        return None
-
-
-_baselines: weakref.WeakSet[Baseline] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -227,49 +82,42 @@ def read_contents(model: nn.Module, *, progress: bool = False) -> Contents:
         raise UnsupportedModelError(
             f"cannot read every tensor of this model: {error}. Make a manifest, or check it, before that", fqn=error.fqn
         ) from error
-    baseline = Baseline.find(model)
-    try:
-        changes, origin = (baseline.changes(), baseline.origin) if baseline else ((), None)
-        twin = build_twin(model, changes, origin).model
-    except ExportError as error:
-        raise ManifestError(f"cannot tell what the base was: {error}") from error
-    live = {fqn: (module, name) for fqn, module, name in _live_tensors("", model)}
-    flags = baseline.original_flags() if baseline else {}
-    state = {fqn: t for fqn, t in twin.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
-    ties = _ties(fqn_tensor for fqn_tensor in state.items() if isinstance(_at(live, fqn_tensor[0]), nn.Parameter))
-    digests: dict[int, int] = {}  # a tied tensor is read once
-    tensors = {}
-    for fqn, tensor in tqdm(state.items(), desc="digest", unit="tensor", disable=not progress, leave=False):
-        current = _at(live, fqn)
-        dtype, shape = tensor.dtype, tensor.shape
-        if isinstance(current, nn.Parameter):
-            kind = "parameter"
-            prepared_dtype, prepared_flag = baseline.prepared(current) if baseline else (dtype, current.requires_grad)
-            flag = flags.get(id(current), current.requires_grad)
-            digest = None
-        else:
-            kind = "quantization" if current is None else "buffer"
-            flag = prepared_flag = False
-            module, name = live.get(fqn, (None, ""))
-            known = baseline.buffers.get(module, {}).get(name) if baseline is not None and module is not None else None
-            dtype, shape, digest = known or (dtype, shape, None)
-            prepared_dtype = dtype
-        if digest is None:
-            if id(tensor) not in digests:
+    baseline = Baseline.find(model) or Baseline()
+    with plain_mode():
+        try:
+            twin = build_twin(model, baseline.changes(), baseline.origin).model
+        except ExportError as error:
+            raise ManifestError(f"cannot tell what the base was: {error}") from error
+        live = {fqn: (module, name) for fqn, module, name in _live_tensors("", model)}
+        state = {fqn: t for fqn, t in twin.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
+        ties = _ties({fqn: t for fqn, t in state.items() if isinstance(_at(live, fqn), nn.Parameter)})
+        flags = baseline.original_flags()
+        digests: dict[int, int] = {}  # a tied tensor is read once
+        tensors = {}
+        for fqn, tensor in tqdm(state.items(), desc="digest", unit="tensor", disable=not progress, leave=False):
+            current = _at(live, fqn)
+            buffer = baseline.buffer(*live[fqn]) if fqn in live else None
+            if buffer is None and id(tensor) not in digests:
                 digests[id(tensor)] = content_digest(tensor.compute() if isinstance(tensor, LazyTensor) else tensor)
-            digest = digests[id(tensor)]
-        tensors[fqn] = TensorRecord(
-            fqn,
-            kind,
-            tuple(shape),
-            _name(dtype),
-            _name(prepared_dtype),
-            flag,
-            prepared_flag,
-            f"{digest:016x}",
-            ties.get(fqn),
-        )
-    return Contents(_model_record(twin, live, tensors), tensors)
+            dtype, shape, digest = buffer or (tensor.dtype, tensor.shape, digests[id(tensor)])
+            prepared_dtype, prepared_flag, flag = dtype, False, False
+            kind = "quantization" if current is None else "buffer"
+            if isinstance(current, nn.Parameter):
+                kind = "parameter"
+                prepared_dtype, prepared_flag = baseline.prepared(current) or (dtype, current.requires_grad)
+                flag = flags.get(id(current), current.requires_grad)
+            tensors[fqn] = TensorRecord(
+                fqn=fqn,
+                type=kind,
+                shape=tuple(shape),
+                original_dtype=_name(dtype),
+                prepared_dtype=_name(prepared_dtype),
+                requires_grad=flag,
+                prepared_requires_grad=prepared_flag,
+                digest=f"{digest:016x}",
+                tie_group=ties.get(fqn),
+            )
+        return Contents(_model_record(twin, live, tensors), tensors)
 
 
 def _live_tensors(fqn: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -292,10 +140,10 @@ def _at(live: Mapping[str, tuple[nn.Module, str]], fqn: str) -> torch.Tensor | N
     return module._buffers.get(name) if found is None else found
 
 
-def _ties(parameters: Iterator[tuple[str, torch.Tensor]]) -> dict[str, int]:
+def _ties(parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Number the groups of names that are one and the same memory, seen in the same way."""
     groups: dict[Any, list[str]] = {}
-    for fqn, parameter in parameters:
+    for fqn, parameter in parameters.items():
         is_empty = parameter.numel() == 0
         place = (parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride())
         groups.setdefault(id(parameter) if is_empty else place, []).append(fqn)

@@ -49,6 +49,7 @@ ROOMS = (
     "merge",
     "schema",
     "digest",
+    "baseline",
     "record",
     "comparison",
     "manifest",
@@ -60,7 +61,7 @@ ROOMS = (
     "drop_in",
 )
 # These use the public names alone.
-CLIENTS = ("cli", "bench")
+CLIENTS = ("cli", "bench", "integrations")
 # Loaded only when asked for: the first three take seconds, and each may be absent where it is not used.
 LAZY = ("transformers", "peft", "bitsandbytes", "accelerate", "deepspeed", "safetensors")
 

@@ -32,6 +32,7 @@ from kbitwrap import (
 )
 from kbitwrap.digest import content_digest
 from kbitwrap.record import _VOLATILE
+from memory import peak_bytes
 from plain import Tied, small_manifest, tied
 from snapshot import Snapshot
 from training import adapt, step
@@ -252,6 +253,35 @@ def test_a_repacked_weight_is_recorded_as_it_was() -> None:
                 )
         assert all(t.digest == fresh.tensors[fqn].digest for fqn, t in prepared.manifest().tensors.items())
         fresh.check(model)
+
+
+def test_inference_mode_and_default_devices_make_no_difference() -> None:
+    model = zoo.load("llama", "nf4-double")
+    with KbitPreparedModel(model, precision="full") as prepared:
+        first = prepared.manifest()
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+            second = prepared.manifest()
+            second.check(model)
+    assert not first.diff(second)
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_the_progress_bar_is_shown_where_it_was_asked_for(progress: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    with KbitPreparedModel(tied(), precision="full", progress=progress) as prepared:
+        capsys.readouterr()
+        manifest = prepared.manifest()
+        manifest.check(prepared.model)
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert (output.err.count("digest") >= 2) is progress
+
+
+def test_originals_are_read_one_at_a_time() -> None:
+    model = nn.ModuleList([nn.Linear(2048, 2048, bias=False).bfloat16() for _ in range(8)])  # 64 MiB
+    with KbitPreparedModel(model, precision="full") as prepared:
+        peak = peak_bytes(prepared.manifest)
+    one = 2048 * 2048 * 2
+    assert one <= peak < 2 * one
 
 
 # ----------------------------------------------------------------------------------------------------
