@@ -19,15 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainingArguments
 
 import zoo
-from kbitwrap import KbitPreparedModel, LifecycleState
+from kbitwrap import KbitPreparedModel, LifecycleState, Manifest
 from snapshot import Snapshot, tensor_digest
+from trainers import NUM_STEPS, RecordingTrainer, adapt, dataset, prompt, trained_weights, trainer_for
 
 PAGE = Path(__file__).parents[1] / "docs" / "trainer.md"
 PRECISIONS = ("full", "norms", "none")
-NUM_STEPS = 3
 
 pytestmark = [
     # These two names are those of every transformers that is supported; 5.23 calls them `activation_checkpointing…`.
@@ -42,71 +42,6 @@ pytestmark = [
 # ----------------------------------------------------------------------------------------------------
 # Training runs, and what they come to.
 # ----------------------------------------------------------------------------------------------------
-
-
-class RecordingTrainer(Trainer):
-    """Keeps each step's loss as it is: the log's is rounded to four digits."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.losses: list[float] = []
-
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = super().training_step(*args, **kwargs)
-        self.losses.append(loss.item())
-        return loss
-
-
-class CallAtStepEnd(TrainerCallback):
-    def __init__(self, call: Callable[[nn.Module], object]) -> None:
-        self.call = call
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.call(model)
-
-
-def dataset(model: nn.Module) -> list[dict[str, torch.Tensor]]:
-    batches = [zoo.inputs("llama", model, seed=seed) for seed in range(NUM_STEPS)]
-    return [{name: tensor[row] for name, tensor in batch.items()} for batch in batches for row in (0, 1)]
-
-
-def prompt(model: nn.Module) -> dict[str, torch.Tensor]:
-    # One row without padding: generation wants padding on the left.
-    batch = zoo.inputs("llama", model, seed=100)
-    return {name: batch[name][:1, :6] for name in ("input_ids", "attention_mask")}
-
-
-def adapt(model: nn.Module, **kwargs: Any) -> peft.PeftModel:
-    torch.manual_seed(0)
-    options = {"task_type": "CAUSAL_LM", "lora_dropout": 0.1}
-    return peft.get_peft_model(model, zoo.lora_config("llama", **options | kwargs))
-
-
-def trainer_for(
-    model: nn.Module,
-    folder: Path,
-    *,
-    at_step_end: Callable[[nn.Module], object] = lambda model: None,
-    cls: type[RecordingTrainer] = RecordingTrainer,
-    **kwargs: Any,
-) -> RecordingTrainer:
-    settings: dict[str, Any] = {
-        "report_to": "none",
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "per_device_train_batch_size": 2,
-        "max_steps": NUM_STEPS,
-        "learning_rate": 1e-2,
-    }
-    args = TrainingArguments(output_dir=str(folder), **settings | kwargs)
-    return cls(model=model, args=args, train_dataset=dataset(model), callbacks=[CallAtStepEnd(at_step_end)])
-
-
-def trained_weights(model: nn.Module) -> dict[str, object]:
-    """What an adapter holds, and what `modules_to_save` does."""
-    kinds = ("lora_", "modules_to_save")
-    return {fqn: tensor_digest(p) for fqn, p in model.named_parameters() if any(kind in fqn for kind in kinds)}
 
 
 def train(model: nn.Module, folder: Path, *, modules_to_save: bool = False, **kwargs: Any) -> RecordingTrainer:
@@ -649,8 +584,8 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dic
 
 
 def test_every_block_of_the_page_is_run_here() -> None:
-    texts = ("merge_and_unload", "class Sample", "class SuspendedEvaluation", "torch.optim.AdamW")
-    assert [[text in block for text in texts].index(True) for block in code_blocks()] == [0, 1, 2, 3]
+    texts = ("merge_and_unload", "class Sample", "SuspendedEvaluation(", "torch.optim.AdamW", "KbitTrainerCallback(")
+    assert [[text in block for text in texts].index(True) for block in code_blocks()] == [0, 1, 2, 3, 4]
 
 
 # The page leaves `dataloader_pin_memory` to its default, which asks for an accelerator.
@@ -675,11 +610,21 @@ def test_block_with_a_callback(page: Callable[[str], dict[str, Any]]) -> None:
 
 @as_on_a_machine_without_accelerator
 def test_block_that_evaluates_suspended(page: Callable[[str], dict[str, Any]]) -> None:
-    names = page("class SuspendedEvaluation")
+    names = page("SuspendedEvaluation(")
     losses = [row["eval_loss"] for row in names["trainer"].state.log_history if "eval_loss" in row]
     assert len(losses) == 3
     with torch.no_grad():
         assert losses[-1] == zoo.loss("llama", names["peft_model"].eval(), zoo.inputs("llama", names["model"])).item()
+
+
+@as_on_a_machine_without_accelerator
+def test_block_with_checkpoints(page: Callable[[str], dict[str, Any]], tmp_path: Path) -> None:
+    names = page("KbitTrainerCallback(")
+    manifests = [Manifest.load(path) for path in tmp_path.glob("run/checkpoint-*/kbitwrap.json")]
+    assert len(manifests) == 3
+    assert names["diff"]() == []
+    for manifest in manifests:
+        manifest.check(names["model"])
 
 
 def test_block_with_an_optimizer(page: Callable[[str], dict[str, Any]]) -> None:

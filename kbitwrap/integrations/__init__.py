@@ -1,0 +1,11 @@
+"""For the libraries that train: one file each.
+
+Importing this package imports transformers; ``import kbitwrap`` does not import this package.
+
+Example:
+    >>> from kbitwrap.integrations import KbitTrainerCallback, SuspendedEvaluation
+"""
+
+from .trainer import KbitTrainerCallback, SuspendedEvaluation
+
+__all__ = ["KbitTrainerCallback", "SuspendedEvaluation"]

@@ -1,0 +1,270 @@
+"""For transformers' ``Trainer`` and what derives from it, such as TRL's ``SFTTrainer``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
+
+from kbitwrap import (
+    KbitPreparedModel,
+    LifecycleState,
+    Manifest,
+    ManifestMismatchError,
+    StateError,
+    prepared_of,
+)
+
+# Settings that change neither what is computed nor what is stored.
+_OPERATIONAL = {"memory_budget", "keep_originals", "empty_cache", "progress"}
+
+
+class KbitTrainerCallback(TrainerCallback, ExportableState):
+    """Keeps the record of the preparation with the checkpoints, and refuses to resume on a base prepared otherwise.
+
+    Each checkpoint folder gets the manifest, written by the processes that save. What it comes to (the settings, the
+    model, one digest over all tensors) goes into the checkpoint's own ``trainer_state.json`` too, and is what a resumed
+    training is compared with: a callback is told that state, and not the folder. The base is digested once, when
+    training begins.
+
+    The model that is trained is adopted when the ``Trainer`` is made: under ``"adapted"`` the adapted blocks' norms
+    compute in float32 from there on, and ``restore`` takes back what accelerate sets on the ``PeftModel``.
+
+    Args:
+        prepared: The wrapper of the model that is trained; ``None`` finds it from the model.
+        manifest_name: The name of the manifest's file in a checkpoint folder.
+
+    Raises:
+        StateError: When training begins: the model is not prepared, or not by ``prepared``.
+        ManifestMismatchError: When training begins: the checkpoint resumed from was trained on another base, or on one
+            prepared otherwise. No step was taken.
+        ExportError: A manifest could not be written.
+
+    Example:
+        >>> from kbitwrap.integrations import KbitTrainerCallback
+        >>> callback = KbitTrainerCallback()  # for Trainer(..., callbacks=[callback])
+        >>> callback.manifest_name
+        'kbitwrap.json'
+    """
+
+    def __init__(self, prepared: KbitPreparedModel | None = None, *, manifest_name: str = "kbitwrap.json") -> None:
+        self.prepared = prepared
+        self.manifest_name = manifest_name
+        self._manifest: Manifest | None = None
+
+    def state(self) -> dict[str, Any]:
+        """What goes into ``trainer_state.json``: the callback's arguments, and what the manifest comes to."""
+        record = None if self._manifest is None else _essence(self._manifest)
+        return {"args": {"manifest_name": self.manifest_name}, "attributes": {}, "preparation": record}
+
+    def on_init_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Adopt what was made of the prepared model."""
+        prepared = self._wrapper(model)
+        if model is not None and prepared is not None and getattr(model, "peft_config", None):
+            prepared.adopt(model)
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Make the manifest; where training is resumed, compare it with the checkpoint's."""
+        # Before the first step there is none but a resumed one.
+        expected = self._expected(args, state) if state.global_step else None
+        prepared = self._wrapper(model)
+        if prepared is None:
+            found = "is not prepared" if self.prepared is None else "is not that of the given wrapper, or was restored"
+            if expected is not None:
+                self._refuse(args, state, expected, None)
+            raise StateError(
+                f"KbitTrainerCallback expects a Trainer whose model is prepared; this {type(model).__name__} {found}: "
+                "train inside `with KbitPreparedModel(model) as prepared`, or after prepare()",
+                expected=(LifecycleState.PREPARED,),
+            )
+        self._manifest = prepared.manifest() if args.should_save or state.global_step else None
+        if expected is not None:
+            assert self._manifest is not None
+            if _differences(expected, _essence(self._manifest)):
+                self._refuse(args, state, expected, self._manifest)
+        elif state.global_step:
+            warnings.warn(
+                f"the checkpoint of step {state.global_step} holds no record of a preparation: unless its base was "
+                "prepared as this one is, training goes on with other losses",
+                UserWarning,
+                stacklevel=2,
+            )
+        # A checkpoint that was saved without this callback has no place for it.
+        _callback_states(state)[type(self).__name__] = self.state()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Write the manifest into the checkpoint folder."""
+        if not args.should_save or self._manifest is None:
+            return
+        folders = _checkpoint_folders(args, state)
+        if folders:
+            self._manifest.save(folders[0] / self.manifest_name)
+        else:
+            warnings.warn(
+                f"found no {PREFIX_CHECKPOINT_DIR}-{state.global_step} in {args.output_dir}: no manifest is written "
+                "there; the checkpoint's trainer_state.json records the preparation all the same",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _wrapper(self, model: nn.Module | None) -> KbitPreparedModel | None:
+        found = None if model is None else prepared_of(model)
+        return found if self.prepared is None or found is self.prepared else None
+
+    def _expected(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any] | None:
+        """What the checkpoint resumed from says of its preparation."""
+        saved = _callback_states(state).get(type(self).__name__)
+        if isinstance(saved, list):  # of several callbacks of this class
+            saved = saved[-1]
+        record: dict[str, Any] | None = (saved or {}).get("preparation")
+        if record is not None:
+            return record
+        path = self._manifest_path(args, state)
+        return None if path is None else _essence(Manifest.load(path))
+
+    def _manifest_path(self, args: TrainingArguments, state: TrainerState) -> Path | None:
+        """The manifest in the folder that was probably resumed from, where there is one."""
+        named = [Path(args.resume_from_checkpoint)] if args.resume_from_checkpoint else []
+        paths = (folder / self.manifest_name for folder in (*named, *_checkpoint_folders(args, state)))
+        return next((path for path in paths if path.is_file()), None)
+
+    def _refuse(
+        self, args: TrainingArguments, state: TrainerState, expected: dict[str, Any], manifest: Manifest | None
+    ) -> None:
+        """Raise, naming what differs: tensors too, where the checkpoint's own manifest is found."""
+        rows = {"prepared": (True, False)}
+        if manifest is not None:
+            rows = _differences(expected, _essence(manifest))
+        path = self._manifest_path(args, state)
+        recorded = None if path is None else Manifest.load(path)
+        if recorded is not None and _differences(expected, _essence(recorded)):
+            path = recorded = None  # another checkpoint's
+        missing: tuple[str, ...] = ()
+        unexpected: tuple[str, ...] = ()
+        different: dict[str, dict[str, tuple[Any, Any]]] = {"": rows}
+        if recorded is not None and manifest is not None:
+            diff = recorded.diff(manifest)
+            missing, unexpected = diff.missing, diff.unexpected
+            for fqn, found in diff.different.items():
+                if fqn and (compared := {what: pair for what, pair in found.items() if what in _COMPARED}):
+                    different[fqn] = compared
+        lines = [f"{name}: expected {pair[0]!r}, found {pair[1]!r}" for name, pair in rows.items()]
+        tensors = [*(fqn for fqn in different if fqn), *missing, *unexpected]
+        if tensors:
+            lines.append(f"{len(tensors)} tensors, {tensors[0]} among them")
+        where = f"{str(path)!r}" if path is not None else f"the checkpoint's {self.manifest_name}"
+        raise ManifestMismatchError(
+            f"the checkpoint of step {state.global_step} was trained on a base that was prepared otherwise; "
+            f"{'; '.join(lines)}. No step was taken. Load that base anew and prepare it with "
+            f"KbitPreparedModel.from_manifest(model, {where}), or train without resuming",
+            missing=missing,
+            unexpected=unexpected,
+            different=different,
+        )
+
+
+class SuspendedEvaluation(Trainer):
+    """A ``Trainer`` that evaluates and predicts with the base in its original state, as it will be after ``restore``.
+
+    ``evaluate`` and ``predict``, with generation or without, run their loop inside ``suspended()``; training goes on as
+    though there had been no evaluation, bit for bit. No event tells a callback that an evaluation begins, so this is a
+    class: put it before another trainer's to get the same of that one.
+
+    Example:
+        >>> from transformers import Seq2SeqTrainer
+        >>> from kbitwrap.integrations import SuspendedEvaluation
+        >>> class MyTrainer(SuspendedEvaluation, Seq2SeqTrainer):
+        ...     pass
+    """
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """Run the loop that ``evaluate`` and ``predict`` share, suspended where the model is prepared.
+
+        Args:
+            *args: The loop's arguments.
+            **kwargs: The loop's arguments.
+
+        Returns:
+            What the loop returns.
+
+        Raises:
+            StateError: Several processes train, and a trained parameter would change its dtype.
+        """
+        prepared = None if self.model is None else prepared_of(self.model)
+        if prepared is None or prepared.state is not LifecycleState.PREPARED:
+            return super().evaluation_loop(*args, **kwargs)
+        with prepared.suspended():
+            return super().evaluation_loop(*args, **kwargs)
+
+
+# Of a tensor: not the flag from before, which depends on whether the adapter or the preparation came first.
+_COMPARED = ("type", "shape", "original_dtype", "prepared_dtype", "prepared_requires_grad", "digest")
+
+
+def _essence(manifest: Manifest) -> dict[str, Any]:
+    """What two preparations have in common when training goes on alike after either of them, as plain JSON."""
+    digest = hashlib.sha256()
+    for fqn, tensor in sorted(manifest.tensors.items()):
+        # Training changes what is trainable.
+        what = [getattr(tensor, name) for name in _COMPARED if name != "digest" or not tensor.prepared_requires_grad]
+        digest.update(json.dumps([fqn, *what]).encode())
+    return {
+        "config": manifest.config.model_dump(mode="json", exclude=_OPERATIONAL),
+        "model": manifest.model.model_dump(mode="json", by_alias=True, exclude={"name_or_path"}),
+        "tensors": digest.hexdigest(),
+        "transformers": manifest.versions.get("transformers"),
+    }
+
+
+def _differences(expected: Any, found: Any) -> dict[str, tuple[Any, Any]]:
+    """The parts of two essences that differ, by dotted name."""
+    one, other = _flat(expected), _flat(found)
+    pairs = {name: (one.get(name), other.get(name)) for name in (*one, *other)}
+    versions = pairs.pop("transformers", (None, None))
+    if versions[0] != versions[1]:
+        pairs.pop("model.config_sha256", None)  # another version may write the same config differently
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted names."""
+    if not isinstance(value, Mapping):
+        return {name: value}
+    flat: dict[str, Any] = {}
+    for key, part in value.items():
+        flat |= _flat(part, f"{name}.{key}" if name else key)
+    return flat
+
+
+def _callback_states(state: TrainerState) -> dict[str, Any]:
+    """The states of callbacks by class; transformers annotates the field as what it is made of."""
+    return cast("dict[str, Any]", state.stateful_callbacks)
+
+
+def _checkpoint_folders(args: TrainingArguments, state: TrainerState) -> list[Path]:
+    """Where the ``Trainer`` saves the checkpoint of this step, newest first: a search has a folder for each trial."""
+    name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+    folders = Path(args.output_dir or ".").glob(f"*/{name}" if state.is_hyper_param_search else name)
+    return sorted((f for f in folders if f.is_dir()), key=lambda folder: folder.stat().st_mtime, reverse=True)

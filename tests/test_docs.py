@@ -1,0 +1,50 @@
+"""The programs of docs/stories.md run, each in a process of its own, in one folder; their asserts are the claims."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "stories.md"
+
+
+def programs() -> dict[str, str]:
+    """The one program of each section, by heading."""
+    _, *sections = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    found = {}
+    for section in sections:
+        (program,) = re.findall(r"^```python\n(.*?)^```", section, flags=re.MULTILINE | re.DOTALL)
+        found[section.partition("\n")[0]] = program
+    return found
+
+
+def run(path: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, path.name], capture_output=True, text=True, cwd=path.parent, env=environment
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_stories_are_true(tmp_path: Path) -> None:
+    outputs = {}
+    for number, (heading, program) in enumerate(programs().items()):
+        path = tmp_path / ("tiny.py" if number == 0 else f"story_{number}.py")
+        path.write_text(program, encoding="utf-8")
+        outputs[heading] = run(path)
+    assert list(outputs) == [
+        "A small model to try it on",
+        "Prepare in a with-block",
+        "Undo before the merge",
+        "Keep the record with the run",
+        "Resume from it in a new process",
+    ]
+    assert "LlamaForCausalLM full" in outputs["Keep the record with the run"]
+    refusal = outputs["Resume from it in a new process"]
+    assert "config.precision: expected 'full', found 'norms'" in refusal
+    assert "No step was taken" in refusal

@@ -1,0 +1,559 @@
+"""The Trainer's callback: what is in a checkpoint, what is refused, and evaluation in the original state."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+import zoo
+from kbitwrap import (
+    KbitPreparedModel,
+    LifecycleState,
+    Manifest,
+    ManifestMismatchError,
+    StateError,
+)
+from kbitwrap.integrations import KbitTrainerCallback, SuspendedEvaluation
+from snapshot import Snapshot
+from trainers import NUM_STEPS, RecordingTrainer, adapt, dataset, trained_weights, trainer_for
+
+NAME = "kbitwrap.json"
+EVERY_STEP = {"save_strategy": "steps", "save_steps": 1}
+PRECISIONS = ("full", "compute", "norms", "adapted", "none")
+
+pytestmark = [
+    # Restoring under a live adapter is what these tests do; those of the wrapper hold the warning itself.
+    pytest.mark.filterwarnings(r"ignore:restore\(\) made \d+ base parameters trainable again:UserWarning"),
+]
+
+
+def prepare(precision: str = "norms", quant: str = "nf4", **fields: Any) -> KbitPreparedModel:
+    return KbitPreparedModel(zoo.load("llama", quant), precision=precision, **fields).prepare()
+
+
+def trainer_with_callback(
+    prepared: KbitPreparedModel, folder: Path, *, adapter: dict[str, Any] | None = None, **kwargs: Any
+) -> RecordingTrainer:
+    peft_model = adapt(prepared.model, **adapter or {})
+    return trainer_for(peft_model, folder, callbacks=[KbitTrainerCallback(prepared)], **kwargs)
+
+
+def outcome(trainer: RecordingTrainer) -> tuple[list[float], dict[str, object]]:
+    return trainer.losses, trained_weights(trainer.model)
+
+
+# ----------------------------------------------------------------------------------------------------
+# What is in a checkpoint.
+# ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_checkpoint_gets_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    calls = []
+    make = KbitPreparedModel.manifest
+    monkeypatch.setattr(KbitPreparedModel, "manifest", lambda self: calls.append(self) or make(self))
+    prepared = prepare(precision)
+    trainer = trainer_with_callback(prepared, tmp_path, **EVERY_STEP)
+    trainer.train()
+    assert len(calls) == 1
+    for step in range(1, NUM_STEPS + 1):
+        manifest = Manifest.load(tmp_path / f"checkpoint-{step}" / NAME)
+        assert not manifest.diff(prepared.manifest())
+        assert manifest.prepare_config() == prepared.config
+    assert not prepared.verify()
+
+
+def test_the_callback_changes_no_number(tmp_path: Path) -> None:
+    trainer = trainer_with_callback(prepare("full"), tmp_path, **EVERY_STEP)
+    trainer.train()
+    without = trainer_for(adapt(prepare("full").model), tmp_path / "without")
+    without.train()
+    assert outcome(trainer) == outcome(without)
+
+
+def test_the_wrapper_is_found_and_the_file_named(tmp_path: Path) -> None:
+    callback = KbitTrainerCallback(manifest_name="base.json")
+    trainer = trainer_for(adapt(prepare().model), tmp_path, callbacks=[callback], **EVERY_STEP)
+    trainer.train()
+    assert Manifest.load(tmp_path / "checkpoint-1" / "base.json").model.class_name == "LlamaForCausalLM"
+    assert not (tmp_path / "checkpoint-1" / NAME).exists()
+
+
+def test_a_search_has_a_folder_for_each_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # transformers asks the libraries of searches, none of which is installed, whose trial this is.
+    monkeypatch.setattr("transformers.integrations.hp_params", lambda trial: trial.params)
+    trainer = trainer_with_callback(prepare(), tmp_path, **EVERY_STEP)
+    trainer.hp_search_backend, trainer.hp_space, trainer.hp_name = "optuna", lambda trial: {}, None
+    for number in (3, 4):
+        trainer.train(trial=SimpleNamespace(number=number, params={}))
+        assert (tmp_path / f"run-{number}" / "checkpoint-1" / NAME).is_file()
+
+
+class MovesCheckpoints(RecordingTrainer):
+    def _save_checkpoint(self, *args: Any) -> None:
+        super()._save_checkpoint(*args)
+        folder = Path(self.args.output_dir)
+        (folder / f"checkpoint-{self.state.global_step}").rename(folder / f"moved-{self.state.global_step}")
+
+
+def test_a_checkpoint_that_is_elsewhere_is_said_and_still_compared(tmp_path: Path) -> None:
+    trainer = trainer_with_callback(
+        prepare(), tmp_path, cls=MovesCheckpoints, save_strategy="steps", save_steps=NUM_STEPS
+    )
+    with pytest.warns(UserWarning, match=r"found no checkpoint-3 in .*trainer_state\.json"):
+        trainer.train()
+    with pytest.raises(ManifestMismatchError, match=r"config\.precision"):
+        resume(prepare("none"), tmp_path / "moved-3", tmp_path / "other")
+
+
+def test_what_is_not_prepared_is_not_trained(tmp_path: Path) -> None:
+    base = adapt(zoo.load("llama"))
+    other = prepare()
+    restored = prepare()
+    peft_model = adapt(restored.model)
+    restored.restore()
+    cases = [
+        (base, None, "is not prepared"),
+        (base, other, "not that of the given wrapper"),
+        (peft_model, restored, "or was restored"),
+    ]
+    for model, prepared, message in cases:
+        trainer = trainer_for(model, tmp_path, callbacks=[KbitTrainerCallback(prepared)])
+        with pytest.raises(StateError, match=message) as caught:
+            trainer.train()
+        assert trainer.losses == []
+        assert caught.value.expected == (LifecycleState.PREPARED,)
+
+
+def test_a_base_without_adapters_is_accepted_where_it_is_trained(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="neither a quantization attribute"):
+        prepared = KbitPreparedModel(zoo.load("llama", None), freeze=False).prepare()
+    model = prepared.model
+
+    def trainer(folder: Path) -> RecordingTrainer:
+        return trainer_for(model, folder, callbacks=[KbitTrainerCallback(prepared)], **EVERY_STEP)
+
+    first = trainer(tmp_path)
+    first.train()
+    # Training has changed every parameter; what is trained is no difference.
+    second = trainer(tmp_path)
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert second.losses == first.losses[2:]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Resuming.
+# ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[list[float], dict[str, object]]]:
+    """A training under ``"full"``, its checkpoint after the second step, and what it comes to."""
+    folder = tmp_path_factory.mktemp("run")
+    trainer = trainer_with_callback(prepare("full"), folder, save_strategy="steps", save_steps=2)
+    trainer.train()
+    return folder / "checkpoint-2", outcome(trainer)
+
+
+def resume(prepared: KbitPreparedModel | nn.Module, checkpoint: Path, folder: Path, **kwargs: Any) -> RecordingTrainer:
+    model, wrapper = (prepared, None) if isinstance(prepared, nn.Module) else (prepared.model, prepared)
+    trainer = trainer_for(adapt(model), folder, callbacks=[KbitTrainerCallback(wrapper)], **kwargs)
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    except ManifestMismatchError:
+        assert trainer.losses == []
+        raise
+    return trainer
+
+
+@pytest.mark.parametrize("order", ["prepare-first", "adapter-first"])
+def test_resuming_on_the_same_preparation_goes_on(
+    tmp_path: Path, run: tuple[Path, tuple[list[float], dict[str, object]]], order: str
+) -> None:
+    checkpoint, (losses, weights) = run
+    if order == "prepare-first":
+        trainer = resume(prepare("full"), checkpoint, tmp_path, **EVERY_STEP)
+    else:
+        peft_model = adapt(zoo.load("llama"))
+        prepared = KbitPreparedModel.from_manifest(peft_model, checkpoint / NAME).prepare()
+        trainer = trainer_for(peft_model, tmp_path, callbacks=[KbitTrainerCallback(prepared)], **EVERY_STEP)
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert outcome(trainer) == (losses[2:], weights)
+    assert Manifest.load(tmp_path / "checkpoint-3" / NAME).prepare_config().precision == "full"
+
+
+def changed(name: str) -> nn.Module:
+    model = zoo.load("llama")
+    parameter = model.get_parameter(name)
+    with torch.no_grad():
+        parameter.view(-1)[0] += 1
+    return model
+
+
+OTHERS: dict[str, tuple[Callable[[], KbitPreparedModel | nn.Module], str]] = {
+    "unprepared": (lambda: zoo.load("llama"), "prepared"),
+    "norms": (lambda: prepare("norms"), "config.precision"),
+    "compute": (lambda: prepare("compute"), "config.precision"),
+    "int8": (lambda: prepare("full", "int8"), "model.quantization.method"),
+    "dtype": (
+        lambda: KbitPreparedModel(zoo.load("llama", "nf4", torch.float16), precision="full").prepare(),
+        "model.dtype",
+    ),
+    "weight": (lambda: KbitPreparedModel(changed("model.norm.weight"), precision="full").prepare(), "tensors"),
+    "kwargs": (
+        lambda: prepare("full", gradient_checkpointing_kwargs={"use_reentrant": True}),
+        "config.gradient_checkpointing_kwargs.use_reentrant",
+    ),
+}
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["in-place", "elsewhere"])
+@pytest.mark.parametrize("case", OTHERS)
+def test_resuming_on_another_base_is_refused(
+    tmp_path: Path, run: tuple[Path, tuple[list[float], dict[str, object]]], case: str, elsewhere: bool
+) -> None:
+    make, what = OTHERS[case]
+    output = tmp_path if elsewhere else run[0].parent
+    with pytest.raises(ManifestMismatchError, match=r"No step was taken.*from_manifest") as caught:
+        resume(make(), run[0], output)
+    assert what in caught.value.different[""]
+    assert f"{what}: expected" in str(caught.value)
+    assert (str(run[0] / NAME) in str(caught.value)) != elsewhere
+    if case == "weight":
+        names = {fqn for fqn in caught.value.different if fqn}
+        assert names == (set() if elsewhere else {"model.norm.weight"})
+    # The folder is known where the arguments name it, as scripts do.
+    with pytest.raises(ManifestMismatchError) as caught:
+        resume(make(), run[0], tmp_path, resume_from_checkpoint=str(run[0]))
+    assert str(run[0] / NAME) in str(caught.value)
+
+
+def test_settings_that_change_no_number_are_no_difference(
+    tmp_path: Path, run: tuple[Path, tuple[list[float], dict[str, object]]]
+) -> None:
+    prepared = prepare("full", memory_budget="1GiB", keep_originals=True, empty_cache=False)
+    assert outcome(resume(prepared, run[0], tmp_path)) == (run[1][0][2:], run[1][1])
+
+
+def test_another_checkpoints_manifest_names_nothing(
+    tmp_path: Path, run: tuple[Path, tuple[list[float], dict[str, object]]]
+) -> None:
+    (tmp_path / "checkpoint-2").mkdir()
+    prepare("none").manifest().save(tmp_path / "checkpoint-2" / NAME)
+    with pytest.raises(ManifestMismatchError) as caught:
+        resume(prepare("norms"), run[0], tmp_path)
+    assert caught.value.different[""]["config.precision"] == ("full", "norms")
+    assert str(tmp_path) not in str(caught.value)
+
+
+def test_a_checkpoint_without_a_record_is_a_warning(tmp_path: Path) -> None:
+    trainer = trainer_for(adapt(prepare("norms").model), tmp_path, **EVERY_STEP)
+    trainer.train()
+    resumed = trainer_with_callback(prepare("norms"), tmp_path, **EVERY_STEP)
+    with pytest.warns(UserWarning, match="step 1 holds no record of a preparation"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert outcome(resumed) == (trainer.losses[1:], trained_weights(trainer.model))
+    # From here on there is one.
+    with pytest.raises(ManifestMismatchError):
+        resume(prepare("none"), tmp_path / "checkpoint-2", tmp_path)
+
+
+def test_a_manifest_beside_a_state_without_record_is_compared(tmp_path: Path) -> None:
+    prepared = prepare("norms")
+    trainer = trainer_for(adapt(prepared.model), tmp_path, **EVERY_STEP)
+    trainer.train()
+    prepared.manifest().save(tmp_path / "checkpoint-1" / NAME)
+    assert resume(prepare("norms"), tmp_path / "checkpoint-1", tmp_path).losses == trainer.losses[1:]
+    with pytest.raises(ManifestMismatchError, match=r"config\.precision: expected 'norms', found 'none'"):
+        resume(prepare("none"), tmp_path / "checkpoint-1", tmp_path)
+
+
+def test_another_version_of_transformers_may_write_a_config_differently(
+    tmp_path: Path, run: tuple[Path, tuple[list[float], dict[str, object]]]
+) -> None:
+    checkpoint = tmp_path / "checkpoint-2"
+    shutil.copytree(run[0], checkpoint)
+    path = checkpoint / "trainer_state.json"
+    state = json.loads(path.read_text())
+    record = state["stateful_callbacks"]["KbitTrainerCallback"]["preparation"]
+    record["model"]["config_sha256"] = 64 * "0"
+    path.write_text(json.dumps(state))
+    with pytest.raises(ManifestMismatchError, match=r"model\.config_sha256"):
+        resume(prepare("full"), checkpoint, tmp_path)
+    record["transformers"] = "4.56.0"
+    path.write_text(json.dumps(state))
+    assert resume(prepare("full"), checkpoint, tmp_path).losses == run[1][0][2:]
+
+
+def test_callbacks_made_anew_from_a_checkpoint_compare_too(
+    tmp_path: Path, run: tuple[Path, tuple[list[float], dict[str, object]]]
+) -> None:
+    kwargs = {"restore_callback_states_from_checkpoint": True, **EVERY_STEP}
+    assert resume(prepare("full"), run[0], tmp_path, **kwargs).losses == run[1][0][2:]
+    assert (tmp_path / "checkpoint-3" / NAME).is_file()
+    with pytest.raises(ManifestMismatchError):
+        resume(prepare("norms"), run[0], tmp_path, **kwargs)
+
+
+PROGRAM = """
+import json, sys, warnings
+from pathlib import Path
+import zoo
+from kbitwrap import KbitPreparedModel
+from kbitwrap.integrations import KbitTrainerCallback
+from trainers import adapt, trainer_for
+
+warnings.simplefilter("ignore")
+quant, precision, folder, mode = sys.argv[1:]
+checkpoint = Path(folder) / "checkpoint-4"
+model = zoo.load("llama", quant)
+if mode == "resume":
+    prepared = KbitPreparedModel.from_manifest(model, checkpoint / "kbitwrap.json")
+else:
+    prepared = KbitPreparedModel(model, precision=precision)
+with prepared:
+    trainer = trainer_for(
+        adapt(model, layers_to_transform=[1]), Path(folder), callbacks=[KbitTrainerCallback(prepared)],
+        max_steps=8, save_strategy="steps", save_steps=4,
+        at_step_end=lambda model: mode == "stop" and trainer.state.global_step == 4 and stop(trainer),
+    )
+    def stop(trainer):
+        trainer.control.should_training_stop = True
+        trainer.control.should_save = True
+    trainer.train(resume_from_checkpoint=str(checkpoint) if mode == "resume" else None)
+print(json.dumps([trainer.losses, trainer.state.global_step]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("quant", "precision"),
+    [("nf4", "full"), ("nf4", "compute"), ("nf4", "norms"), ("nf4", "adapted"), ("int8", "norms")],
+)
+def test_resuming_in_a_new_process_equals_an_uninterrupted_run(tmp_path: Path, quant: str, precision: str) -> None:
+    def in_a_process(folder: Path, mode: str) -> list[Any]:
+        tests = Path(__file__).parent
+        command = [sys.executable, "-c", PROGRAM, quant, precision, str(folder), mode]
+        found = subprocess.run(command, capture_output=True, text=True, cwd=tests.parent, env=environment(tests))
+        assert found.returncode == 0, found.stderr
+        return json.loads(found.stdout.splitlines()[-1])
+
+    whole, num_whole = in_a_process(tmp_path / "whole", "whole")
+    first, num_first = in_a_process(tmp_path / "stopped", "stop")
+    second, num_second = in_a_process(tmp_path / "stopped", "resume")
+    assert (num_whole, num_first, num_second) == (8, 4, 8)
+    assert len(set(whole)) == 8
+    assert first + second == whole
+
+
+def environment(tests: Path) -> dict[str, str]:
+    import os
+
+    paths = [str(tests), str(tests.parent)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Adapted, and what accelerate leaves behind.
+# ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inject", [False, True], ids=["peft-model", "injected"])
+def test_adapters_are_adopted_when_the_trainer_is_made(tmp_path: Path, inject: bool) -> None:
+    prepared = prepare("adapted")
+    config = zoo.lora_config("llama", task_type="CAUSAL_LM", layers_to_transform=[1])
+    if inject:
+        prepared.model.add_adapter(config)
+        model = prepared.model
+    else:
+        model = peft.get_peft_model(prepared.model, config)
+    assert [edit.action for edit in prepared.plan.edits].count("compute") == 0
+    trainer_for(model, tmp_path, callbacks=[KbitTrainerCallback(prepared)])
+    (edit,) = (edit for edit in prepared.plan.edits if edit.action == "compute")
+    assert edit.fqns
+    assert all("layers.1." in fqn for fqn in edit.fqns)
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["plain", "bf16"])
+@pytest.mark.parametrize("inject", [False, True], ids=["peft-model", "injected"])
+@pytest.mark.parametrize("precision", ["full", "norms"])
+def test_what_accelerate_sets_is_taken_back(tmp_path: Path, precision: str, inject: bool, bf16: bool) -> None:
+    base = zoo.load("llama")
+    untrained = Snapshot(base)
+    prepared = KbitPreparedModel(base, precision=precision).prepare()
+    if inject:
+        base.add_adapter(zoo.lora_config("llama"))
+    model = base if inject else adapt(base)
+    before = set(vars(model))
+    trainer = trainer_for(model, tmp_path, callbacks=[KbitTrainerCallback(prepared)], bf16=bf16)
+    trainer.train()
+    set_by_accelerate = set(vars(model)) - before
+    assert set_by_accelerate == ({"forward", "_original_forward"} if bf16 else set()) | {"_is_accelerate_prepared"}
+    trained = {name: vars(model)[name] for name in set_by_accelerate}
+
+    for _ in range(2):
+        with prepared.suspended():
+            assert set(vars(model)) - before == set()
+        assert {name: vars(model)[name] for name in set_by_accelerate} == trained
+    losses = [row["eval_loss"] for row in (trainer.evaluate(dataset(base)), trainer.evaluate(dataset(base)))]
+    assert losses[0] == losses[1]
+    prepared.restore()
+    assert set(vars(model)) - before == set()
+    if not inject:
+        model.unload()
+        assert untrained.diff(Snapshot(base), moved=precision == "full") == []
+
+
+def test_a_forward_of_ones_own_stays(tmp_path: Path) -> None:
+    prepared = prepare()
+    model = adapt(prepared.model)
+    trainer = trainer_for(model, tmp_path, callbacks=[KbitTrainerCallback(prepared)])
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return type(model).forward(model, *args, **kwargs)
+
+    model.forward = forward
+    trainer.train()
+    prepared.restore()
+    assert model.forward is forward
+
+
+# ----------------------------------------------------------------------------------------------------
+# Evaluation in the original state.
+# ----------------------------------------------------------------------------------------------------
+
+
+class EvaluatingTrainer(SuspendedEvaluation, RecordingTrainer):
+    """Evaluates in the original state, and records in which state the model was and what it was like."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.wrapper: KbitPreparedModel | None = None
+        self.states: list[LifecycleState] = []
+        self.broken = False
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.wrapper is not None
+        self.states.append(self.wrapper.state)
+        if self.broken:
+            raise RuntimeError("in the loop")
+        base = self.wrapper.model
+        if self.wrapper.state is LifecycleState.SUSPENDED:
+            assert {p.dtype for fqn, p in base.named_parameters() if "lora_" not in fqn} == {
+                torch.bfloat16,
+                torch.uint8,
+            }
+        return super().prediction_step(*args, **kwargs)
+
+
+def evaluating(prepared: KbitPreparedModel, folder: Path, **kwargs: Any) -> EvaluatingTrainer:
+    trainer = trainer_with_callback(prepared, folder, cls=EvaluatingTrainer, **kwargs)
+    trainer.wrapper = prepared
+    return trainer
+
+
+@pytest.mark.parametrize("modules_to_save", [False, True], ids=["lora", "lora-and-head"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["plain", "bf16"])
+@pytest.mark.parametrize("precision", ["full", "compute", "norms"])
+def test_training_after_a_suspended_evaluation_is_that_without(
+    tmp_path: Path, precision: str, bf16: bool, modules_to_save: bool
+) -> None:
+    adapter = {"modules_to_save": modules_to_save}
+    without = trainer_with_callback(prepare(precision), tmp_path, adapter=adapter, bf16=bf16)
+    without.train()
+
+    prepared = prepare(precision)
+    rows = dataset(prepared.model)
+    trainer = evaluating(
+        prepared,
+        tmp_path,
+        adapter=adapter,
+        bf16=bf16,
+        eval_strategy="steps",
+        eval_steps=1,
+        eval_on_start=True,
+        eval_dataset={"one": rows[:2], "two": rows[2:]},  # each has an evaluation of its own
+    )
+    trainer.train()
+    assert set(trainer.states) == {LifecycleState.SUSPENDED}
+    assert len(trainer.states) == 2 * (NUM_STEPS + 1)
+    assert outcome(trainer) == outcome(without)
+    assert prepared.state is LifecycleState.PREPARED
+
+
+def test_evaluation_is_that_of_the_restored_model(tmp_path: Path) -> None:
+    prepared = prepare("full")
+    rows = dataset(prepared.model)
+    trainer = evaluating(prepared, tmp_path, eval_strategy="steps", eval_steps=NUM_STEPS, eval_dataset=rows)
+    trainer.train()
+    (inside,) = (row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row)
+    assert trainer.evaluate()["eval_loss"] == inside
+    predicted = trainer.predict(rows)
+    with prepared.suspended():  # one's own suspension is respected
+        assert trainer.evaluate()["eval_loss"] == inside
+    assert set(trainer.states) == {LifecycleState.SUSPENDED}
+    plain = trainer_for(trainer.model, tmp_path).evaluate(rows)["eval_loss"]
+    assert plain != inside
+    prepared.restore()
+    assert trainer.evaluate()["eval_loss"] == inside
+    assert trainer.states[-1] is LifecycleState.RESTORED
+    restored = trainer.predict(rows)
+    assert (predicted.predictions == restored.predictions).all()
+    assert predicted.metrics["test_loss"] == restored.metrics["test_loss"] == inside
+
+
+def test_a_failed_evaluation_leaves_the_model_prepared(tmp_path: Path) -> None:
+    prepared = prepare("full")
+    trainer = evaluating(prepared, tmp_path)
+    trainer.broken = True
+    with pytest.raises(RuntimeError, match="in the loop"):
+        trainer.evaluate(dataset(prepared.model))
+    assert trainer.states == [LifecycleState.SUSPENDED]
+    assert prepared.state is LifecycleState.PREPARED
+    assert not prepared.verify()
+
+
+class Generating(SuspendedEvaluation, Seq2SeqTrainer):
+    pass
+
+
+@pytest.mark.parametrize("precision", ["full", "norms"])
+def test_generation_in_evaluation_is_that_of_a_base_never_prepared(tmp_path: Path, precision: str) -> None:
+    def trainer(model: nn.Module, cls: type[Seq2SeqTrainer]) -> Seq2SeqTrainer:
+        torch.manual_seed(0)
+        peft_model = peft.get_peft_model(model, zoo.lora_config("t5", task_type="SEQ_2_SEQ_LM"))
+        args = Seq2SeqTrainingArguments(
+            output_dir=str(tmp_path),
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+            save_strategy="no",
+            max_steps=2,
+            learning_rate=1e-2,
+            predict_with_generate=True,
+            generation_max_length=8,
+        )
+        batch = zoo.inputs("t5", model)
+        rows = [{name: tensor[row] for name, tensor in batch.items()} for row in (0, 1)]
+        return cls(model=peft_model, args=args, train_dataset=rows)
+
+    prepared = KbitPreparedModel(zoo.load("t5"), precision=precision).prepare()
+    ours = trainer(prepared.model, Generating)
+    ours.train()
+    tokens = ours.predict(ours.train_dataset).predictions
+    assert prepared.state is LifecycleState.PREPARED
+    theirs = trainer(zoo.load("t5"), Seq2SeqTrainer)
+    state = {fqn: tensor.clone() for fqn, tensor in peft.get_peft_model_state_dict(ours.model).items()}
+    peft.set_peft_model_state_dict(theirs.model, state)
+    assert (tokens == theirs.predict(ours.train_dataset).predictions).all()

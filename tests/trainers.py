@@ -1,0 +1,85 @@
+"""Runs of transformers' Trainer on a small llama, told apart bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import zoo
+from snapshot import tensor_digest
+
+NUM_STEPS = 3
+
+
+class RecordingTrainer(Trainer):
+    """Keeps each step's loss as it is: the log's is rounded to four digits."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.losses: list[float] = []
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        self.losses.append(loss.item())
+        return loss
+
+
+class CallAtStepEnd(TrainerCallback):
+    def __init__(self, call: Callable[[nn.Module], object]) -> None:
+        self.call = call
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.call(model)
+
+
+def dataset(model: nn.Module) -> list[dict[str, torch.Tensor]]:
+    batches = [zoo.inputs("llama", model, seed=seed) for seed in range(NUM_STEPS)]
+    return [{name: tensor[row] for name, tensor in batch.items()} for batch in batches for row in (0, 1)]
+
+
+def prompt(model: nn.Module) -> dict[str, torch.Tensor]:
+    # One row without padding: generation wants padding on the left.
+    batch = zoo.inputs("llama", model, seed=100)
+    return {name: batch[name][:1, :6] for name in ("input_ids", "attention_mask")}
+
+
+def adapt(model: nn.Module, **kwargs: Any) -> peft.PeftModel:
+    torch.manual_seed(0)
+    options = {"task_type": "CAUSAL_LM", "lora_dropout": 0.1}
+    return peft.get_peft_model(model, zoo.lora_config("llama", **options | kwargs))
+
+
+def trainer_for(
+    model: nn.Module,
+    folder: Path,
+    *,
+    at_step_end: Callable[[nn.Module], object] = lambda model: None,
+    callbacks: Sequence[TrainerCallback] = (),
+    cls: type[RecordingTrainer] = RecordingTrainer,
+    eval_dataset: Any = None,
+    **kwargs: Any,
+) -> RecordingTrainer:
+    settings: dict[str, Any] = {
+        "report_to": "none",
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "per_device_train_batch_size": 2,
+        "max_steps": NUM_STEPS,
+        "learning_rate": 1e-2,
+    }
+    args = TrainingArguments(output_dir=str(folder), **settings | kwargs)
+    every = [CallAtStepEnd(at_step_end), *callbacks]
+    return cls(model=model, args=args, train_dataset=dataset(model), eval_dataset=eval_dataset, callbacks=every)
+
+
+def trained_weights(model: nn.Module) -> dict[str, object]:
+    """What an adapter holds, and what `modules_to_save` does."""
+    kinds = ("lora_", "modules_to_save")
+    return {fqn: tensor_digest(p) for fqn, p in model.named_parameters() if any(kind in fqn for kind in kinds)}
