@@ -55,7 +55,8 @@ def is_norm(module: nn.Module, norm_modules: tuple[type | str, ...] = ()) -> boo
                 return True
         elif isinstance(module, wanted):
             return True
-    if any(child is not None for child in module._modules.values()) or not _is_named_norm(type(module)):
+    cls: Any = type(module)
+    if any(child is not None for child in module._modules.values()) or not _is_named_norm(cls):
         return False
     return all(p is None or p.dim() <= 1 for p in module._parameters.values())
 
