@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -746,3 +748,71 @@ def test_hooks_on_an_adapted_layer_are_neither_run_nor_copied(tmp_path: Path) ->
     layer.register_forward_hook(Uncopyable())
     layer.lora_A["default"].register_forward_pre_hook(Uncopyable())
     export(adapted, tmp_path / "merged")
+
+
+# ----------------------------------------------------------------------------------------------------
+# What the documentation says.
+# ----------------------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[1] / "docs" / "export.md"
+
+
+def run(program: str, folder: Path) -> str:
+    """Run a program in a process of its own, and return what it prints."""
+    environment = {**os.environ, "PYTHONPATH": str(PAGE.parents[1]), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=folder, env=environment
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_comparison_with_merging_into_4_bits(tmp_path: Path) -> None:
+    section = PAGE.read_text(encoding="utf-8").partition("## A merged model")[2].partition("\n## ")[0]
+    (program,) = re.findall(r"```python\n(import torch\n.*?)```", section, re.DOTALL)
+    printed = re.findall(r"^(.+): error ([\d.]+)% .*, ([\d.]+)% as", run(program, tmp_path), re.MULTILINE)
+    table = re.findall(r"^\| (.+?) \| ([\d.]+)% \| ([\d.]+)% \|$", section, re.MULTILINE)
+    assert [row[0] for row in printed] == [row[0] for row in table]
+    for (_, *found), (_, *stated) in zip(printed, table, strict=True):
+        assert [float(value) for value in found] == pytest.approx(
+            [float(value) for value in stated], rel=0.03, abs=0.05
+        )
+    assert printed[0][1:] == printed[1][1:]
+
+
+MEMORY = """
+import gc, re, tempfile
+from pathlib import Path
+import bitsandbytes, peft, torch
+from kbitwrap import KbitPreparedModel
+
+def status(field):
+    return int(re.search(field + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
+
+def adapted(num_layers, width):
+    layers = [bitsandbytes.nn.Linear4bit(width, width, bias=False, quant_type="nf4") for _ in range(num_layers)]
+    model = torch.nn.Sequential(*[layer.to(torch.bfloat16).to("cpu") for layer in layers])
+    names = [str(i) for i in range(num_layers)]
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=names, init_lora_weights=False))
+
+def export(model):
+    with tempfile.TemporaryDirectory() as folder:
+        wrapper = KbitPreparedModel(model, gradient_checkpointing=False)
+        return wrapper.export(folder + "/merged", merge_adapters=True).num_bytes
+
+export(adapted(1, 64))  # what is loaded and cached once
+model = adapted(24, 2048)
+gc.collect()
+Path("/proc/self/clear_refs").write_text("5")
+start = status("VmRSS")
+written = export(model)
+print(status("VmHWM") - start, written)
+"""
+
+
+def test_one_module_at_a_time_is_in_memory(tmp_path: Path) -> None:
+    extra, written = map(int, run(MEMORY, tmp_path).split())
+    float32_module = 4 * 2048 * 2048
+    assert written == 24 * float32_module // 2
+    # Half of what is written would already be more.
+    assert extra < 6 * float32_module
