@@ -14,8 +14,8 @@ from .checkpointing import input_gradient_hooks
 from .digest import content_digest
 from .edits import FlagsChange
 from .journal import Change, Journal
-from .topology import base_modules, canonical_fqn, is_adapter_module, named_modules, named_tensors, only_reading
-from .twin import Origin
+from .topology import named_modules, named_tensors, only_reading
+from .twin import Origin, peeled_modules
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,16 @@ class Moment:
 
     @staticmethod
     def _state(model: nn.Module) -> dict[str, Any]:
-        modules = [(fqn, module) for fqn, module in base_modules(model) if not is_adapter_module(module)]
-        hooks = {canonical_fqn(fqn): len(keys) for fqn, module in modules if (keys := input_gradient_hooks(module))}
+        modules: dict[nn.Module, str] = {}
+        for fqn, module in peeled_modules(model):
+            modules.setdefault(module, fqn)
         use_cache = getattr(getattr(model, "config", None), "use_cache", None)
         return {
-            "input_gradient_hooks": hooks,
-            "checkpointing": [
-                canonical_fqn(fqn) for fqn, m in modules if vars(m).get("gradient_checkpointing") is True
-            ],
+            "input_gradient_hooks": {fqn: len(keys) for m, fqn in modules.items() if (keys := input_gradient_hooks(m))},
+            "checkpointing": [fqn for m, fqn in modules.items() if vars(m).get("gradient_checkpointing") is True],
             "use_cache": use_cache if isinstance(use_cache, bool) else None,
             "num_modules": len(modules),
-            "num_training": sum(module.training for _, module in modules),
+            "num_training": sum(module.training for module in modules),
         }
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -128,8 +129,11 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = 80
+_repr.maxtuple = _repr.maxlist = 12
+
+
 def shown(value: Any) -> str:
     """Write a value for a message, cut short: it may come from outside."""
-    is_plain = isinstance(value, (str, int, float, bool, tuple, type(None)))
-    text = repr(value) if is_plain else f"a {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:80]}..."
+    return _repr.repr(value)

@@ -7,7 +7,7 @@ import hashlib
 import importlib.metadata
 import json
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from .schema import TensorRecord
 from .topology import (
     refuse_unsupported_tensors,
 )
-from .twin import build_twin, peel
+from .twin import build_twin, peeled_modules
 
 # What use, saving or another version of transformers changes in a config, at any depth; names that begin with an
 # underscore too.
@@ -88,7 +88,11 @@ def read_contents(model: nn.Module, *, progress: bool = False) -> Contents:
             twin = build_twin(model, baseline.changes(), baseline.origin).model
         except ExportError as error:
             raise ManifestError(f"cannot tell what the base was: {error}") from error
-        live = {fqn: (module, name) for fqn, module, name in _live_tensors("", model)}
+        live = {
+            f"{fqn}.{name}" if fqn else name: (module, name)
+            for fqn, module in peeled_modules(model)
+            for name in (*module._parameters, *module._buffers)
+        }
         state = {fqn: t for fqn, t in twin.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
         ties = _ties({fqn: t for fqn, t in state.items() if isinstance(_at(live, fqn), nn.Parameter)})
         flags = baseline.original_flags()
@@ -118,17 +122,6 @@ def read_contents(model: nn.Module, *, progress: bool = False) -> Contents:
                 tie_group=ties.get(fqn),
             )
         return Contents(_model_record(twin, live, tensors), tensors)
-
-
-def _live_tensors(fqn: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """The parameters and buffers of the base underneath adapters and wrappers: name, owner, name in the owner."""
-    base, _ = peel(module)
-    prefix = f"{fqn}." if fqn else ""
-    for name in (*base._parameters, *base._buffers):
-        yield prefix + name, base, name
-    for name, child in base._modules.items():
-        if child is not None:
-            yield from _live_tensors(prefix + name, child)
 
 
 def _at(live: Mapping[str, tuple[nn.Module, str]], fqn: str) -> torch.Tensor | None:

@@ -177,7 +177,7 @@ class Origin:
     def __init__(self, model: nn.Module) -> None:
         self._configs: dict[int, Any] = {}
         self._places = {}
-        for fqn, module in _base_modules(model):
+        for fqn, module in peeled_modules(model):
             for _, config in _configs(module):
                 copy.deepcopy(config, self._configs)
             self._places[fqn] = weakref.ref(module), {n: (weakref.ref(p), p.numel()) for n, p in _parameters(module)}
@@ -195,7 +195,7 @@ class Origin:
         Raises:
             ExportError: A parameter was replaced, resized, added or taken away since; ``fqn`` names the first one.
         """
-        live = dict(_base_modules(model))
+        live = dict(peeled_modules(model))
         for fqn, (reference, recorded) in self._places.items():
             module = live.pop(fqn, None)
             if module is None or (recorded and module is not reference()):
@@ -228,13 +228,21 @@ def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, p) for name, p in module._parameters.items() if p is not None)
 
 
-def _base_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The base's modules by the names that they have in a twin, a shared one under each of its names."""
+def peeled_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Walk the base's modules by the names that they have without adapters and wrappers.
+
+    Args:
+        module: The live model.
+        prefix: What every name begins with.
+
+    Yields:
+        ``(fqn, module)`` in depth-first order, a shared module under each of its names.
+    """
     base, _ = peel(module)
     yield prefix.removesuffix("."), base
     for name, child in base._modules.items():
         if child is not None:
-            yield from _base_modules(child, f"{prefix}{name}.")
+            yield from peeled_modules(child, f"{prefix}{name}.")
 
 
 def build_twin(model: nn.Module, changes: Iterable[Change] = (), origin: Origin | None = None) -> Twin:

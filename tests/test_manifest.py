@@ -422,6 +422,14 @@ def test_a_prepared_model_is_compared_by_its_originals(wrapper: str, precision: 
     assert {fqn: t.digest for fqn, t in manifest.tensors.items()} == {fqn: t.digest for fqn, t in llama.tensors.items()}
 
 
+def test_names_are_the_bases_where_the_wrappers_say_nothing(llama: Manifest) -> None:
+    # Prompt learning has the base at another name than other adapters have.
+    with KbitPreparedModel(prompt_model(zoo.load("llama")), precision="full") as prepared:
+        manifest = prepared.manifest()
+    assert manifest.after.state.checkpointing == llama.after.state.checkpointing
+    assert list(manifest.tensors) == list(llama.tensors)
+
+
 def test_a_part_of_a_prepared_model_is_found(llama: Manifest) -> None:
     outer = adapt("llama", zoo.load("llama"))
     with KbitPreparedModel(outer, precision="full"):
