@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import io
 import json
 import math
 import os
@@ -20,6 +22,9 @@ from .topology import canonical_fqn
 
 _INDEX_SUFFIX = ".safetensors.index.json"
 _SINGLE = "model.safetensors"
+# Rounded at once, in bytes: it stays in the processor's cache, and is below the 32,768 elements from which torch takes
+# several threads, whose meeting costs more than it gains, and a great deal where other processes want the cores.
+_PIECE = 96 << 10
 # What PEFT trains of a base module beside it has the base module's canonical name.
 _TRAINED_COPY = re.compile(r"\.(modules_to_save|ln_tuning_layers)\.|\.trainable_tokens_")
 # What bitsandbytes saves of an 8-bit layer beside its weight.
@@ -44,18 +49,42 @@ class StoredTensor:
     start: int
     num_bytes: int
 
-    def read(self) -> torch.Tensor:
-        """Read it into memory of its own. A mapped file would count as the process's memory too."""
-        data = torch.empty(self.num_bytes, dtype=torch.uint8)
-        left = memoryview(data.numpy().data)
+    def read(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Read it into memory of its own: a mapped file would count as the process's memory too.
+
+        Args:
+            dtype: Round it to this dtype, piece by piece, so that no more than the result is in memory.
+
+        Returns:
+            The tensor.
+
+        Raises:
+            OverflowError: A value is finite, and too large for ``dtype``.
+        """
+        result = torch.empty(self.shape, dtype=dtype or self.dtype)
+        flat = result.reshape(-1)
         with open(self.path, "rb", buffering=0) as file:
             file.seek(self.start)
-            while left:
-                num_read = file.readinto(left)
-                if not num_read:
-                    raise ConfigError(f"{self.path} became shorter while it was read")
-                left = left[num_read:]
-        return data.view(self.dtype).reshape(self.shape)
+            if dtype is None or dtype == self.dtype:
+                self._fill(flat, file)
+                return result
+            piece = torch.empty(min(flat.numel(), _PIECE // self.dtype.itemsize), dtype=self.dtype)
+            for target in flat.split(max(len(piece), 1)):
+                source = piece[: len(target)]
+                self._fill(source, file)
+                target.copy_(source)
+                # bfloat16 has the range of float32, or nearly: what lies beyond rounds to infinity as it should.
+                if dtype == torch.float16 and not torch.equal(target.isinf(), source.isinf()):
+                    raise OverflowError(f"a value is too large for {dtype}, whose largest is {torch.finfo(dtype).max}")
+        return result
+
+    def _fill(self, target: torch.Tensor, file: io.FileIO) -> None:
+        left = memoryview(target.view(torch.uint8).numpy().data)
+        while left:
+            num_read = file.readinto(left)
+            if not num_read:
+                raise OSError(errno.EIO, "became shorter while it was read", str(self.path))
+            left = left[num_read:]
 
 
 @dataclass(frozen=True)

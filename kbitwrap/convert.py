@@ -331,15 +331,10 @@ def _lazy(name: str, stored: StoredTensor, dtype: torch.dtype | None) -> LazyTen
 
 
 def _read_as(name: str, stored: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
-    values = stored.read()
-    rounded = values.to(dtype)
-    # No bfloat16 needs looking at: it has the range of float32.
-    if dtype == torch.float16 and bool(rounded.isinf().any()) and bool((rounded.isinf() & values.isfinite()).any()):
-        raise ExportError(
-            f"{name}: a value is too large for {dtype}, whose largest is {torch.finfo(dtype).max}; convert to bfloat16",
-            fqn=name,
-        )
-    return rounded
+    try:
+        return stored.read(dtype)
+    except OverflowError as error:
+        raise ExportError(f"{name}: {error}; convert to bfloat16", fqn=name) from error
 
 
 def _layout(

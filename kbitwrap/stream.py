@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import hashlib
 import io
 import json
@@ -82,8 +83,10 @@ def write_safetensors(
         OSError: The file cannot be written; nothing is left. `staged` makes it an ``ExportError``.
     """
     header, offsets = _header(tensors, metadata)
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     try:
         with open(path, "wb", buffering=0) as file, keeping_last():
+            _reserve(file, len(header) + num_bytes)
             _write(file, header)
             for name in _by_lineage(tensors, offsets):
                 file.seek(len(header) + offsets[name])
@@ -93,7 +96,7 @@ def write_safetensors(
         with contextlib.suppress(OSError):
             os.unlink(path)
         raise
-    return sum(tensor.nbytes for tensor in tensors.values())
+    return num_bytes
 
 
 def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> tuple[bytes, dict[str, int]]:
@@ -144,6 +147,17 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     if sys.byteorder == "big":
         raise ExportError("safetensors files can be written on little-endian machines only")
     return memoryview(values.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _reserve(file: io.FileIO, num_bytes: int) -> None:
+    """Reserve the blocks of a file: a disk that is too full is noticed before anything is computed."""
+    if sys.platform != "linux":
+        return
+    try:
+        os.posix_fallocate(file.fileno(), 0, num_bytes)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):  # what a file system without it says
+            raise
 
 
 def _write(file: io.FileIO, data: bytes | memoryview, progress: Callable[[int], object] | None = None) -> None:
