@@ -25,6 +25,7 @@ _NEEDS_VALUES = (
     torch.Tag.nondeterministic_seeded,
 )
 _CPU = torch.device("cpu")
+Pieces = Callable[[], Iterator[torch.Tensor]]
 # No memory is mapped this high, so that no address given to a lazy tensor is also that of a real one.
 _addresses = itertools.count(1 << 62, 1 << 40)
 
@@ -89,6 +90,8 @@ class LazyTensor(torch.Tensor):
         shape: Its shape.
         dtype: Its dtype.
         compute: Returns a tensor of that shape and dtype, on any device; called each time its values are asked for.
+        pieces: Returns the same values piece by piece: flat tensors, on any device, that follow one another. For what
+            need not be in memory as a whole.
 
     Example:
         >>> lazy = LazyTensor((2, 3), torch.float32, lambda: torch.ones(2, 3))
@@ -103,16 +106,31 @@ class LazyTensor(torch.Tensor):
     _compute: Callable[[], torch.Tensor]
     _view_of: LazyTensor | None  # of a view: what it is a view of
     _parent: LazyTensor | None  # of any other: the one lazy tensor that it is made from, if it is one
+    _pieces: Pieces | None
 
     # Without `__torch_function__`, methods and functions go straight to `__torch_dispatch__`.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, compute: Callable[[], torch.Tensor]) -> LazyTensor:
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        compute: Callable[[], torch.Tensor],
+        pieces: Pieces | None = None,
+    ) -> LazyTensor:
         """Make a contiguous tensor without storage."""
-        return cls._make(torch.empty(tuple(shape), dtype=dtype, device="meta"), compute)
+        made = cls._make(torch.empty(tuple(shape), dtype=dtype, device="meta"), compute)
+        made._pieces = pieces
+        return made
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, compute: Callable[[], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        compute: Callable[[], torch.Tensor],
+        pieces: Pieces | None = None,
+    ) -> None:
         pass
 
     @classmethod
@@ -136,6 +154,7 @@ class LazyTensor(torch.Tensor):
         made._compute = compute
         made._view_of = base
         made._parent = parent
+        made._pieces = None
         return made
 
     @property
@@ -191,6 +210,18 @@ class LazyTensor(torch.Tensor):
         """
         return self._compute().detach()
 
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """Compute the values in the order of the contiguous tensor, as few at a time as can be.
+
+        Yields:
+            Contiguous tensors on the CPU, which follow one another; not to be written to.
+        """
+        if self._pieces is None or self in _kept.values:
+            yield self.materialize()
+            return
+        for piece in self._pieces():
+            yield piece.detach().to(_CPU)
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -212,7 +243,10 @@ class LazyTensor(torch.Tensor):
                 result: torch.Tensor = computed if index is None else computed[index]
                 return result
 
-            return cls._make(meta, compute, bases.get(meta.untyped_storage()._cdata), parent)
+            made = cls._make(meta, compute, bases.get(meta.untyped_storage()._cdata), parent)
+            if func is torch.ops.aten.detach.default:
+                made._pieces = lazies[0]._pieces
+            return made
 
         if isinstance(shapes, torch.Tensor):
             return promise(None, shapes)
@@ -234,6 +268,21 @@ class LazyTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Get a tensor's values as they can be written to a file, as few at a time as can be.
+
+    Args:
+        tensor: Any dense tensor, lazy or not, on any device.
+
+    Yields:
+        Contiguous tensors on the CPU, which follow one another.
+    """
+    if isinstance(tensor, LazyTensor):
+        yield from tensor.pieces()
+    else:
+        yield materialize(tensor)
 
 
 def materialize(tensor: torch.Tensor) -> torch.Tensor:

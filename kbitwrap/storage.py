@@ -8,7 +8,7 @@ original dtype, and the bits must have the fingerprint that they had.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,7 @@ from .journal import Resume
 from .quantization import HALF_DTYPES
 
 _CHUNK = 1 << 20  # elements compared at once: bounds what a comparison holds beside the tensors compared
+_PIECE = 4 << 20  # elements cast at once: few enough for an allocator to use their memory again
 _ROW = 4096  # int64 words in a row of a fingerprint
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 divided by the golden ratio, odd, as int64
 _MURMUR = 0xC2B2AE3D27D4EB4F - (1 << 64)  # a multiplier of MurmurHash3's finalizer, as int64
@@ -244,6 +245,23 @@ class StorageChange:
             return self._laid_out(self._original(parameter.data))
         finally:
             self.was_trained, self.trained_policy = was_trained, policy
+
+    def read_pieces(self) -> Iterator[torch.Tensor]:
+        """The values of ``read_original``, flat and one after the other, without having all of them in memory.
+
+        Yields:
+            Tensors of the original dtype; none where the parameter is gone.
+        """
+        parameter = self.reference()
+        if parameter is None:
+            return
+        if self.kept is not None or self.payloads is not None or not parameter.is_contiguous():
+            original = self.read_original()
+            assert original is not None
+            yield original.reshape(-1)
+            return
+        for piece in parameter.detach().view(-1).split(_PIECE):
+            yield piece.to(self.dtype)
 
     def _discards(self, current: torch.Tensor) -> bool:
         return self.trained_policy == "discard" and tuple(current.shape) == self.layout.shape

@@ -12,7 +12,9 @@ import os
 import secrets
 import shutil
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -21,7 +23,7 @@ if sys.platform != "win32":
     import fcntl
 
 from .errors import ExportError
-from .lazy import LazyTensor, keeping_last, materialize
+from .lazy import LazyTensor, keeping_last, pieces
 
 # The dtypes of the format, in the order in which a file holds them.
 _DTYPE_CODES = (
@@ -53,6 +55,7 @@ _ORDER = {dtype: place for place, dtype in enumerate(_CODES)}
 _TWO_A_BYTE = "F4"
 _ALIGNMENT = 8  # of the first tensor's bytes, in bytes
 _PIECE = 16 << 20  # written at once, in bytes
+_SMALL = 1 << 20
 _MOVED = "-moved"  # ends the name of what was moved out of the way
 
 
@@ -88,10 +91,13 @@ def write_safetensors(
         with open(path, "wb", buffering=0) as file, keeping_last():
             _reserve(file, len(header) + num_bytes)
             _write(file, header)
-            for name in _by_lineage(tensors, offsets):
-                file.seek(len(header) + offsets[name])
-                _write(file, _bytes_of(tensors[name]), progress)
-            os.fsync(file.fileno())
+            with _Background(file, progress) as background:
+                for name in _by_lineage(tensors, offsets):
+                    offset = len(header) + offsets[name]
+                    for piece in pieces(tensors[name]):
+                        background.write(offset, _bytes_of(piece))
+                        offset += piece.nbytes
+                        del piece  # it is not kept while the next one is computed
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(path)
@@ -141,9 +147,8 @@ def _by_lineage(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> li
     return sorted(keys, key=lambda name: keys[name])
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor, without another copy."""
-    values = materialize(tensor)
+def _bytes_of(values: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, without a copy."""
     if sys.byteorder == "big":
         raise ExportError("safetensors files can be written on little-endian machines only")
     return memoryview(values.reshape(-1).view(torch.uint8).numpy().data)
@@ -160,22 +165,71 @@ def _reserve(file: io.FileIO, num_bytes: int) -> None:
             raise
 
 
-def _write(file: io.FileIO, data: bytes | memoryview, progress: Callable[[int], object] | None = None) -> None:
+def _write(file: io.FileIO, data: bytes | memoryview) -> None:
     left = memoryview(data)
     while left:
-        written = file.write(left[:_PIECE])
-        left = left[written:]
-        if progress is not None:
-            progress(written)
+        left = left[file.write(left) :]
+
+
+class _Background:
+    """Writes to a file while the next values are computed.
+
+    At most one tensor waits to be written while another is computed.
+
+    Args:
+        file: The file.
+        progress: Called with the number of bytes after each piece written.
+    """
+
+    def __init__(self, file: io.FileIO, progress: Callable[[int], object] | None) -> None:
+        self._file = file
+        self._progress = progress
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="kbitwrap-write")
+        self._pending: deque[Future[int]] = deque()
+
+    def __enter__(self) -> _Background:
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
+        try:
+            if exc_type is None:
+                self._wait()
+        finally:
+            self._writer.shutdown(cancel_futures=True)
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write bytes at an offset, after what was to be written before them."""
+        self._wait()
+        for start in range(0, len(data), _PIECE):
+            piece = data[start : start + _PIECE]
+            if len(piece) < _SMALL:  # sooner written than handed over
+                self._wait()
+                self._tell(self._write_piece(offset + start, piece))
+            else:
+                self._pending.append(self._writer.submit(self._write_piece, offset + start, piece))
+
+    def _write_piece(self, offset: int, piece: memoryview) -> int:
+        self._file.seek(offset)
+        _write(self._file, piece)
+        return len(piece)
+
+    def _wait(self) -> None:
+        while self._pending:
+            self._tell(self._pending.popleft().result())
+
+    def _tell(self, num_bytes: int) -> None:
+        if self._progress is not None:
+            self._progress(num_bytes)
 
 
 @contextlib.contextmanager
 def staged(destination: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
     """Write a folder so that it is there whole, or not at all.
 
-    Yields a fresh folder beside the destination, with a hidden name, which takes the destination's place when the body
-    ends: after everything in it has reached the disk, in one step. It is removed when the body raises. What killed
-    processes left behind of the same destination is removed first.
+    Yields a fresh folder beside the destination, with a hidden name, which takes the destination's place in one step
+    when the body ends. It is removed when the body raises. What killed processes left behind of the same destination is
+    removed first. As when the libraries save a checkpoint, the system brings it to the disk in its own time: what has
+    not got there is lost when the power fails.
 
     An empty folder may stand at the destination. With ``overwrite``, any other folder without subfolders may, and is
     replaced as a whole; a crash leaves the old one or the new one.
@@ -196,10 +250,8 @@ def staged(destination: str | os.PathLike[str], *, overwrite: bool = False) -> I
         _refuse_existing(target, destination, overwrite)
         with _temporary(target, os.mkdir) as folder:
             yield folder
-            _sync_tree(folder)
             _refuse_existing(target, destination, overwrite)
             _put_in_place(folder, target, overwrite)
-        _sync(target.parent)
 
 
 def atomic_write(path: str | os.PathLike[str], data: bytes) -> None:
@@ -390,10 +442,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _sync_tree(folder: Path) -> None:
-    for root, _, files in os.walk(folder, topdown=False):
-        for name in files:
-            _sync(Path(root, name))
-        _sync(Path(root))

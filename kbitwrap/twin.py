@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from .upcast import Float32Copy, StandInState, UpcastTensor
 _BASE_CHILDREN = ("base_layer", "token_adapter", "original_module", "base_model", "lora_model", "model")
 # Under a wrapper of torch's or deepspeed's: DDP and engines, torch.compile, activation checkpointing.
 _WRAPPED_CHILDREN = ("module", "_orig_mod", "_checkpoint_wrapped_module")
+# Torch's own layers and containers are none: whoever fills a container names its children.
+_WRAPS = re.compile(r"(?:torch|deepspeed)\b(?!\.nn\.modules\b)")
 # What PEFT, and transformers' own use of it, leave on the base model.
 _ADAPTER_ATTRIBUTES = ("peft_config", "_hf_peft_config_loaded", "active_adapter")
 _STAND_INS = (Anchor, Float32Copy, Float32Forward, StandInState, UpcastTensor)
@@ -155,7 +158,7 @@ def peel(module: nn.Module) -> tuple[nn.Module, tuple[nn.Module, ...]]:
         names: tuple[str, ...] = ()
         if is_adapter:
             names = _BASE_CHILDREN
-        elif type(module).__module__.partition(".")[0] in ("torch", "deepspeed"):
+        elif _WRAPS.match(type(module).__module__):
             names = _WRAPPED_CHILDREN
         child = next((c for name in names if (c := module._modules.get(name)) is not None), None)
         if child is None:
@@ -281,7 +284,7 @@ def build_twin(model: nn.Module, changes: Iterable[Change] = (), origin: Origin 
 def _stand_ins(changes: Sequence[StorageChange]) -> dict[int, torch.Tensor]:
     """What stands for parameters that do not store their original, by the ``id`` of the parameter."""
     return {
-        id(parameter): LazyTensor(parameter.shape, change.dtype, functools.partial(_read, change))
+        id(parameter): LazyTensor(parameter.shape, change.dtype, functools.partial(_read, change), change.read_pieces)
         for change in changes
         if (parameter := change.reference()) is not None
         and (parameter.dtype != change.dtype or change.kept is not None)

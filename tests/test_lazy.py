@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import huggingface_hub
@@ -15,7 +15,7 @@ from torch import nn
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 import zoo
-from kbitwrap.lazy import LazyTensor, keeping_last, materialize
+from kbitwrap.lazy import LazyTensor, keeping_last, materialize, pieces
 
 
 class Counted:
@@ -275,3 +275,47 @@ def test_weight_conversion_stays_lazy_and_gives_the_same(name: str) -> None:
     for fqn, values in expected.items():
         assert isinstance(found[fqn], LazyTensor)
         assert torch.equal(materialize(found[fqn]), values)
+
+
+class TestPieces:
+    """Values that come one piece after the other."""
+
+    def tensor(self) -> tuple[LazyTensor, list[str]]:
+        called: list[str] = []
+        values = torch.arange(6.0).view(2, 3)
+
+        def compute() -> torch.Tensor:
+            called.append("whole")
+            return values
+
+        def in_pieces() -> Iterator[torch.Tensor]:
+            for piece in values.view(-1).split(4):
+                called.append("piece")
+                yield piece
+
+        return LazyTensor((2, 3), torch.float32, compute, in_pieces), called
+
+    def test_they_follow_one_another(self) -> None:
+        lazy, called = self.tensor()
+        assert torch.equal(torch.cat(list(pieces(lazy))), torch.arange(6.0))
+        assert called == ["piece", "piece"]
+
+    def test_a_state_dict_keeps_them(self) -> None:
+        lazy, called = self.tensor()
+        module = nn.Module()
+        module.register_parameter("weight", None)
+        module._parameters["weight"] = lazy  # type: ignore[assignment]
+        held = module.state_dict()["weight"].contiguous()
+        assert [piece.numel() for piece in pieces(held)] == [4, 2]
+        assert called == ["piece", "piece"]
+
+    def test_what_is_made_of_them_is_computed_whole(self) -> None:
+        lazy, called = self.tensor()
+        assert [piece.shape for piece in pieces(lazy.t())] == [(3, 2)]
+        assert called == ["whole"]
+
+    def test_another_tensor_is_one_piece(self) -> None:
+        tensor = torch.arange(6).view(2, 3).t()
+        (piece,) = pieces(tensor)
+        assert piece.is_contiguous()
+        assert torch.equal(piece, tensor)

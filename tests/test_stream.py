@@ -118,10 +118,12 @@ def test_what_the_format_does_not_hold_is_refused(tensor: torch.Tensor, tmp_path
     assert names_in(tmp_path) == []
 
 
+@pytest.mark.parametrize("small", [1, 1 << 20], ids=["in the background", "at once"])
 def test_a_big_tensor_is_written_in_pieces_and_progress_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: int
 ) -> None:
     monkeypatch.setattr(stream_module, "_PIECE", 1000)
+    monkeypatch.setattr(stream_module, "_SMALL", small)
     told: list[int] = []
     tensors = {"a": values(torch.uint8, 5501), "b": values(torch.float32, 7)}
     write_safetensors(tmp_path / "file", tensors, progress=told.append)
@@ -135,11 +137,15 @@ def test_a_big_tensor_is_written_in_pieces_and_progress_is_told(
 # ----------------------------------------------------------------------------------------------------
 
 
-def test_one_tensor_is_computed_at_a_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("small", "others"), [(1, 1), (1 << 20, 0)], ids=["in the background", "at once"])
+def test_one_tensor_is_computed_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: int, others: int
+) -> None:
+    monkeypatch.setattr(stream_module, "_SMALL", small)
     alive: set[int] = set()
 
     def compute() -> torch.Tensor:
-        assert not alive
+        assert len(alive) <= others  # which are being written
         array = numpy.ones(64, dtype=numpy.float32)
         alive.add(id(array))
         weakref.finalize(array, alive.remove, id(array))  # it lives as long as the tensor's storage
@@ -170,6 +176,26 @@ def test_what_is_cut_from_one_tensor_computes_it_once(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "file", tensors)
     assert sorted(computed) == ["down", "gate_up"]
     assert (tmp_path / "file").read_bytes() == save({name: t.materialize() for name, t in tensors.items()})
+
+
+def test_a_lazy_tensor_is_written_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_module, "_SMALL", 100)
+    whole = values(torch.bfloat16, 40, 25)
+    lazy = LazyTensor((40, 25), torch.bfloat16, whole.clone, lambda: iter(whole.view(-1).split(33)))
+    write_safetensors(tmp_path / "file", {"a": lazy, "b": torch.ones(3)})
+    assert (tmp_path / "file").read_bytes() == save({"a": whole, "b": torch.ones(3)})
+
+
+def test_an_error_of_the_disk_in_the_background_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_module, "_SMALL", 1)
+
+    def fail(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(stream_module._Background, "_write_piece", fail)
+    with pytest.raises(OSError, match="No space left"):
+        write_safetensors(tmp_path / "file", {"a": torch.ones(3), "b": torch.ones(5)})
+    assert names_in(tmp_path) == []
 
 
 def test_an_error_while_computing_leaves_no_file(tmp_path: Path) -> None:
