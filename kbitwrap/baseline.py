@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .checkpointing import input_gradient_hooks
-from .digest import content_digest
+from .digest import content_digest, is_dense
 from .edits import FlagsChange
 from .journal import Change, Journal
 from .topology import named_modules, named_tensors, only_reading
@@ -118,7 +118,7 @@ class Baseline:
                 baseline._buffers[module] = {
                     name: (buffer.dtype, buffer.shape, content_digest(buffer))
                     for name, buffer in module._buffers.items()
-                    if buffer is not None and name not in module._non_persistent_buffers_set
+                    if buffer is not None and name not in module._non_persistent_buffers_set and is_dense(buffer)
                 }
         return baseline
 

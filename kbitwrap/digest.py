@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _BLOCK = 1 << 16  # int64 words
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio, odd
@@ -11,6 +13,17 @@ _MASK = (1 << 64) - 1
 # Bytes digested at once: what stays in a CPU's cache, and what keeps an accelerator busy.
 _CPU_CHUNK = 1 << 20
 _DEVICE_CHUNK = 32 << 20
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements lie in memory as they are: not sparse, nested, quantized by torch, empty or composed.
+
+    Args:
+        tensor: Any tensor.
+    """
+    if is_lazy(tensor) or is_traceable_wrapper_subclass(tensor):
+        return False
+    return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
 
 
 def content_digest(tensor: torch.Tensor) -> int:

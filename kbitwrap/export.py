@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 from .checkpoint import read_header
 from .errors import ConfigError, ExportError
 from .lazy import LazyTensor, materialize
+from .quantization import is_of_a_quantizer
 from .report import ExportReport
 from .stream import staged, write_safetensors
 from .twin import Twin
@@ -102,8 +103,12 @@ def _save(model: nn.Module, folder: Path, max_shard_size: int | str, write: Writ
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         _save_state_dict(model, folder, max_shard_size, write)
         return
+    fields = vars(model)
     # One process writes all of it, whichever rank it has.
-    vars(model)["should_save_on_this_rank"] = lambda is_main_process: True
+    fields["should_save_on_this_rank"] = lambda is_main_process: True
+    if fields.get("_weight_conversions"):
+        # What read a quantized checkpoint has no way back, and needs none: a state dict has the names of what it read.
+        fields["_weight_conversions"] = [c for c in fields["_weight_conversions"] if not is_of_a_quantizer(c)]
     function = _streaming(type(model).save_pretrained, write)
     if function is None:
         _materialize(model)

@@ -24,7 +24,19 @@ from .config import PrepareConfig, format_bytes
 from .errors import ManifestError, ManifestMismatchError, ManifestVersionError
 from .plan import Plan
 from .record import read_contents, versions
-from .schema import ConfigRecord, Kind, ModelRecord, MomentRecord, Name, PlanRecord, Record, Row, TensorRecord, Text
+from .schema import (
+    ConfigRecord,
+    Kind,
+    ModelRecord,
+    MomentRecord,
+    Name,
+    PlanRecord,
+    Record,
+    Row,
+    TensorRecord,
+    Text,
+    small_int,
+)
 from .stream import atomic_write
 
 FORMAT = "kbitwrap-manifest"
@@ -256,7 +268,11 @@ class Manifest(Record):
             )
         try:
             data = json.loads(
-                text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_small
+                text,
+                object_pairs_hook=_unique,
+                parse_constant=_refuse_constant,
+                parse_float=_finite,
+                parse_int=small_int,
             )
         except (ValueError, RecursionError) as error:
             raise ManifestError(f"{source} is not JSON that can be read: {error}") from error
@@ -370,13 +386,6 @@ def _finite(text: str) -> float:
     if value in (float("inf"), float("-inf")):
         raise ValueError(f"{shown(text)} is too large a number")
     return value
-
-
-def _small(text: str) -> int:
-    # Python itself takes quadratic time to read a long integer.
-    if len(text) > 20:
-        raise ValueError(f"{shown(text)} is too large a number")
-    return int(text)
 
 
 def _summary(error: ValidationError) -> str:

@@ -225,16 +225,18 @@ class KbitPreparedModel:
         try:
             with plain_mode(), walking_once():
                 edits: list[EditBase] = list(plan.edits)
+                census, origin = self._census, self._origin
                 if self.state is not LifecycleState.PREPARED:
                     edits.insert(0, Hold("hold", ("",), model=weakref.ref(self.model), anchor=Anchor(self)))
-                    self._census, self._origin = Census(self.model), Origin(self.model)
+                    census, origin = Census(self.model), Origin(self.model)
                 baseline = self._baseline or Baseline.of(self.model, self._journal)
                 self._journal.apply(self._emptying_cache(self._bar(edits, "prepare")))
                 if self.config.empty_cache:
                     empty_cache()
-            self._prepared_state = PreparedState(self.model)
-            baseline.settle(self.model, self._origin)
-            self._baseline = baseline
+            prepared_state = PreparedState(self.model)
+            baseline.settle(self.model, origin)
+            self._census, self._origin, self._baseline = census, origin, baseline
+            self._prepared_state = prepared_state
             self._upcasts_all |= plan.config.precision.upcasts_all and plan.casts
             self._report = None
             _holders.add(self)

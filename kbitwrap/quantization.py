@@ -217,6 +217,15 @@ def has_runtime_state(module: nn.Module) -> bool:
     return is_linear and weight is not None and is_quantized_parameter(weight)
 
 
+def is_of_a_quantizer(conversion: Any) -> bool:
+    """Whether a model's quantizer added this conversion between a checkpoint's tensors and the model's.
+
+    Args:
+        conversion: One of what transformers calls a model's weight conversions.
+    """
+    return any("hf_quantizer" in vars(operation) for operation in getattr(conversion, "operations", ()))
+
+
 def _read(module: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: vars(module).get(name, MISSING) for name in names}
 

@@ -16,7 +16,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from .baseline import Baseline
-from .digest import content_digest
+from .digest import content_digest, is_dense
 from .errors import ExportError, ManifestError, UnsupportedModelError
 from .lazy import LazyTensor
 from .process import plain_mode
@@ -102,7 +102,7 @@ def read_contents(model: nn.Module, *, progress: bool = False) -> Contents:
             current = _at(live, fqn)
             buffer = baseline.buffer(*live[fqn]) if fqn in live else None
             if buffer is None and id(tensor) not in digests:
-                digests[id(tensor)] = content_digest(tensor.compute() if isinstance(tensor, LazyTensor) else tensor)
+                digests[id(tensor)] = _digest(fqn, tensor)
             dtype, shape, digest = buffer or (tensor.dtype, tensor.shape, digests[id(tensor)])
             prepared_dtype, prepared_flag, flag = dtype, False, False
             kind = "quantization" if current is None else "buffer"
@@ -122,6 +122,17 @@ def read_contents(model: nn.Module, *, progress: bool = False) -> Contents:
                 tie_group=ties.get(fqn),
             )
         return Contents(_model_record(twin, live, tensors), tensors)
+
+
+def _digest(fqn: str, tensor: torch.Tensor) -> int:
+    if isinstance(tensor, LazyTensor):
+        return content_digest(tensor.compute())
+    if not is_dense(tensor):
+        raise ManifestError(
+            f"{fqn}: expected a dense tensor, whose bytes can be read, found {type(tensor).__name__} of "
+            f"{tensor.layout} and {tensor.dtype}; register what is no part of the model's record as persistent=False"
+        )
+    return content_digest(tensor)
 
 
 def _at(live: Mapping[str, tuple[nn.Module, str]], fqn: str) -> torch.Tensor | None:
@@ -180,7 +191,9 @@ def _as_dict(config: Any) -> dict[str, Any]:
     if config is None or isinstance(config, dict):
         return dict(config or {})
     convert = getattr(config, "to_diff_dict", None) or getattr(config, "to_dict", None)
-    return dict(convert()) if convert is not None else dict(vars(config))
+    if convert is not None:
+        return dict(convert())
+    return dict(vars(config)) if hasattr(config, "__dict__") else {"": config}
 
 
 def _settled(value: Any, volatile: tuple[str, ...]) -> Any:
@@ -190,7 +203,7 @@ def _settled(value: Any, volatile: tuple[str, ...]) -> Any:
         kept = {key: item for key, item in items.items() if not key.startswith("_") and key not in volatile}
         return {key: _settled(kept[key], volatile) for key in sorted(kept)}
     if isinstance(value, (set, frozenset)):
-        return sorted(_settled(item, volatile) for item in value)
+        return sorted((_settled(item, volatile) for item in value), key=json.dumps)
     if isinstance(value, (list, tuple)):
         return [_settled(item, volatile) for item in value]
     if isinstance(value, torch.dtype):

@@ -14,10 +14,18 @@ from .errors import ConfigError
 _MAX_COUNT = (1 << 63) - 1
 
 
+def small_int(text: str) -> int:
+    """Read an integer of at most 20 characters: Python itself takes quadratic time to read a long one."""
+    if len(text) > 20:
+        raise ValueError(f"an integer of {len(text)} characters is too large")
+    return int(text)
 
-def _is_text(value: dict[str, Any]) -> dict[str, Any]:
-    """Raise for a lone surrogate at any depth, which JSON can escape and no text can hold."""
-    json.dumps(value, ensure_ascii=False).encode()
+
+def _can_be_read(value: dict[str, Any]) -> dict[str, Any]:
+    """Raise for a lone surrogate or a long integer at any depth, which JSON can hold and no manifest is read with."""
+    text = json.dumps(value, ensure_ascii=False)
+    text.encode()
+    json.loads(text, parse_int=small_int)
     return value
 
 
@@ -27,7 +35,7 @@ Name = Annotated[str, StringConstraints(max_length=1024, pattern=r"^[^\p{C}/\\.:
 ModuleName = Annotated[str, StringConstraints(max_length=1024, pattern=r"^([^\p{C}/\\.:]+(\.[^\p{C}/\\.:]+)*)?$")]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-Settings = Annotated[dict[Text, JsonValue], AfterValidator(_is_text)]
+Settings = Annotated[dict[Text, JsonValue], AfterValidator(_can_be_read)]
 Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
 SignedCount = Annotated[int, Field(ge=-_MAX_COUNT, le=_MAX_COUNT)]
 DType = Literal[

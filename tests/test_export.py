@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,8 +22,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import kbitwrap.export
+import kbitwrap.prepared
 import zoo
-from kbitwrap import ConfigError, ExportError, KbitPreparedModel, LifecycleState, Precision, UnsupportedModelError
+from kbitwrap import (
+    ConfigError,
+    EditError,
+    ExportError,
+    KbitPreparedModel,
+    LifecycleState,
+    Precision,
+    UnsupportedModelError,
+)
 from kbitwrap.lazy import LazyTensor
 from snapshot import Snapshot
 from training import adapt, step
@@ -332,6 +342,37 @@ def test_before_preparing_and_after_restoring(tmp_path: Path) -> None:
     assert read(tmp_path / "new") == read(tmp_path / "restored") == expected
 
 
+def test_a_preparation_that_failed_leaves_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(model: nn.Module) -> None:
+        raise RuntimeError("injected")
+
+    model = zoo.load("llama")
+    prepared = KbitPreparedModel(model, precision="full")
+    with monkeypatch.context() as patch:
+        patch.setattr(kbitwrap.prepared, "PreparedState", fail)
+        with pytest.raises(EditError, match="injected"):
+            prepared.prepare()
+    model.config.bos_token_id = 7
+    model.resize_token_embeddings(zoo.VOCAB_SIZE + 4)
+    prepared.export(tmp_path / "export", max_shard_size=SHARD)
+    assert read(tmp_path / "export") == saved(model, tmp_path / "after")
+
+
+# transformers itself cannot save such a model: what read the quantized weights has no way back.
+@pytest.mark.parametrize(
+    ("name", "quant"), [("llama", "nf4"), ("llama", "int8"), ("gpt2", "nf4-double"), ("mixtral", "nf4")]
+)
+def test_a_base_that_was_loaded_quantized(name: str, quant: str, tmp_path: Path) -> None:
+    expected = saved(zoo.load(name, quant), tmp_path / "before")
+    auto = transformers.AutoModelForCausalLM
+    with KbitPreparedModel(
+        auto.from_pretrained(tmp_path / "before", device_map={"": "cpu"}), precision="full"
+    ) as prepared:
+        step(name, adapt(name, prepared.model))
+        prepared.export(tmp_path / "export", max_shard_size=SHARD)
+    assert read(tmp_path / "export") == expected
+
+
 def test_the_drop_in_prepared_twice(tmp_path: Path) -> None:
     model = zoo.load("llama")
     expected = saved(model, tmp_path / "before")
@@ -446,6 +487,18 @@ def test_a_model_of_no_library(shard: int | str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*neither a quantization attribute nor a quantized layer:UserWarning")
+def test_names_that_wrappers_use_too(tmp_path: Path) -> None:
+    names = ("module", "_orig_mod", "base_model", "model")
+    inner = nn.ModuleDict({name: nn.LayerNorm(2 + i) for i, name in enumerate(names)})
+    model = nn.Sequential(OrderedDict(module=inner, other=nn.LayerNorm(7))).bfloat16()
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with KbitPreparedModel(model, precision="full") as prepared:
+        assert set(prepared.manifest().tensors) == set(expected)
+        prepared.export(tmp_path / "export")
+    tensors = load_file(tmp_path / "export" / "model.safetensors")
+    assert {name: t.tolist() for name, t in tensors.items()} == {name: t.tolist() for name, t in expected.items()}
+
+
 def test_a_state_that_is_no_tensor(tmp_path: Path) -> None:
     class Stateful(Plain):
         def get_extra_state(self) -> dict[str, int]:

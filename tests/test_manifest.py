@@ -7,6 +7,7 @@ import datetime
 import json
 import random
 import re
+import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,18 @@ pytestmark = [
 ]
 
 PAGE = Path(__file__).parents[1] / "docs" / "manifest.md"
+
+
+ODD_BUFFERS: dict[str, Callable[[], torch.Tensor]] = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "compressed": lambda: torch.eye(3).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "opaque": lambda: torch.ones(3).to_mkldnn(),
+    "meta": lambda: torch.ones(3, device="meta"),
+    "uninitialized": nn.UninitializedBuffer,
+}
 
 
 def fields(name: str) -> dict[str, Any]:
@@ -367,10 +380,53 @@ def test_what_cannot_be_recorded_is_named() -> None:
         pytest.raises(ManifestError, match="context_fn"),
     ):
         prepared.manifest()
+    with (
+        KbitPreparedModel(model, gradient_checkpointing_kwargs={"early_stop": 10**20}) as prepared,
+        pytest.raises(ManifestError, match="21 characters"),
+    ):
+        prepared.manifest()
     odd = nn.Sequential()
     odd.add_module("a/b", nn.LayerNorm(2).bfloat16())
     with KbitPreparedModel(odd) as prepared, pytest.raises(ManifestError, match=r"a/b\.weight"):
         prepared.manifest()
+
+
+# Making one that is quantized is deprecated.
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("kind", ODD_BUFFERS)
+def test_a_buffer_without_plain_bytes_is_named_and_prepares(kind: str) -> None:
+    model = nn.LayerNorm(3).bfloat16()
+    model.register_buffer("odd", ODD_BUFFERS[kind]())
+    with (
+        KbitPreparedModel(model, precision="full") as prepared,
+        pytest.raises(ManifestError, match="odd: expected a dense"),
+    ):
+        prepared.manifest()
+    model.register_buffer("odd", ODD_BUFFERS[kind](), persistent=False)
+    with KbitPreparedModel(model, precision="full") as prepared:
+        prepared.manifest().check(model)
+
+
+class Slots:
+    __slots__ = ("width",)
+
+
+@pytest.mark.parametrize(
+    "config",
+    ["tiny", 3, [1, 2], (1, 2), Slots(), types.SimpleNamespace(a={1, "x", None})],
+    ids=lambda config: type(config).__name__,
+)
+def test_whatever_is_called_config(config: Any) -> None:
+    model = nn.LayerNorm(3).bfloat16()
+    model.config = config
+    with KbitPreparedModel(model, precision="full") as prepared:
+        manifest = prepared.manifest()
+    manifest.check(model)
+    model.config = [1, 3]
+    with pytest.raises(ManifestMismatchError, match="config_sha256"):
+        manifest.check(model)
 
 
 # ----------------------------------------------------------------------------------------------------
