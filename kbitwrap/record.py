@@ -7,7 +7,7 @@ import hashlib
 import importlib.metadata
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,7 +163,13 @@ def _model_record(
     twin: nn.Module, live: Mapping[str, tuple[nn.Module, str]], tensors: Mapping[str, TensorRecord]
 ) -> dict[str, Any]:
     config = getattr(twin, "config", None)
-    quantization_config = getattr(config, "quantization_config", None)
+    configs = {"": config} if config is not None else dict(_inner_configs(twin))
+    settled = {fqn: _settled(_as_dict(found), _VOLATILE) for fqn, found in configs.items()}
+    quantizations = {
+        fqn: _settled(_as_dict(quantization), _VOLATILE_QUANTIZATION)
+        for fqn, found in configs.items()
+        if (quantization := getattr(found, "quantization_config", None)) is not None
+    }
     numbers = (
         record.original_dtype
         for fqn, record in tensors.items()
@@ -174,13 +180,23 @@ def _model_record(
     return {
         "class": type(twin).__name__,
         "name_or_path": str(getattr(config, "_name_or_path", "")),
-        "config_sha256": _sha256(_settled(_as_dict(config), _VOLATILE)) if config is not None else None,
+        "config_sha256": _sha256(settled.get("", settled)) if settled else None,
         "dtype": next(numbers, None),
         "quantization": {
             "method": detect(twin).method,
-            "config": _settled(_as_dict(quantization_config), _VOLATILE_QUANTIZATION),
+            "config": quantizations.get("", quantizations),
         },
     }
+
+
+def _inner_configs(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The configs of the outermost models inside a container, by their names."""
+    for name, child in module.named_children():
+        config = vars(child).get("config")
+        if config is None:
+            yield from _inner_configs(child, f"{prefix}{name}.")
+        else:
+            yield prefix + name, config
 
 
 def _as_dict(config: Any) -> dict[str, Any]:

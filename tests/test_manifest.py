@@ -581,6 +581,30 @@ def test_other_versions_are_no_mismatch() -> None:
     Manifest.from_json(json.dumps(data)).check(zoo.load("llama"))
 
 
+class Container(nn.Module):
+    """A model without a config around one that has one, as sentence embedders are."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([model, nn.LayerNorm(4)])
+
+
+def test_a_container_is_known_by_the_configs_inside() -> None:
+    with KbitPreparedModel(Container(zoo.load("llama", "nf4")), gradient_checkpointing=False) as prepared:
+        manifest = prepared.manifest()
+    assert manifest.model.quantization.config["layers.0"]["bnb_4bit_quant_type"] == "nf4"
+    other = Container(zoo.load("llama", "nf4"))
+    manifest.check(other)
+    other.layers[0].config.use_cache = False
+    manifest.check(other)
+    other.layers[0].config.rms_norm_eps = 0.5
+    other.layers[0].config.quantization_config.bnb_4bit_compute_dtype = torch.float16
+    with pytest.raises(ManifestMismatchError) as caught:
+        manifest.check(other)
+    found = ["model.config_sha256", "model.quantization.config.layers.0.bnb_4bit_compute_dtype"]
+    assert list(caught.value.different[""]) == found
+
+
 def test_what_use_changes_in_a_config_is_no_mismatch(llama: Manifest, tmp_path: Path) -> None:
     model = zoo.load("llama")
     model.config.use_cache = False
