@@ -135,11 +135,12 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         ConfigError: There is none, or it is damaged or incomplete.
     """
     found = Path(path)
-    if found.is_file():
+    # Not by methods of ``Path``, which raise where a name is too long, or a folder may not be searched.
+    if os.path.isfile(found):
         if found.suffix != ".safetensors":
             raise ConfigError(f"{found}: expected a folder or a .safetensors file")
         folder, names, index = found.parent, [found.name], None
-    elif found.is_dir():
+    elif os.path.isdir(found):
         folder = found
         names, index = _weight_files(found)
     else:
@@ -153,6 +154,10 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     num_tensors = sum(map(len, files.values()))
     if len(checkpoint.tensors) < num_tensors:
         raise ConfigError(f"{found}: {num_tensors - len(checkpoint.tensors)} tensors are in more than one file")
+    if index is not None:
+        absent = [name for name in read_json(folder / index)["weight_map"] if name not in checkpoint.tensors]
+        if absent:
+            raise ConfigError(f"{folder / index}: names the tensor {absent[0]!r}, which is in none of its files")
     return checkpoint
 
 
@@ -161,14 +166,17 @@ def _weight_files(folder: Path) -> tuple[list[str], str | None]:
     indexes = sorted(path.name for path in folder.glob(f"*{_INDEX_SUFFIX}"))
     if indexes:
         index = f"model{_INDEX_SUFFIX}" if f"model{_INDEX_SUFFIX}" in indexes else indexes[0]
-        weight_map = read_json(folder / index).get("weight_map")
+        content = read_json(folder / index)
+        weight_map = content.get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise ConfigError(f"{folder / index}: expected a weight_map of file names")
+        if not isinstance(content.get("metadata", {}), dict):
+            raise ConfigError(f"{folder / index}: expected an object as its metadata")
         names = sorted(set(weight_map.values()))
         for name in names:
             if Path(name).name != name:
                 raise ConfigError(f"{folder / index}: names {name!r}, which is no file of its folder")
-            if not (folder / name).is_file():
+            if not os.path.isfile(folder / name):
                 raise ConfigError(f"{folder / index}: names {name!r}, which is not there")
         return names, index
     if (folder / _SINGLE).is_file():

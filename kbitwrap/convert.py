@@ -234,7 +234,7 @@ def _casts_by_reference(
     originals: dict[str, Original] = {}
     if path.suffix == ".json":
         config = read_json(path)
-    elif path.is_dir() and not any(path.glob("*.safetensors")) and (path / _CONFIG).is_file():
+    elif os.path.isdir(path) and not any(path.glob("*.safetensors")) and (path / _CONFIG).is_file():
         config = read_json(path / _CONFIG)
     else:
         found = open_checkpoint(path)
@@ -361,9 +361,14 @@ def _copy_rest(checkpoint: Checkpoint, folder: Path) -> None:
     written = {*checkpoint.files, checkpoint.index, _CONFIG}
     for path in sorted(checkpoint.folder.iterdir()):
         if path.is_dir() and not _NOT_COPIED.fullmatch(path.name):
-            shutil.copytree(path, folder / path.name, copy_function=shutil.copyfile)
+            shutil.copytree(path, folder / path.name, ignore=_ignored, copy_function=shutil.copyfile)
         elif path.is_file() and path.name not in written:
             shutil.copyfile(path, folder / path.name)
+
+
+def _ignored(folder: str, names: list[str]) -> list[str]:
+    """What is not copied of a folder: what is being written may lie in it too."""
+    return [name for name in names if _NOT_COPIED.fullmatch(name) and os.path.isdir(os.path.join(folder, name))]
 
 
 def _write_config(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype | None) -> None:

@@ -217,6 +217,22 @@ def test_interruption_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatc
     assert capsys.readouterr().err == "kbitwrap: interrupted\n"
 
 
+def test_a_reader_that_is_gone_is_no_traceback(tmp_path: Path) -> None:
+    transformers.LlamaConfig(hidden_size=64, num_hidden_layers=1).save_pretrained(tmp_path)
+    code = "import sys; from kbitwrap.cli import main; input(); sys.exit(main(sys.argv[1:]))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "plan", str(tmp_path), "--quant", "none"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=Path(__file__).parent.parent,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    _, err = process.communicate(b"\n")
+    assert (process.returncode, err) == (141, b"")
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"]])
 def test_help(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     assert exit_status(*arguments) == 0

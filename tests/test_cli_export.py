@@ -124,6 +124,14 @@ def test_inspect_names_adapters(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert "adapters: adapter_model.safetensors, base_model.model.lm_head" in run(capsys, "inspect", tmp_path)[1]
 
 
+def test_names_cannot_write_to_the_terminal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    save_file({"norm\x1b[2J\n.weight": torch.ones(2), "b": torch.ones(2).half()}, tmp_path / "model.safetensors")
+    status, out, _ = run(capsys, "inspect", tmp_path)
+    assert status == 1
+    assert r"norm\x1b[2J\n.weight" in out
+    assert "\x1b" not in out
+
+
 def test_inspect_of_a_manifest(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "inspect", saved / "kbitwrap.json")
     assert status == 0
@@ -143,7 +151,7 @@ def test_inspect_of_a_manifest(saved: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\x80\x04K\x01.", b'{"format": "kbitwrap-manifest", "version": 9}'])
 def test_inspect_of_what_is_neither(content: bytes, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(content)
-    for path in (tmp_path / "file", tmp_path / "none", tmp_path):
+    for path in (tmp_path / "file", tmp_path / "none", tmp_path, tmp_path / (300 * "n")):
         status, out, err = run(capsys, "inspect", path)
         assert (status, out) == (2, "")
         assert err.startswith("kbitwrap: error: ")
@@ -226,6 +234,11 @@ def test_export_of_another_model(saved: Path, capsys: pytest.CaptureFixture[str]
     )
     assert (status, out) == (1, "")
     assert "model.norm.weight: shape: expected (64,), found (3,)" in err
+    options = ("--from", tmp_path / "in", "--out", tmp_path / "out", "--manifest", saved / "kbitwrap.json")
+    assert run_json(capsys, "export", *options) == (
+        1,
+        {"matches": False, "unexpected": [], "different": {"model.norm.weight": {"shape": [[64], [3]]}}},
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -251,7 +264,13 @@ def test_bad_input_is_one_line(
 
 
 @pytest.mark.parametrize(
-    "options", [["--from", "a"], ["--out", "b"], ["--from", "a", "--out", "b", "--dtype", "float16", "--like", "c"]]
+    "options",
+    [
+        ["--from", "a"],
+        ["--out", "b"],
+        ["--from", "a", "--out", "b", "--dtype", "float16", "--like", "c"],
+        ["--from", "a", "--out", "", "--overwrite"],
+    ],
 )
 def test_bad_usage(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:

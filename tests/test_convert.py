@@ -372,6 +372,12 @@ def broken(folder: Path, how: str) -> Path:
         index.write_text('{"weight_map": {"a": "../in/model.safetensors"}}')
     elif how == "index of nothing":
         index.write_text('{"weight_map": ["model.safetensors"]}')
+    elif how == "tensor of no file":
+        index.write_text('{"weight_map": {"a": "model.safetensors", "b": "model.safetensors"}}')
+    elif how == "name too long":
+        index.write_text(json.dumps({"weight_map": {"a": 300 * "a"}}))
+    elif how == "metadata of nothing":
+        index.write_text('{"metadata": null, "weight_map": {"a": "model.safetensors"}}')
     elif how == "config":
         (source / "config.json").write_text("[]")
     elif how == "twice":
@@ -392,6 +398,9 @@ BROKEN = {
     "shard missing": "names 'other.safetensors', which is not there",
     "shard elsewhere": "names '../in/model.safetensors', which is no file of its folder",
     "index of nothing": "expected a weight_map of file names",
+    "tensor of no file": "names the tensor 'b', which is in none of its files",
+    "name too long": "names 'a+', which is not there",
+    "metadata of nothing": "expected an object as its metadata",
     "config": "expected a JSON object, found a list",
     "twice": "1 tensors are in more than one file",
     "pickled": "'pytorch_model.bin', which is pickled and not read here",
@@ -409,11 +418,21 @@ def test_what_is_no_checkpoint(how: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("place", ["none", "file.txt"])
+@pytest.mark.parametrize("place", ["none", "file.txt", 300 * "n", "no\0name"])
 def test_where_there_is_no_checkpoint(place: str, tmp_path: Path) -> None:
     (tmp_path / "file.txt").write_text("1")
     with pytest.raises(ConfigError, match=r"there is no checkpoint at|expected a folder or a \.safetensors file"):
         convert_checkpoint(tmp_path / place, tmp_path / "out", dtype="bfloat16")
+
+
+@pytest.mark.parametrize("place", ["out", "folder/out", "folder/inner/out"])
+def test_into_a_folder_of_its_own(place: str, tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "in", {"a": torch.ones(8)}, dtype="float32")
+    (source / "folder" / "inner").mkdir(parents=True)
+    (source / "folder" / "inner" / "file.txt").write_text("1")
+    report = convert_checkpoint(source, source / place, dtype="bfloat16")
+    assert report.files == ("config.json", "folder/inner/file.txt", "model.safetensors")
+    assert not list(source.rglob(".*"))
 
 
 # ----------------------------------------------------------------------------------------------------

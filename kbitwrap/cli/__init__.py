@@ -9,13 +9,14 @@ Exit status: 0 done, 1 the answer is no, 2 bad usage or bad input.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
 from . import bench, demo, export, inspect, plan
-from .console import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError
+from .console import EXIT_BAD_INPUT, EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, InputError
 
 _COMMANDS = (demo, plan, inspect, export, bench)
 
@@ -77,10 +78,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_BAD_INPUT
     try:
         status: int = arguments.run(arguments)
+        sys.stdout.flush()
     except InputError as error:
         print(f"kbitwrap: error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("kbitwrap: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # What is left in the buffer has nowhere to go when Python flushes it at its exit.
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
     return status

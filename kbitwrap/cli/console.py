@@ -14,6 +14,7 @@ EXIT_DONE = 0
 EXIT_NO = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130  # as a shell reports a process that SIGINT ended
+EXIT_BROKEN_PIPE = 141  # as it reports one that SIGPIPE ended
 
 
 class InputError(Exception):

@@ -29,7 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--from", dest="source", metavar="SRC", required=True, help="a folder with safetensors files, or one such file"
     )
-    parser.add_argument("--out", metavar="DST", required=True, help="the folder to make")
+    parser.add_argument("--out", metavar="DST", required=True, type=_folder, help="the folder to make")
     dtypes = parser.add_mutually_exclusive_group()
     dtypes.add_argument("--manifest", metavar="M", help="the original dtypes are those of this manifest")
     dtypes.add_argument(
@@ -74,6 +74,9 @@ def run(arguments: argparse.Namespace) -> int:
             )
     except ManifestMismatchError as error:
         print(f"kbitwrap: {first_line(error)}", file=sys.stderr)
+        if arguments.json:
+            result = {"matches": False, "unexpected": error.unexpected, "different": error.different}
+            print(json.dumps(result, indent=2, default=str))
         return EXIT_NO
     except (ConfigError, ExportError, ManifestError) as error:
         raise InputError(first_line(error)) from error
@@ -82,3 +85,10 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(report)
     return EXIT_DONE
+
+
+def _folder(text: str) -> str:
+    # The empty path is the working directory, which nobody means to replace.
+    if not text:
+        raise argparse.ArgumentTypeError("expected a folder, found nothing")
+    return text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 from collections import Counter
 from pathlib import Path
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     path = Path(arguments.path)
     try:
-        if path.is_dir() or path.suffix == ".safetensors" or not path.exists():
+        if os.path.isdir(path) or path.suffix == ".safetensors" or not os.path.exists(path):
             with quiet_libraries():
                 report = inspect_checkpoint(path)
             result: dict[str, Any] = {"kind": "checkpoint", **report.to_dict(), "suggestion": _suggestion(report)}
@@ -104,7 +105,8 @@ def _describe_checkpoint(report: CheckpointReport) -> str:
 
 def _some(names: tuple[str, ...]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    # Names come from files of others, and may hold what moves a terminal's cursor.
+    return ", ".join(name if name.isprintable() else ascii(name) for name in names[:_SHOWN]) + more
 
 
 def _summary(manifest: Manifest) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,7 +101,7 @@ def load_named(name: str, quant: str, device: torch.device) -> LoadedModel:
         InputError: It cannot be loaded, or its vocabulary has no room for bytes and it has no tokenizer.
     """
     path = Path(name)
-    if (path.is_absolute() or name.startswith(".")) and not path.exists():
+    if (path.is_absolute() or name.startswith(".")) and not os.path.exists(path):
         raise InputError(f"there is no model at {name!r}")
     try:
         model = _from_pretrained(name, quant, device)
