@@ -23,7 +23,9 @@ FIGURES = DOCS / "benchmarks"
 BENCHMARKS = {
     "mistral-7b": [],
     "step": ["--step"],
+    "step-small-head": ["--step", "--vocab-size", "256", "--case", "peft", "--case", "norms", "--case", "none"],
     "identity": ["--identity"],
+    "export": ["--export", "--repeats", "7"],
     "mistral-7b-cuda": ["--device", "cuda"],
     "step-cuda": ["--device", "cuda", "--step", "--tokens", "512", "1024", "2048", "4096", "8192"],
     "identity-cuda": ["--device", "cuda", "--identity"],
@@ -46,7 +48,7 @@ def section(name: str, *, is_saved: bool) -> str:
     if not is_saved:
         bench(*BENCHMARKS[name], "--json", "--output", str(saved))
     lines = ["```text", bench("--from", str(saved)), "```"]
-    if "--identity" not in BENCHMARKS[name]:
+    if not {"--identity", "--export"} & {*BENCHMARKS[name]}:
         plot = FIGURES / f"{name}.svg"
         bench("--from", str(saved), "--plot", str(plot))
         lines += ["", f"![The figures of this run]({FIGURES.name}/{plot.name})"]

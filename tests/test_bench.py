@@ -21,8 +21,8 @@ from kbitwrap.bench import runner
 from kbitwrap.bench.memory import MemoryMeter, live_bytes, stored_bytes
 from kbitwrap.bench.models import build_model
 from kbitwrap.bench.plot import SUFFIXES, draw
-from kbitwrap.bench.report import allocator_rows, header, identity_rows, preparation_rows, step_rows
-from kbitwrap.bench.settings import CASES, MISTRAL_7B, SMALL, BenchError, Settings, Shape, default_cases
+from kbitwrap.bench.report import allocator_rows, export_rows, header, identity_rows, preparation_rows, step_rows
+from kbitwrap.bench.settings import CASES, EXPORTED, MISTRAL_7B, SMALL, BenchError, Settings, Shape, default_cases
 from kbitwrap.cli import main
 
 HIDDEN, LAYERS, VOCAB = 256, 2, 2048  # the head, made in one piece, decides the peak of a step
@@ -79,6 +79,20 @@ def compared() -> dict[str, Any]:
         patch.setattr(runner, "_run_case", run_here)
         asked = settings(shape=dataclasses.replace(TINY, num_layers=1))
         return runner.run_identity(asked, ["compute"], lambda line: None)
+
+
+@pytest.mark.parametrize("precision", EXPORTED)
+def test_an_export_writes_the_librarys_bytes(precision: str, tmp_path: Path) -> None:
+    asked = settings(step=False, export=True, shape=dataclasses.replace(TINY, vocab_size=8192, hidden_size=1024))
+    case = run_here(precision, asked, tmp_path)
+    assert case["is_identical"]
+    assert case["largest_bytes"] == 8192 * 1024 * 2
+    assert case["export_bytes"] > 2 * case["largest_bytes"]
+    assert case["export_peak_bytes"] <= 2 * case["largest_bytes"]
+    assert {path.name for path in tmp_path.iterdir()} == {"request.json", "answer.json"}
+    summary = {"median": 1.0, "least": 1.0, "most": 1.0, "all": [1.0]}
+    (_, row) = export_rows({"cases": [{**case, "save_seconds": summary, "export_seconds": summary}]})
+    assert (row[0], row[4], row[-1]) == (precision, "1.00", "identical")
 
 
 def by_case(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -487,6 +501,9 @@ def test_a_plot_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         ["--identity", "--reentrant"],
         ["--identity", "--tied"],
         ["--identity", "--plot", "plot.svg"],
+        ["--export", "--plot", "plot.svg"],
+        ["--export", "--case", "peft"],
+        ["--export", "--autocast"],
         ["--plot", "plot.txt"],
         ["--plot", "/no/such/folder/plot.svg"],
         ["--hidden-size", "100"],

@@ -7,8 +7,11 @@ compare theirs with.
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import inspect
 import json
+import os
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,6 +20,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -27,6 +31,7 @@ from .settings import CHUNKED, PEFT, PEFT_UNCLEARED, Settings
 
 _ADAPTED_LAYERS = 2  # without a step, the layers that hold the adapter that "adapted" is told of: the last ones
 _RANK = 16
+_NO_SHARDS = "1TB"
 
 
 class Case:
@@ -70,11 +75,48 @@ class Case:
                 self.settings.shape, self.device, compute_dtype=compute_dtype, seed=self.settings.seed
             )
         self.result["build_seconds"] = seconds[0]
+        if self.settings.export:
+            self._prepare()
+            self._measure_export()
+            return
         self._measure_preparing()
         if self.settings.step:
             self._prepare()
             adapted = self._adapt().train()
             self.result["steps"] = [self._measure_step(adapted, tokens, baseline) for tokens in self.settings.tokens]
+
+    def _measure_export(self) -> None:
+        """Export the base, in turn with the library's way to write the same bytes, which has them at hand."""
+        assert self._wrapper is not None
+        host = MemoryMeter(torch.device("cpu"))
+        exported, saved = self.folder / "exported", self.folder / "saved.safetensors"
+        save: list[float] = []
+        export: list[float] = []
+        peaks: list[int] = []
+        tensors: dict[str, torch.Tensor] = {}
+        for _ in range(1 + self.settings.repeats):
+            _settle_disk()
+            host.start()
+            with self.meter.timed(export):
+                report = self._wrapper.export(exported, max_shard_size=_NO_SHARDS)
+            peaks.append(host.peak())
+            (file,) = exported.glob("*.safetensors")
+            tensors = tensors or {name: tensor.clone() for name, tensor in load_file(file).items()}
+            _settle_disk()
+            with self.meter.timed(save):
+                save_file(tensors, saved, metadata={"format": "pt"})
+            is_identical = filecmp.cmp(file, saved, shallow=False)
+            shutil.rmtree(exported)
+            saved.unlink()
+        self.result |= {
+            # The first also sets things up.
+            "export_seconds": export[1:],
+            "save_seconds": save[1:],
+            "export_peak_bytes": min(peaks),
+            "export_bytes": report.num_bytes,
+            "largest_bytes": max(tensor.nbytes for tensor in tensors.values()),
+            "is_identical": is_identical,
+        }
 
     def _measure_preparing(self) -> None:
         prepare: list[float] = []
@@ -199,6 +241,12 @@ class Case:
                 float((gradients[name].double() - g.double()).abs().max()) for name, g in expected.items()
             ),
         }
+
+
+def _settle_disk() -> None:
+    """Wait for what was written before: it would be written meanwhile."""
+    if hasattr(os, "sync"):
+        os.sync()
 
 
 def _is_base(name: str) -> bool:

@@ -92,9 +92,10 @@ def header(result: dict[str, Any]) -> str:
     ]
     if "combinations" in result:
         return "\n".join([*lines, model, step])
+    compared = "save_file's medians" if settings["export"] else "PEFT's medians"
     lines += [
         f"{model}, head {'tied' if shape['is_tied'] else 'not tied'}",
-        f"timings   median (least - most) of {settings['repeats']}; ratios are to PEFT's medians in this run",
+        f"timings   median (least - most) of {settings['repeats']}; ratios are to {compared} in this run",
         f"memory    {', '.join(sorted({case['memory_method'] for case in result['cases']}))}",
     ]
     if settings["step"]:
@@ -131,6 +132,34 @@ def preparation_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
             )
         )
     return rows
+
+
+def export_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The table of exporting the base.
+
+    Args:
+        result: What ``run_benchmark`` returned.
+
+    Returns:
+        The header and a row for each case.
+    """
+    columns = ("case", "MiB", "save_file s", "export s", "throughput", "peak MiB", "largest tensor MiB", "bytes")
+    return [
+        columns,
+        *(
+            (
+                case["case"],
+                _mib(case["export_bytes"], 0),
+                _seconds(case["save_seconds"]),
+                _seconds(case["export_seconds"]),
+                f"{case['save_seconds']['median'] / case['export_seconds']['median']:.2f}",
+                _mib(case["export_peak_bytes"], 1),
+                _mib(case["largest_bytes"], 1),
+                "identical" if case["is_identical"] else "different",
+            )
+            for case in result["cases"]
+        ),
+    ]
 
 
 def allocator_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:

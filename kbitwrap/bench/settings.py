@@ -86,6 +86,7 @@ class Settings:
         repeats: How often each timing is taken; 0 takes none and no peaks, and leaves loss and gradients.
         seed: Seed of all that is random.
         step: Take training steps.
+        export: Export the prepared base, and nothing else.
         tokens: Tokens in the batch of a training step: one or several numbers, each measured.
         compute_dtype: The dtype that quantized layers compute in.
         autocast: Take the steps under bfloat16 autocast.
@@ -99,6 +100,7 @@ class Settings:
     repeats: int = 3
     seed: int = 0
     step: bool = False
+    export: bool = False
     tokens: tuple[int, ...] = (128,)
     compute_dtype: str = "float32"
     autocast: bool = False
@@ -123,6 +125,10 @@ class Settings:
         return cls(**{**values, "shape": Shape(**values["shape"]), "tokens": tuple(values["tokens"])})
 
 
+EXPORTED = ("full", "compute", "norms")
+"""The cases of an export: everything, little and nothing is stored in another dtype than it is written in."""
+
+
 def default_cases(settings: Settings) -> tuple[str, ...]:
     """The cases that are measured where none is named: those whose figures can differ from all others'.
 
@@ -132,6 +138,8 @@ def default_cases(settings: Settings) -> tuple[str, ...]:
     Returns:
         Their names.
     """
+    if settings.export:
+        return EXPORTED
     has_cache = settings.device.partition(":")[0] == "cuda"
     left_out = {PEFT_UNCLEARED: not has_cache, CHUNKED: not settings.step}
     return tuple(case for case in CASES if not left_out.get(case))

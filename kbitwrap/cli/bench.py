@@ -10,12 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..bench.settings import CASES, CHUNKED, MISTRAL_7B, SMALL, BenchError, Settings, Shape, default_cases
+from ..bench.settings import CASES, CHUNKED, EXPORTED, MISTRAL_7B, SMALL, BenchError, Settings, Shape, default_cases
 from .console import EXIT_DONE, EXIT_NO, InputError, format_table
 
 _SIZE_MULTIPLE = 256  # of the width: heads, feed-forward part and 4-bit blocks then divide it
 _STEP_TOKENS = 128
 _IDENTITY_TOKENS = 32
+_EXPORT_LAYERS = 8
 _OF_STEPS = ("autocast", "reentrant", "modules_to_save")
 
 
@@ -42,6 +43,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="compare loss and gradients with PEFT's, with and without autocast, reentrant checkpointing, "
         f"a trained head and a tied head, {small}",
+    )
+    what.add_argument(
+        "--export",
+        action="store_true",
+        help="export the base while it is prepared, beside safetensors' save_file with the same bytes, "
+        f"by default of {_EXPORT_LAYERS} layers",
     )
     what.add_argument(
         "--from", dest="source", type=Path, metavar="FILE", help="nothing: show what --json saved to this file"
@@ -156,6 +163,8 @@ def _settings(arguments: argparse.Namespace) -> Settings:
             raise InputError(f"{_option(name)} is about training steps, and needs --step")
     if arguments.tied and arguments.identity:
         raise InputError("--identity is with and without --tied: leave it out")
+    if arguments.export and not {*(arguments.case or ())} <= {*EXPORTED}:
+        raise InputError(f"--export: expected --case out of {', '.join(EXPORTED)}")
     default_tokens = _IDENTITY_TOKENS if arguments.identity else _STEP_TOKENS
     return Settings(
         shape=_shape(arguments),
@@ -163,6 +172,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         repeats=arguments.repeats,
         seed=arguments.seed,
         step=arguments.step or arguments.identity,
+        export=arguments.export,
         tokens=tuple(dict.fromkeys(arguments.tokens or [default_tokens])),
         compute_dtype=arguments.compute_dtype or ("float32" if arguments.device == "cpu" else "bfloat16"),
         autocast=arguments.autocast,
@@ -180,7 +190,9 @@ def _shape(arguments: argparse.Namespace) -> Shape:
     if arguments.hidden_size is not None and arguments.hidden_size % _SIZE_MULTIPLE:
         raise InputError(f"--hidden-size: expected a multiple of {_SIZE_MULTIPLE}, found {arguments.hidden_size}")
     shape = (SMALL if arguments.step or arguments.identity else MISTRAL_7B).resized(
-        hidden_size=arguments.hidden_size, num_layers=arguments.layers, vocab_size=arguments.vocab_size
+        hidden_size=arguments.hidden_size,
+        num_layers=arguments.layers or (_EXPORT_LAYERS if arguments.export else None),
+        vocab_size=arguments.vocab_size,
     )
     return dataclasses.replace(shape, is_tied=arguments.tied)
 
@@ -188,7 +200,9 @@ def _shape(arguments: argparse.Namespace) -> Shape:
 def _as_text(result: dict[str, Any]) -> str:
     from ..bench import report
 
-    if "cases" in result:
+    if "cases" in result and result["settings"]["export"]:
+        tables = [report.export_rows(result)]
+    elif "cases" in result:
         tables = [report.preparation_rows(result), report.allocator_rows(result)]
         if result["settings"]["step"]:
             tables.append(report.step_rows(result))
@@ -198,8 +212,8 @@ def _as_text(result: dict[str, Any]) -> str:
 
 
 def _check_plot(arguments: argparse.Namespace) -> None:
-    if arguments.identity:
-        raise InputError("--plot draws times and bytes, and --identity measures neither")
+    if arguments.identity or arguments.export:
+        raise InputError("--plot draws what preparing and training cost, which is not measured here")
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError("--plot needs matplotlib, which is not installed: pip install 'kbitwrap[plot]'")
     from ..bench.plot import SUFFIXES
