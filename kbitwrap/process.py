@@ -21,8 +21,12 @@ LARGE_BLOCK_BYTES = 10 << 20
 
 @contextlib.contextmanager
 def plain_mode() -> Iterator[None]:
-    """No autograd, and no inference mode: a tensor made under it could never be trained with again."""
-    with torch.inference_mode(False), torch.no_grad():
+    """No autograd and no autocast; no inference mode, for a tensor made under it could never be trained with again."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        for device_type in filter(torch.is_autocast_enabled, ("cpu", "cuda", "xpu", "mps")):
+            stack.enter_context(torch.autocast(device_type, enabled=False))
         yield
 
 

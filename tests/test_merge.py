@@ -722,6 +722,17 @@ def test_a_forward_that_was_replaced_is_refused(tmp_path: Path) -> None:
         export(adapted, tmp_path / "merged")
 
 
+def test_autocast_makes_no_difference(tmp_path: Path) -> None:
+    model = training.adapt("llama", zoo.load("llama"))
+    jitter(model)
+    export(model, tmp_path / "plain")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        export(model, tmp_path / "autocast")
+        assert torch.is_autocast_enabled("cpu")
+    plain, found = saved(tmp_path / "plain"), saved(tmp_path / "autocast")
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {name: t.tolist() for name, t in plain.items()}
+
+
 def test_random_numbers_are_left_alone(tmp_path: Path) -> None:
     adapted = training.adapt("llama", zoo.load("llama"), lora_dropout=0.5)
     adapted.train()
