@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -297,6 +299,46 @@ def test_another_version_of_transformers_may_write_a_config_differently(
     assert resume(prepare("full"), checkpoint, tmp_path).losses == run[1][0][2:]
 
 
+@pytest.mark.parametrize("name", ["m.json", NAME])
+def test_a_derived_callback_is_found_by_others(tmp_path: Path, name: str) -> None:
+    class Derived(KbitTrainerCallback):
+        pass
+
+    prepared = prepare("full")
+    callback = Derived(prepared, manifest_name=name)
+    trainer_for(adapt(prepared.model), tmp_path, callbacks=[callback], **EVERY_STEP).train()
+    with pytest.raises(ManifestMismatchError, match=r"config\.precision: expected 'full', found 'norms'"):
+        resume(prepare("norms"), tmp_path / "checkpoint-1", tmp_path)
+
+
+def test_a_damaged_manifest_hides_no_difference(
+    tmp_path: Path, run: tuple[Path, tuple[list[float], dict[str, object]]]
+) -> None:
+    checkpoint = tmp_path / "checkpoint-2"
+    shutil.copytree(run[0], checkpoint)
+    (checkpoint / NAME).write_text("{")
+    with pytest.raises(ManifestMismatchError, match=r"config\.precision") as caught:
+        resume(prepare("norms"), checkpoint, tmp_path)
+    assert str(checkpoint) not in str(caught.value)
+    assert resume(prepare("full"), checkpoint, tmp_path).losses == run[1][0][2:]
+
+
+@pytest.mark.parametrize("saved", [None, [], [None], "text", {}, {"preparation": 5}])
+def test_a_state_that_says_nothing_is_a_warning(
+    tmp_path: Path, run: tuple[Path, tuple[list[float], dict[str, object]]], saved: Any
+) -> None:
+    checkpoint = tmp_path / "checkpoint-2"
+    shutil.copytree(run[0], checkpoint, ignore=shutil.ignore_patterns(NAME))
+    path = checkpoint / "trainer_state.json"
+    state = json.loads(path.read_text())
+    state["stateful_callbacks"]["KbitTrainerCallback"] = saved
+    path.write_text(json.dumps(state))
+    trainer = trainer_with_callback(prepare("none"), tmp_path)
+    with pytest.warns(UserWarning, match="step 2 holds no record of a preparation"):
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert len(trainer.losses) == 1
+
+
 def test_callbacks_made_anew_from_a_checkpoint_compare_too(
     tmp_path: Path, run: tuple[Path, tuple[list[float], dict[str, object]]]
 ) -> None:
@@ -305,6 +347,56 @@ def test_callbacks_made_anew_from_a_checkpoint_compare_too(
     assert (tmp_path / "checkpoint-3" / NAME).is_file()
     with pytest.raises(ManifestMismatchError):
         resume(prepare("norms"), run[0], tmp_path, **kwargs)
+
+
+PROCESS = """
+import json, os, sys, warnings
+from pathlib import Path
+import zoo
+from kbitwrap import KbitPreparedModel, Manifest, ManifestMismatchError
+from kbitwrap.integrations import KbitTrainerCallback
+from trainers import adapt, trainer_for
+
+warnings.simplefilter("ignore")
+folder, precision, checkpoint, rank, port = sys.argv[1:]
+model = zoo.load("llama")  # before the variables: of several processes only the first would write the zoo's checkpoint
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank}
+saved, save = [], Manifest.save
+Manifest.save = lambda self, path: (saved.append(Path(path).parent.name), save(self, path))
+prepared = KbitPreparedModel(model, precision=precision).prepare()
+trainer = trainer_for(
+    adapt(model), Path(folder), callbacks=[KbitTrainerCallback(prepared)], save_strategy="steps", save_steps=1,
+    max_steps=2, ddp_backend="gloo",
+)
+try:
+    trainer.train(resume_from_checkpoint=checkpoint or None)
+except ManifestMismatchError:
+    saved.append("refused")
+print(json.dumps([trainer.args.world_size, len(trainer.losses), saved]))
+"""
+
+
+def test_of_two_processes_one_writes_and_both_refuse(tmp_path: Path) -> None:
+    def run_two(precision: str, checkpoint: str) -> list[list[Any]]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        command = [sys.executable, "-c", PROCESS, str(tmp_path), precision, checkpoint]
+        paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
+        processes = [
+            subprocess.Popen(
+                [*command, str(rank), str(port)],
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+            )
+            for rank in range(2)
+        ]
+        return [json.loads(process.communicate(timeout=300)[0].splitlines()[-1]) for process in processes]
+
+    assert run_two("full", "") == [[2, 2, ["checkpoint-1", "checkpoint-2"]], [2, 2, []]]
+    assert (tmp_path / "checkpoint-1" / NAME).is_file()
+    assert run_two("norms", str(tmp_path / "checkpoint-1")) == [[2, 0, ["refused"]], [2, 0, ["refused"]]]
 
 
 PROGRAM = """

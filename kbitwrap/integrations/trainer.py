@@ -18,6 +18,7 @@ from kbitwrap import (
     KbitPreparedModel,
     LifecycleState,
     Manifest,
+    ManifestError,
     ManifestMismatchError,
     StateError,
     prepared_of,
@@ -135,12 +136,11 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
 
     def _expected(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any] | None:
         """What the checkpoint resumed from says of its preparation."""
-        saved = _callback_states(state).get(type(self).__name__)
-        if isinstance(saved, list):  # of several callbacks of this class
-            saved = saved[-1]
-        record: dict[str, Any] | None = (saved or {}).get("preparation")
-        if record is not None:
-            return record
+        for saved in _callback_states(state).values():  # under the name of a class, which may have been derived
+            for one in saved if isinstance(saved, list) else [saved]:
+                record = one.get("preparation") if isinstance(one, Mapping) else None
+                if isinstance(record, dict):
+                    return record
         path = self._manifest_path(args, state)
         return None if path is None else _essence(Manifest.load(path))
 
@@ -158,8 +158,11 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         if manifest is not None:
             rows = _differences(expected, _essence(manifest))
         path = self._manifest_path(args, state)
-        recorded = None if path is None else Manifest.load(path)
-        if recorded is not None and _differences(expected, _essence(recorded)):
+        try:
+            recorded = None if path is None else Manifest.load(path)
+        except ManifestError:
+            recorded = None  # damaged: what differs is known without it
+        if recorded is None or _differences(expected, _essence(recorded)):
             path = recorded = None  # another checkpoint's
         missing: tuple[str, ...] = ()
         unexpected: tuple[str, ...] = ()
