@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import warnings
@@ -30,6 +31,7 @@ from .planner import Planner
 from .process import LARGE_BLOCK_BYTES, empty_cache, plain_mode, random_state, refuse_retyping_under_ddp
 from .quantization import detect, detect_as_peft
 from .report import ExportReport, RestoreReport, StateDiff
+from .sharding import Gathering
 from .storage import CopyChange, SharedStorageChange, StorageChange, TrainedError
 from .topology import (
     adapter_parameter_ids,
@@ -39,7 +41,7 @@ from .topology import (
     signature,
     walking_once,
 )
-from .twin import Origin, build_twin, peel
+from .twin import Origin, Twin, build_twin, peel
 from .verification import PreparedState
 
 _logger = logging.getLogger(__name__)
@@ -486,7 +488,10 @@ class KbitPreparedModel:
         the files are, byte for byte, those that its ``save_pretrained`` would have written then, configs included,
         whatever adapters, wrappers and trained copies are on it by now. Otherwise it is the model as it is, without
         adapters. What was trained itself, under ``freeze=False``, is written as ``restore(trained="keep")`` would
-        leave it. Several processes that train together must not write to one path: call it on one of them.
+        leave it. Several processes that train together must not write to one path: call it on one of them. Where
+        FSDP2 sharded the model since, call it on all of them: they gather one parameter at a time, rank 0 writes, all
+        get its report, and what fails on one raises on all. What a forward left whole is sharded again, as by
+        ``state_dict()``.
 
         With ``merge_adapters`` it is a plain model, which loads without bitsandbytes and PEFT: quantized weights are
         dequantized (4 bits in the dtype of their ``quant_state``, 8 bits in float32), the deltas of the active adapters
@@ -507,7 +512,8 @@ class KbitPreparedModel:
 
         Raises:
             ConfigError: ``max_shard_size`` cannot be meant.
-            UnsupportedModelError: The model is sharded or offloaded, or ``model`` is another.
+            UnsupportedModelError: The model is offloaded, or sharded by FSDP1 or ZeRO-3, or ``model`` is another; with
+                ``merge_adapters``, it is sharded.
             ExportError: The base is not there any more, because adapters are merged into it or its tensors were
                 replaced (``fqn`` names the first), or it cannot be written; with ``merge_adapters``, an active adapter
                 cannot be merged exactly. Nothing was left at ``path``.
@@ -521,17 +527,13 @@ class KbitPreparedModel:
             >>> report.files, report.num_bytes
             (('model.safetensors',), 16)
         """
-        _refuse_sharded(self.model)
-        live = self.model if model is None else model
-        if not isinstance(live, nn.Module) or peel(live)[0] is not peel(self.model)[0]:
-            raise UnsupportedModelError(
-                f"export() expects what was made of this {type(self.model).__name__}, such as "
-                f"get_peft_model(prepared.model, ...), found another {type(live).__name__}"
-            )
         with plain_mode():
-            twin = build_twin(live, self._journal.changes, self._origin)
-            merged = merge_into(twin) if merge_adapters else ()
-            return export_twin(
+            gathering = None if self._origin is None else Gathering.of(self.model)
+            with contextlib.nullcontext() if gathering is None else gathering.agreeing():
+                twin = self._twin(model, gathering, merge_adapters)
+                merged = merge_into(twin) if merge_adapters else ()
+            write = functools.partial(
+                export_twin,
                 twin,
                 path,
                 max_shard_size=max_shard_size,
@@ -539,6 +541,22 @@ class KbitPreparedModel:
                 progress=self.config.progress,
                 merged=merged,
             )
+            return write() if gathering is None else gathering.lead(write)
+
+    def _twin(self, model: nn.Module | None, gathering: Gathering | None, merge_adapters: bool) -> Twin:
+        live = self.model if model is None else model
+        _refuse_sharded(self.model, allow_dtensor=gathering is not None)
+        if not isinstance(live, nn.Module) or peel(live)[0] is not peel(self.model)[0]:
+            raise UnsupportedModelError(
+                f"export() expects what was made of this {type(self.model).__name__}, such as "
+                f"get_peft_model(prepared.model, ...), found another {type(live).__name__}"
+            )
+        if gathering is not None and merge_adapters:
+            raise UnsupportedModelError(
+                "the adapters of a sharded model cannot be merged; export() the base, save the adapters, and merge "
+                "them into the base loaded from there in one process"
+            )
+        return build_twin(live, self._journal.changes, self._origin, gathering)
 
     def manifest(self) -> Manifest:
         """Record the preparation: the model, the settings, and every base tensor's original content by digest.
@@ -642,12 +660,13 @@ def _refuse_held(model: nn.Module) -> None:
         )
 
 
-def _refuse_sharded(model: nn.Module) -> None:
+def _refuse_sharded(model: nn.Module, *, allow_dtensor: bool) -> None:
     try:
-        refuse_unsupported_tensors(model, allow_meta=False)
+        refuse_unsupported_tensors(model, allow_meta=False, allow_dtensor=allow_dtensor)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
-            f"only a model whose tensors are whole and loaded can be exported ({error.fqn}); export it before sharding",
+            f"only a model whose tensors are loaded, and whole or sharded by FSDP2 since it was prepared, can be "
+            f"exported ({error.fqn}); export it before sharding, or load the base anew",
             fqn=error.fqn,
         ) from error
 
@@ -658,6 +677,7 @@ def _refuse_sharded_since(model: nn.Module) -> None:
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
             f"the model was sharded after it was prepared, and no dtype of a sharded parameter can be changed safely "
-            f"({error.fqn}); restore it before sharding",
+            f"({error.fqn}); call export() on every rank, which writes the exact base of a model sharded by FSDP2, or "
+            "restore before sharding",
             fqn=error.fqn,
         ) from error

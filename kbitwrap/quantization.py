@@ -177,6 +177,22 @@ class RuntimeChange:
         vars(copied).update({**vars(weight), "quant_state": state})
         return copied
 
+    def original_quant_state(self) -> Any:
+        """The layer's 4-bit statistics as they were before it repacked its weight, for a weight that lost them.
+
+        Sharding makes a 4-bit weight a plain tensor; its layer still holds the statistics.
+
+        Returns:
+            The ``QuantState``, a copy where the layer has changed it; ``None`` where there is none.
+        """
+        state = getattr(self.module(), "quant_state", None)
+        held = self.state.get("quant_state", {})
+        if not getattr(state, "packing_format_for_cpu", False) or held.get("packing_format_for_cpu", False):
+            return state
+        state = copy.copy(state)
+        _write(vars(state), {key: (hold, _held(hold)) for key, hold in held.items()}, None)
+        return state
+
     def now(self) -> RuntimeChange:
         """A record of the same layer as it is now; of one that is gone, this record."""
         module = self.module()

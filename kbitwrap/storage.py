@@ -234,15 +234,17 @@ class StorageChange:
     def read_original(self) -> torch.Tensor | None:
         """The value that ``restore(trained="keep")`` would put back, and nothing changed; ``None`` where it is gone."""
         parameter = self.reference()
-        if parameter is None:
-            return None
-        if self.kept is not None and _is_same_tensor(parameter, self.kept):
-            return parameter.data
+        return None if parameter is None else self.original_of(parameter.data)
+
+    def original_of(self, current: torch.Tensor) -> torch.Tensor:
+        """The same for a parameter that stores the current value given, or would if it were whole."""
+        if self.kept is not None and _is_same_tensor(current, self.kept):
+            return current
         if self.kept is None:
-            return self._rounded(parameter.data)
+            return self._rounded(current)
         was_trained, policy, self.trained_policy = self.was_trained, self.trained_policy, "keep"
         try:
-            return self._laid_out(self._original(parameter.data))
+            return self._laid_out(self._original(current))
         finally:
             self.was_trained, self.trained_policy = was_trained, policy
 

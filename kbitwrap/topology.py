@@ -230,12 +230,13 @@ def adapter_parameter_ids(model: nn.Module) -> set[int]:
     return {id(tensor.parameter) for tensor in named_tensors(model)} - base
 
 
-def refuse_unsupported_tensors(model: nn.Module, *, allow_meta: bool) -> None:
+def refuse_unsupported_tensors(model: nn.Module, *, allow_meta: bool, allow_dtensor: bool = False) -> None:
     """Raise for a model whose parameters cannot be edited one by one.
 
     Args:
         model: The model.
         allow_meta: Whether parameters on the meta device are fine (they are for planning).
+        allow_dtensor: Whether parameters sharded as DTensors are fine (they are for an export by all ranks).
 
     Raises:
         UnsupportedModelError: It is no module, has no parameters, is sharded (DTensor, FSDP1, FSDP2, ZeRO-3) or has a
@@ -253,7 +254,7 @@ def refuse_unsupported_tensors(model: nn.Module, *, allow_meta: bool) -> None:
     flat_parameter = _loaded("torch.distributed.fsdp", "FlatParameter")
     for fqn, _, _, parameter in tensors:
         sharding = None
-        if isinstance(parameter, d_tensor):
+        if isinstance(parameter, d_tensor) and not allow_dtensor:
             sharding = "a DTensor (FSDP2 or tensor parallelism)"
         elif isinstance(parameter, flat_parameter) or getattr(parameter, "_is_flat_param", False):
             sharding = "an FSDP1 flat parameter"

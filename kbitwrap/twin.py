@@ -23,8 +23,9 @@ from .journal import Change
 from .lazy import LazyTensor
 from .precision import Float32Forward
 from .quantization import RuntimeChange, has_runtime_state
+from .sharding import Gathering, Recorded, class_before_sharding, is_sharded_tensor
 from .storage import Layout, SharedStorageChange, StorageChange
-from .topology import is_adapter_module
+from .topology import is_adapter_module, named_tensors, storage_key
 from .upcast import Float32Copy, StandInState, UpcastTensor
 
 # Under one of PEFT's own modules, the child in which the base goes on; the first that is there.
@@ -118,7 +119,7 @@ class _Copier:
         return shell
 
     def _shell(self, module: nn.Module) -> nn.Module:
-        shell: nn.Module = object.__new__(type(module))
+        shell: nn.Module = object.__new__(class_before_sharding(module))
         fields = shell.__dict__
         fields.update({name: value for name, value in vars(module).items() if not isinstance(value, _STAND_INS)})
         for name in _ADAPTER_ATTRIBUTES:
@@ -158,7 +159,7 @@ def peel(module: nn.Module) -> tuple[nn.Module, tuple[nn.Module, ...]]:
         names: tuple[str, ...] = ()
         if is_adapter:
             names = _BASE_CHILDREN
-        elif _WRAPS.match(type(module).__module__):
+        elif _WRAPS.match(class_before_sharding(module).__module__):
             names = _WRAPPED_CHILDREN
         child = next((c for name in names if (c := module._modules.get(name)) is not None), None)
         if child is None:
@@ -179,11 +180,16 @@ class Origin:
 
     def __init__(self, model: nn.Module) -> None:
         self._configs: dict[int, Any] = {}
-        self._places = {}
+        self._places: dict[str, tuple[weakref.ref[nn.Module], dict[str, Recorded]]] = {}
+        self._keys = {tensor.fqn: id(tensor.parameter) for tensor in named_tensors(model)}
+        by_memory: dict[int, set[int]] = {}
         for fqn, module in peeled_modules(model):
             for _, config in _configs(module):
                 copy.deepcopy(config, self._configs)
-            self._places[fqn] = weakref.ref(module), {n: (weakref.ref(p), p.numel()) for n, p in _parameters(module)}
+            self._places[fqn] = weakref.ref(module), {n: Recorded.of(p) for n, p in _parameters(module)}
+            for _, parameter in _parameters(module):
+                by_memory.setdefault(storage_key(parameter), set()).add(id(parameter))
+        self._sharing_memory = {key for keys in by_memory.values() if len(keys) > 1 for key in keys}
 
     def config(self, config: Any) -> Any:
         """A config as it was recorded; one that is new, as it is."""
@@ -205,13 +211,44 @@ class Origin:
                 raise _changed(fqn, "is gone" if module is None else "was replaced")
             parameters = dict(_parameters(module))
             for name in {**recorded, **parameters}:
-                parameter, (was, size) = parameters.get(name), recorded.get(name, (lambda: None, None))
-                # Not by shape: a 4-bit layer that repacks its weight for the CPU gives it another of as many elements.
-                if parameter is None or parameter is not was() or parameter.numel() != size:
+                parameter, was = parameters.get(name), recorded.get(name)
+                if parameter is None or was is None or not was.is_same(module, parameter):
                     raise _changed(f"{fqn}.{name}" if fqn else name, "was replaced or resized")
         for fqn, module in live.items():
             if any(True for _ in _parameters(module)):
                 raise _changed(fqn, "was added")
+
+    def promised(
+        self, model: nn.Module, changes: Sequence[StorageChange], layers: dict[int, RuntimeChange], gathering: Gathering
+    ) -> dict[int, torch.Tensor]:
+        """Have the originals of the parameters that were sharded since promised.
+
+        Args:
+            model: The live model; its parameters are those that were recorded.
+            changes: What parameters stored, the newest first.
+            layers: What was recorded of quantized layers, by their ``id``.
+            gathering: What gathers the parameters.
+
+        Returns:
+            What stands for a sharded parameter, by its ``id``.
+
+        Raises:
+            ExportError: An original cannot be told from what is there; ``fqn`` names the first one.
+        """
+        unknown = next((change.fqn for change in changes if change.fqn not in self._keys), None)
+        if unknown is not None:  # the drop-in's second preparation, of a model with adapters by then
+            raise _cannot_tell(unknown, "it was prepared again, under this name")
+        stored = {self._keys[change.fqn]: change for change in changes}
+        found: dict[int, torch.Tensor] = {}
+        for prefix, module in peeled_modules(model):
+            for name, parameter in _parameters(module):
+                if is_sharded_tensor(parameter) and id(parameter) not in found:
+                    fqn, was = f"{prefix}.{name}" if prefix else name, self._places[prefix][1][name]
+                    if was.key in self._sharing_memory:
+                        raise _cannot_tell(fqn, "another parameter lay in its memory")
+                    layer = layers.get(id(module))
+                    found[id(parameter)] = gathering.promise(fqn, parameter, was, stored.get(was.key), layer)
+        return found
 
 
 def _changed(fqn: str, what: str) -> ExportError:
@@ -220,6 +257,10 @@ def _changed(fqn: str, what: str) -> ExportError:
         "modules_to_save), so the exact base is not there any more; export before that, or load the base anew",
         fqn=fqn,
     )
+
+
+def _cannot_tell(fqn: str, why: str) -> ExportError:
+    return ExportError(f"{fqn}: {why}, which a sharded model does not show any more; export before sharding", fqn=fqn)
 
 
 def _configs(module: nn.Module) -> list[tuple[str, Any]]:
@@ -248,13 +289,19 @@ def peeled_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, n
             yield from peeled_modules(child, f"{prefix}{name}.")
 
 
-def build_twin(model: nn.Module, changes: Iterable[Change] = (), origin: Origin | None = None) -> Twin:
+def build_twin(
+    model: nn.Module,
+    changes: Iterable[Change] = (),
+    origin: Origin | None = None,
+    gathering: Gathering | None = None,
+) -> Twin:
     """Copy a model's base on paper, with a preparation taken back.
 
     Args:
         model: The live model, prepared or not, with adapters and wrappers inside and around it or without.
         changes: What the preparation's journal holds, oldest first.
         origin: What was recorded of the base before it was prepared.
+        gathering: What gathers the parameters, where they were sharded since.
 
     Returns:
         The twin.
@@ -268,13 +315,18 @@ def build_twin(model: nn.Module, changes: Iterable[Change] = (), origin: Origin 
     # Undoing goes from the newest to the oldest, so that the oldest has the last word.
     newest_first = list(changes)[::-1]
     stand_ins: dict[int, torch.Tensor] = {}
+    stored: list[StorageChange] = []
     for change in newest_first:
         if isinstance(change, StorageChange):
             stand_ins |= _stand_ins([change])
+            stored.append(change)
         elif isinstance(change, SharedStorageChange):
             stand_ins |= _shared_stand_ins(change.changes)
+            stored += change.changes
     records = [change for change in newest_first if isinstance(change, RecordChange)]
     layers = {id(layer.module()): layer for record in records for layer in record.layers}
+    if origin is not None and gathering is not None:
+        stand_ins |= origin.promised(model, stored, layers, gathering)
     copier = _Copier(stand_ins, layers, origin)
     twin = copier.copy("", model)
     converted = {id(stand_in) for stand_in in stand_ins.values()} - copier.kept_dtype

@@ -42,6 +42,7 @@ ROOMS = (
     "plan",
     "report",
     "lazy",
+    "sharding",
     "stream",
     "verification",
     "twin",

@@ -1,0 +1,245 @@
+"""Sharded parameters (FSDP2) made whole one at a time, by all ranks together, for one rank to write.
+
+A rank can have a tensor's values only if every rank takes part in gathering them. So rank 0 leads: it says which tensor
+is next, and every rank gathers that one. Whatever order the writer takes, and wherever it fails, all ranks do the same,
+and none is left waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import distributed, nn
+
+from .errors import ConfigError, ExportError
+from .lazy import LazyTensor
+from .quantization import RuntimeChange, is_quantized_parameter
+from .storage import StorageChange
+from .topology import named_modules
+
+T = TypeVar("T")
+
+_FSDP2 = "torch.distributed.fsdp"
+
+
+def is_sharded_tensor(tensor: Any) -> bool:
+    """Whether a tensor is a ``DTensor``: a part of it is on this rank, and the whole of it need not be on any."""
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return loaded is not None and isinstance(tensor, loaded.DTensor)
+
+
+def class_before_sharding(module: nn.Module) -> type[nn.Module]:
+    """The class of a module, without the one that ``fully_shard`` makes of it and puts in its place."""
+    cls: Any = type(module)
+    made = getattr(sys.modules.get(_FSDP2), "FSDPModule", ())
+    found: type[nn.Module] = next(base for base in cls.__mro__ if not issubclass(base, made))
+    return found
+
+
+class Recorded(NamedTuple):
+    """A parameter before the model was prepared; sharding replaces it by another object.
+
+    Attributes:
+        reference: The parameter, weakly.
+        num_elements: How many elements it had.
+        key: Its ``id`` at that time, by which its other places and what was recorded elsewhere are found.
+        quantized_class: Its class, if it held quantized storage; sharding makes it a plain tensor.
+        quant_state: Its 4-bit statistics, weakly, if it had any; sharding leaves them on the layer alone.
+    """
+
+    reference: weakref.ref[nn.Parameter]
+    num_elements: int
+    key: int
+    quantized_class: type[torch.Tensor] | None
+    quant_state: weakref.ref[Any] | None
+
+    @staticmethod
+    def of(parameter: nn.Parameter) -> Recorded:
+        """Record a parameter."""
+        state = getattr(parameter, "quant_state", None)
+        return Recorded(
+            weakref.ref(parameter),
+            parameter.numel(),
+            id(parameter),
+            type(parameter) if is_quantized_parameter(parameter) else None,
+            None if state is None else weakref.ref(state),
+        )
+
+    def is_same(self, module: nn.Module, parameter: torch.Tensor) -> bool:
+        """Whether a live parameter of a module is the one recorded, or, as far as can be told, that one sharded."""
+        # Not by shape: a 4-bit layer that repacks its weight for the CPU gives it another of as many elements.
+        if parameter.numel() != self.num_elements:
+            return False
+        if not is_sharded_tensor(parameter):
+            return parameter is self.reference()
+        return self.quant_state is None or self.quant_state() is getattr(module, "quant_state", None)
+
+
+class Gathering:
+    """The sharded parameters of one export: on every rank the same, in the same order."""
+
+    def __init__(self) -> None:
+        self._tensors: list[tuple[str, Any]] = []
+        self._is_led = False
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Gathering | None:
+        """Start gathering a model, all of it sharded as between two training steps; ``None`` where nothing is.
+
+        FSDP2 leaves parameters whole after some forwards, in the dtype of a mixed-precision policy. They are sharded
+        again as ``state_dict()`` does it: by the hooks that FSDP2 has put on the modules for that.
+
+        Args:
+            model: The live model.
+
+        Returns:
+            A gathering that has promised nothing yet.
+        """
+        is_sharded = False
+        for _, module in named_modules(model):
+            for hook in list(module._state_dict_pre_hooks.values()):
+                if str(getattr(hook, "__module__", None)).startswith(_FSDP2):
+                    hook(module, "", False)
+            is_sharded |= any(is_sharded_tensor(parameter) for parameter in module._parameters.values())
+        return cls() if is_sharded else None
+
+    def promise(
+        self,
+        fqn: str,
+        parameter: torch.Tensor,
+        was: Recorded,
+        change: StorageChange | None,
+        layer: RuntimeChange | None,
+    ) -> LazyTensor:
+        """Promise a parameter's original, whole, to be computed inside ``lead``.
+
+        Args:
+            fqn: Its name.
+            parameter: The sharded parameter.
+            was: What it was.
+            change: What it stored, if that was recorded.
+            layer: What was recorded of the quantized layer that it belongs to, if it does.
+
+        Returns:
+            The tensor promised.
+
+        Raises:
+            ExportError: The values are not all that there was to the parameter, and the rest is lost.
+        """
+        if was.quantized_class is not None and was.quant_state is None:
+            raise ExportError(
+                f"{fqn}: sharding took the scales off this {was.quantized_class.__name__}; shard with "
+                "fully_shard(..., ignored_params={every Int8Params}), or export before sharding",
+                fqn=fqn,
+            )
+        index = len(self._tensors)
+        self._tensors.append((fqn, parameter))
+        is_changed = change is not None and (parameter.dtype != change.dtype or change.kept is not None)
+        dtype = change.dtype if change is not None and is_changed else parameter.dtype
+
+        def compute() -> torch.Tensor:
+            if not self._is_led:
+                raise RuntimeError(f"{fqn} is sharded: its values are there only while all ranks write together")
+            _tell(index)
+            gathered = self._gather(index)
+            return change.original_of(gathered) if change is not None and is_changed else gathered
+
+        promised = _lazy_class(was.quantized_class)(parameter.shape, dtype, compute)
+        if was.quant_state is not None:
+            state = was.quant_state() if layer is None else layer.original_quant_state()
+            vars(promised)["quant_state"] = state
+        return promised
+
+    @contextlib.contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """Do something on every rank; raise on all of them where it failed on one, or came out differently.
+
+        Raises:
+            ExportError: It failed on another rank, or another rank is to gather something else.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        tensors = [(fqn, tuple(tensor.shape), str(tensor.dtype)) for fqn, tensor in self._tensors]
+        found: list[Any] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(found, (None if error is None else str(error), tensors))
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback holds this frame
+        for rank, (message, others) in enumerate(found):
+            if message is not None:
+                raise ExportError(f"rank {rank} cannot export: {message}")
+            if others != tensors:
+                raise ExportError(
+                    f"rank {rank} holds other sharded parameters than rank {distributed.get_rank()}: expected the same "
+                    "model on every rank, prepared and sharded in the same way"
+                )
+
+    def lead(self, write: Callable[[], T]) -> T:
+        """Write on rank 0 what was promised, while all other ranks help to gather it.
+
+        Args:
+            write: Writes; called on rank 0 alone.
+
+        Returns:
+            What it returned, on every rank.
+
+        Raises:
+            Exception: What ``write`` raised, on rank 0; on the others an ``ExportError`` or ``ConfigError`` saying so.
+        """
+        if distributed.get_rank() != 0:
+            return self._follow()  # type: ignore[no-any-return]
+        self._is_led = True
+        try:
+            result = write()
+        except BaseException as error:
+            _tell((ConfigError if isinstance(error, ConfigError) else ExportError, str(error) or type(error).__name__))
+            raise
+        finally:
+            self._is_led = False
+        _tell((None, result))
+        return result
+
+    def _follow(self) -> Any:
+        while isinstance(message := _tell(None), int):
+            self._gather(message)
+        error, result = message
+        if error is not None:
+            raise error(f"rank 0 could not export: {result}")
+        return result
+
+    def _gather(self, index: int) -> torch.Tensor:
+        tensor = self._tensors[index][1].detach()
+        if tensor.device.type != tensor.device_mesh.device_type:  # offloaded: gathered where the ranks communicate
+            tensor = tensor.to(tensor.device_mesh.device_type)
+        gathered: torch.Tensor = tensor.full_tensor()
+        return gathered
+
+
+@functools.cache
+def _lazy_class(quantized_class: type[torch.Tensor] | None) -> type[LazyTensor]:
+    """Lazy tensors that are of a class of quantized parameters too, by which transformers counts the parameters."""
+    if quantized_class is None:
+        return LazyTensor
+    return type(f"Lazy{quantized_class.__name__}", (LazyTensor, quantized_class), {})
+
+
+def _tell(message: Any) -> Any:
+    """Send a message of rank 0 to all ranks; what the others pass does not matter.
+
+    Returns:
+        The message.
+    """
+    messages = [message]
+    distributed.broadcast_object_list(messages, src=0)
+    return messages[0]

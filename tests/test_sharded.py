@@ -1,0 +1,245 @@
+"""Exporting by two processes what FSDP2 sharded after it was prepared: the very files that were saved before."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import socket
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.multiprocessing
+import transformers
+from torch import distributed, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import zoo
+from kbitwrap import ConfigError, ExportError, KbitPreparedModel, UnsupportedModelError
+from snapshot import Snapshot
+from training import adapt, step
+
+WORLD_SIZE = 2
+SHARD = 20_000  # bytes: several files
+TIED = {"gpt2"}
+
+
+class Case(NamedTuple):
+    architecture: str
+    quant: str
+    precision: str
+    quant_storage: torch.dtype = torch.uint8
+
+
+EXACT = [
+    Case("llama", "nf4", "norms"),
+    Case("llama", "nf4", "adapted"),
+    Case("llama", "nf4", "none", torch.bfloat16),
+    Case("llama", "nf4-double", "full"),
+    Case("llama", "nf4", "compute"),
+    Case("llama", "int8", "full"),
+    Case("gpt2", "nf4", "norms"),
+    Case("gpt2", "nf4", "full"),
+]
+REFUSED = [Case("llama", "nf4", "full")] * 3 + [Case("llama", "int8", "norms")]
+
+
+def load(case: Case) -> transformers.PreTrainedModel:
+    if case.quant_storage == torch.uint8:
+        model = zoo.load(case.architecture, case.quant)
+    else:
+        config = transformers.BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=case.quant,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+            bnb_4bit_quant_storage=case.quant_storage,
+        )
+        model = zoo.load(case.architecture, case.quant, quantization_config=config)
+    # A NaN's payload, which does not survive float32, in a row that no batch looks up.
+    table = model.get_input_embeddings().weight
+    if case.architecture not in TIED:
+        table.data[5, 3:5].view(torch.int16).copy_(torch.tensor([0x7FA5, -3]))
+    return model
+
+
+def read(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def blocks(model: nn.Module) -> nn.ModuleList:
+    return next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+
+
+def shard(live: nn.Module, **kwargs: Any) -> None:
+    """Each block, then the rest, as users do it; 8-bit weights stay whole, because their scales would be lost."""
+    ignored = {p for p in live.parameters() if type(p).__name__ == "Int8Params"}
+    for block in blocks(live):
+        fully_shard(block, ignored_params=ignored, **kwargs)
+    fully_shard(live, ignored_params=ignored, **kwargs)
+
+
+def spawn(function: Callable[..., None], cases: list[Case], folder: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(enter, (function, cases, folder, port), nprocs=WORLD_SIZE)
+
+
+def enter(rank: int, function: Callable[..., None], cases: list[Case], folder: Path, port: int) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    # Before the group exists: transformers lets only the first of several processes write a checkpoint.
+    models = [load(case) for case in cases]
+    expected = []
+    for index, model in enumerate(models):
+        saved = folder / f"saved-{rank}-{index}"
+        model.save_pretrained(saved, max_shard_size=SHARD)
+        expected.append(read(saved))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE))
+    distributed.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE)
+    try:
+        function(rank, models, expected, folder)
+    finally:
+        distributed.destroy_process_group()
+
+
+# ----------------------------------------------------------------------------------------------------
+# The very files that were saved before.
+# ----------------------------------------------------------------------------------------------------
+
+
+def exports_exactly(
+    rank: int, models: list[transformers.PreTrainedModel], expected: list[dict[str, bytes]], folder: Path
+) -> None:
+    for index, (case, model) in enumerate(zip(EXACT, models, strict=True)):
+        name = case.architecture
+        prepared = KbitPreparedModel(model, precision=case.precision).prepare()
+        peft_model = adapt(name, model)
+        prepared.adopt(peft_model)
+        policy = (
+            MixedPrecisionPolicy(param_dtype=torch.bfloat16) if case.precision == "full" else MixedPrecisionPolicy()
+        )
+        shard(peft_model, mp_policy=policy)
+
+        def export(when: str, expected: dict[str, bytes] = expected[index], index: int = index) -> None:
+            path = folder / f"{when}-{index}"
+            report = prepared.export(path, max_shard_size=SHARD)  # noqa: B023
+            assert read(path) == expected
+            assert report.files == tuple(sorted(expected))
+            assert bool(report.converted) == (case.precision in ("full", "compute"))  # noqa: B023
+
+        export("sharded")
+        if case.precision == "compute":
+            continue  # FSDP2 does not train what stands in front of its parameters
+        step(name, peft_model)
+        before = Snapshot(peft_model)
+        export("trained")
+        assert before.diff(Snapshot(peft_model)) == []
+        table = model.get_input_embeddings()
+        assert isinstance(table.weight, DTensor)
+        with torch.no_grad():
+            peft_model(**zoo.inputs(name, model))
+        if not isinstance(table.weight, DTensor):
+            export("whole")
+            assert isinstance(table.weight, DTensor)
+        step(name, peft_model, seed=1)
+        flat = torch.cat([p.to_local().flatten() for p in peft_model.parameters() if p.requires_grad])
+        assert flat.isfinite().all()
+    assert {path.name for path in folder.glob("whole-*")}  # the root stays whole after a forward without backward
+
+
+def test_the_files_are_those_saved_before(tmp_path: Path) -> None:
+    spawn(exports_exactly, EXACT, tmp_path)
+
+
+# ----------------------------------------------------------------------------------------------------
+# What fails, on all ranks.
+# ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def files_up_to(num_bytes: int) -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def fails_on_all(
+    rank: int, models: list[transformers.PreTrainedModel], expected: list[dict[str, bytes]], folder: Path
+) -> None:
+    model, merged, sharing, eight_bits = models
+    prepared = KbitPreparedModel(model, precision="full").prepare()
+    peft_model = adapt("llama", model)
+    shard(peft_model)
+    step("llama", peft_model)
+    before = Snapshot(peft_model)
+    path = folder / "export"
+
+    for call in (prepared.restore, lambda: prepared.suspended().__enter__()):
+        with pytest.raises(UnsupportedModelError, match=r"sharded after it was prepared.*export\(\) on every rank"):
+            call()
+    with pytest.raises(UnsupportedModelError, match=r"sharded model cannot be merged.*export\(\) the base"):
+        prepared.export(path, merge_adapters=True)
+    with pytest.raises(ConfigError, match="max_shard_size"):
+        prepared.export(path, max_shard_size=-1)
+    # A mistake of the last rank alone.
+    error, message = (
+        (ExportError, r"rank 1 cannot export: export\(\) expects") if rank == 0 else (UnsupportedModelError, "")
+    )
+    with pytest.raises(error, match=message):
+        prepared.export(path, model=None if rank == 0 else nn.Linear(2, 2))
+    # Failures of the first rank alone: before it writes, and after it has written some.
+    (folder / "taken").mkdir(exist_ok=True)
+    (folder / "taken" / "file").touch()
+    with pytest.raises(ExportError, match="exists and is not empty"):
+        prepared.export(folder / "taken")
+    sizes = [len(data) for name, data in sorted(expected[0].items()) if name.endswith(".safetensors")]
+    assert sizes[0] < max(sizes)
+    with (
+        files_up_to(max(sizes) - 1),
+        pytest.raises(ExportError, match="rank 0 could not export" if rank else "written"),
+    ):
+        prepared.export(path, max_shard_size=SHARD)
+    assert not path.exists()
+    assert before.diff(Snapshot(peft_model)) == []
+    prepared.export(path, max_shard_size=SHARD)
+    assert read(path) == expected[0]
+
+    prepared = KbitPreparedModel(merged, precision="norms").prepare()
+    shard(adapt("llama", merged).merge_and_unload())
+    with pytest.raises(ExportError, match=r"q_proj.weight was replaced") as caught:
+        prepared.export(folder / "merged")
+    assert caught.value.fqn == "model.layers.0.self_attn.q_proj.weight"
+
+    sharing.lm_head.weight = nn.Parameter(sharing.model.embed_tokens.weight.data)
+    prepared = KbitPreparedModel(sharing, precision="none").prepare()
+    shard(adapt("llama", sharing))
+    with pytest.raises(ExportError, match=r"embed_tokens.weight: another parameter lay in its memory"):
+        prepared.export(folder / "sharing")
+
+    plain = nn.Sequential(nn.LayerNorm(8)).bfloat16()
+    prepared = KbitPreparedModel(plain, precision="none").prepare()
+    plain[0] = FullyShardedDataParallel(plain[0], device_id=torch.device("cpu"), use_orig_params=True)
+    with pytest.raises(UnsupportedModelError, match=r"sharded by FSDP2.*export it before sharding"):
+        prepared.export(folder / "plain")
+
+    prepared = KbitPreparedModel(eight_bits, precision="norms").prepare()
+    fully_shard(eight_bits)
+    with pytest.raises(ExportError, match=r"took the scales off this Int8Params.*ignored_params"):
+        prepared.export(folder / "eight-bits")
+    assert {path.name for path in folder.iterdir() if "saved" not in path.name} == {"export", "taken"}
+
+
+def test_what_fails_on_one_fails_on_all(tmp_path: Path) -> None:
+    spawn(fails_on_all, REFUSED, tmp_path)
