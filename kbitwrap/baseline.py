@@ -15,7 +15,7 @@ from .digest import content_digest, is_dense
 from .edits import FlagsChange
 from .journal import Change, Journal
 from .topology import named_modules, named_tensors, only_reading
-from .twin import Origin, peeled_modules
+from .twin import Origin, peel, peeled_modules
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,11 @@ class Baseline:
             parameters = [tensor.parameter for tensor in named_tensors(model)]
             self._prepared = {id(p): (weakref.ref(p), p.dtype, p.requires_grad) for p in parameters}
         _baselines.add(self)
+
+    def origin_of(self, model: nn.Module) -> Origin | None:
+        """The origin where a model is the one prepared, with adapters or without; ``None`` of a part or a container."""
+        prepared = self._model()
+        return self.origin if prepared is not None and peel(prepared)[0] is peel(model)[0] else None
 
     def changes(self) -> Sequence[Change]:
         """What the journal holds, oldest first; nothing once all is undone."""

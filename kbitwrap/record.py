@@ -85,7 +85,7 @@ def read_contents(model: nn.Module, *, progress: bool = False) -> Contents:
     baseline = Baseline.find(model) or Baseline()
     with plain_mode():
         try:
-            twin = build_twin(model, baseline.changes(), baseline.origin).model
+            twin = build_twin(model, baseline.changes(), baseline.origin_of(model)).model
         except ExportError as error:
             raise ManifestError(f"cannot tell what the base was: {error}") from error
         live = {

@@ -581,6 +581,19 @@ def test_other_versions_are_no_mismatch() -> None:
     Manifest.from_json(json.dumps(data)).check(zoo.load("llama"))
 
 
+def test_a_part_and_a_container_of_a_prepared_model_are_compared_by_their_originals() -> None:
+    whole = Container(zoo.load("llama"))
+    part = whole.layers[0].model
+    with KbitPreparedModel(whole, gradient_checkpointing=False) as prepared:
+        of_whole = prepared.manifest()
+    with KbitPreparedModel(part) as prepared:
+        of_part = prepared.manifest()
+    with KbitPreparedModel(whole.layers[0], precision="full"):
+        assert part.norm.weight.dtype == torch.float32
+        of_whole.check(whole)
+        of_part.check(part)
+
+
 class Container(nn.Module):
     """A model without a config around one that has one, as sentence embedders are."""
 
