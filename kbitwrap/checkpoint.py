@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,9 @@ _SINGLE = "model.safetensors"
 # Rounded at once, in bytes: it stays in the processor's cache, and is below the 32,768 elements from which torch takes
 # several threads, whose meeting costs more than it gains, and a great deal where other processes want the cores.
 _PIECE = 96 << 10
+# Read and written at once, in elements: as many as an allocator gives the memory of again, as it does not with whole
+# tensors.
+_READ = 1 << 20
 # What PEFT trains of a base module beside it has the base module's canonical name.
 _TRAINED_COPY = re.compile(r"\.(modules_to_save|ln_tuning_layers)\.|\.trainable_tokens_")
 # What bitsandbytes saves of an 8-bit layer beside its weight.
@@ -62,21 +65,45 @@ class StoredTensor:
             OverflowError: A value is finite, and too large for ``dtype``.
         """
         result = torch.empty(self.shape, dtype=dtype or self.dtype)
-        flat = result.reshape(-1)
         with open(self.path, "rb", buffering=0) as file:
             file.seek(self.start)
-            if dtype is None or dtype == self.dtype:
-                self._fill(flat, file)
-                return result
-            piece = torch.empty(min(flat.numel(), _PIECE // self.dtype.itemsize), dtype=self.dtype)
-            for target in flat.split(max(len(piece), 1)):
-                source = piece[: len(target)]
-                self._fill(source, file)
-                target.copy_(source)
-                # bfloat16 has the range of float32, or nearly: what lies beyond rounds to infinity as it should.
-                if dtype == torch.float16 and not torch.equal(target.isinf(), source.isinf()):
-                    raise OverflowError(f"a value is too large for {dtype}, whose largest is {torch.finfo(dtype).max}")
+            self._round(result.reshape(-1), file)
         return result
+
+    def read_pieces(self, dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
+        """Read it a few mebibytes at a time.
+
+        Args:
+            dtype: Round it to this dtype.
+
+        Yields:
+            Flat tensors, which follow one another.
+
+        Raises:
+            OverflowError: A value is finite, and too large for ``dtype``.
+        """
+        left = math.prod(self.shape)
+        with open(self.path, "rb", buffering=0) as file:
+            file.seek(self.start)
+            while left:
+                piece = torch.empty(min(left, _READ), dtype=dtype or self.dtype)
+                self._round(piece, file)
+                left -= len(piece)
+                yield piece
+
+    def _round(self, flat: torch.Tensor, file: io.FileIO) -> None:
+        """Read what is next in the file into a flat tensor."""
+        if flat.dtype == self.dtype:
+            self._fill(flat, file)
+            return
+        piece = torch.empty(min(len(flat), _PIECE // self.dtype.itemsize), dtype=self.dtype)
+        for target in flat.split(max(len(piece), 1)):
+            source = piece[: len(target)]
+            self._fill(source, file)
+            target.copy_(source)
+            # bfloat16 has the range of float32, or nearly: what lies beyond rounds to infinity as it should.
+            if flat.dtype == torch.float16 and not torch.equal(target.isinf(), source.isinf()):
+                raise OverflowError(f"a value is too large for {flat.dtype}, whose largest is 65504")
 
     def _fill(self, target: torch.Tensor, file: io.FileIO) -> None:
         left = memoryview(target.view(torch.uint8).numpy().data)

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -326,13 +326,13 @@ def _no_values() -> torch.Tensor:
 
 
 def _lazy(name: str, stored: StoredTensor, dtype: torch.dtype | None) -> LazyTensor:
-    compute = stored.read if dtype is None else functools.partial(_read_as, name, stored, dtype)
-    return LazyTensor(stored.shape, dtype or stored.dtype, compute)
+    compute, pieces = functools.partial(stored.read, dtype), functools.partial(_pieces, name, stored, dtype)
+    return LazyTensor(stored.shape, dtype or stored.dtype, compute, pieces)
 
 
-def _read_as(name: str, stored: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
+def _pieces(name: str, stored: StoredTensor, dtype: torch.dtype | None) -> Iterator[torch.Tensor]:
     try:
-        return stored.read(dtype)
+        yield from stored.read_pieces(dtype)
     except OverflowError as error:
         raise ExportError(f"{name}: {error}; convert to bfloat16", fqn=name) from error
 

@@ -486,5 +486,5 @@ def test_memory_is_that_of_one_tensor(tmp_path: Path) -> None:
     found = subprocess.run(
         [sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, check=True, cwd=ROOT
     )
-    # The half copy of one float32 tensor, of eight.
-    assert 0.4 < int(found.stdout) / (4 * size) < 0.75
+    # Pieces of a tensor: one is written while the next is read.
+    assert int(found.stdout) / (4 * size) < 0.75
