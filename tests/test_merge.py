@@ -370,6 +370,25 @@ def test_methods_over_a_plain_layer_of_a_quantized_model(method: str, tmp_path: 
     assert not torch.allclose(found.double(), base_weight(layer.get_base_layer()), atol=1e-3)
 
 
+VARIANTS: dict[str, dict[str, Any]] = {
+    "patterns": {"rank_pattern": {"q_proj": 16, r".*\.1\..*\.down_proj": 2}, "alpha_pattern": {"v_proj": 64}},
+    "replicated layers": {"layer_replication": [[0, 2], [1, 2]]},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_lora_on_all_linear_layers(variant: str, tmp_path: Path) -> None:
+    config = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", **VARIANTS[variant])
+    adapted = get_peft_model(zoo.load("llama"), config)
+    jitter(adapted)
+    export(adapted, tmp_path / "merged")
+    tensors, layers = saved(tmp_path / "merged"), layers_of(adapted)
+    assert len(layers) == (21 if "layer_replication" in VARIANTS[variant] else 14)
+    for fqn, layer in layers.items():
+        assert_rounded_once(tensors[f"{fqn}.weight"], lora_weight(layer))
+    load("llama", tmp_path / "merged")
+
+
 @pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")  # PEFT does not know RMS norms
 def test_layer_norm_tuning(tmp_path: Path) -> None:
     model = zoo.load("llama")
