@@ -302,14 +302,6 @@ def _forget_quantization(model: nn.Module) -> None:
         fields = vars(module)
         for name in _MODEL_ATTRIBUTES:
             fields.pop(name, None)
-        if fields.get("_weight_conversions"):
-            # Where the base was loaded from a quantized checkpoint, those that read it have no way back.
-            fields["_weight_conversions"] = [c for c in fields["_weight_conversions"] if not _is_a_quantizers(c)]
     for config in _configs(model):
         for name in _CONFIG_ATTRIBUTES:
             vars(config).pop(name, None)
-
-
-def _is_a_quantizers(conversion: Any) -> bool:
-    """Whether a conversion between a checkpoint's tensors and a model's was added by the model's quantizer."""
-    return any("hf_quantizer" in vars(operation) for operation in getattr(conversion, "operations", ()))

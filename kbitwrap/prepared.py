@@ -21,7 +21,7 @@ from .baseline import Baseline
 from .census import Census
 from .config import PrepareConfig
 from .edits import AccelerateChange, Anchor, EditBase, FlagsChange, Hold
-from .errors import ConfigError, EditError, RestoreError, StateError, UnsupportedModelError
+from .errors import ConfigError, EditError, ManifestError, RestoreError, StateError, UnsupportedModelError
 from .export import export_twin
 from .journal import Change, Journal, Resume, undo_all
 from .manifest import Manifest
@@ -143,6 +143,7 @@ class KbitPreparedModel:
         self._suspension: tuple[Resume, Resume] | None = None
         self._upcasts_all = False
         self._turned_on = 0
+        self._configs: list[PrepareConfig] = []  # of the preparations applied, each other one once
         self._planned_for: int | None = None  # the model's signature
         self.state = LifecycleState.NEW
         self.config = config
@@ -239,6 +240,8 @@ class KbitPreparedModel:
             baseline.settle(self.model, origin)
             self._census, self._origin, self._baseline = census, origin, baseline
             self._prepared_state = prepared_state
+            if plan.config not in self._configs:
+                self._configs.append(plan.config)
             self._upcasts_all |= plan.config.precision.upcasts_all and plan.casts
             self._report = None
             _holders.add(self)
@@ -311,6 +314,7 @@ class KbitPreparedModel:
         turned_on, self._turned_on = self._turned_on, 0
         self._census = self._origin = self._prepared_state = self._baseline = None
         self._upcasts_all = False
+        self._configs = []
         if self.config.empty_cache:
             empty_cache()
         if turned_on:
@@ -584,6 +588,11 @@ class KbitPreparedModel:
         """
         if self.state not in _HELD:
             self._expect_prepared("manifest")
+        if len(self._configs) > 1:
+            raise ManifestError(
+                "prepare_model_for_kbit_training was called again with other settings, and a manifest records one "
+                "preparation; restore() the model and prepare it once"
+            )
         return Manifest.of(self.model, self.plan)
 
     @classmethod

@@ -244,7 +244,7 @@ def staged(destination: str | os.PathLike[str], *, overwrite: bool = False) -> I
     Raises:
         ExportError: Something stands at the destination (nothing was written), or writing failed (nothing is left).
     """
-    target = Path(os.path.realpath(destination))
+    target = _target(destination)
     with _as_export_error(destination), _parents_of(target):
         _recover(target)
         _refuse_existing(target, destination, overwrite)
@@ -264,7 +264,7 @@ def atomic_write(path: str | os.PathLike[str], data: bytes) -> None:
     Raises:
         ExportError: It cannot be written; it is as it was before.
     """
-    target = Path(os.path.realpath(path))
+    target = _target(path)
     with _as_export_error(path), _parents_of(target):
         _recover(target)
         with _temporary(target, _touch) as temporary:
@@ -273,6 +273,15 @@ def atomic_write(path: str | os.PathLike[str], data: bytes) -> None:
                 os.fsync(file.fileno())
             os.replace(temporary, target)
         _sync(target.parent)
+
+
+def _target(path: str | os.PathLike[str]) -> Path:
+    if not os.fspath(path):
+        raise ExportError("'': expected a path; '.' is the working directory")
+    try:
+        return Path(os.path.realpath(path))
+    except ValueError as error:  # a NUL
+        raise ExportError(f"{os.fspath(path)!r}: cannot be a path: {error}") from error
 
 
 @contextlib.contextmanager

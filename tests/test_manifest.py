@@ -19,6 +19,7 @@ import torch
 import transformers
 from torch import nn
 
+import kbitwrap
 import zoo
 from kbitwrap import (
     KbitPreparedModel,
@@ -767,3 +768,18 @@ def test_the_page_shows_the_fields_that_there_are(llama: Manifest) -> None:
 def test_the_page_lists_what_the_hash_leaves_out() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert [name for name in _VOLATILE if f"`{name}`" not in page] == []
+
+
+@pytest.mark.filterwarnings("ignore:restore.. made:UserWarning")
+def test_two_preparations_with_other_settings_are_not_one() -> None:
+    model = zoo.load("llama")
+    for _ in range(2):  # the same again changes nothing
+        kbitwrap.prepare_model_for_kbit_training(model)
+    prepared = kbitwrap.prepared_of(model)
+    assert prepared is not None
+    assert prepared.manifest().config.precision == "full"
+    kbitwrap.prepare_model_for_kbit_training(model, precision="norms")
+    with pytest.raises(ManifestError, match="other settings"):
+        prepared.manifest()
+    prepared.restore()
+    assert prepared.prepare().manifest().config.precision == "full"

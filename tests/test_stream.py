@@ -507,3 +507,12 @@ def test_what_was_moved_out_of_the_way_comes_back(tmp_path: Path) -> None:
         write_folder(destination, "new")
     assert content_of(destination) == ["old", "old"]
     assert names_in(tmp_path) == ["out"]
+
+
+def test_what_cannot_be_a_path() -> None:
+    with pytest.raises(ExportError, match="cannot be a path"):
+        atomic_write("a\0b", b"")
+    with pytest.raises(ExportError, match="cannot be a path"), staged("a\0b"):
+        pass
+    with pytest.raises(ExportError, match="expected a path"), staged("", overwrite=True):
+        pass
