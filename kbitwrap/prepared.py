@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from .baseline import Baseline
 from .census import Census
-from .config import PrepareConfig
+from .config import Precision, PrepareConfig
 from .edits import AccelerateChange, Anchor, EditBase, FlagsChange, Hold
 from .errors import ConfigError, EditError, ManifestError, RestoreError, StateError, UnsupportedModelError
 from .export import export_twin
@@ -143,7 +143,7 @@ class KbitPreparedModel:
         self._suspension: tuple[Resume, Resume] | None = None
         self._upcasts_all = False
         self._turned_on = 0
-        self._configs: list[PrepareConfig] = []  # of the preparations applied, each other one once
+        self._precisions: set[Precision] = set()  # of the preparations applied, one on top of the other
         self._planned_for: int | None = None  # the model's signature
         self.state = LifecycleState.NEW
         self.config = config
@@ -240,8 +240,7 @@ class KbitPreparedModel:
             baseline.settle(self.model, origin)
             self._census, self._origin, self._baseline = census, origin, baseline
             self._prepared_state = prepared_state
-            if plan.config not in self._configs:
-                self._configs.append(plan.config)
+            self._precisions.add(plan.config.precision)
             self._upcasts_all |= plan.config.precision.upcasts_all and plan.casts
             self._report = None
             _holders.add(self)
@@ -314,7 +313,7 @@ class KbitPreparedModel:
         turned_on, self._turned_on = self._turned_on, 0
         self._census = self._origin = self._prepared_state = self._baseline = None
         self._upcasts_all = False
-        self._configs = []
+        self._precisions = set()
         if self.config.empty_cache:
             empty_cache()
         if turned_on:
@@ -588,9 +587,9 @@ class KbitPreparedModel:
         """
         if self.state not in _HELD:
             self._expect_prepared("manifest")
-        if len(self._configs) > 1:
+        if len(self._precisions) > 1:
             raise ManifestError(
-                "prepare_model_for_kbit_training was called again with other settings, and a manifest records one "
+                "prepare_model_for_kbit_training was called again with another precision, and a manifest records one "
                 "preparation; restore() the model and prepare it once"
             )
         return Manifest.of(self.model, self.plan)

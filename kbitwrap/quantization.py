@@ -16,7 +16,6 @@ of transformers                                      layers in the dtype it load
 from __future__ import annotations
 
 import copy
-import functools
 import sys
 import weakref
 from dataclasses import dataclass
@@ -51,11 +50,7 @@ class Quantization:
 
 def _bitsandbytes_classes(*names: str) -> tuple[type, ...]:
     """Classes of ``bitsandbytes.nn`` by name, if it is loaded: without it no model can hold one of its layers."""
-    return _classes_in(sys.modules.get("bitsandbytes.nn"), names)
-
-
-@functools.cache
-def _classes_in(module: Any, names: tuple[str, ...]) -> tuple[type, ...]:
+    module = sys.modules.get("bitsandbytes.nn")
     return tuple(cls for name in names if (cls := getattr(module, name, None)) is not None)
 
 

@@ -432,7 +432,7 @@ def test_what_was_saved_is_shown_again(
         ("[]", "is not what --json prints"),
         ('{"a": 1}', "is not what --json prints"),
         ('{"cases": []}', "is not what --json prints: KeyError"),
-        ('{"cases": 1, "environment": 1}', "is not what --json prints: TypeError"),
+        ('{"cases": 1, "environment": 1, "settings": {"export": false}}', "is not what --json prints: TypeError"),
     ],
 )
 def test_what_was_not_saved_is_refused(

@@ -594,20 +594,6 @@ def test_another_model(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_sharded_model(tmp_path: Path) -> None:
-    model = zoo.load("llama")
-    prepared = KbitPreparedModel(model).prepare()
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        torch.distributed.fsdp.fully_shard(model.model.layers[0])
-        with pytest.raises(UnsupportedModelError, match="export it before sharding") as caught:
-            prepared.export(tmp_path / "export")
-    finally:
-        torch.distributed.destroy_process_group()
-    assert caught.value.fqn.startswith("model.layers.0.")
-    assert list(tmp_path.iterdir()) == []
-
-
 # ----------------------------------------------------------------------------------------------------
 # Where it goes.
 # ----------------------------------------------------------------------------------------------------

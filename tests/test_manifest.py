@@ -771,7 +771,7 @@ def test_the_page_lists_what_the_hash_leaves_out() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:restore.. made:UserWarning")
-def test_two_preparations_with_other_settings_are_not_one() -> None:
+def test_two_preparations_with_other_precisions_are_not_one() -> None:
     model = zoo.load("llama")
     for _ in range(2):  # the same again changes nothing
         kbitwrap.prepare_model_for_kbit_training(model)
@@ -779,7 +779,7 @@ def test_two_preparations_with_other_settings_are_not_one() -> None:
     assert prepared is not None
     assert prepared.manifest().config.precision == "full"
     kbitwrap.prepare_model_for_kbit_training(model, precision="norms")
-    with pytest.raises(ManifestError, match="other settings"):
+    with pytest.raises(ManifestError, match="another precision"):
         prepared.manifest()
     prepared.restore()
     assert prepared.prepare().manifest().config.precision == "full"
