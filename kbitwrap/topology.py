@@ -57,7 +57,7 @@ def only_reading(*, anew: bool = False) -> Iterator[None]:
         yield
 
 
-def _walk(function: Callable[P, T]) -> Callable[P, T]:
+def kept_while_walking(function: Callable[P, T]) -> Callable[P, T]:
     """A function of a model whose result ``walking_once`` keeps; nobody may change it."""
 
     @functools.wraps(function)
@@ -109,7 +109,7 @@ def canonical_fqn(fqn: str) -> str:
     return _INNER.sub("", "." + fqn)[1:]
 
 
-@_walk
+@kept_while_walking
 def named_modules(model: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, nn.Module]]:
     """List the modules of a model, as ``model.named_modules()`` does, in a tenth of its time.
 
@@ -136,7 +136,7 @@ def named_modules(model: nn.Module, *, remove_duplicate: bool = True) -> list[tu
     return found
 
 
-@_walk
+@kept_while_walking
 def named_tensors(model: nn.Module, *, remove_duplicate: bool = True) -> list[NamedTensor]:
     """List the parameters of a model, with their owners.
 
@@ -179,7 +179,7 @@ def is_adapter_module(module: nn.Module) -> bool:
 _BASE_CHILDREN = ({"base_layer"}, {"original_module", "token_adapter"}, {"base_model"})
 
 
-@_walk
+@kept_while_walking
 def base_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """List the modules of the base, through whatever PEFT put around and between them.
 
@@ -211,7 +211,7 @@ def base_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-@_walk
+@kept_while_walking
 def adapter_parameter_ids(model: nn.Module) -> set[int]:
     """The ``id`` of every parameter that belongs to an adapter and not also to the base.
 

@@ -25,13 +25,14 @@ from .precision import Float32Forward
 from .quantization import RuntimeChange, has_runtime_state
 from .sharding import Gathering, Recorded, class_before_sharding, is_sharded_tensor
 from .storage import Layout, SharedStorageChange, StorageChange
-from .topology import is_adapter_module, named_tensors, storage_key
+from .topology import is_adapter_module, kept_while_walking, named_tensors, storage_key
 from .upcast import Float32Copy, StandInState, UpcastTensor
 
 # Under one of PEFT's own modules, the child in which the base goes on; the first that is there.
 _BASE_CHILDREN = ("base_layer", "token_adapter", "original_module", "base_model", "lora_model", "model")
 # Under a wrapper of torch's or deepspeed's: DDP and engines, torch.compile, activation checkpointing.
 _WRAPPED_CHILDREN = ("module", "_orig_mod", "_checkpoint_wrapped_module")
+_CHILDREN = {*_BASE_CHILDREN, *_WRAPPED_CHILDREN}
 # Torch's own layers and containers are none: whoever fills a container names its children.
 _WRAPS = re.compile(r"(?:torch|deepspeed)\b(?!\.nn\.modules\b)")
 # What PEFT, and transformers' own use of it, leave on the base model.
@@ -154,7 +155,7 @@ def peel(module: nn.Module) -> tuple[nn.Module, tuple[nn.Module, ...]]:
         The first that is none of them, and PEFT's modules above it, the outermost first.
     """
     wrappers: list[nn.Module] = []
-    while True:
+    while not _CHILDREN.isdisjoint(module._modules):
         is_adapter = is_adapter_module(module)
         names: tuple[str, ...] = ()
         if is_adapter:
@@ -163,10 +164,11 @@ def peel(module: nn.Module) -> tuple[nn.Module, tuple[nn.Module, ...]]:
             names = _WRAPPED_CHILDREN
         child = next((c for name in names if (c := module._modules.get(name)) is not None), None)
         if child is None:
-            return module, tuple(wrappers)
+            break
         if is_adapter:
             wrappers.append(module)
         module = child
+    return module, tuple(wrappers)
 
 
 class Origin:
@@ -272,21 +274,26 @@ def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, p) for name, p in module._parameters.items() if p is not None)
 
 
-def peeled_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Walk the base's modules by the names that they have without adapters and wrappers.
+@kept_while_walking
+def peeled_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """List the base's modules by the names that they have without adapters and wrappers.
 
     Args:
-        module: The live model.
-        prefix: What every name begins with.
+        model: The live model.
 
-    Yields:
+    Returns:
         ``(fqn, module)`` in depth-first order, a shared module under each of its names.
     """
-    base, _ = peel(module)
-    yield prefix.removesuffix("."), base
-    for name, child in base._modules.items():
-        if child is not None:
-            yield from peeled_modules(child, f"{prefix}{name}.")
+    found: list[tuple[str, nn.Module]] = []
+    stack = [("", model)]
+    while stack:
+        fqn, module = stack.pop()
+        base, _ = peel(module)
+        found.append((fqn, base))
+        if base._modules:
+            prefix = f"{fqn}." if fqn else ""
+            stack += [(prefix + name, m) for name, m in reversed(base._modules.items()) if m is not None]
+    return found
 
 
 def build_twin(
