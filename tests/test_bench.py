@@ -83,10 +83,11 @@ def compared() -> dict[str, Any]:
 
 @pytest.mark.parametrize("precision", EXPORTED)
 def test_an_export_writes_the_librarys_bytes(precision: str, tmp_path: Path) -> None:
-    asked = settings(step=False, export=True, shape=dataclasses.replace(TINY, vocab_size=8192, hidden_size=1024))
+    # Large enough that what Python and the C library take on the way, some 20 MiB, does not decide.
+    asked = settings(step=False, export=True, shape=dataclasses.replace(TINY, vocab_size=32768, hidden_size=1024))
     case = run_here(precision, asked, tmp_path)
     assert case["is_identical"]
-    assert case["largest_bytes"] == 8192 * 1024 * 2
+    assert case["largest_bytes"] == 32768 * 1024 * 2
     assert case["export_bytes"] > 2 * case["largest_bytes"]
     assert case["export_peak_bytes"] <= 2 * case["largest_bytes"]
     assert {path.name for path in tmp_path.iterdir()} == {"request.json", "answer.json"}
