@@ -24,7 +24,7 @@ BENCHMARKS = {
     "mistral-7b": [],
     "step": ["--step"],
     "step-small-head": ["--step", "--vocab-size", "256", "--case", "peft", "--case", "norms", "--case", "none"],
-    "identity": ["--identity"],
+    "identity": ["--identity", "--layers", "2", "--hidden-size", "256", "--tokens", "16"],
     "export": ["--export", "--repeats", "7"],
     "mistral-7b-cuda": ["--device", "cuda"],
     "step-cuda": ["--device", "cuda", "--step", "--tokens", "512", "1024", "2048", "4096", "8192"],
