@@ -206,7 +206,8 @@ class StorageChange:
 
     def _rounded(self, current: torch.Tensor) -> torch.Tensor:
         """The current value in the original dtype, NaN payloads included."""
-        rounded = current.detach().to(self.dtype)
+        # Of the original's dtype already, it would be the live memory, where no payload is to be written.
+        rounded = current.detach().to(self.dtype, copy=self.payloads is not None)
         if self.payloads is not None and tuple(rounded.shape) == self.layout.shape:
             self.payloads.write(rounded)
         return rounded

@@ -702,3 +702,13 @@ def test_a_difference_beyond_the_first_piece_shows() -> None:
     assert same_values(left, right)
     right[-1] = 1
     assert not same_values(left, right)
+
+
+def test_reading_the_original_writes_nothing() -> None:
+    parameter = nn.Parameter(torch.tensor([0x7FC1, 0x3F80], dtype=torch.int16).view(torch.bfloat16), False)
+    change = StorageChange("weight", parameter)
+    parameter.data.view(torch.int16)[0] = 0x7FC5  # another NaN, written by somebody since
+    original = change.read_original()
+    assert original is not None
+    assert original.view(torch.int16).tolist() == [0x7FC1, 0x3F80]
+    assert parameter.view(torch.int16).tolist() == [0x7FC5, 0x3F80]
