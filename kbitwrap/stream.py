@@ -66,7 +66,7 @@ def write_safetensors(
     *,
     progress: Callable[[int], object] | None = None,
 ) -> int:
-    """Write a safetensors file, with the values of one tensor in memory at a time.
+    """Write a safetensors file, with the values of two tensors in memory at most: one is written, the next computed.
 
     The file is, byte for byte, what ``safetensors.torch.save_file`` writes (which puts two and more entries of
     ``metadata`` in random order; here they are sorted). Tensors that are not contiguous are made so; tensors that
@@ -82,7 +82,8 @@ def write_safetensors(
         The bytes of the tensors, in bytes.
 
     Raises:
-        ExportError: A tensor is not dense, or of a dtype that the format does not have; nothing is written.
+        ExportError: A tensor is not dense, or of a dtype that the format does not have, or its pieces are not the whole
+            of it; nothing is left.
         OSError: The file cannot be written; nothing is left. `staged` makes it an ``ExportError``.
     """
     header, offsets = _header(tensors, metadata)
@@ -94,10 +95,21 @@ def write_safetensors(
             with _Background(file, progress) as background:
                 for name in _by_lineage(tensors, offsets):
                     offset = len(header) + offsets[name]
+                    left = tensors[name].nbytes
                     for piece in pieces(tensors[name]):
+                        left -= piece.nbytes
+                        if left < 0:  # it would be written over the next tensor
+                            break
                         background.write(offset, _bytes_of(piece))
                         offset += piece.nbytes
                         del piece  # it is not kept while the next one is computed
+                    if left:
+                        found = "more" if left < 0 else "fewer"
+                        raise ExportError(
+                            f"{name}: expected {tensors[name].nbytes} bytes, found {found}: it changed while it was "
+                            "exported; export while nothing replaces or resizes it",
+                            fqn=name,
+                        )
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(path)

@@ -186,6 +186,15 @@ def test_a_lazy_tensor_is_written_piece_by_piece(tmp_path: Path, monkeypatch: py
     assert (tmp_path / "file").read_bytes() == save({"a": whole, "b": torch.ones(3)})
 
 
+@pytest.mark.parametrize("num_elements", [0, 5, 7])
+def test_pieces_that_are_not_the_whole_are_refused(tmp_path: Path, num_elements: int) -> None:
+    lazy = LazyTensor((6,), torch.float16, lambda: torch.ones(6), lambda: iter([torch.ones(num_elements).half()]))
+    with pytest.raises(ExportError, match=r"a: expected 12 bytes, found (more|fewer)") as caught:
+        write_safetensors(tmp_path / "file", {"a": lazy, "b": torch.ones(3).half()})
+    assert caught.value.fqn == "a"
+    assert names_in(tmp_path) == []
+
+
 def test_an_error_of_the_disk_in_the_background_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_module, "_SMALL", 1)
 
