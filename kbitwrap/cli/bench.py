@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.settings import CASES, CHUNKED, EXPORTED, MISTRAL_7B, SMALL, BenchError, Settings, Shape, default_cases
-from .console import EXIT_DONE, EXIT_NO, InputError, format_table
+from .console import EXIT_DONE, EXIT_NO, InputError, add_command, format_table
 
 _SIZE_MULTIPLE = 256  # of the width: heads, feed-forward part and 4-bit blocks then divide it
 _STEP_TOKENS = 128
@@ -26,9 +26,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     Args:
         subparsers: What ``ArgumentParser.add_subparsers`` returned.
     """
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "bench",
-        help="measure PEFT's preparation and each precision on the same model",
+        run,
+        summary="measure PEFT's preparation and each precision on the same model",
         description="Build a model with random quantized weights, by default with the exact shapes of Mistral-7B-v0.3, "
         "and measure PEFT's preparation and each precision on it, each in a process of its own: time, live bytes, "
         "peaks; with --step, training steps on a smaller model; with --identity, whether compute gives PEFT's numbers. "
@@ -92,12 +94,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=8 << 20,
         help=f"size of the head's pieces in the case {CHUNKED} (default: %(default)s)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object in place of tables")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write what is printed to this file too")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw the figures to this file, such as bench.svg; needs matplotlib"
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import importlib.util
 import json
 
 from .. import Precision, PrepareConfig
-from .console import EXIT_DONE, EXIT_NO, InputError, format_table, quiet_libraries
+from .console import EXIT_DONE, EXIT_NO, InputError, add_command, format_table, quiet_libraries
 
 _MAX_SEED = 2**63 - 1
 
@@ -18,9 +18,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     Args:
         subparsers: What ``ArgumentParser.add_subparsers`` returned.
     """
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "demo",
-        help="prepare, train and restore a small quantized model, and check every promise",
+        run,
+        summary="prepare, train and restore a small quantized model, and check every promise",
         description="Build a small model, load it quantized, prepare it, train a LoRA on it, generate from it while "
         "suspended, restore it and merge the LoRA; check after each step that the model is what it has to be. "
         "Needs no network. Exit status: 0 every check passed, 1 one failed, 2 bad usage or bad input.",
@@ -38,8 +40,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--device", metavar="DEVICE", help="such as cpu or cuda:1 (default: cuda if there is one)")
     parser.add_argument("--steps", type=_positive, default=30, help="training steps (default: %(default)s)")
     parser.add_argument("--seed", type=_seed, default=0, help="seed of all that is random (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object in place of text")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

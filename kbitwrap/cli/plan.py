@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import ConfigError, Plan, Precision, PrepareConfig, UnsupportedModelError
-from .console import EXIT_DONE, EXIT_NO, InputError, first_line, format_table, quiet_libraries
+from .console import EXIT_DONE, EXIT_NO, InputError, add_command, first_line, format_table, quiet_libraries
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -19,9 +19,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     Args:
         subparsers: What ``ArgumentParser.add_subparsers`` returned.
     """
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "plan",
-        help="what preparing a model costs, from its config alone",
+        run,
+        summary="what preparing a model costs, from its config alone",
         description="Plan the preparation of a model from its config, without reading a weight, and print what each "
         "precision adds, by role. Exit status: 0 every precision asked for fits the memory budget (or there is none), "
         "1 one does not, 2 bad usage or bad input.",
@@ -53,8 +55,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=_budget,
         help="what the peak of the preparation may be, such as 512MiB",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object in place of text")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
