@@ -18,13 +18,24 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from .errors import ExportError
-from .quantization import is_quantized_layer
+from .quantization import Rows, is_quantized_layer
 
-# The largest difference allowed between what a layer and its merge compute, relative to the largest output. Rounding
-# in float32 stays below it; half a unit in the last place of float16, the finer half dtype, is 2**-12.
+# The largest difference allowed between what a layer and its merge compute, relative to the largest output, adapted or
+# not. Rounding in float32 stays below it; half a unit in the last place of float16, the finer half dtype, is 2**-12.
 _TOLERANCE = 2.0**-15
 _QUANTIZED_MODULE = ".bnb"  # where PEFT has a method's layers for bitsandbytes, beside ``.layer``
 _QUANTIZED_SUFFIX = re.compile(r"(4bit|8bitLt)$")
+# Methods that merge row by row: their tensors that have a row, or an element, for each row of a linear layer's weight.
+_WITH_ROWS = {
+    "adalora": ("lora_B",),
+    "hira": ("hira_B",),
+    "ia3": ("ia3_l",),
+    "loha": ("hada_w1_a", "hada_w2_a"),
+    "lora": ("lora_B", "lora_magnitude_vector"),
+    "vera": ("vera_B", "vera_lambda_b"),
+}
+_LINEAR_LAYERS = ("Linear", "SVDLinear")
+_VARIANTS_WITH_ROWS = ("DoraLinearVariant",)  # of LoRA
 # accelerate's: the forward between its hooks, what it calls, and the hook.
 _HOOKED_FORWARD = ("forward", "_old_forward", "_hf_hook")
 
@@ -103,7 +114,12 @@ def refuse_unmergeable(fqn: str, wrapper: Any) -> None:
 
 
 def merge_layer(
-    fqn: str, layer: Any, active: tuple[str, ...], plain: nn.Module, stored: torch.Tensor | None = None
+    fqn: str,
+    layer: Any,
+    active: tuple[str, ...],
+    plain: nn.Module,
+    stored: torch.Tensor | None = None,
+    rows: Rows = ...,
 ) -> nn.Module:
     """Merge a layer's active adapters into a plain float32 base, and make sure that it computes what the layer does.
 
@@ -114,6 +130,7 @@ def merge_layer(
         plain: The float32 base, from `float32_module`; it may be changed.
         stored: Where the base is quantized, the storage of its weight, which is what a method that does not know of
             quantization reads.
+        rows: Which rows of the weight the base has, where `merges_by_rows` says that it need not have all.
 
     Returns:
         The merged module, in float32.
@@ -121,31 +138,36 @@ def merge_layer(
     Raises:
         ExportError: It cannot be merged exactly.
     """
+    active = _those_with_rows(layer, active, rows)
+    if not active:
+        return plain
     is_by_name = parameter_name(layer) is not None
     if plain._modules and not is_by_name:
         raise refusal(fqn, layer, active, f"it adapts several modules of {type(plain).__name__} at once")
     try:
         if "forward" in vars(layer) and "_hf_hook" not in vars(layer):
             raise TypeError("its forward was replaced, and may depend on the input in any way")
-        adapted = _float32_layer(layer, plain)
+        adapted = _float32_layer(layer, active, plain, rows)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             # A parameter that is adapted by name is not that of a layer that could be run by itself.
             probe = None if is_by_name else _probe(plain)
             runs = adapted
             if stored is not None and not _knows_quantization(layer):
-                runs = _float32_layer(layer, _as_stored(plain, stored))
-            expected = None if probe is None else runs(probe)
+                runs = _float32_layer(layer, active, _as_stored(plain, stored), rows)
+            outputs = [] if probe is None else [plain(probe), runs(probe)]
             adapted.merge(safe_merge=False, adapter_names=list(active))
             merged: nn.Module = adapted.get_base_layer()
-            found = None if probe is None else merged(probe)
+            outputs += [] if probe is None else [merged(probe)]
     except Exception as error:
         raise refusal(fqn, layer, active, error) from error
     # Weights that are not finite are not this function's to refuse.
-    if expected is not None and found is not None and bool(torch.isfinite(found).all()):
-        error_ratio = float((found - expected).abs().max() / expected.abs().max())
-        if not error_ratio <= _TOLERANCE:
-            why = f"merged, it computes another output (off by {error_ratio:.1e} of the largest)"
+    if outputs and bool(torch.isfinite(outputs[-1]).all()):
+        unadapted, expected, found = outputs
+        difference = float((found - expected).abs().max())
+        largest = max(float(output.abs().max()) for output in (unadapted, expected))
+        if not difference <= _TOLERANCE * largest:
+            why = f"merged, it computes another output (off by {difference:.1e}, the largest is {largest:.1e})"
             raise refusal(fqn, layer, active, why)
     return merged
 
@@ -160,7 +182,78 @@ def _knows_quantization(layer: Any) -> bool:
     return type(layer).__module__.endswith(_QUANTIZED_MODULE) or layer.quantization_backend is not None
 
 
-def _float32_layer(layer: Any, plain: nn.Module) -> Any:
+def merges_by_rows(source: nn.Module, layer: Any, active: Sequence[str]) -> bool:
+    """Whether each row of a merged weight is made of the same row of the base's, so that some can be merged alone.
+
+    So it is with LoRA, its weight-decomposed kind and a few methods more on linear layers, with LoRA on embeddings, and
+    with trained rows of embeddings. Other methods may be alike; they are merged as a whole.
+
+    Args:
+        source: The module that is adapted.
+        layer: PEFT's layer around it.
+        active: The adapters to merge.
+    """
+    if not is_quantized_layer(source) and type(source).forward not in (nn.Linear.forward, nn.Embedding.forward):
+        return False  # it may do anything with what it computes
+    variants = vars(layer).get("lora_variant", {})
+    names = {type(variants[name]).__name__ for name in active if name in variants}
+    match _method_and_kind(layer):
+        case method, kind if method in _WITH_ROWS and kind in _LINEAR_LAYERS:
+            return names.issubset(_VARIANTS_WITH_ROWS)
+        case "lora", "Embedding":
+            return not names
+        case "trainable_tokens", "TrainableTokensLayer":
+            return True
+    return False
+
+
+def _method_and_kind(layer: Any) -> tuple[str, str]:
+    """The names of one of PEFT's methods, and of its layer's class for a base that is not quantized."""
+    cls = type(layer)
+    method = cls.__module__.removeprefix("peft.tuners.").removesuffix(".layer").removesuffix(_QUANTIZED_MODULE)
+    return method, _QUANTIZED_SUFFIX.sub("", cls.__name__)
+
+
+def _those_with_rows(layer: Any, active: tuple[str, ...], rows: Rows) -> tuple[str, ...]:
+    """The adapters that change any of some rows: all of them, unless they say which rows they train."""
+    indices = vars(layer).get("token_indices")
+    if indices is None or not isinstance(rows, slice):
+        return active
+    return tuple(name for name in active if any(rows.start <= index < rows.stop for index in indices[name]))
+
+
+def _cut_to_rows(layer: Any, active: Sequence[str], rows: Rows) -> dict[int, Any]:
+    """What takes the place of what in a copy of a layer that has some rows only: a memo of ``copy.deepcopy``."""
+    if not isinstance(rows, slice):
+        return {}
+    cut: list[tuple[Any, Any]] = []
+    for name in active:
+        if "token_indices" in vars(layer):
+            indices, delta = layer.token_indices[name], layer.trainable_tokens_delta[name]
+            places = [place for place, index in enumerate(indices) if rows.start <= index < rows.stop]
+            cut += [(indices, [indices[place] - rows.start for place in places]), (delta, delta[places])]
+        elif name in getattr(layer, "lora_embedding_A", ()):
+            cut.append((layer.lora_embedding_A[name], layer.lora_embedding_A[name][:, rows]))
+        else:
+            holders = [getattr(layer, container) for container in _WITH_ROWS[_method_and_kind(layer)[0]]]
+            for part in [holder[name] for holder in holders if name in holder]:
+                tensors: list[Any] = (
+                    [part.weight, getattr(part, "bias", None)] if isinstance(part, nn.Module) else [part]
+                )
+                # What has a single row, as what IA3 scales an input by, has it for all.
+                cut += [(tensor, tensor[rows]) for tensor in tensors if tensor is not None and len(tensor) > 1]
+    return {
+        id(whole): nn.Parameter(part.detach().clone()) if isinstance(part, torch.Tensor) else part
+        for whole, part in cut
+    }
+
+
+def _product(lora_A: nn.Linear, lora_B: nn.Linear, adapter_name: str | None = None) -> torch.Tensor:  # noqa: N803
+    """What ``DoraLinearLayer.get_lora_weight`` computes by way of a unit matrix as wide as the layer, for FSDP."""
+    return lora_B.weight @ lora_A.weight
+
+
+def _float32_layer(layer: Any, active: Sequence[str], plain: nn.Module, rows: Rows) -> Any:
     """A copy of one of PEFT's layers in float32, over a plain base."""
     base = layer._modules["base_layer"]
     memo: dict[int, Any] = {id(base): plain}
@@ -175,7 +268,11 @@ def _float32_layer(layer: Any, plain: nn.Module) -> Any:
         tensors = [value for value in tree_leaves(dict(vars(module))) if isinstance(value, torch.Tensor)]
         memo |= {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf}
         stack += [child for child in module._modules.values() if child is not None and child is not base]
-    copied = copy.deepcopy(layer, memo)
+    copied = copy.deepcopy(layer, memo | _cut_to_rows(layer, active, rows))
+    copied._active_adapter = [*active]
+    for magnitude in copied._modules.get("lora_magnitude_vector", {}).values():
+        if type(magnitude).__name__ == "DoraLinearLayer":
+            vars(magnitude)["get_lora_weight"] = _product
     for name in _HOOKED_FORWARD:
         vars(copied).pop(name, None)
     cls = type(copied)
@@ -269,4 +366,5 @@ def float32_module(source: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.
         name: nn.Parameter(values[name], requires_grad=False) if name in values else None for name in made._parameters
     }
     fields["training"] = False
+    fields |= {name: values["weight"].shape[0] for name in ("out_features", "num_embeddings") if name in fields}
     return made

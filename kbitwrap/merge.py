@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +19,7 @@ from .adapters import (
     is_transposed,
     is_tuner_layer,
     merge_layer,
+    merges_by_rows,
     parameter_name,
     plain_layer,
     refusal,
@@ -26,7 +29,7 @@ from .adapters import (
 )
 from .errors import ExportError
 from .lazy import LazyTensor, materialize
-from .quantization import HALF_DTYPES, dequantize, detect, is_quantized_layer, is_quantized_parameter
+from .quantization import HALF_DTYPES, Rows, dequantizer, detect, is_quantized_layer, is_quantized_parameter
 from .storage import fingerprint
 from .topology import is_adapter_module, named_modules
 from .twin import Twin
@@ -42,6 +45,12 @@ _MODEL_ATTRIBUTES = (
     "is_8bit_serializable",
 )
 _CONFIG_ATTRIBUTES = ("quantization_config", "_pre_quantization_dtype")
+
+_FLOAT32_BYTES = 4
+# What can be merged by rows is merged in so many blocks, of so many bytes of float32 values: merging one takes several
+# times its bytes, and some time whatever its size.
+_NUM_BLOCKS = 32
+_MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 1 << 20, 4 << 20
 
 _Layers = list[tuple[Any, tuple[str, ...]]]
 _Places = list[list[tuple[nn.Module, str]]]
@@ -120,7 +129,7 @@ class _Merge:
         return type(self.source), tuple((type(layer), active) for layer, active in self.layers), tuple(variants)
 
     def try_out(self) -> None:
-        """Merge once, and throw the result away.
+        """Merge once, or the first rows, and throw the result away.
 
         Raises:
             ExportError: It cannot be merged exactly.
@@ -129,7 +138,7 @@ class _Merge:
             name = parameter_name(layer) or "weight"
             if self.source._parameters.get(name) is None:
                 raise refusal(self.fqn, layer, active, f"{type(self.source).__name__} has no parameter {name!r}")
-            self.compute(name)
+            next(self.blocks(name))
 
     def replace_tensors(self) -> None:
         """Put lazy tensors in the place of the shell's; a quantized layer becomes a plain one."""
@@ -148,7 +157,8 @@ class _Merge:
                 continue
             dtype = self._dtype(name)
             shape = parameters[name].shape if is_quantized_parameter(value) else value.shape
-            parameters[name] = LazyTensor(shape, dtype, functools.partial(self.compute, name))
+            pieces = None if self._is_transposed(name) else functools.partial(self.blocks, name)
+            parameters[name] = LazyTensor(shape, dtype, functools.partial(self.compute, name), pieces)
         for name, buffer in self.source._buffers.items():
             before = self.original._buffers.get(name)
             buffers[name] = buffer if buffer is None or before is None else buffer.to(before.dtype)
@@ -180,37 +190,87 @@ class _Merge:
         Raises:
             ExportError: It cannot be merged exactly, or the dtype cannot hold it.
         """
-        dtype, layers = self._dtype(name), self._layers_of(name)
-        value = self._merged(name, layers) if layers else self._base(name)
-        rounded = value.to(dtype)
-        if self.is_adapted and not torch.isfinite(rounded).all():
-            what = f"beyond the range of {dtype}" if torch.isfinite(value).all() else "not finite"
-            raise ExportError(
-                f"{self.fqn}.{name}: with its adapters it has values that are {what}; export without merging, or "
-                "disable these adapters",
-                fqn=self.fqn,
-            )
-        return rounded.t() if name == "weight" and is_transposed(self.source) else rounded
+        blocks = self.blocks(name)
+        whole = first = next(blocks)
+        if first.shape != self._shape(name):
+            whole, start = first.new_empty(self._shape(name)), 0
+            for block in itertools.chain((first,), blocks):
+                whole[start : start + len(block)] = block
+                start += len(block)
+        return whole.t() if self._is_transposed(name) else whole
 
-    def _base(self, name: str) -> torch.Tensor:
+    @torch.no_grad()
+    def blocks(self, name: str) -> Iterator[torch.Tensor]:
+        """Compute a parameter a few rows at a time, or as a whole where what is merged needs the whole of it.
+
+        Args:
+            name: Its name in the module.
+
+        Yields:
+            The rows, rounded to the original dtype; the columns, where the plain module has its weight transposed.
+
+        Raises:
+            ExportError: They cannot be merged exactly, or the dtype cannot hold them.
+        """
+        dtype, layers = self._dtype(name), self._layers_of(name)
+        is_by_name = all(parameter_name(layer) for layer, _ in layers)
+        names = [name] if is_by_name else [n for n, p in self.source._parameters.items() if p is not None]
+        readers = {n: self._reader(n) for n in names}
+        for rows in self._blocks_of_rows(names, layers):
+            values = {n: read(rows) for n, read in readers.items()}
+            value = self._merged(values, layers, rows)._parameters[name] if layers else values[name]
+            assert value is not None
+            rounded = value.detach().to(dtype)
+            if self.is_adapted and not torch.isfinite(rounded).all():
+                what = f"beyond the range of {dtype}" if torch.isfinite(value).all() else "not finite"
+                raise ExportError(
+                    f"{self.fqn}.{name}: with its adapters it has values that are {what}; export without merging, or "
+                    "disable these adapters",
+                    fqn=self.fqn,
+                )
+            del values, value
+            yield rounded
+
+    def _is_transposed(self, name: str) -> bool:
+        return name == "weight" and is_transposed(self.source)
+
+    def _shape(self, name: str) -> torch.Size:
+        """The shape in which a parameter is computed."""
+        module = plain_layer(self.source, as_linear=True) if is_quantized_layer(self.source) else self.source
+        parameter = module._parameters[name]
+        assert parameter is not None
+        return parameter.shape
+
+    def _blocks_of_rows(self, names: list[str], layers: _Layers) -> list[Rows]:
+        """The rows that are computed together: few enough of the parameters' float32 values, where that can be."""
+        shapes = [self._shape(name) for name in names]
+        num_rows = {shape[:1] for shape in shapes}
+        if len(num_rows) > 1 or not all(merges_by_rows(self.source, *layer) for layer in layers):
+            return [...]
+        num_bytes = _FLOAT32_BYTES * sum(shape.numel() for shape in shapes)
+        num_blocks = math.ceil(num_bytes / max(_MIN_BLOCK_BYTES, min(num_bytes // _NUM_BLOCKS, _MAX_BLOCK_BYTES)))
+        if num_blocks <= 1 or () in num_rows:
+            return [...]
+        (rows,) = num_rows.pop()
+        height = math.ceil(rows / num_blocks)
+        return [slice(start, min(start + height, rows)) for start in range(0, rows, height)]
+
+    def _reader(self, name: str) -> Callable[[Rows], torch.Tensor]:
+        """Reads rows of a parameter into which nothing is merged."""
         value = self.source._parameters[name]
         assert value is not None
         if is_quantized_parameter(value):
-            return dequantize(self.source)
-        return value.materialize() if isinstance(value, LazyTensor) else value.detach()
+            return dequantizer(self.source)
+        return (value.materialize() if isinstance(value, LazyTensor) else value.detach()).__getitem__
 
-    def _merged(self, name: str, layers: _Layers) -> torch.Tensor:
-        is_by_name = all(parameter_name(layer) for layer, _ in layers)
-        names = [name] if is_by_name else [n for n, p in self.source._parameters.items() if p is not None]
+    def _merged(self, values: dict[str, torch.Tensor], layers: _Layers, rows: Rows) -> nn.Module:
         # A copy, always: what is float32 already would be merged in place.
-        values = {n: self._base(n).to(torch.float32, copy=True) for n in names}
+        values = {name: value.to(torch.float32, copy=True) for name, value in values.items()}
         stored = self.source._parameters["weight"] if is_quantized_layer(self.source) else None
         plain = float32_module(self.source, values)
         for layer, active in layers:
-            plain = merge_layer(self.fqn, layer, active, plain, stored)
-        merged = plain._parameters[name]
-        assert merged is not None
-        return merged.detach()
+            plain = merge_layer(self.fqn, layer, active, plain, stored, rows)
+        return plain
 
 
 def _plan(twin: Twin) -> list[_Merge]:

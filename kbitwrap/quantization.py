@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import copy
 import sys
+import types
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +32,8 @@ from .topology import named_modules
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 DISTRIBUTIONS = ("bitsandbytes", "torchao", "hqq", "gptqmodel", "aqlm", "eetq", "optimum-quanto")
 """The libraries that quantize, as package indexes call them."""
+Rows = slice | types.EllipsisType
+"""Some rows of a tensor, or the whole of it, of whatever shape."""
 _SELF_MANAGED_IN_PEFT = ("gptq", "aqlm", "eetq", "hqq", "torchao")
 
 
@@ -194,31 +198,32 @@ class RuntimeChange:
         return self if module is None else RuntimeChange(module)
 
 
-def dequantize(module: nn.Module) -> torch.Tensor:
-    """Compute the weight of a bitsandbytes layer, as its forward sees it. The layer is only read.
+def dequantizer(module: nn.Module) -> Callable[[Rows], torch.Tensor]:
+    """Compute rows of the weight of a bitsandbytes layer, as its forward sees it. The layer is only read.
 
     Args:
         module: A 4-bit or 8-bit layer, one that has run included.
 
     Returns:
-        The weight, shape ``(out_features, in_features)``: of 4 bits in the dtype of its ``quant_state``, of 8 bits in
-        float32, ``weight * SCB / 127`` with a scale for each row (LLM.int8(), Dettmers et al. 2022, section 2).
+        A function that computes some rows of the weight, which has shape ``(out_features, in_features)``: of 4 bits in
+        the dtype of its ``quant_state`` (it keeps all of them), of 8 bits in float32, ``weight * SCB / 127`` with a
+        scale for each row (LLM.int8(), Dettmers et al. 2022, section 2).
     """
     weight = RuntimeChange(module).unpacked_weight()
     if weight is None:
         weight = module._parameters["weight"]
         assert weight is not None
+    values = weight.detach().as_subclass(torch.Tensor)
     if weight.dtype == torch.int8:
         scales = getattr(weight, "SCB", None)
         scales = vars(module)["state"].SCB if scales is None else scales
-        # Written over one copy: a layer's float32 weight is the largest tensor of its size that is needed.
-        return weight.detach().as_subclass(torch.Tensor).float().mul_(scales.to(weight.device).view(-1, 1)).div_(127)
+        scales = scales.to(weight.device).view(-1, 1)
+        return lambda rows: values[rows].float().mul_(scales[rows]).div_(127)
     state = getattr(weight, "quant_state", None) or getattr(module, "quant_state", None)
-    if state is None:
-        return weight.detach()  # loaded with ``has_fp16_weights``
-    functional: Any = sys.modules["bitsandbytes.functional"]
-    values: torch.Tensor = functional.dequantize_4bit(weight.detach(), state)
-    return values
+    if state is not None:  # otherwise it was loaded with ``has_fp16_weights``
+        functional: Any = sys.modules["bitsandbytes.functional"]
+        values = functional.dequantize_4bit(weight.detach(), state)
+    return values.__getitem__
 
 
 def has_runtime_state(module: nn.Module) -> bool:

@@ -504,6 +504,8 @@ def test_a_plot_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         ["--identity", "--plot", "plot.svg"],
         ["--export", "--plot", "plot.svg"],
         ["--export", "--case", "peft"],
+        ["--case", "merged"],
+        ["--step", "--case", "merged"],
         ["--export", "--autocast"],
         ["--plot", "plot.txt"],
         ["--plot", "/no/such/folder/plot.svg"],

@@ -27,9 +27,11 @@ from transformers import PreTrainedModel
 from .. import KbitPreparedModel, Precision
 from .memory import MemoryMeter, live_bytes, stored_bytes
 from .models import LINEARS, build_model
-from .settings import CHUNKED, PEFT, PEFT_UNCLEARED, Settings
+from .settings import CHUNKED, MERGED, PEFT, PEFT_UNCLEARED, Settings
 
-_ADAPTED_LAYERS = 2  # without a step, the layers that hold the adapter that "adapted" is told of: the last ones
+_ADAPTED_LAYERS = (
+    2  # where only preparing is measured, the layers that hold the adapter that "adapted" is told of: the last ones
+)
 _RANK = 16
 _NO_SHARDS = "1TB"
 
@@ -86,8 +88,9 @@ class Case:
             self.result["steps"] = [self._measure_step(adapted, tokens, baseline) for tokens in self.settings.tokens]
 
     def _measure_export(self) -> None:
-        """Export the base, in turn with the library's way to write the same bytes, which has them at hand."""
+        """Export, in turn with the library's way to write the same bytes, which has them at hand."""
         assert self._wrapper is not None
+        adapted = self._adapt() if self.name == MERGED else None
         host = MemoryMeter(torch.device("cpu"))
         exported, saved = self.folder / "exported", self.folder / "saved.safetensors"
         save: list[float] = []
@@ -98,7 +101,9 @@ class Case:
             _settle_disk()
             host.start()
             with self.meter.timed(export):
-                report = self._wrapper.export(exported, max_shard_size=_NO_SHARDS)
+                report = self._wrapper.export(
+                    exported, merge_adapters=adapted is not None, model=adapted, max_shard_size=_NO_SHARDS
+                )
             peaks.append(host.peak())
             (file,) = exported.glob("*.safetensors")
             tensors = tensors or {name: tensor.clone() for name, tensor in load_file(file).items()}
@@ -160,12 +165,11 @@ class Case:
             cache = {"auto_clear_cache": False} if takes_it and self.name == PEFT_UNCLEARED else {}
             prepare_model_for_kbit_training(self.model, gradient_checkpointing_kwargs=checkpointing, **cache)
             return
-        is_chunked = self.name == CHUNKED
         self._wrapper = KbitPreparedModel(
             self.model,
-            precision="compute" if is_chunked else self.name,
+            precision={CHUNKED: "compute", MERGED: "norms"}.get(self.name, self.name),
             gradient_checkpointing_kwargs=checkpointing,
-            head_chunk_bytes=self.settings.head_chunk_bytes if is_chunked else None,
+            head_chunk_bytes=self.settings.head_chunk_bytes if self.name == CHUNKED else None,
         ).prepare()
 
     def _adapt(self) -> PeftModel:
@@ -173,7 +177,7 @@ class Case:
         torch.manual_seed(self.settings.seed)
         num_layers = self.settings.shape.num_layers
         layers = None
-        if not self.settings.step:
+        if not self.settings.step and not self.settings.export:
             layers = list(range(max(0, num_layers - _ADAPTED_LAYERS), num_layers))
         config = LoraConfig(
             r=_RANK,

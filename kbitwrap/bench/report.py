@@ -135,7 +135,7 @@ def preparation_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def export_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The table of exporting the base.
+    """The table of exporting.
 
     Args:
         result: What ``run_benchmark`` returned.

@@ -86,7 +86,7 @@ class Settings:
         repeats: How often each timing is taken; 0 takes none and no peaks, and leaves loss and gradients.
         seed: Seed of all that is random.
         step: Take training steps.
-        export: Export the prepared base, and nothing else.
+        export: Export the prepared base, or what is merged into it, and nothing else.
         tokens: Tokens in the batch of a training step: one or several numbers, each measured.
         compute_dtype: The dtype that quantized layers compute in.
         autocast: Take the steps under bfloat16 autocast.
@@ -125,8 +125,10 @@ class Settings:
         return cls(**{**values, "shape": Shape(**values["shape"]), "tokens": tuple(values["tokens"])})
 
 
-EXPORTED = ("full", "compute", "norms")
-"""The cases of an export: everything, little and nothing is stored in another dtype than it is written in."""
+MERGED = "merged"
+"""``"norms"``, with a LoRA on every linear layer that the export merges."""
+EXPORTED = ("full", "compute", "norms", MERGED)
+"""The cases of an export: everything, little and nothing is stored in another dtype than it is written in; a merge."""
 
 
 def default_cases(settings: Settings) -> tuple[str, ...]:

@@ -10,7 +10,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..bench.settings import CASES, CHUNKED, EXPORTED, MISTRAL_7B, SMALL, BenchError, Settings, Shape, default_cases
+from ..bench.settings import (
+    CASES,
+    CHUNKED,
+    EXPORTED,
+    MERGED,
+    MISTRAL_7B,
+    SMALL,
+    BenchError,
+    Settings,
+    Shape,
+    default_cases,
+)
 from .console import EXIT_DONE, EXIT_NO, InputError, add_command, format_table
 
 _SIZE_MULTIPLE = 256  # of the width: heads, feed-forward part and 4-bit blocks then divide it
@@ -49,8 +60,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     what.add_argument(
         "--export",
         action="store_true",
-        help="export the base while it is prepared, beside safetensors' save_file with the same bytes, "
-        f"by default of {_EXPORT_LAYERS} layers",
+        help="export the base while it is prepared, and a LoRA merged into it, beside safetensors' save_file with the "
+        f"same bytes, by default of {_EXPORT_LAYERS} layers",
     )
     what.add_argument(
         "--from", dest="source", type=Path, metavar="FILE", help="nothing: show what --json saved to this file"
@@ -58,9 +69,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--case",
         action="append",
-        choices=CASES,
+        choices=(*CASES, MERGED),
         metavar="CASE",
-        help=f"one of {', '.join(CASES)}; may be repeated (default: all that matter; with --identity, compute)",
+        help=f"one of {', '.join(CASES)}; with --export, of {', '.join(EXPORTED)}; may be repeated "
+        "(default: all that matter; with --identity, compute)",
     )
     parser.add_argument("--device", metavar="DEVICE", default="cpu", help="such as cuda (default: %(default)s)")
     parser.add_argument("--repeats", type=_positive, default=3, help="runs of each timing (default: %(default)s)")
@@ -165,6 +177,8 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         raise InputError("--identity is with and without --tied: leave it out")
     if arguments.export and not {*(arguments.case or ())} <= {*EXPORTED}:
         raise InputError(f"--export: expected --case out of {', '.join(EXPORTED)}")
+    if MERGED in (arguments.case or ()) and not arguments.export:
+        raise InputError(f"--case {MERGED} is about exporting, and needs --export")
     default_tokens = _IDENTITY_TOKENS if arguments.identity else _STEP_TOKENS
     return Settings(
         shape=_shape(arguments),
