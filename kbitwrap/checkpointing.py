@@ -15,7 +15,7 @@ from torch import nn
 from .edits import AttributesChange, EditBase
 from .errors import UnsupportedModelError
 from .journal import Resume, undo_for_a_while
-from .topology import named_modules, walking_once
+from .topology import named_modules, places, walking_once
 
 
 def make_inputs_require_grad(module: nn.Module, args: Any, output: torch.Tensor) -> None:
@@ -44,7 +44,7 @@ class HooksChange:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._modules = weakref.WeakSet(module for _, module in named_modules(model))
+        self._modules = places(model).by_module
         self.before = {key for module in self._modules for key in input_gradient_hooks(module)}
 
     def _affected(self) -> dict[nn.Module, list[int]]:
@@ -52,21 +52,24 @@ class HooksChange:
         modules = [*self._modules, *(m for _, m in (named_modules(model) if model is not None else ()))]
         return {m: new for m in modules if (new := [k for k in input_gradient_hooks(m) if k not in self.before])}
 
-    def added(self) -> bool:
-        """Whether an input-gradient hook was added since."""
-        return bool(self._affected())
-
     def undo(self) -> None:
         """Remove the hooks added since."""
         self.remove_added(keep_one=False)
 
-    def remove_added(self, *, keep_one: bool) -> None:
-        """Remove the hooks added since: all, or as many as leave one on each module, an older one before the newest."""
+    def remove_added(self, *, keep_one: bool) -> bool:
+        """Remove the hooks added since: all, or as many as leave one on each module, an older one before the newest.
+
+        Returns:
+            Whether one of those added is left.
+        """
+        is_left = False
         for module, keys in self._affected().items():
             keeps_newest = keep_one and not self.before.intersection(module._forward_hooks)
+            is_left |= keeps_newest
             for key in keys[:-1] if keeps_newest else keys:
                 for name in _HOOK_DICTS:
                     getattr(module, name, {}).pop(key, None)
+        return is_left
 
     def suspend(self) -> Resume:
         """Remove the hooks added since; resuming puts them back in the order they had."""
@@ -206,15 +209,13 @@ class Checkpoint(EditBase):
         model = self.model()
         assert model is not None
         change = self._change[0]
-        attributes = AttributesChange(model, CHECKPOINTING_ATTRIBUTES[2:])
         if self.hook_inputs:
             _hook_inputs(model)
         if self.enable:
             _enable_checkpointing(model, self.kwargs)
         with walking_once(anew=True):
-            change.hooks.remove_added(keep_one=self.hook_inputs)
-            if not change.hooks.added():
-                attributes.undo()
+            if not change.hooks.remove_added(keep_one=self.hook_inputs):
+                change.attributes.undo_of(CHECKPOINTING_ATTRIBUTES[2:])
 
 
 def _hook_inputs(model: nn.Module) -> None:

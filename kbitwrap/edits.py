@@ -6,7 +6,7 @@ Records hold modules and parameters weakly: what others replace, such as a weigh
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -15,7 +15,7 @@ from torch import nn
 from .journal import MISSING, Resume, undo_for_a_while
 from .quantization import RuntimeChange
 from .roles import Role
-from .topology import NamedTensor, canonical_fqn, named_modules
+from .topology import NamedTensor, canonical_fqn, named_modules, places
 
 T = TypeVar("T")
 
@@ -58,20 +58,17 @@ class ModuleRecord(Generic[T]):
 
     def __init__(self, model: nn.Module, read: Callable[[nn.Module], T]) -> None:
         self._model = weakref.ref(model)
-        self._by_module: weakref.WeakKeyDictionary[nn.Module, T] = weakref.WeakKeyDictionary()
-        self._by_name: dict[str, tuple[type, T]] = {}
-        for fqn, module in named_modules(model, remove_duplicate=False):
-            if module not in self._by_module:
-                self._by_module[module] = read(module)
-            self._by_name[canonical_fqn(fqn)] = (type(module), self._by_module[module])
+        self._places = places(model)
+        self._values = [read(module) for module in self._places.by_module]
 
     def recorded(self) -> list[tuple[nn.Module, T]]:
         """The modules recorded that are still alive, each with its value."""
-        return list(self._by_module.items())
+        return [(module, self._values[place]) for module, place in self._places.by_module.items()]
 
     def get(self, module: nn.Module) -> T | None:
         """The value of a recorded module, or ``None``."""
-        return self._by_module.get(module)
+        place = self._places.by_module.get(module)
+        return None if place is None else self._values[place]
 
     def stand_ins(self) -> Iterator[tuple[nn.Module, T]]:
         """Modules of the live model that are not recorded and stand, by name and class, where a recorded one stood.
@@ -80,10 +77,10 @@ class ModuleRecord(Generic[T]):
         """
         model = self._model()
         for fqn, module in named_modules(model) if model is not None else ():
-            if module not in self._by_module:
-                cls, value = self._by_name.get(canonical_fqn(fqn), (None, None))
+            if module not in self._places.by_module:
+                cls, place = self._places.by_name.get(canonical_fqn(fqn), (None, 0))
                 if cls is type(module):
-                    yield module, value  # type: ignore[misc]
+                    yield module, self._values[place]
 
     def affected(self) -> list[tuple[nn.Module, T]]:
         """Everything that an undo reaches: what was recorded, and what stands in for it."""
@@ -114,8 +111,14 @@ class AttributesChange:
 
     def undo(self) -> None:
         """Write the recorded values, on stand-ins too."""
+        self.undo_of(self.names)
+
+    def undo_of(self, names: Collection[str]) -> None:
+        """Write the recorded values of some of the attributes, on stand-ins too."""
         for module, values in self.record.affected():
-            self._write(module, values)
+            for name, value in zip(self.names, values, strict=True):
+                if name in names:
+                    write_attribute(vars(module), name, value)
 
     def suspend(self) -> Resume:
         """Write the recorded values; resuming writes those of now."""

@@ -231,13 +231,15 @@ class KbitPreparedModel:
                 census, origin = self._census, self._origin
                 if self.state is not LifecycleState.PREPARED:
                     edits.insert(0, Hold("hold", ("",), model=weakref.ref(self.model), anchor=Anchor(self)))
-                    census, origin = Census(self.model), Origin(self.model)
+                    with only_reading():
+                        census, origin = Census(self.model), Origin(self.model)
                 baseline = self._baseline or Baseline.of(self.model, self._journal)
                 self._journal.apply(self._emptying_cache(self._bar(edits, "prepare")))
                 if self.config.empty_cache:
                     empty_cache()
-            prepared_state = PreparedState(self.model)
-            baseline.settle(self.model, origin)
+            with only_reading(anew=True):
+                prepared_state = PreparedState(self.model)
+                baseline.settle(self.model, origin)
             self._census, self._origin, self._baseline = census, origin, baseline
             self._prepared_state = prepared_state
             self._precisions.add(plan.config.precision)

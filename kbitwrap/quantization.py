@@ -68,10 +68,12 @@ def is_quantized_parameter(parameter: torch.Tensor) -> bool:
 
     4-bit weights can be packed into a half dtype (``bnb_4bit_quant_storage``), whose bytes are no numbers.
     """
-    if isinstance(parameter, _bitsandbytes_classes("Params4bit", "Int8Params")):
-        return True
+    cls = type(parameter)
+    if cls is nn.Parameter:
+        return False  # the quick answer for nearly all that are not
     # Subclasses that other libraries swap in (sharding, quanto, torchao) keep the class name but not the class.
-    return type(parameter).__name__ in ("Params4bit", "Int8Params")
+    names = ("Params4bit", "Int8Params")
+    return cls.__name__ in names or isinstance(parameter, _bitsandbytes_classes(*names))
 
 
 def _method_of(model: nn.Module) -> str | None:
@@ -229,8 +231,8 @@ def dequantizer(module: nn.Module) -> Callable[[Rows], torch.Tensor]:
 def has_runtime_state(module: nn.Module) -> bool:
     """Whether a module is a bitsandbytes linear layer that rewrites fields of its own when it runs."""
     weight = module._parameters.get("weight")
-    is_linear = isinstance(module, _bitsandbytes_classes("Linear4bit", "Linear8bitLt"))
-    return is_linear and weight is not None and is_quantized_parameter(weight)
+    is_quantized = weight is not None and is_quantized_parameter(weight)
+    return is_quantized and isinstance(module, _bitsandbytes_classes("Linear4bit", "Linear8bitLt"))
 
 
 def is_of_a_quantizer(conversion: Any) -> bool:

@@ -11,6 +11,7 @@ import contextvars
 import functools
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -136,6 +137,38 @@ def named_modules(model: nn.Module, *, remove_duplicate: bool = True) -> list[tu
     return found
 
 
+class Places:
+    """Where each module of a model is, for finding it again through wrappers, copies and merges.
+
+    Args:
+        model: The model.
+
+    Attributes:
+        by_module: The number of each module, held weakly, in the order of ``named_modules``.
+        by_name: Class and number of the module at each canonical name, a shared module under each of its names.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.by_module: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self.by_name: dict[str, tuple[type, int]] = {}
+        for fqn, module in named_modules(model, remove_duplicate=False):
+            place = self.by_module.setdefault(module, len(self.by_module))
+            self.by_name[canonical_fqn(fqn)] = type(module), place
+
+
+@kept_while_walking
+def places(model: nn.Module) -> Places:
+    """Find where the modules of a model are now.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Their places.
+    """
+    return Places(model)
+
+
 @kept_while_walking
 def named_tensors(model: nn.Module, *, remove_duplicate: bool = True) -> list[NamedTensor]:
     """List the parameters of a model, with their owners.
@@ -221,6 +254,8 @@ def adapter_parameter_ids(model: nn.Module) -> set[int]:
     Returns:
         The ids; empty where there is no adapter. A parameter shared by an adapter and the base is the base's.
     """
+    if not any(is_adapter_module(module) for _, module in named_modules(model)):
+        return set()
     base = {
         id(parameter)
         for _, module in base_modules(model)

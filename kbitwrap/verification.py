@@ -28,7 +28,7 @@ class PreparedState:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        with only_reading(anew=True):
+        with only_reading():
             self.parameters: dict[str, tuple[weakref.ref[nn.Parameter], dict[str, Any]]] = {
                 fqn: (weakref.ref(parameter), _read_parameter(parameter)) for fqn, parameter in base_parameters(model)
             }
