@@ -57,8 +57,11 @@ def fingerprint(tensor: torch.Tensor) -> int:
     whole = bits.numel() - bits.numel() % 4
     words = bits[:whole].view(torch.int64)
     in_rows = words.numel() - words.numel() % _ROW
-    rows = words[:in_rows].view(-1, _ROW)
-    sums = torch.cat([rows.sum(1), rows.sum(0), words[in_rows:], bits[whole:].to(torch.int64)])
+    parts = [words[in_rows:], bits[whole:].to(torch.int64)]
+    if in_rows:
+        rows = words[:in_rows].view(-1, _ROW)
+        parts += [rows.sum(1), rows.sum(0)]
+    sums = torch.cat(parts)
     mixed = sums ^ (torch.arange(1, sums.numel() + 1, device=sums.device) * _GOLDEN)
     mixed = (mixed ^ (mixed >> 32)) * _MURMUR
     return int((mixed ^ (mixed >> 29)).sum().item())
