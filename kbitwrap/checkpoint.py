@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import functools
 import io
@@ -9,6 +10,7 @@ import json
 import math
 import os
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +19,14 @@ from typing import Any
 import torch
 
 from .errors import ConfigError
+from .pretrained import meta_model
 from .stream import DTYPES
 from .topology import canonical_fqn
 
-_INDEX_SUFFIX = ".safetensors.index.json"
-_SINGLE = "model.safetensors"
+# How weights are stored, the best way first: the file that holds all of them, and what the names of others begin with.
+_WAYS = (("model.safetensors", ""), ("pytorch_model.bin", "pytorch_model"))
+_ADAPTER = "adapter_model"
+_PICKLED = ".bin"
 # Rounded at once, in bytes: it stays in the processor's cache, and is below the 32,768 elements from which torch takes
 # several threads, whose meeting costs more than it gains, and a great deal where other processes want the cores.
 _PIECE = 96 << 10
@@ -116,12 +121,12 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint in safetensors files.
+    """A checkpoint in safetensors files, or in older ones.
 
     Attributes:
         path: What was opened: a folder or a file.
         folder: The folder that its files are in.
-        files: The tensors by file and name.
+        files: The tensors by file and name; those that are tied to others when the model is loaded are left out.
         metadata: What each file says about itself.
         index: The name of the index file; ``None`` where there is none.
         config: What ``config.json`` beside it holds; empty where there is none.
@@ -150,10 +155,11 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Read the headers of a checkpoint. Nothing is unpickled, and no name in it is opened outside its folder.
+    """Read the headers of a checkpoint. Nothing in it is run, and no name in it is opened outside its folder.
 
     Args:
-        path: A folder with ``model.safetensors`` or with an index and its shards, or one safetensors file.
+        path: A folder with ``model.safetensors``, or with an index and its shards, or with ``pytorch_model.bin`` or its
+            shards, which are unpickled by torch's unpickler of weights alone; or one such file.
 
     Returns:
         The checkpoint.
@@ -164,8 +170,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     found = Path(path)
     # Not by methods of ``Path``, which raise where a name is too long, or a folder may not be searched.
     if os.path.isfile(found):
-        if found.suffix != ".safetensors":
-            raise ConfigError(f"{found}: expected a folder or a .safetensors file")
+        if found.suffix not in (".safetensors", _PICKLED):
+            raise ConfigError(f"{found}: expected a folder, or a .safetensors or .bin file")
         folder, names, index = found.parent, [found.name], None
     elif os.path.isdir(found):
         folder = found
@@ -185,14 +191,55 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         absent = [name for name in read_json(folder / index)["weight_map"] if name not in checkpoint.tensors]
         if absent:
             raise ConfigError(f"{folder / index}: names the tensor {absent[0]!r}, which is in none of its files")
-    return checkpoint
+    return _without_ties(checkpoint)
+
+
+def _without_ties(checkpoint: Checkpoint) -> Checkpoint:
+    """Leave out tensors that lie in another one's memory and are tied to it when the model is loaded.
+
+    A file that ``torch.save`` wrote has such a tensor under both names, and its values once.
+    """
+    sharing: dict[tuple[Any, ...], set[str]] = {}
+    for name, stored in checkpoint.tensors.items():
+        sharing.setdefault((stored.path, stored.start, stored.shape, stored.dtype), set()).add(canonical_fqn(name))
+    groups = [names for names in sharing.values() if len(names) > 1]
+    if not groups or not checkpoint.config:
+        return checkpoint
+    try:
+        model = meta_model(checkpoint.folder)
+    except ConfigError:
+        return checkpoint  # nothing is known of its ties
+    first_names: dict[int, str] = {}
+    tied: set[str] = set()
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(id(parameter), fqn)
+        if first != fqn and any({first, fqn} <= names for names in groups):
+            tied.add(fqn)
+    files = {
+        file: {name: stored for name, stored in tensors.items() if canonical_fqn(name) not in tied}
+        for file, tensors in checkpoint.files.items()
+    }
+    return dataclasses.replace(checkpoint, files=files)
 
 
 def _weight_files(folder: Path) -> tuple[list[str], str | None]:
     """The names of the files that hold the weights, and of the index, if there is one."""
-    indexes = sorted(path.name for path in folder.glob(f"*{_INDEX_SUFFIX}"))
+    for single, beginning in _WAYS:
+        names, index = _weight_files_of(folder, single, beginning)
+        if names:
+            return names, index
+    raise ConfigError(
+        f"{folder}: there are no weights in it (no model.safetensors, no pytorch_model.bin, no index of one, no other "
+        ".safetensors)"
+    )
+
+
+def _weight_files_of(folder: Path, single: str, beginning: str) -> tuple[list[str], str | None]:
+    """The same for weights that are stored in one of the ways; no names where none are stored so."""
+    suffix = Path(single).suffix
+    indexes = sorted(path.name for path in folder.glob(f"{beginning}*{suffix}.index.json"))
     if indexes:
-        index = f"model{_INDEX_SUFFIX}" if f"model{_INDEX_SUFFIX}" in indexes else indexes[0]
+        index = f"{single}.index.json" if f"{single}.index.json" in indexes else indexes[0]
         content = read_json(folder / index)
         weight_map = content.get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -206,18 +253,10 @@ def _weight_files(folder: Path) -> tuple[list[str], str | None]:
             if not os.path.isfile(folder / name):
                 raise ConfigError(f"{folder / index}: names {name!r}, which is not there")
         return names, index
-    if (folder / _SINGLE).is_file():
-        return [_SINGLE], None
-    names = sorted(path.name for path in folder.glob("*.safetensors") if not path.name.startswith("adapter_model"))
-    if names:
-        return names, None
-    pickles = sorted(path.name for path in folder.glob("*.bin"))
-    if pickles:
-        raise ConfigError(
-            f"{folder}: holds its weights in {pickles[0]!r}, which is pickled and not read here; load it with "
-            "transformers and save it again, which writes safetensors"
-        )
-    raise ConfigError(f"{folder}: there are no weights in it (no model.safetensors, no index, no other .safetensors)")
+    if (folder / single).is_file():
+        return [single], None
+    names = [path.name for path in folder.glob(f"{beginning}*{suffix}")]
+    return sorted(name for name in names if not name.startswith(_ADAPTER)), None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -242,7 +281,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str] | None]:
-    """Read the header of a safetensors file.
+    """Read the header of a safetensors file, or of one that ``torch.save`` wrote.
 
     Args:
         path: The file.
@@ -251,8 +290,10 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str] | N
         Its tensors by name, in the order of their bytes, and what it says about itself.
 
     Raises:
-        ConfigError: It is damaged, or has a dtype that this torch has not.
+        ConfigError: It is damaged, has a dtype that this torch has not, or holds something else than tensors by name.
     """
+    if path.suffix == _PICKLED:
+        return _read_pickled(path), {"format": "pt"}
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -276,6 +317,37 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str] | N
             shape[-1] //= 2  # two values a byte, counted one by one
         tensors[name] = StoredTensor(path, dtype, tuple(shape), 8 + length + start, end - start)
     return tensors, metadata
+
+
+def _read_pickled(path: Path) -> dict[str, StoredTensor]:
+    """Find the tensors in a file that ``torch.save`` wrote: their bytes lie in it as they are, none is read."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    try:
+        with FakeTensorMode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what it is made with: an older torch, another device
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ConfigError(
+            f"{path}: is damaged, or holds something else than tensors ({type(error).__name__}); nothing in it was run"
+        ) from error
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"{path}: expected tensors by name, found a {type(content).__name__}")
+    tensors = {}
+    num_bytes = path.stat().st_size
+    for name, tensor in content.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+            found = tensor.layout if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
+            raise ConfigError(f"{path}: {name}: expected a dense tensor, found {found}")
+        start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+        if start is None or not tensor.is_contiguous():
+            found = "written before torch 1.6, or read by one before 2.7" if start is None else "not contiguous"
+            raise ConfigError(f"{path}: {name}: is {found}; load it with torch.load and save it as safetensors")
+        start += tensor.storage_offset() * tensor.itemsize
+        if start + tensor.nbytes > num_bytes:
+            raise ConfigError(f"{path}: {name}: reaches beyond the end of the file")
+        tensors[name] = StoredTensor(path, tensor.dtype, tuple(tensor.shape), start, tensor.nbytes)
+    return dict(sorted(tensors.items(), key=lambda item: item[1].start))
 
 
 def is_trained_copy(name: str) -> bool:

@@ -64,7 +64,8 @@ def convert_checkpoint(
     config gets its dtype back. Values that training left alone get their original bits, but for the payloads of NaNs.
 
     Args:
-        src: A folder with safetensors files, or one such file. Names may be those that PEFT gave.
+        src: A folder with safetensors files, or with ``pytorch_model.bin`` or its shards, which become safetensors
+            files; or one such file. Names may be those that PEFT gave.
         dst: The folder to make. It is there whole in the end, or not at all.
         manifest: The record of the preparation, or the path of its file.
         reference: A checkpoint of the original model, quantized or not, or its ``config.json``: its dtypes are taken.
@@ -337,12 +338,18 @@ def _pieces(name: str, stored: StoredTensor, dtype: torch.dtype | None) -> Itera
         raise ExportError(f"{name}: {error}; convert to bfloat16", fqn=name) from error
 
 
+def _as_safetensors(file: str) -> str:
+    """The name of the safetensors file that holds what another kind of file held."""
+    stem = file.removesuffix(".bin")
+    return file if stem == file else f"{stem.removeprefix('pytorch_')}.safetensors"
+
+
 def _layout(
     checkpoint: Checkpoint, tensors: Mapping[str, LazyTensor], max_shard_size: int | str | None
 ) -> dict[str, list[str]]:
     """Which file holds which tensors."""
     if max_shard_size is None:
-        return {file: list(names) for file, names in checkpoint.files.items()}
+        return {_as_safetensors(file): list(names) for file, names in checkpoint.files.items()}
     from huggingface_hub import split_torch_state_dict_into_shards
 
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import functools
 import json
+import pickle
 import shutil
 import subprocess
 import sys
@@ -192,6 +193,68 @@ def test_a_single_file(saved: Callable[..., Saved], tmp_path: Path) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------
+# Older files.
+# ----------------------------------------------------------------------------------------------------
+
+
+def pickled(folder: Path, model_class: str, target: Path) -> None:
+    """A checkpoint as it was saved before safetensors: tied weights under all of their names, in one memory."""
+    target.mkdir()
+    for path in folder.iterdir():
+        if path.suffix == ".safetensors":
+            tensors = load_file(path)
+            with torch.device("meta"):
+                config = transformers.AutoConfig.from_pretrained(folder)
+                model = getattr(transformers, model_class)(config)
+            names: dict[int, list[str]] = {}
+            for name, parameter in model.named_parameters(remove_duplicate=False):
+                names.setdefault(id(parameter), []).append(name)
+            for group in names.values():
+                there = [name for name in group if name in tensors]
+                tensors |= {name: tensors[there[0]] for name in group if there}
+            torch.save(tensors, target / f"pytorch_{path.stem}.bin")
+        elif path.name.endswith(".index.json"):
+            index = path.read_text().replace("model-", "pytorch_model-").replace(".safetensors", ".bin")
+            (target / "pytorch_model.bin.index.json").write_text(index)
+        else:
+            shutil.copy(path, target)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("name", "quant", "options"),
+    [
+        ("llama", "nf4", {}),
+        ("llama", "int8", {"max_shard_size": "100KB"}),
+        ("gpt2", "nf4-double", {}),
+        ("t5", "nf4", {}),
+        ("bert", "int8", {}),
+        ("gemma2", "nf4", {}),
+    ],
+)
+def test_what_was_saved_before_safetensors(
+    name: str, quant: str, options: dict[str, Any], way: str, saved: Callable[..., Saved], tmp_path: Path
+) -> None:
+    case = saved(name, quant, **options)
+    pickled(case.prepared, zoo.ARCHITECTURES[name].model_class, tmp_path / "old")
+    assert inspect_checkpoint(tmp_path / "old").leftovers == inspect_checkpoint(case.prepared).leftovers
+    report = convert_checkpoint(tmp_path / "old", tmp_path / "out", **ways(case)[way])
+    expected = convert_checkpoint(case.prepared, tmp_path / "expected", **ways(case)[way])
+    assert differing(tmp_path / "expected", tmp_path / "out") == []
+    assert {*report.converted} == {*expected.converted}
+    assert (report.num_bytes, report.saved_bytes) == (expected.num_bytes, expected.saved_bytes)
+
+
+def test_a_single_older_file(tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(12).view(3, 4)[1:].float(), "empty": torch.ones(0, 2)}, tmp_path / "weights.bin")
+    report = convert_checkpoint(tmp_path / "weights.bin", tmp_path / "out", dtype="bfloat16")
+    assert report.files == ("weights.safetensors",)
+    found = load_file(tmp_path / "out" / "weights.safetensors")
+    assert torch.equal(found["a"], torch.arange(4, 12).view(2, 4).bfloat16())
+    assert (found["empty"].shape, found["empty"].dtype) == ((0, 2), torch.bfloat16)
+
+
+# ----------------------------------------------------------------------------------------------------
 # Names that PEFT gave.
 # ----------------------------------------------------------------------------------------------------
 
@@ -353,6 +416,37 @@ def test_one_source_of_dtypes(saved: Callable[..., Saved], tmp_path: Path) -> No
             convert_checkpoint(case.prepared, tmp_path / "out", dtype=dtype)
 
 
+class Code:
+    """Leaves a file where it is unpickled by an unpickler that runs what it is told to."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+PICKLED: dict[str, Callable[[Path], Any]] = {
+    "pickled code": lambda path: {"a": torch.ones(100), "b": Code(path.parent / "was run")},
+    "pickled, no tensors by name": lambda path: [torch.ones(100)],
+    "pickled numbers": lambda path: {"a": 1},
+    "pickled before torch 1.6": lambda path: {"a": torch.ones(100)},
+    "pickled, transposed": lambda path: {"a": torch.ones(10, 20).t()},
+    "pickled, cut off": lambda path: {"a": torch.ones(100)},
+    "pickled, not by torch": lambda path: {"a": 1},
+}
+
+
+def pickle_file(path: Path, how: str) -> None:
+    content = PICKLED[how](path)
+    if how == "pickled, not by torch":
+        path.write_bytes(pickle.dumps(content))
+        return
+    torch.save(content, path, _use_new_zipfile_serialization=how != "pickled before torch 1.6")
+    if how == "pickled, cut off":
+        path.write_bytes(path.read_bytes()[:-100])
+
+
 def broken(folder: Path, how: str) -> Path:
     source = checkpoint(folder, {"a": torch.ones(100)}, dtype="bfloat16")
     weights = source / "model.safetensors"
@@ -383,8 +477,9 @@ def broken(folder: Path, how: str) -> Path:
     elif how == "twice":
         shutil.copyfile(weights, source / "other.safetensors")
         index.write_text('{"weight_map": {"a": "model.safetensors", "b": "other.safetensors"}}')
-    elif how == "pickled":
-        weights.rename(source / "pytorch_model.bin")
+    elif how in PICKLED:
+        weights.unlink()
+        pickle_file(source / "pytorch_model.bin", how)
     elif how == "no weights":
         weights.unlink()
     return source
@@ -403,7 +498,13 @@ BROKEN = {
     "metadata of nothing": "expected an object as its metadata",
     "config": "expected a JSON object, found a list",
     "twice": "1 tensors are in more than one file",
-    "pickled": "'pytorch_model.bin', which is pickled and not read here",
+    "pickled, not by torch": r"is damaged, or holds something else than tensors \(\w+\); nothing in it was run",
+    "pickled code": r"is damaged, or holds something else than tensors \(UnpicklingError\); nothing in it was run",
+    "pickled, cut off": r"is damaged, or holds something else than tensors \(\w+\); nothing in it was run",
+    "pickled, no tensors by name": "expected tensors by name, found a list",
+    "pickled numbers": "a: expected a dense tensor, found a int",
+    "pickled before torch 1.6": "a: is written before torch 1.6",
+    "pickled, transposed": "a: is not contiguous",
     "no weights": "there are no weights in it",
 }
 
@@ -416,12 +517,15 @@ def test_what_is_no_checkpoint(how: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=BROKEN[how]):
         inspect_checkpoint(source)
     assert not (tmp_path / "out").exists()
+    assert not (source / "was run").exists()
 
 
 @pytest.mark.parametrize("place", ["none", "file.txt", 300 * "n", "no\0name"])
 def test_where_there_is_no_checkpoint(place: str, tmp_path: Path) -> None:
     (tmp_path / "file.txt").write_text("1")
-    with pytest.raises(ConfigError, match=r"there is no checkpoint at|expected a folder or a \.safetensors file"):
+    with pytest.raises(
+        ConfigError, match=r"there is no checkpoint at|expected a folder, or a \.safetensors or \.bin file"
+    ):
         convert_checkpoint(tmp_path / place, tmp_path / "out", dtype="bfloat16")
 
 

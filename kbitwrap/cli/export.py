@@ -27,7 +27,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "unless it is 0, nothing is left at DST.",
     )
     parser.add_argument(
-        "--from", dest="source", metavar="SRC", required=True, help="a folder with safetensors files, or one such file"
+        "--from",
+        dest="source",
+        metavar="SRC",
+        required=True,
+        help="a folder with safetensors files or pytorch_model.bin, or one such file",
     )
     parser.add_argument("--out", metavar="DST", required=True, type=_folder, help="the folder to make")
     dtypes = parser.add_mutually_exclusive_group()

@@ -29,9 +29,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         summary="what a manifest records, or what a preparation left in a checkpoint",
         description="Of a manifest: which model was prepared, and how. Of a checkpoint: the float32 tensors that a "
         "preparation left in a half-precision model, and how to get rid of them. Headers are read, no tensor, and "
-        "nothing is unpickled. Exit status: 0 a manifest, or nothing is left over, 1 something is, 2 bad input.",
+        "nothing in a file is run. Exit status: 0 a manifest, or nothing is left over, 1 something is, 2 bad input.",
     )
-    parser.add_argument("path", metavar="PATH", help="a manifest, a folder with safetensors files, or one such file")
+    parser.add_argument("path", metavar="PATH", help="a manifest, a folder with a checkpoint, or one of its files")
 
 
 def run(arguments: argparse.Namespace) -> int:
