@@ -228,6 +228,9 @@ def _weight_files(folder: Path) -> tuple[list[str], str | None]:
         names, index = _weight_files_of(folder, single, beginning)
         if names:
             return names, index
+    adapter = next((path.name for path in sorted(folder.glob(f"{_ADAPTER}*"))), None)
+    if adapter is not None:
+        raise ConfigError(f"{folder}: holds an adapter alone, in {adapter!r}; give the folder of its base's weights")
     raise ConfigError(
         f"{folder}: there are no weights in it (no model.safetensors, no pytorch_model.bin, no index of one, no other "
         ".safetensors)"

@@ -332,7 +332,8 @@ def _refuse_existing(target: Path, destination: str | os.PathLike[str], overwrit
     entries = list(target.iterdir())
     if entries and not overwrite:
         raise ExportError(
-            f"{os.fspath(destination)}: exists and is not empty; choose another folder or pass overwrite=True"
+            f"{os.fspath(destination)}: exists and is not empty; choose another folder, or have it replaced "
+            "(overwrite=True, --overwrite)"
         )
     folders = [entry.name for entry in entries if entry.is_dir()]
     if folders:

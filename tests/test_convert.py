@@ -482,6 +482,8 @@ def broken(folder: Path, how: str) -> Path:
         pickle_file(source / "pytorch_model.bin", how)
     elif how == "no weights":
         weights.unlink()
+    elif how == "adapter":
+        weights.rename(source / "adapter_model.safetensors")
     return source
 
 
@@ -506,6 +508,7 @@ BROKEN = {
     "pickled before torch 1.6": "a: is written before torch 1.6",
     "pickled, transposed": "a: is not contiguous",
     "no weights": "there are no weights in it",
+    "adapter": "holds an adapter alone, in 'adapter_model.safetensors'",
 }
 
 

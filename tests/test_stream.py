@@ -279,7 +279,7 @@ def test_an_error_in_the_body_leaves_everything_as_it_was(
 
 def test_an_existing_folder_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     write_folder(tmp_path / "out", "old")
-    with pytest.raises(ExportError, match="exists and is not empty; choose another folder or pass overwrite=True"):
+    with pytest.raises(ExportError, match="exists and is not empty; choose another folder, or"):
         write_folder(tmp_path / "out", "new")
     assert content_of(tmp_path / "out") == ["old", "old"]
     assert names_in(tmp_path) == ["out"]
