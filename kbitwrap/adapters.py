@@ -144,17 +144,18 @@ def merge_layer(
     is_by_name = parameter_name(layer) is not None
     if plain._modules and not is_by_name:
         raise refusal(fqn, layer, active, f"it adapts several modules of {type(plain).__name__} at once")
+    if vars(plain).get("max_norm") is not None:
+        raise refusal(fqn, layer, active, "the embedding renormalizes the rows that it looks up (max_norm)")
     try:
         if "forward" in vars(layer) and "_hf_hook" not in vars(layer):
             raise TypeError("its forward was replaced, and may depend on the input in any way")
         adapted = _float32_layer(layer, active, plain, rows)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
             # A parameter that is adapted by name is not that of a layer that could be run by itself.
             probe = None if is_by_name else _probe(plain)
             runs = adapted
             if stored is not None and not _knows_quantization(layer):
-                runs = _float32_layer(layer, active, _as_stored(plain, stored), rows)
+                runs = _float32_layer(layer, active, _as_stored(plain, stored, rows), rows)
             outputs = [] if probe is None else [plain(probe), runs(probe)]
             adapted.merge(safe_merge=False, adapter_names=list(active))
             merged: nn.Module = adapted.get_base_layer()
@@ -195,6 +196,10 @@ def merges_by_rows(source: nn.Module, layer: Any, active: Sequence[str]) -> bool
     """
     if not is_quantized_layer(source) and type(source).forward not in (nn.Linear.forward, nn.Embedding.forward):
         return False  # it may do anything with what it computes
+    num_rows = vars(source).get("num_embeddings", vars(source).get("out_features", 0))
+    indices = [index for name in active for index in vars(layer).get("token_indices", {}).get(name, ())]
+    if not all(0 <= index < num_rows for index in indices):
+        return False  # PEFT refuses when it merges the whole
     variants = vars(layer).get("lora_variant", {})
     names = {type(variants[name]).__name__ for name in active if name in variants}
     match _method_and_kind(layer):
@@ -273,6 +278,7 @@ def _float32_layer(layer: Any, active: Sequence[str], plain: nn.Module, rows: Ro
     for magnitude in copied._modules.get("lora_magnitude_vector", {}).values():
         if type(magnitude).__name__ == "DoraLinearLayer":
             vars(magnitude)["get_lora_weight"] = _product
+        vars(magnitude).get("_dora_cache", {}).clear()  # of the whole layer's
     for name in _HOOKED_FORWARD:
         vars(copied).pop(name, None)
     cls = type(copied)
@@ -286,27 +292,30 @@ def _float32_layer(layer: Any, active: Sequence[str], plain: nn.Module, rows: Ro
     return copied.to(device=device, dtype=torch.float32).eval().requires_grad_(False)
 
 
-def _as_stored(plain: nn.Module, stored: torch.Tensor) -> nn.Module:
+def _as_stored(plain: nn.Module, stored: torch.Tensor, rows: Rows) -> nn.Module:
     """A base that computes what a plain one does, while its weight reads as the quantized storage."""
     made = shallow_copy(plain)
-    vars(made)["_parameters"]["weight"] = nn.Parameter(stored.detach().as_subclass(torch.Tensor), requires_grad=False)
+    values = stored.detach().as_subclass(torch.Tensor)
+    if values.shape[1:] == plain.get_parameter("weight").shape[1:]:  # 4-bit storage has no rows
+        values = values[rows]
+    vars(made)["_parameters"]["weight"] = nn.Parameter(values, requires_grad=False)
     vars(made)["forward"] = plain.forward
     return made
 
 
 def _probe(plain: nn.Module) -> torch.Tensor:
-    """An input for a plain module, drawn from torch's generator."""
+    """An input for a plain module, always the same one; no generator of torch's is drawn from."""
     weight = plain._parameters["weight"]
     assert weight is not None
+    drawn: dict[str, Any] = {"generator": torch.Generator().manual_seed(0), "device": "cpu"}
     if isinstance(plain, nn.Embedding):
-        return torch.randint(0, plain.num_embeddings, (2, 8)).to(weight.device)
+        return torch.randint(0, plain.num_embeddings, (2, 8), **drawn).to(weight.device)
     fields = vars(plain)
-    if "kernel_size" in fields:
-        sides = [2 * size + 1 for size in fields["kernel_size"]]
-        return torch.randn(2, fields["in_channels"], *sides).to(weight.device)
     # ``nx`` is that of transformers' ``Conv1D``; norms have the last dimension of their weight.
-    features = fields.get("in_features", fields.get("nx", weight.shape[-1]))
-    return torch.randn(2, 8, features).to(weight.device)
+    shape = [8, fields.get("in_features", fields.get("nx", weight.shape[-1]))]
+    if "kernel_size" in fields:
+        shape = [fields["in_channels"], *(2 * size + 1 for size in fields["kernel_size"])]
+    return torch.randn(2, *shape, dtype=torch.float32, **drawn).to(weight.device)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -367,4 +376,6 @@ def float32_module(source: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.
     }
     fields["training"] = False
     fields |= {name: values["weight"].shape[0] for name in ("out_features", "num_embeddings") if name in fields}
+    if "padding_idx" in fields:
+        fields["padding_idx"] = None  # of gradients alone, and perhaps of a row that is not there
     return made

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import distributed, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .errors import ConfigError, ExportError
 from .lazy import LazyTensor
@@ -45,8 +46,12 @@ def class_before_sharding(module: nn.Module) -> type[nn.Module]:
 class Recorded(NamedTuple):
     """A parameter before the model was prepared; sharding replaces it by another object.
 
+    So does PEFT with a quantized weight that it dequantizes for DoRA on a CPU, by one over the very same memory.
+
     Attributes:
         reference: The parameter, weakly.
+        storage: Its memory, weakly; no other takes its place while it is referred to.
+        address: Where in the memory it starts.
         num_elements: How many elements it had.
         key: Its ``id`` at that time, by which its other places and what was recorded elsewhere are found.
         quantized_class: Its class, if it held quantized storage; sharding makes it a plain tensor.
@@ -54,6 +59,8 @@ class Recorded(NamedTuple):
     """
 
     reference: weakref.ref[nn.Parameter]
+    storage: StorageWeakRef
+    address: int
     num_elements: int
     key: int
     quantized_class: type[torch.Tensor] | None
@@ -65,6 +72,8 @@ class Recorded(NamedTuple):
         state = getattr(parameter, "quant_state", None)
         return Recorded(
             weakref.ref(parameter),
+            StorageWeakRef(parameter.untyped_storage()),
+            parameter.data_ptr(),
             parameter.numel(),
             id(parameter),
             type(parameter) if is_quantized_parameter(parameter) else None,
@@ -77,8 +86,13 @@ class Recorded(NamedTuple):
         if parameter.numel() != self.num_elements:
             return False
         if not is_sharded_tensor(parameter):
-            return parameter is self.reference()
+            return parameter is self.reference() or self._is_same_memory(parameter)
         return self.quant_state is None or self.quant_state() is getattr(module, "quant_state", None)
+
+    def _is_same_memory(self, parameter: torch.Tensor) -> bool:
+        if self.quantized_class is not type(parameter) or parameter.data_ptr() != self.address:
+            return False
+        return bool(StorageWeakRef(parameter.untyped_storage()) == self.storage)
 
 
 class Gathering:

@@ -87,6 +87,7 @@ def write_safetensors(
         OSError: The file cannot be written; nothing is left. `staged` makes it an ``ExportError``.
     """
     header, offsets = _header(tensors, metadata)
+    promised = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     try:
         with open(path, "wb", buffering=0) as file, keeping_last():
@@ -95,19 +96,21 @@ def write_safetensors(
             with _Background(file, progress) as background:
                 for name in _by_lineage(tensors, offsets):
                     offset = len(header) + offsets[name]
-                    left = tensors[name].nbytes
+                    dtype, shape = promised[name]
+                    left = shape.numel()
+                    is_kept = tensors[name].shape == shape
                     for piece in pieces(tensors[name]):
-                        left -= piece.nbytes
-                        if left < 0:  # it would be written over the next tensor
+                        left -= piece.numel()
+                        is_kept &= piece.dtype == dtype
+                        if left < 0 or not is_kept:  # it would be written over the next tensor, or as something else
                             break
                         background.write(offset, _bytes_of(piece))
                         offset += piece.nbytes
                         del piece  # it is not kept while the next one is computed
-                    if left:
-                        found = "more" if left < 0 else "fewer"
+                    if left or not is_kept:
                         raise ExportError(
-                            f"{name}: expected {tensors[name].nbytes} bytes, found {found}: it changed while it was "
-                            "exported; export while nothing replaces or resizes it",
+                            f"{name}: expected {shape.numel()} values of {dtype} in the shape {tuple(shape)}, found "
+                            "others: it changed while it was exported; export while nothing replaces or resizes it",
                             fqn=name,
                         )
     except BaseException:

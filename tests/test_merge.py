@@ -23,6 +23,7 @@ import torch
 import transformers
 from bitsandbytes.functional import dequantize_4bit
 from peft import PeftModel, get_peft_model
+from peft.helpers import DoraCaching
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
@@ -397,6 +398,50 @@ def test_lora_on_all_linear_layers(variant: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")  # PEFT does not know RMS norms
+def test_loha_over_int8(tmp_path: Path) -> None:
+    """It does not know of quantization, and reads the shape of what is stored."""
+    adapted = get_peft_model(zoo.load("llama", "int8"), peft.LoHaConfig(target_modules=TARGETS))
+    jitter(adapted)
+    export(adapted, tmp_path / "merged")
+    tensors = saved(tmp_path / "merged")
+    for fqn, layer in layers_of(adapted).items():
+        exact = base_weight(layer.get_base_layer()) + layer.get_delta_weight("default").detach().double()
+        assert_rounded_once(tensors[f"{fqn}.weight"], exact)
+
+
+def test_a_dora_that_keeps_its_norms(tmp_path: Path) -> None:
+    adapted = get_peft_model(zoo.load("llama"), peft.LoraConfig(target_modules=TARGETS, use_dora=True))
+    jitter(adapted)
+    adapted.eval()
+    with DoraCaching(), torch.no_grad():
+        zoo.loss("llama", adapted, zoo.inputs("llama", adapted))
+        export(adapted, tmp_path / "merged")
+    tensors = saved(tmp_path / "merged")
+    for fqn, layer in layers_of(adapted).items():
+        assert_rounded_once(tensors[f"{fqn}.weight"], dora_weight(layer))
+
+
+@pytest.mark.parametrize("quant", ["nf4", "int8"])
+def test_a_dora_that_put_another_parameter_over_the_same_memory(quant: str, tmp_path: Path) -> None:
+    model = zoo.load("llama", quant)
+    model.save_pretrained(tmp_path / "original")
+    names = [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]
+    prepared = KbitPreparedModel(model).prepare()
+    weights = [model.get_submodule(name).weight for name in names]
+    adapted = get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], use_dora=True))
+    if quant == "nf4":  # of int8 the adapter's making does it
+        training.step("llama", adapted)
+    layers = layers_of(adapted)
+    assert not any(layers[name].get_base_layer().weight is weight for name, weight in zip(names, weights, strict=True))
+    prepared.manifest()
+    prepared.export(tmp_path / "base")
+    prepared.export(tmp_path / "merged", merge_adapters=True)
+    tensors = saved(tmp_path / "merged")
+    for name in names:
+        assert_rounded_once(tensors[f"{name}.weight"], dora_weight(layers[name]))
+    assert (tmp_path / "base/model.safetensors").read_bytes() == (tmp_path / "original/model.safetensors").read_bytes()
+
+
 def test_layer_norm_tuning(tmp_path: Path) -> None:
     model = zoo.load("llama")
     prepared = KbitPreparedModel(model, precision="norms").prepare()
@@ -642,6 +687,19 @@ def test_trained_copies_are_rounded_to_the_original_dtype(precision: str, tmp_pa
     assert not torch.equal(tensors["classifier.weight"], original)
 
 
+@pytest.mark.parametrize("method", ["LoraConfig", "TrainableTokensConfig"])
+def test_embeddings_with_a_padding_row(method: str, tmp_path: Path) -> None:
+    """A block has few rows, and seldom this one."""
+    model = nn.Sequential(nn.Embedding(64, 32, padding_idx=63))
+    options: dict[str, Any] = {"token_indices": [2, 63]} if method == "TrainableTokensConfig" else {}
+    adapted = get_peft_model(model, getattr(peft, method)(target_modules=["0"], **options))
+    jitter(adapted)
+    export(adapted, tmp_path / "merged")
+    with torch.no_grad():
+        expected = adapted(torch.arange(64))
+    torch.testing.assert_close(saved(tmp_path / "merged")["0.weight"], expected, rtol=1e-6, atol=1e-6)
+
+
 def test_single_rows_of_the_embeddings(tmp_path: Path) -> None:
     adapted = get_peft_model(
         zoo.load("llama"), peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [9, 11]})
@@ -736,6 +794,25 @@ def test_a_layer_that_computes_zeros_is_merged(value: float, tmp_path: Path) -> 
 
 
 @pytest.mark.filterwarnings("ignore:Merge lora module to 4-bit")
+@pytest.mark.parametrize(
+    ("options", "indices", "message"),
+    [
+        ({"max_norm": 1.0}, [3], "the embedding renormalizes the rows that it looks up"),
+        ({}, [3, -1], "index -1 is out of bounds"),
+        ({}, [3, 64], "index 64 is out of bounds"),
+    ],
+)
+def test_embeddings_whose_merge_would_be_another(
+    options: dict[str, Any], indices: list[int], message: str, tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Embedding(64, 32, **options))
+    adapted = get_peft_model(model, peft.TrainableTokensConfig(target_modules=["0"], token_indices=[3, 5]))
+    layers_of(adapted)["0"].token_indices["default"] = indices
+    with pytest.raises(ExportError, match=message) as caught:
+        export(adapted, tmp_path / "merged")
+    assert caught.value.fqn == "0"
+
+
 def test_what_is_merged_already_is_refused(tmp_path: Path) -> None:
     adapted = training.adapt("llama", zoo.load("llama"))
     wrapper = KbitPreparedModel(adapted)
@@ -776,10 +853,14 @@ def test_autocast_makes_no_difference(tmp_path: Path) -> None:
     assert {name: tensor.tolist() for name, tensor in found.items()} == {name: t.tolist() for name, t in plain.items()}
 
 
-def test_random_numbers_are_left_alone(tmp_path: Path) -> None:
+def test_random_numbers_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(seed: int) -> None:
+        raise AssertionError("the generators of every device would be seeded")
+
     adapted = training.adapt("llama", zoo.load("llama"), lora_dropout=0.5)
     adapted.train()
     layers = layers_of(adapted)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", fail)
     state = torch.get_rng_state()
     export(adapted, tmp_path / "merged")
     assert torch.equal(torch.get_rng_state(), state)
