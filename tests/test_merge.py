@@ -397,7 +397,6 @@ def test_lora_on_all_linear_layers(variant: str, tmp_path: Path) -> None:
     load("llama", tmp_path / "merged")
 
 
-@pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")  # PEFT does not know RMS norms
 def test_loha_over_int8(tmp_path: Path) -> None:
     """It does not know of quantization, and reads the shape of what is stored."""
     adapted = get_peft_model(zoo.load("llama", "int8"), peft.LoHaConfig(target_modules=TARGETS))
@@ -442,6 +441,7 @@ def test_a_dora_that_put_another_parameter_over_the_same_memory(quant: str, tmp_
     assert (tmp_path / "base/model.safetensors").read_bytes() == (tmp_path / "original/model.safetensors").read_bytes()
 
 
+@pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")  # PEFT does not know RMS norms
 def test_layer_norm_tuning(tmp_path: Path) -> None:
     model = zoo.load("llama")
     prepared = KbitPreparedModel(model, precision="norms").prepare()
@@ -793,7 +793,6 @@ def test_a_layer_that_computes_zeros_is_merged(value: float, tmp_path: Path) -> 
     assert not saved(tmp_path / "merged")["0.weight"].any()
 
 
-@pytest.mark.filterwarnings("ignore:Merge lora module to 4-bit")
 @pytest.mark.parametrize(
     ("options", "indices", "message"),
     [
@@ -813,6 +812,7 @@ def test_embeddings_whose_merge_would_be_another(
     assert caught.value.fqn == "0"
 
 
+@pytest.mark.filterwarnings("ignore:Merge lora module to 4-bit")
 def test_what_is_merged_already_is_refused(tmp_path: Path) -> None:
     adapted = training.adapt("llama", zoo.load("llama"))
     wrapper = KbitPreparedModel(adapted)
