@@ -186,14 +186,16 @@ def _knows_quantization(layer: Any) -> bool:
 def merges_by_rows(source: nn.Module, layer: Any, active: Sequence[str]) -> bool:
     """Whether each row of a merged weight is made of the same row of the base's, so that some can be merged alone.
 
-    So it is with LoRA, its weight-decomposed kind and a few methods more on linear layers, with LoRA on embeddings, and
-    with trained rows of embeddings. Other methods may be alike; they are merged as a whole.
+    So it is with LoRA, its weight-decomposed kind and a few methods more on linear layers, with LoRA on embeddings and
+    on stacks of experts, and with trained rows of embeddings. Other methods may be alike; they are merged as a whole.
 
     Args:
         source: The module that is adapted.
         layer: PEFT's layer around it.
         active: The adapters to merge.
     """
+    if parameter_name(layer) is not None:
+        return _method_and_kind(layer) == ("lora", "ParamWrapper") and layer.num_experts > 1
     if not is_quantized_layer(source) and type(source).forward not in (nn.Linear.forward, nn.Embedding.forward):
         return False  # it may do anything with what it computes
     num_rows = vars(source).get("num_embeddings", vars(source).get("out_features", 0))
@@ -237,6 +239,10 @@ def _cut_to_rows(layer: Any, active: Sequence[str], rows: Rows) -> dict[int, Any
             indices, delta = layer.token_indices[name], layer.trainable_tokens_delta[name]
             places = [place for place, index in enumerate(indices) if rows.start <= index < rows.stop]
             cut += [(indices, [indices[place] - rows.start for place in places]), (delta, delta[places])]
+        elif parameter_name(layer) is not None:
+            a, b, num_experts = layer.lora_A[name].weight, layer.lora_B[name].weight, layer.num_experts
+            cut.append((a, a.reshape(num_experts, -1, a.shape[1])[rows].flatten(0, 1)))
+            cut.append((b, b.reshape(b.shape[0], -1, num_experts)[:, :, rows].flatten(1)))
         elif name in getattr(layer, "lora_embedding_A", ()):
             cut.append((layer.lora_embedding_A[name], layer.lora_embedding_A[name][:, rows]))
         else:
@@ -275,6 +281,8 @@ def _float32_layer(layer: Any, active: Sequence[str], plain: nn.Module, rows: Ro
         stack += [child for child in module._modules.values() if child is not None and child is not base]
     copied = copy.deepcopy(layer, memo | _cut_to_rows(layer, active, rows))
     copied._active_adapter = [*active]
+    if isinstance(rows, slice) and "num_experts" in vars(copied):
+        copied.num_experts = rows.stop - rows.start
     for magnitude in copied._modules.get("lora_magnitude_vector", {}).values():
         if type(magnitude).__name__ == "DoraLinearLayer":
             vars(magnitude)["get_lora_weight"] = _product

@@ -51,6 +51,7 @@ _FLOAT32_BYTES = 4
 # times its bytes, and some time whatever its size.
 _NUM_BLOCKS = 32
 _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 1 << 20, 4 << 20
+_MIN_ROWS = 2  # PEFT takes a stack of one expert for a matrix, whose sides it may exchange
 
 _Layers = list[tuple[Any, tuple[str, ...]]]
 _Places = list[list[tuple[nn.Module, str]]]
@@ -252,8 +253,10 @@ class _Merge:
         if num_blocks <= 1 or () in num_rows:
             return [...]
         (rows,) = num_rows.pop()
-        height = math.ceil(rows / num_blocks)
-        return [slice(start, min(start + height, rows)) for start in range(0, rows, height)]
+        starts = [*range(0, rows, max(math.ceil(rows / num_blocks), _MIN_ROWS))]
+        if rows - starts[-1] < _MIN_ROWS:
+            starts = starts[:-1] or [0]
+        return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], rows], strict=True)]
 
     def _reader(self, name: str) -> Callable[[Rows], torch.Tensor]:
         """Reads rows of a parameter into which nothing is merged."""

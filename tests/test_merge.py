@@ -590,6 +590,24 @@ def test_fused_experts_are_rounded_once(tmp_path: Path) -> None:
         assert_rounded_once(tensors[f"{fqn}.gate_up_proj"], exact)
 
 
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("num_experts", [2, 3, 4, 5, 64, 65])
+def test_stacks_of_any_number_of_experts(num_experts: int, is_transposed: bool, tmp_path: Path) -> None:
+    """Merged a few experts at a time, and never one alone, which PEFT takes for a matrix, whose sides it exchanges."""
+    stack = nn.Module()
+    stack.up = nn.Parameter(torch.randn(num_experts, 8, 8))
+    stack.is_transposed = is_transposed
+    config = peft.LoraConfig(target_parameters=["0.up"], r=3, lora_alpha=2, init_lora_weights=False)
+    adapted = get_peft_model(nn.Sequential(stack), config)
+    (layer,) = [module for module in adapted.modules() if isinstance(module, peft.tuners.lora.layer.ParamWrapper)]
+    export(adapted, tmp_path / "merged")
+    a = layer.lora_A["default"].weight.detach().double().view(num_experts, 3, -1)
+    b = layer.lora_B["default"].weight.detach().double().view(-1, 3, num_experts)
+    delta = torch.einsum("ore,eri->eoi", b, a) * layer.scaling["default"]
+    exact = stack.up.detach().double() + (delta.transpose(1, 2) if is_transposed else delta)
+    assert_rounded_once(saved(tmp_path / "merged")["0.up"], exact)
+
+
 def test_fused_experts_of_two_dimensions_are_rounded_once(tmp_path: Path) -> None:
     adapted = training.adapt("dbrx", zoo.load("dbrx"), target_parameters=["mlp.w1"])
     jitter(adapted)
@@ -928,7 +946,14 @@ kind, methods = sys.argv[1], json.loads(sys.argv[2])
 def status(field):
     return int(re.search(field + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
 
+class Experts(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up_proj = nn.Parameter(torch.randn(16, width // 16, width).to(torch.bfloat16))
+
 def layer(width):
+    if kind == "experts":
+        return Experts(width)
     if kind == "nf4":
         return bitsandbytes.nn.Linear4bit(width, width, bias=False, quant_type="nf4").to(torch.bfloat16).to("cpu")
     if kind == "int8":
@@ -939,7 +964,7 @@ def layer(width):
 def export(layers, method, options):
     model = nn.Sequential(*layers)
     model.is_loaded_in_4bit, model.is_loaded_in_8bit = kind == "nf4", kind == "int8"
-    adapted = peft.get_peft_model(model, getattr(peft, method)(target_modules=["0", "1", "2"], **options))
+    adapted = peft.get_peft_model(model, getattr(peft, method)(**{"target_modules": ["0", "1", "2"], **options}))
     with tempfile.TemporaryDirectory() as folder:
         wrapper = KbitPreparedModel(adapted, gradient_checkpointing=False)
         gc.collect()
@@ -975,8 +1000,12 @@ DORA = ("LoraConfig", {"init_lora_weights": False, "use_dora": True})
         ("int8", [LORA, DORA]),
         ("linear", [LORA, ("LoHaConfig", {"init_weights": False})]),
         ("embedding", [LORA, ("TrainableTokensConfig", {"token_indices": [0, 63]})]),
+        (
+            "experts",
+            [("LoraConfig", {"target_modules": None, "target_parameters": [f"{i}.up_proj" for i in range(3)]})],
+        ),
     ],
-    ids=["nf4", "int8", "linear", "embedding"],
+    ids=["nf4", "int8", "linear", "embedding", "experts"],
 )
 def test_two_tensors_are_in_memory_at_most(kind: str, methods: list[Any], tmp_path: Path) -> None:
     tensor = 2 * 4096 * 4096
