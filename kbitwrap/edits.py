@@ -105,9 +105,10 @@ class AttributesChange:
     def _read(self, module: nn.Module) -> tuple[Any, ...]:
         return tuple(vars(module).get(name, MISSING) for name in self.names)
 
-    def _write(self, module: nn.Module, values: Iterable[Any]) -> None:
+    def _write(self, module: nn.Module, values: Iterable[Any], names: Collection[str]) -> None:
         for name, value in zip(self.names, values, strict=True):
-            write_attribute(vars(module), name, value)
+            if name in names:
+                write_attribute(vars(module), name, value)
 
     def undo(self) -> None:
         """Write the recorded values, on stand-ins too."""
@@ -116,9 +117,7 @@ class AttributesChange:
     def undo_of(self, names: Collection[str]) -> None:
         """Write the recorded values of some of the attributes, on stand-ins too."""
         for module, values in self.record.affected():
-            for name, value in zip(self.names, values, strict=True):
-                if name in names:
-                    write_attribute(vars(module), name, value)
+            self._write(module, values, names)
 
     def suspend(self) -> Resume:
         """Write the recorded values; resuming writes those of now."""
@@ -126,7 +125,7 @@ class AttributesChange:
 
         def resume() -> None:
             for module, values in current:
-                self._write(module, values)
+                self._write(module, values, self.names)
 
         return undo_for_a_while(self, resume)
 

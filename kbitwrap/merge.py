@@ -46,7 +46,6 @@ _MODEL_ATTRIBUTES = (
 )
 _CONFIG_ATTRIBUTES = ("quantization_config", "_pre_quantization_dtype")
 
-_FLOAT32_BYTES = 4
 # What can be merged by rows is merged in so many blocks, of so many bytes of float32 values: merging one takes several
 # times its bytes, and some time whatever its size.
 _NUM_BLOCKS = 32
@@ -248,7 +247,7 @@ class _Merge:
         num_rows = {shape[:1] for shape in shapes}
         if len(num_rows) > 1 or not all(merges_by_rows(self.source, *layer) for layer in layers):
             return [...]
-        num_bytes = _FLOAT32_BYTES * sum(shape.numel() for shape in shapes)
+        num_bytes = torch.float32.itemsize * sum(shape.numel() for shape in shapes)
         num_blocks = math.ceil(num_bytes / max(_MIN_BLOCK_BYTES, min(num_bytes // _NUM_BLOCKS, _MAX_BLOCK_BYTES)))
         if num_blocks <= 1 or () in num_rows:
             return [...]
