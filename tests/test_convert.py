@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import functools
 import json
+import os
 import pickle
 import shutil
 import subprocess
@@ -586,12 +587,14 @@ print(meter.peak())
 """
 
 
-def test_memory_is_that_of_one_tensor(tmp_path: Path) -> None:
+def test_memory_is_that_of_a_few_pieces(tmp_path: Path) -> None:
     size = 8 << 20
     checkpoint(tmp_path / "small", {"a": torch.ones(4)})
     checkpoint(tmp_path / "in", {str(i): torch.ones(size) for i in range(8)})
+    # What is freed goes back to the system: which pieces the C library keeps is not measured.
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     found = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, check=True, cwd=ROOT
+        [sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, check=True, cwd=ROOT, env=env
     )
-    # Pieces of a tensor: one is written while the next is read.
-    assert int(found.stdout) / (4 * size) < 0.75
+    # Pieces of a tensor of 32 MiB: one is written while the next is read.
+    assert int(found.stdout) < 4 * size / 2
