@@ -17,7 +17,7 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback
 
 import zoo
 from kbitwrap import (
@@ -614,6 +614,258 @@ def test_a_failed_evaluation_leaves_the_model_prepared(tmp_path: Path) -> None:
     assert trainer.states == [LifecycleState.SUSPENDED]
     assert prepared.state is LifecycleState.PREPARED
     assert not prepared.verify()
+
+
+# ----------------------------------------------------------------------------------------------------
+# Evaluation in the original state, by the callback.
+# ----------------------------------------------------------------------------------------------------
+
+
+class StateRecordingTrainer(RecordingTrainer):
+    """Records in which state the model is evaluated and saved, and what it is like when it is evaluated."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.wrapper: KbitPreparedModel | None = None
+        self.states: list[tuple[str, LifecycleState]] = []
+        self.dtypes: set[torch.dtype] = set()
+        self.breaks: type[BaseException] | None = None
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.wrapper is not None
+        self.states.append(("evaluated", self.wrapper.state))
+        self.dtypes |= {p.dtype for fqn, p in self.wrapper.model.named_parameters() if "lora_" not in fqn}
+        if self.breaks is not None:
+            raise self.breaks("in the loop")
+        return super().prediction_step(*args, **kwargs)
+
+    def _save_checkpoint(self, *args: Any) -> None:
+        assert self.wrapper is not None
+        self.states.append(("saved", self.wrapper.state))
+        super()._save_checkpoint(*args)
+
+
+def suspending(
+    prepared: KbitPreparedModel,
+    folder: Path,
+    *,
+    adapter: dict[str, Any] | None = None,
+    cls: type[RecordingTrainer] = StateRecordingTrainer,
+    others: list[TrainerCallback] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """A trainer whose callback suspends, with others after it."""
+    callbacks = [KbitTrainerCallback(prepared, suspend_evaluation=True), *(others or [])]
+    kwargs = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": dataset(prepared.model)} | kwargs
+    trainer = trainer_for(adapt(prepared.model, **adapter or {}), folder, cls=cls, callbacks=callbacks, **kwargs)
+    trainer.wrapper = prepared
+    return trainer
+
+
+@pytest.mark.parametrize("modules_to_save", [False, True], ids=["lora", "lora-and-head"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["plain", "bf16"])
+@pytest.mark.parametrize("precision", ["full", "compute", "norms"])
+def test_training_with_a_suspending_callback_is_that_without(
+    tmp_path: Path, precision: str, bf16: bool, modules_to_save: bool
+) -> None:
+    adapter = {"modules_to_save": modules_to_save}
+    without = trainer_with_callback(prepare(precision), tmp_path / "without", adapter=adapter, bf16=bf16, **EVERY_STEP)
+    without.train()
+    prepared = prepare(precision)
+    trainer = suspending(
+        prepared, tmp_path / "with", adapter=adapter, bf16=bf16, eval_on_start=True, eval_delay=0, **EVERY_STEP
+    )
+    trainer.train()
+    evaluation = [("evaluated", LifecycleState.SUSPENDED)]
+    assert trainer.states == evaluation + NUM_STEPS * [*evaluation, ("saved", LifecycleState.PREPARED)]
+    assert trainer.dtypes == {torch.bfloat16, torch.uint8}
+    assert outcome(trainer) == outcome(without)
+    assert prepared.state is LifecycleState.PREPARED
+    for step in range(1, NUM_STEPS + 1):
+        saved = [tmp_path / name / f"checkpoint-{step}" / "adapter_model.safetensors" for name in ("with", "without")]
+        assert saved[0].read_bytes() == saved[1].read_bytes()
+
+    losses = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
+    prepared.restore()
+    assert trainer.evaluate()["eval_loss"] == losses[-1]
+    assert len(set(losses)) > 1
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_each_epoch_is_evaluated_in_the_original_state(tmp_path: Path, accumulation: int) -> None:
+    prepared = prepare("full")
+    options = {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": accumulation}
+    trainer = suspending(
+        prepared, tmp_path, eval_strategy="epoch", save_strategy="best", metric_for_best_model="eval_loss", **options
+    )
+    trainer.train()
+    assert [state for what, state in trainer.states if what == "evaluated"] == 2 * [LifecycleState.SUSPENDED]
+    assert ("saved", LifecycleState.PREPARED) in trainer.states
+    without = trainer_with_callback(prepare("full"), tmp_path / "without", **options)
+    without.train()
+    assert outcome(trainer) == outcome(without)
+
+
+def test_the_callback_evaluates_as_prepared_unless_asked(tmp_path: Path) -> None:
+    prepared = prepare("full")
+    trainer = trainer_with_callback(
+        prepared, tmp_path, cls=StateRecordingTrainer, eval_strategy="epoch", eval_dataset=dataset(prepared.model)
+    )
+    trainer.wrapper = prepared
+    trainer.train()
+    assert trainer.states == [("evaluated", LifecycleState.PREPARED)]
+
+
+class Asks(TrainerCallback):
+    """Asks for an evaluation, or asks for none."""
+
+    def __init__(self, wanted: bool) -> None:
+        self.wanted = wanted
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_evaluate = self.wanted
+
+
+class Evaluates(TrainerCallback):
+    """Evaluates by itself, after each step."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.evaluate()
+
+
+def test_what_the_callback_cannot_suspend_is_refused(tmp_path: Path) -> None:
+    message = r"not in its original state.*SuspendedEvaluation"
+    rows = dataset(zoo.load("llama"))
+    cases: list[dict[str, Any]] = [
+        {"eval_dataset": {"one": rows[:2], "two": rows[2:]}},
+        {"eval_strategy": "no", "others": [Evaluates()]},
+        {"eval_strategy": "no", "others": [Asks(True)]},
+    ]
+    for number, options in enumerate(cases):
+        prepared = prepare("full")
+        trainer = suspending(prepared, tmp_path / str(number), **options)
+        for callback in options.get("others", []):
+            callback.trainer = trainer
+        with pytest.raises(StateError, match=message):
+            trainer.train()
+        assert len(trainer.losses) == 1
+        assert prepared.state is LifecycleState.PREPARED
+
+    for call in (trainer.evaluate, lambda: trainer.predict(rows)):
+        with pytest.raises(StateError, match=message):
+            call()
+        with prepared.suspended():
+            call()
+    prepared.restore()
+    trainer.evaluate()
+
+
+def test_several_datasets_are_suspended_with_the_class(tmp_path: Path) -> None:
+    class Trainer(SuspendedEvaluation, StateRecordingTrainer):
+        pass
+
+    prepared = prepare("full")
+    rows = dataset(prepared.model)
+    trainer = suspending(prepared, tmp_path, cls=Trainer, eval_dataset={"one": rows[:2], "two": rows[2:]})
+    trainer.train()
+    trainer.evaluate()
+    assert trainer.states == 2 * (NUM_STEPS + 1) * [("evaluated", LifecycleState.SUSPENDED)]
+    assert prepared.state is LifecycleState.PREPARED
+
+
+@pytest.mark.parametrize("saves", [False, True], ids=["training", "saving"])
+def test_an_evaluation_called_off_is_no_reason_to_train_suspended(tmp_path: Path, saves: bool) -> None:
+    prepared = prepare("full")
+    trainer = suspending(prepared, tmp_path, others=[Asks(False)], **(EVERY_STEP if saves else {}))
+    if saves:  # the checkpoint is written before its event
+        with pytest.raises(StateError, match=r"checkpoint of step 1 was saved .*last of the callbacks"):
+            trainer.train()
+    else:
+        trainer.train()
+        without = trainer_with_callback(prepare("full"), tmp_path / "without")
+        without.train()
+        assert outcome(trainer) == outcome(without)
+        assert trainer.states == []
+    assert prepared.state is LifecycleState.PREPARED
+
+
+@pytest.mark.parametrize("exception", [RuntimeError, KeyboardInterrupt])
+def test_an_evaluation_that_raises_is_taken_back(tmp_path: Path, exception: type[BaseException]) -> None:
+    base = zoo.load("llama")
+    untrained = Snapshot(base)
+    prepared = KbitPreparedModel(base, precision="full")
+    prepared.prepare()
+    trainer = suspending(prepared, tmp_path)
+    trainer.breaks = exception
+    with pytest.raises(exception), prepared:
+        trainer.train()
+    assert prepared.state is LifecycleState.RESTORED
+    trainer.model.unload()
+    assert untrained.diff(Snapshot(base), moved=True) == []
+
+
+def test_training_goes_on_after_an_evaluation_that_raised(tmp_path: Path) -> None:
+    def broken() -> Any:
+        prepared = prepare("full")
+        trainer = suspending(prepared, tmp_path, adapter={"modules_to_save": True})
+        trainer.breaks = RuntimeError
+        with pytest.raises(RuntimeError, match="in the loop"):
+            trainer.train()
+        assert prepared.state is LifecycleState.SUSPENDED
+        trainer.breaks = None
+        return trainer
+
+    trainer = broken()
+    # The optimizer was made, and a checkpoint would have been loaded, on the original state.
+    with pytest.raises(StateError, match=r"had left .*call train\(\) again"):
+        trainer.train()
+    assert len(trainer.losses) == 1
+    trainer.train()
+    assert len(trainer.losses) == 1 + NUM_STEPS
+
+    trainer = broken()
+    callback = trainer.pop_callback(KbitTrainerCallback)
+    callback.resume()
+    assert not trainer.wrapper.verify()
+    callback.resume()
+    assert trainer.wrapper.state is LifecycleState.PREPARED
+    trainer.wrapper.restore()
+
+    trainer = broken()
+    callback = trainer.pop_callback(KbitTrainerCallback)
+    again = trainer_for(trainer.model, tmp_path, callbacks=[callback])
+    assert trainer.wrapper.state is LifecycleState.PREPARED
+    again.train()
+
+
+def test_a_run_with_a_suspending_callback_resumes(tmp_path: Path) -> None:
+    adapter = {"modules_to_save": True}
+    whole = suspending(prepare("full"), tmp_path / "run", adapter=adapter, **EVERY_STEP)
+    whole.train()
+    saved = json.loads((tmp_path / "run" / "checkpoint-1" / "trainer_state.json").read_text())
+    assert saved["stateful_callbacks"]["KbitTrainerCallback"]["args"] == {
+        "manifest_name": NAME,
+        "suspend_evaluation": True,
+    }
+    prepared = prepare("full")
+    resumed = trainer_for(  # the checkpoint says that it is to suspend
+        adapt(prepared.model, **adapter),
+        tmp_path / "resumed",
+        cls=StateRecordingTrainer,
+        callbacks=[KbitTrainerCallback(prepared)],
+        restore_callback_states_from_checkpoint=True,
+        eval_strategy="steps",
+        eval_steps=1,
+        eval_dataset=dataset(prepared.model),
+    )
+    resumed.wrapper = prepared
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    assert resumed.losses == whole.losses[1:]
+    assert trained_weights(resumed.model) == trained_weights(whole.model)
+    assert resumed.states == (NUM_STEPS - 1) * [("evaluated", LifecycleState.SUSPENDED)]
 
 
 class Generating(SuspendedEvaluation, Seq2SeqTrainer):

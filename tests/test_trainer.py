@@ -584,8 +584,15 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dic
 
 
 def test_every_block_of_the_page_is_run_here() -> None:
-    texts = ("merge_and_unload", "class Sample", "SuspendedEvaluation(", "torch.optim.AdamW", "KbitTrainerCallback(")
-    assert [[text in block for text in texts].index(True) for block in code_blocks()] == [0, 1, 2, 3, 4]
+    texts = (
+        "merge_and_unload",
+        "class Sample",
+        "suspend_evaluation=True",
+        "SuspendedEvaluation(",
+        "torch.optim.AdamW",
+        "KbitTrainerCallback(prepared)",
+    )
+    assert [[text in block for text in texts].index(True) for block in code_blocks()] == [0, 1, 2, 3, 4, 5]
 
 
 # The page leaves `dataloader_pin_memory` to its default, which asks for an accelerator.
@@ -609,8 +616,9 @@ def test_block_with_a_callback(page: Callable[[str], dict[str, Any]]) -> None:
 
 
 @as_on_a_machine_without_accelerator
-def test_block_that_evaluates_suspended(page: Callable[[str], dict[str, Any]]) -> None:
-    names = page("SuspendedEvaluation(")
+@pytest.mark.parametrize("text", ["suspend_evaluation=True", "SuspendedEvaluation("])
+def test_block_that_evaluates_suspended(page: Callable[[str], dict[str, Any]], text: str) -> None:
+    names = page(text)
     losses = [row["eval_loss"] for row in names["trainer"].state.log_history if "eval_loss" in row]
     assert len(losses) == 3
     with torch.no_grad():
@@ -619,7 +627,7 @@ def test_block_that_evaluates_suspended(page: Callable[[str], dict[str, Any]]) -
 
 @as_on_a_machine_without_accelerator
 def test_block_with_checkpoints(page: Callable[[str], dict[str, Any]], tmp_path: Path) -> None:
-    names = page("KbitTrainerCallback(")
+    names = page("KbitTrainerCallback(prepared)")
     manifests = [Manifest.load(path) for path in tmp_path.glob("run/checkpoint-*/kbitwrap.json")]
     assert len(manifests) == 3
     assert names["diff"]() == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import warnings
@@ -29,7 +30,7 @@ _OPERATIONAL = {"memory_budget", "keep_originals", "empty_cache", "progress"}
 
 
 class KbitTrainerCallback(TrainerCallback, ExportableState):
-    """Keeps the record of the preparation with the checkpoints, and refuses to resume on a base prepared otherwise.
+    """Keeps the record of the preparation with the checkpoints, refuses to resume on another, suspends for evaluation.
 
     Each checkpoint folder gets the manifest, written by the processes that save. What it comes to (the settings, the
     model, one digest over all tensors) goes into the checkpoint's own ``trainer_state.json`` too, and is what a resumed
@@ -39,12 +40,22 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
     The model that is trained is adopted when the ``Trainer`` is made: under ``"adapted"`` the adapted blocks' norms
     compute in float32 from there on, and ``restore`` takes back what accelerate sets on the ``PeftModel``.
 
+    With ``suspend_evaluation``, what is evaluated in the course of training is the base in its original state, as it
+    will be after ``restore``; training goes on as though there had been no evaluation, bit for bit. The callback
+    suspends when it learns that there is an evaluation to come, at the end of a step or an epoch, and resumes when that
+    is over. Put it last: callbacks after it find the model suspended, and an evaluation that they ask for is refused.
+    So is any other that would run on the prepared model: several evaluation datasets, ``evaluate`` and ``predict``
+    outside training, for which there is no event before. `SuspendedEvaluation` covers these too.
+
     Args:
         prepared: The wrapper of the model that is trained; ``None`` finds it from the model.
         manifest_name: The name of the manifest's file in a checkpoint folder.
+        suspend_evaluation: Evaluate in the original state.
 
     Raises:
-        StateError: When training begins: the model is not prepared, or not by ``prepared``.
+        StateError: When training begins: the model is not prepared, or not by ``prepared``, or an evaluation that
+            raised had left it suspended (it is not any more). When the model is evaluated: it is not suspended and
+            should be, or cannot be, because several processes train and a trained parameter would change its dtype.
         ManifestMismatchError: When training begins: the checkpoint resumed from was trained on another base, or on one
             prepared otherwise. No step was taken.
         ExportError: A manifest could not be written.
@@ -52,19 +63,34 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
     Example:
         >>> from kbitwrap.integrations import KbitTrainerCallback
         >>> callback = KbitTrainerCallback()  # for Trainer(..., callbacks=[callback])
-        >>> callback.manifest_name
-        'kbitwrap.json'
+        >>> callback.manifest_name, callback.suspend_evaluation
+        ('kbitwrap.json', False)
     """
 
-    def __init__(self, prepared: KbitPreparedModel | None = None, *, manifest_name: str = "kbitwrap.json") -> None:
+    def __init__(
+        self,
+        prepared: KbitPreparedModel | None = None,
+        *,
+        manifest_name: str = "kbitwrap.json",
+        suspend_evaluation: bool = False,
+    ) -> None:
         self.prepared = prepared
         self.manifest_name = manifest_name
+        self.suspend_evaluation = suspend_evaluation
         self._manifest: Manifest | None = None
+        self._suspension = contextlib.ExitStack()
+        self._is_suspending = False
 
     def state(self) -> dict[str, Any]:
         """What goes into ``trainer_state.json``: the callback's arguments, and what the manifest comes to."""
         record = None if self._manifest is None else _essence(self._manifest)
-        return {"args": {"manifest_name": self.manifest_name}, "attributes": {}, "preparation": record}
+        args = {"manifest_name": self.manifest_name, "suspend_evaluation": self.suspend_evaluation}
+        return {"args": args, "attributes": {}, "preparation": record}
+
+    def resume(self) -> None:
+        """Resume what an evaluation that raised left suspended; the end of a with-block does it too."""
+        self._is_suspending = False
+        self._suspension.close()
 
     def on_init_end(
         self,
@@ -75,6 +101,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         **kwargs: Any,
     ) -> None:
         """Adopt what was made of the prepared model."""
+        self.resume()
         prepared = self._wrapper(model)
         if model is not None and prepared is not None and getattr(model, "peft_config", None):
             prepared.adopt(model)
@@ -88,6 +115,14 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         **kwargs: Any,
     ) -> None:
         """Make the manifest; where training is resumed, compare it with the checkpoint's."""
+        if self._is_suspending:
+            self.resume()
+            raise StateError(
+                "an evaluation that raised had left the model in its original state, and the optimizer may have been "
+                "made for that; the model is prepared again, and no step was taken: call train() again",
+                state=LifecycleState.SUSPENDED,
+                expected=(LifecycleState.PREPARED,),
+            )
         # Before the first step there is none but a resumed one.
         expected = self._expected(args, state) if state.global_step else None
         prepared = self._wrapper(model)
@@ -114,9 +149,76 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             )
         # A checkpoint that was saved without this callback has no place for it.
         _callback_states(state)[type(self).__name__] = self.state()
+        self._suspend_for(args.eval_on_start, model)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Train on the prepared model, whatever became of an evaluation."""
+        self.resume()
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Suspend where an evaluation comes next."""
+        self._suspend_for(control.should_evaluate, model)
+
+    def on_epoch_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Suspend where an evaluation comes next."""
+        self._suspend_for(control.should_evaluate, model)
+
+    def on_prediction_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Refuse to evaluate the prepared model where the original state was asked for."""
+        prepared = self._wrapper(model)
+        if self.suspend_evaluation and prepared is not None and prepared.state is LifecycleState.PREPARED:
+            raise StateError(
+                "KbitTrainerCallback(suspend_evaluation=True): the model is evaluated, and is not in its original "
+                "state: a callback learns of an evaluation in training alone, of the first dataset alone, and where no "
+                "callback after it asks for one. Use the trainer kbitwrap.integrations.SuspendedEvaluation instead, or "
+                "evaluate inside `with prepared.suspended()`",
+                state=prepared.state,
+                expected=(LifecycleState.SUSPENDED,),
+            )
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Resume."""
+        self.resume()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leave the model prepared, whatever became of an evaluation."""
+        self.resume()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write the manifest into the checkpoint folder."""
+        if self._is_suspending:
+            self.resume()
+            raise StateError(
+                f"the checkpoint of step {state.global_step} was saved with the model in its original state, because a "
+                "callback after KbitTrainerCallback called an evaluation off: make that the last of the callbacks",
+                state=LifecycleState.SUSPENDED,
+                expected=(LifecycleState.PREPARED,),
+            )
         if not args.should_save or self._manifest is None:
             return
         folders = _checkpoint_folders(args, state)
@@ -129,6 +231,14 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
                 UserWarning,
                 stacklevel=2,
             )
+
+    def _suspend_for(self, is_evaluated: bool, model: nn.Module | None) -> None:
+        """Suspend, or resume where no evaluation comes."""
+        self.resume()
+        prepared = self._wrapper(model)
+        if self.suspend_evaluation and is_evaluated and prepared is not None:
+            self._suspension.enter_context(prepared.suspended())
+            self._is_suspending = True
 
     def _wrapper(self, model: nn.Module | None) -> KbitPreparedModel | None:
         found = None if model is None else prepared_of(model)
@@ -191,9 +301,9 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
 class SuspendedEvaluation(Trainer):
     """A ``Trainer`` that evaluates and predicts with the base in its original state, as it will be after ``restore``.
 
-    ``evaluate`` and ``predict``, with generation or without, run their loop inside ``suspended()``; training goes on as
-    though there had been no evaluation, bit for bit. No event tells a callback that an evaluation begins, so this is a
-    class: put it before another trainer's to get the same of that one.
+    ``evaluate`` and ``predict``, in training or not, of several datasets, with generation or without, run their loop
+    inside ``suspended()``; training goes on as though there had been no evaluation, bit for bit. Put it before another
+    trainer's class to get the same of that one.
 
     Example:
         >>> from transformers import Seq2SeqTrainer
