@@ -43,9 +43,12 @@ class Census:
         # By each of its names, a tied parameter's two included: a copy of it can stand at any.
         self._places = {fqn: (weakref.ref(p), p.dtype, p.shape) for fqn, p in base_parameters(model)}
         self._parameters = {id(t.parameter): weakref.ref(t.parameter) for t in named_tensors(model)}
-        self._hook_ids = {
-            key for _, module in named_modules(model) for hooks in _HOOK_DICTS for key in vars(module)[hooks]
-        }
+        self._hook_ids: set[int] = set()
+        for _, module in named_modules(model):
+            fields = vars(module)
+            for name in _HOOK_DICTS:
+                if fields[name]:
+                    self._hook_ids.update(fields[name])
 
     def _was_there(self, parameter: nn.Parameter) -> bool:
         reference = self._parameters.get(id(parameter))

@@ -15,7 +15,7 @@ from torch import nn
 from .journal import MISSING, Resume, undo_for_a_while
 from .quantization import RuntimeChange
 from .roles import Role
-from .topology import NamedTensor, canonical_fqn, named_modules, places
+from .topology import NamedTensor, canonical_fqn, named_modules, only_reading, places
 
 T = TypeVar("T")
 
@@ -103,12 +103,8 @@ class AttributesChange:
         self.record = ModuleRecord(model, self._read)
 
     def _read(self, module: nn.Module) -> tuple[Any, ...]:
-        return tuple(vars(module).get(name, MISSING) for name in self.names)
-
-    def _write(self, module: nn.Module, values: Iterable[Any], names: Collection[str]) -> None:
-        for name, value in zip(self.names, values, strict=True):
-            if name in names:
-                write_attribute(vars(module), name, value)
+        fields = vars(module)
+        return tuple([fields.get(name, MISSING) for name in self.names])
 
     def undo(self) -> None:
         """Write the recorded values, on stand-ins too."""
@@ -116,8 +112,11 @@ class AttributesChange:
 
     def undo_of(self, names: Collection[str]) -> None:
         """Write the recorded values of some of the attributes, on stand-ins too."""
+        slots = [(slot, name) for slot, name in enumerate(self.names) if name in names]
         for module, values in self.record.affected():
-            self._write(module, values, names)
+            fields = vars(module)
+            for slot, name in slots:
+                write_attribute(fields, name, values[slot])
 
     def suspend(self) -> Resume:
         """Write the recorded values; resuming writes those of now."""
@@ -125,7 +124,8 @@ class AttributesChange:
 
         def resume() -> None:
             for module, values in current:
-                self._write(module, values, self.names)
+                for name, value in zip(self.names, values, strict=True):
+                    write_attribute(vars(module), name, value)
 
         return undo_for_a_while(self, resume)
 
@@ -165,12 +165,15 @@ class Freeze(EditBase):
 
     def capture(self) -> FlagsChange:
         """Record the flags."""
-        return FlagsChange(self._parameters())
+        with only_reading():
+            return FlagsChange(self._parameters())
 
     def apply(self) -> None:
         """Set the flags."""
         if self.freeze:
-            for parameter in self._parameters():
+            with only_reading():
+                trainable = [parameter for parameter in self._parameters() if parameter.requires_grad]
+            for parameter in trainable:
                 parameter.requires_grad_(False)
 
 

@@ -141,7 +141,11 @@ class RuntimeChange:
         self.weight = weakref.ref(weight)
         self.fields = _read(module, ("compute_dtype", "compute_type_is_set"))
         self.state = {
-            name: {key: _hold(value) for key, value in vars(owner).items() if keys is None or key in keys}
+            name: {
+                key: _hold(value) if isinstance(value, torch.Tensor) else value
+                for key, value in vars(owner).items()
+                if keys is None or key in keys
+            }
             for name, owner, keys in _state_owners(module, weight)
         }
 
@@ -258,11 +262,9 @@ def _state_owners(module: nn.Module, weight: torch.Tensor) -> list[tuple[str, An
     return [(name, owner, keys) for name, owner, keys in owners if owner is not None]
 
 
-def _hold(value: Any) -> Any:
-    """Hold a field's value: a tensor off the CPU weakly, so that a record pins no device memory."""
-    if isinstance(value, torch.Tensor) and (value.device.type != "cpu" or value.dtype == torch.int8):
-        return weakref.ref(value)
-    return value
+def _hold(value: torch.Tensor) -> Any:
+    """Hold a tensor: off the CPU weakly, so that a record pins no device memory."""
+    return value if value.is_cpu and value.dtype != torch.int8 else weakref.ref(value)
 
 
 def _held(value: Any) -> Any:

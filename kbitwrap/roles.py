@@ -46,17 +46,18 @@ def is_norm(module: nn.Module, norm_modules: tuple[type | str, ...] = ()) -> boo
         >>> is_norm(torch.nn.LayerNorm(8)), is_norm(torch.nn.Linear(8, 8))
         (True, False)
     """
-    if not any(p is not None for p in module._parameters.values()):
+    cls: Any = type(module)
+    is_named = _is_named_norm(cls)
+    if not (is_named or norm_modules) or not any(p is not None for p in module._parameters.values()):
         return False
     for wanted in norm_modules:
         if isinstance(wanted, str):
-            names = [cls.__name__ for cls in type(module).__mro__ if cls not in (nn.Module, object)]
+            names = [base.__name__ for base in cls.__mro__ if base not in (nn.Module, object)]
             if any(re.fullmatch(wanted, name) for name in names):
                 return True
         elif isinstance(module, wanted):
             return True
-    cls: Any = type(module)
-    if any(child is not None for child in module._modules.values()) or not _is_named_norm(cls):
+    if not is_named or any(child is not None for child in module._modules.values()):
         return False
     return all(p is None or p.dim() <= 1 for p in module._parameters.values())
 
@@ -78,8 +79,12 @@ def computes_in_half(module: nn.Module) -> bool:
 def _embeddings(model: nn.Module, getter: str) -> set[int]:
     """The ``id`` of the parameters of what ``getter`` returns, asked of the model and of every model inside it."""
     found: set[int] = set()
+    methods: dict[type, Any] = {}  # most modules are of a few classes
     for _, module in named_modules(model):
-        method = getattr(type(module), getter, None)
+        cls = type(module)
+        if cls not in methods:
+            methods[cls] = getattr(cls, getter, None)
+        method = methods[cls]
         if method is None:
             continue
         try:

@@ -121,15 +121,16 @@ def named_modules(model: nn.Module, *, remove_duplicate: bool = True) -> list[tu
     Returns:
         ``(fqn, module)`` in depth-first order.
     """
+    if remove_duplicate:
+        every = named_modules(model, remove_duplicate=False)
+        first: dict[int, tuple[str, nn.Module]] = {}
+        for place in every:
+            first.setdefault(id(place[1]), place)
+        return list(first.values())
     found: list[tuple[str, nn.Module]] = []
-    seen: set[int] = set()
     stack = [("", model)]
     while stack:
         fqn, module = stack.pop()
-        if remove_duplicate:
-            if id(module) in seen:
-                continue
-            seen.add(id(module))
         found.append((fqn, module))
         if module._modules:
             prefix = f"{fqn}." if fqn else ""
@@ -180,15 +181,19 @@ def named_tensors(model: nn.Module, *, remove_duplicate: bool = True) -> list[Na
     Returns:
         The parameters, in the order of ``model.named_parameters()``.
     """
-    seen: set[int] = set()
-    found = []
-    for prefix, module in named_modules(model, remove_duplicate=remove_duplicate):
-        for name, parameter in module._parameters.items():
-            if parameter is None or (remove_duplicate and id(parameter) in seen):
-                continue
-            seen.add(id(parameter))
-            found.append(NamedTensor(f"{prefix}.{name}" if prefix else name, module, name, parameter))
-    return found
+    if remove_duplicate:
+        every = named_tensors(model, remove_duplicate=False)
+        first: dict[int, NamedTensor] = {}
+        for tensor in every:
+            first.setdefault(id(tensor.parameter), tensor)
+        return list(first.values())
+    return [
+        NamedTensor(f"{prefix}.{name}" if prefix else name, module, name, parameter)
+        for prefix, module in named_modules(model, remove_duplicate=False)
+        if module._parameters
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
 
 
 def _loaded(module_name: str, attribute: str) -> type | tuple[()]:
@@ -291,9 +296,9 @@ def refuse_unsupported_tensors(model: nn.Module, *, allow_meta: bool, allow_dten
         sharding = None
         if isinstance(parameter, d_tensor) and not allow_dtensor:
             sharding = "a DTensor (FSDP2 or tensor parallelism)"
-        elif isinstance(parameter, flat_parameter) or getattr(parameter, "_is_flat_param", False):
+        elif isinstance(parameter, flat_parameter) or vars(parameter).get("_is_flat_param", False):
             sharding = "an FSDP1 flat parameter"
-        elif hasattr(parameter, "ds_id"):
+        elif "ds_id" in vars(parameter):
             sharding = "a ZeRO-3 partition"
         if sharding:
             raise UnsupportedModelError(
@@ -331,14 +336,11 @@ def signature(model: nn.Module) -> int:
     Returns:
         The hash; it is of this process and of these very objects.
     """
-    parts: list[Any] = []
-    for fqn, module in named_modules(model):
-        parts.append((fqn, id(module), type(module), len(vars(module))))
-        parts += [
-            (name, id(p), p.dtype, p.shape, p.device, p.requires_grad, p.data_ptr() if p.device.type != "meta" else 0)
-            for name, p in module._parameters.items()
-            if p is not None
-        ]
+    parts: list[Any] = [(fqn, id(m), type(m), len(vars(m))) for fqn, m in named_modules(model, remove_duplicate=False)]
+    parts += [
+        (name, id(p), p.dtype, p.shape, p.device, p.requires_grad, 0 if p.is_meta else p.data_ptr())
+        for _, _, name, p in named_tensors(model, remove_duplicate=False)
+    ]
     return hash(tuple(parts))
 
 

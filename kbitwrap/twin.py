@@ -25,7 +25,7 @@ from .precision import Float32Forward
 from .quantization import RuntimeChange, has_runtime_state
 from .sharding import Gathering, Recorded, class_before_sharding, is_sharded_tensor
 from .storage import Layout, SharedStorageChange, StorageChange
-from .topology import is_adapter_module, kept_while_walking, named_tensors, storage_key
+from .topology import is_adapter_module, kept_while_walking, named_tensors
 from .upcast import Float32Copy, StandInState, UpcastTensor
 
 # Under one of PEFT's own modules, the child in which the base goes on; the first that is there.
@@ -188,9 +188,10 @@ class Origin:
         for fqn, module in peeled_modules(model):
             for _, config in _configs(module):
                 copy.deepcopy(config, self._configs)
-            self._places[fqn] = weakref.ref(module), {n: Recorded.of(p) for n, p in _parameters(module)}
-            for _, parameter in _parameters(module):
-                by_memory.setdefault(storage_key(parameter), set()).add(id(parameter))
+            recorded = {n: Recorded.of(p) for n, p in _parameters(module)} if module._parameters else {}
+            self._places[fqn] = weakref.ref(module), recorded
+            for was in recorded.values():
+                by_memory.setdefault(was.storage.cdata, set()).add(was.key)
         self._sharing_memory = {key for keys in by_memory.values() if len(keys) > 1 for key in keys}
 
     def config(self, config: Any) -> Any:
@@ -266,8 +267,9 @@ def _cannot_tell(fqn: str, why: str) -> ExportError:
 
 
 def _configs(module: nn.Module) -> list[tuple[str, Any]]:
-    found = [(name, vars(module).get(name)) for name in ("config", "generation_config")]
-    return [(name, config) for name, config in found if hasattr(config, "save_pretrained")]
+    fields = vars(module)
+    names = [name for name in ("config", "generation_config") if name in fields]
+    return [(name, fields[name]) for name in names if hasattr(fields[name], "save_pretrained")]
 
 
 def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
