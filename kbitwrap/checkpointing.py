@@ -14,7 +14,7 @@ from torch import nn
 
 from .edits import AttributesChange, EditBase
 from .errors import UnsupportedModelError
-from .journal import Resume, undo_for_a_while
+from .journal import Resume
 from .topology import named_modules, places, walking_once
 
 
@@ -71,7 +71,7 @@ class HooksChange:
                     getattr(module, name, {}).pop(key, None)
         return is_left
 
-    def suspend(self) -> Resume:
+    def suspend(self, resumes: list[Resume]) -> None:
         """Remove the hooks added since; resuming puts them back in the order they had."""
         affected = self._affected()
         removed = {key for keys in affected.values() for key in keys}
@@ -90,7 +90,8 @@ class HooksChange:
                 hooks.clear()
                 hooks.update(back + new)
 
-        return undo_for_a_while(self, resume)
+        resumes.append(resume)
+        self.undo()
 
 
 CHECKPOINTING_ATTRIBUTES = (
@@ -113,20 +114,10 @@ class CheckpointingChange:
         self.hooks.undo()
         self.attributes.undo()
 
-    def suspend(self) -> Resume:
+    def suspend(self, resumes: list[Resume]) -> None:
         """Put both back for a while."""
-        hooks = self.hooks.suspend()
-        try:
-            attributes = self.attributes.suspend()
-        except BaseException:
-            hooks()
-            raise
-
-        def resume() -> None:
-            attributes()
-            hooks()
-
-        return resume
+        self.hooks.suspend(resumes)
+        self.attributes.suspend(resumes)
 
 
 def checkpointing_method(model: nn.Module) -> tuple[Callable[..., Any], str | None] | None:

@@ -11,7 +11,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 
 from .edits import EditBase, write_attribute
-from .journal import MISSING, Resume, undo_for_a_while
+from .journal import MISSING, Resume
 from .precision import Float32Forward, forward_slot
 from .quantization import HALF_DTYPES
 from .topology import named_modules
@@ -49,7 +49,7 @@ class ComputeChange:
                 if vars(forward.module).get(slot) is forward:
                     _put_back_forward(forward, slot)
 
-    def suspend(self) -> Resume:
+    def suspend(self, resumes: list[Resume]) -> None:
         """Put the modules' own forwards back; resuming installs the same objects again."""
         places = [
             (forward, slot)
@@ -65,7 +65,8 @@ class ComputeChange:
             for forward, slot in places:
                 vars(forward.module)[slot] = forward
 
-        return undo_for_a_while(self, resume)
+        resumes.append(resume)
+        self.undo()
 
 
 def _put_back_forward(forward: Float32Forward, slot: str) -> None:
@@ -176,7 +177,7 @@ class UpcastChange:
             if isinstance(value, (UpcastTensor, Float32Copy, StandInState)):
                 del vars(module)[name]
 
-    def suspend(self) -> Resume:
+    def suspend(self, resumes: list[Resume]) -> None:
         """Remove the stand-ins for a while; those that are there are put back."""
         current = [(module, name, vars(module).get(name, MISSING)) for module, name in self._attributes()]
 
@@ -187,7 +188,8 @@ class UpcastChange:
                     value._is_param = True
             self.follow()
 
-        return undo_for_a_while(self, resume)
+        resumes.append(resume)
+        self.undo()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-from .journal import MISSING, Resume, undo_for_a_while
+from .journal import MISSING, Resume
 from .quantization import RuntimeChange
 from .roles import Role
 from .topology import NamedTensor, canonical_fqn, named_modules, only_reading, places
@@ -118,7 +118,7 @@ class AttributesChange:
             for slot, name in slots:
                 write_attribute(fields, name, values[slot])
 
-    def suspend(self) -> Resume:
+    def suspend(self, resumes: list[Resume]) -> None:
         """Write the recorded values; resuming writes those of now."""
         current = [(module, self._read(module)) for module, _ in self.record.affected()]
 
@@ -127,7 +127,8 @@ class AttributesChange:
                 for name, value in zip(self.names, values, strict=True):
                     write_attribute(vars(module), name, value)
 
-        return undo_for_a_while(self, resume)
+        resumes.append(resume)
+        self.undo()
 
 
 class FlagsChange:
@@ -147,10 +148,10 @@ class FlagsChange:
             if parameter is not None and parameter.requires_grad != flag and parameter.is_leaf:
                 parameter.requires_grad_(flag)
 
-    def suspend(self) -> Resume:
+    def suspend(self, resumes: list[Resume]) -> None:
         """Set the recorded flags; resuming sets those of now."""
-        current = FlagsChange(p for ref, _ in self.flags if (p := ref()) is not None)
-        return undo_for_a_while(self, current.undo)
+        resumes.append(FlagsChange(p for ref, _ in self.flags if (p := ref()) is not None).undo)
+        self.undo()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,18 +206,19 @@ class AccelerateChange:
             if name != "forward" or is_wrapped:
                 write_attribute(vars(model), name, value)
 
-    def suspend(self) -> Resume:
+    def suspend(self, resumes: list[Resume]) -> None:
         """Put the attributes back for a while."""
         model = self.model()
         if model is None:
-            return lambda: None
+            return
         current = self._read(model)
 
         def resume() -> None:
             for name, value in zip(_ACCELERATE_ATTRIBUTES, current, strict=True):
                 write_attribute(vars(model), name, value)
 
-        return undo_for_a_while(self, resume)
+        resumes.append(resume)
+        self.undo()
 
 
 _RUNTIME_CONFIGS = ("config", "generation_config")
@@ -250,18 +252,16 @@ class RecordChange:
         for config, value in self.use_cache:
             write_attribute(vars(config), "use_cache", value)
 
-    def suspend(self) -> Resume:
+    def suspend(self, resumes: list[Resume]) -> None:
         """Put all of it back for a while; adapters meanwhile follow the train mode of the module they sit in."""
         model = self._model()
         if model is None:
-            return lambda: None
+            return
         training = [(module, module.training) for _, module in named_modules(model)]
         use_cache = [(config, vars(config).get("use_cache", MISSING)) for config, _ in self.use_cache]
         layers = [layer.now() for layer in self.layers]
-        resume_accelerate = self.accelerate.suspend()
 
         def resume() -> None:
-            resume_accelerate()
             for module, mode in training:
                 module.training = mode
             for config, value in use_cache:
@@ -269,13 +269,14 @@ class RecordChange:
             for layer in layers:
                 layer.undo()
 
-        undo_for_a_while(self, resume)
+        resumes.append(resume)
+        self.accelerate.suspend(resumes)
+        self.undo()
         modes: dict[str, bool] = {}
         for fqn, module in named_modules(model):
             recorded = self.training.get(module)
             modes[fqn] = modes[fqn.rpartition(".")[0]] if recorded is None else recorded
             module.training = modes[fqn]
-        return resume
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,14 +342,15 @@ class HoldChange:
         if model is not None:
             vars(model).pop(ANCHOR_ATTRIBUTE, None)
 
-    def suspend(self) -> Resume:
+    def suspend(self, resumes: list[Resume]) -> None:
         """Remove it for a while; whoever suspends holds the wrapper meanwhile."""
         model = self.model()
         if model is None:
-            return lambda: None
+            return
         fields = vars(model)
-        anchor = fields.pop(ANCHOR_ATTRIBUTE, MISSING)
-        return lambda: write_attribute(fields, ANCHOR_ATTRIBUTE, anchor)
+        anchor = fields.get(ANCHOR_ATTRIBUTE, MISSING)
+        resumes.append(lambda: write_attribute(fields, ANCHOR_ATTRIBUTE, anchor))
+        self.undo()
 
 
 def references(tensors: Iterable[NamedTensor]) -> tuple[weakref.ref[nn.Parameter], ...]:

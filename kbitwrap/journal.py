@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 from .errors import EditError
 
 Resume = Callable[[], None]
-"""What ``Change.suspend`` returns: a call that brings back, exactly, the state that was suspended."""
+"""What ``Change.suspend`` leaves: a call that brings back, exactly, the state that was suspended."""
 
 
 class Missing:
@@ -36,8 +36,12 @@ class Change(Protocol):
     def undo(self) -> None:
         """Put back the state from before the edit, however far the edit got. A second call changes nothing."""
 
-    def suspend(self) -> Resume:
-        """Put back the state from before the edit for a while; the returned call brings back what was there."""
+    def suspend(self, resumes: list[Resume]) -> None:
+        """Put back the state from before the edit for a while.
+
+        Args:
+            resumes: Gets the calls that bring back what is there now, each before what it brings back is changed.
+        """
 
 
 @runtime_checkable
@@ -93,24 +97,20 @@ class Journal:
                 message = f"{message}, except that undoing failed: {'; '.join(map(str, failures))}"
             raise EditError(message, edit=edit) from error
 
-    def suspend(self, changes: Iterable[Change]) -> Resume:
+    def suspend(self, changes: Iterable[Change], resumes: list[Resume]) -> None:
         """Put back the state from before ``changes``, all or nothing, for a while.
 
         Args:
             changes: The changes to suspend, oldest first.
-
-        Returns:
-            A call that brings the suspended state back. It resumes every change even if one fails to, and then
-            raises the first failure.
+            resumes: Gets what `resume_all` takes to bring the suspended state back. It is complete at every moment,
+                whatever interrupts this call.
         """
-        resumes: list[Resume] = []
         try:
             for change in reversed(list(changes)):
-                resumes.append(change.suspend())
+                change.suspend(resumes)
         except BaseException:
-            _resume_all(resumes)
+            resume_all(resumes)
             raise
-        return lambda: _resume_all(resumes)
 
 
 def undo_all(changes: Iterable[Change]) -> list[BaseException]:
@@ -132,36 +132,24 @@ def undo_all(changes: Iterable[Change]) -> list[BaseException]:
     return failures
 
 
-def undo_for_a_while(change: Change, resume: Resume) -> Resume:
-    """Undo a change, or resume it again if that fails half-way.
+def resume_all(resumes: list[Resume]) -> None:
+    """Bring back what was suspended, every part of it even when another fails, and then raise the first failure.
 
     Args:
-        change: The change.
-        resume: What brings back the state of now.
-
-    Returns:
-        ``resume``.
+        resumes: The calls, in the order in which ``suspend`` left them; each is taken off the list when it is done.
     """
-    try:
-        change.undo()
-    except BaseException:
-        resume()
-        raise
-    return resume
-
-
-def _resume_all(resumes: list[Resume]) -> None:
     failures: list[BaseException] = []
-    for resume in reversed(resumes):
+    while resumes:
         # An interrupt waits until the state is back. What it interrupted is done again: resuming writes values.
         for _ in range(2):
             try:
-                resume()
+                resumes[-1]()
                 break
             except Exception as error:
                 failures.append(error)
                 break
             except BaseException as error:
                 failures.append(error)
+        resumes.pop()
     if failures:
         raise failures[0]

@@ -9,7 +9,7 @@ import logging
 import os
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -23,7 +23,7 @@ from .config import Precision, PrepareConfig
 from .edits import AccelerateChange, Anchor, EditBase, FlagsChange, Hold
 from .errors import ConfigError, EditError, ManifestError, RestoreError, StateError, UnsupportedModelError
 from .export import export_twin
-from .journal import Change, Journal, Resume, undo_all
+from .journal import Change, Journal, Resume, resume_all, undo_all
 from .manifest import Manifest
 from .merge import merge_into
 from .plan import Plan, plan_as_detected, write_plan
@@ -140,7 +140,7 @@ class KbitPreparedModel:
         self._baseline: Baseline | None = None
         self._census: Census | None = None
         self._origin: Origin | None = None
-        self._suspension: tuple[Resume, Resume] | None = None
+        self._suspension: list[Resume] = []
         self._upcasts_all = False
         self._turned_on = 0
         self._precisions: set[Precision] = set()  # of the preparations applied, one on top of the other
@@ -368,8 +368,7 @@ class KbitPreparedModel:
         if self.state not in _HELD:
             return
         try:
-            # A suspension that was entered in the body and not left, by a generator say, ends here.
-            self._end_suspension(self._suspension)
+            self.resume()  # what was suspended in the body and not resumed, by a generator say
             self.restore()
         except Exception:
             if exc is None:
@@ -403,31 +402,76 @@ class KbitPreparedModel:
             torch.bfloat16
             torch.float32
         """
-        self._expect_prepared("suspended")
+        suspension: list[Resume] = []
+        try:
+            self._suspend(suspension, "suspended")
+            yield self.model
+        finally:
+            self._end(suspension)
+
+    def suspend(self) -> Callable[[], bool]:
+        """Put the model in its original state: ``suspended()`` where no with-block can be.
+
+        It is all or nothing: the model is suspended in the end, or is as it was. Keep the wrapper, or what is returned:
+        a suspended model does not.
+
+        Returns:
+            A call that ends this suspension, as ``resume`` does, and no other.
+
+        Raises:
+            StateError: As for ``suspended``.
+            UnsupportedModelError: As for ``suspended``.
+
+        Example:
+            >>> import warnings, torch
+            >>> from kbitwrap import KbitPreparedModel
+            >>> warnings.simplefilter("ignore", UserWarning)  # it says that this model is not quantized
+            >>> with KbitPreparedModel(torch.nn.LayerNorm(4).bfloat16(), precision="full") as prepared:
+            ...     resume = prepared.suspend()
+            ...     print(prepared.model.weight.dtype, resume(), prepared.model.weight.dtype)
+            torch.bfloat16 True torch.float32
+        """
+        suspension: list[Resume] = []
+        self._suspend(suspension, "suspend")
+        return functools.partial(self._end, suspension)
+
+    def resume(self) -> bool:
+        """End a suspension; nothing happens where there is none.
+
+        It may be called again where it was interrupted. The end of a with-block that prepared the model does it too.
+
+        Returns:
+            Whether the model was suspended.
+        """
+        return self._end(self._suspension)
+
+    def _end(self, suspension: list[Resume]) -> bool:
+        """End a suspension, where it is the one that is."""
+        if self.state is not LifecycleState.SUSPENDED or suspension is not self._suspension:
+            return False
+        try:
+            with plain_mode():
+                resume_all(suspension)
+        finally:
+            if not suspension:
+                self.state = LifecycleState.PREPARED
+        return True
+
+    def _suspend(self, suspension: list[Resume], call: str) -> None:
+        """Suspend, and gather in ``suspension`` what resumes."""
+        self._expect_prepared(call)
         _refuse_sharded_since(self.model)
         copies = self._copy_changes()
         refuse_retyping_under_ddp([*self._storage_changes(), *copies])
-        draws = random_state(self.model)
-        with plain_mode():
-            resume = self._journal.suspend([*self._journal.changes, *copies])
-        suspension = self._suspension = (resume, draws)
-        try:
-            self.state = LifecycleState.SUSPENDED
-            yield self.model
-        finally:
-            self._end_suspension(suspension)
-
-    def _end_suspension(self, suspension: tuple[Resume, Resume] | None) -> None:
-        """Resume, unless that suspension has ended already."""
-        if suspension is None or suspension is not self._suspension:
-            return
+        suspension.append(random_state(self.model))
+        self._suspension = suspension
+        self.state = LifecycleState.SUSPENDED
         try:
             with plain_mode():
-                for resume in suspension:
-                    resume()
-        finally:
-            self._suspension = None
-            self.state = LifecycleState.PREPARED
+                self._journal.suspend([*self._journal.changes, *copies], suspension)
+        except BaseException:
+            self.resume()
+            raise
 
     def adopt(self, peft_model: nn.Module) -> None:
         """Tell the wrapper of adapters made after ``prepare``.
@@ -623,7 +667,7 @@ class KbitPreparedModel:
         if self.state is not LifecycleState.PREPARED:
             remedy = {
                 LifecycleState.NEW: "prepare() it first, or use it in a with-block",
-                LifecycleState.SUSPENDED: "leave suspended() first",
+                LifecycleState.SUSPENDED: "resume() it, or leave suspended(), first",
                 LifecycleState.RESTORED: "it was restored; prepare() it again",
             }[self.state]
             raise StateError(

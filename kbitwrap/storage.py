@@ -294,16 +294,17 @@ class StorageChange:
             return tensor
         return Layout.place([(tensor, self.layout)])[0]
 
-    def suspend(self) -> Resume:
+    def suspend(self, resumes: list[Resume]) -> None:
         """Put the original storage back for a while; resuming brings back the upcast one, bit for bit."""
         parameter = self.reference()
         if parameter is None or (self.kept is not None and _is_same_tensor(parameter, self.kept)):
-            return lambda: None
+            return
         current = parameter.data
         policy, self.trained_policy = self.trained_policy, "keep"
-        original = self._laid_out(self._original(current))
-        self.trained_policy = policy
-        parameter.data = original
+        try:
+            original = self._laid_out(self._original(current))
+        finally:
+            self.trained_policy = policy
         dtype = current.dtype
         # A value that the original gives exactly is made again from it, so that only others are held twice.
         is_derivable = dtype == torch.float32 and not self.was_trained and same_values(current, original)
@@ -314,7 +315,8 @@ class StorageChange:
             if live is not None:
                 live.data = saved if saved is not None else original.to(dtype)
 
-        return resume
+        resumes.append(resume)
+        parameter.data = original
 
 
 def _is_same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -359,22 +361,11 @@ class SharedStorageChange:
         for (_, parameter), view in zip(live, views, strict=True):
             parameter.data = view
 
-    def suspend(self) -> Resume:
+    def suspend(self, resumes: list[Resume]) -> None:
         """As ``undo``, for a while."""
-        resumes: list[Resume] = []
-
-        def resume() -> None:
-            for one in reversed(resumes):
-                one()
-
-        try:
-            for change in self.changes:
-                resumes.append(change.suspend())
-            self._share()
-        except BaseException:
-            resume()
-            raise
-        return resume
+        for change in self.changes:
+            change.suspend(resumes)
+        self._share()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -430,15 +421,15 @@ class CopyChange:
         if parameter is not None:
             parameter.data = parameter.data.to(self.dtype)
 
-    def suspend(self) -> Resume:
+    def suspend(self, resumes: list[Resume]) -> None:
         """Round for a while; the exact float32 value is back afterwards."""
         parameter = self.reference()
         if parameter is None:
-            return lambda: None
+            return
         saved = parameter.data
-        parameter.data = saved.to(self.dtype)
 
         def resume() -> None:
             parameter.data = saved
 
-        return resume
+        resumes.append(resume)
+        self.undo()

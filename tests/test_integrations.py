@@ -776,20 +776,24 @@ def test_several_datasets_are_suspended_with_the_class(tmp_path: Path) -> None:
     assert prepared.state is LifecycleState.PREPARED
 
 
-@pytest.mark.parametrize("saves", [False, True], ids=["training", "saving"])
-def test_an_evaluation_called_off_is_no_reason_to_train_suspended(tmp_path: Path, saves: bool) -> None:
+@pytest.mark.parametrize("options", [{}, EVERY_STEP, {"max_steps": 1}], ids=["training", "saving", "ending"])
+def test_nothing_goes_on_after_an_evaluation_that_was_called_off(tmp_path: Path, options: dict[str, Any]) -> None:
     prepared = prepare("full")
-    trainer = suspending(prepared, tmp_path, others=[Asks(False)], **(EVERY_STEP if saves else {}))
-    if saves:  # the checkpoint is written before its event
-        with pytest.raises(StateError, match=r"checkpoint of step 1 was saved .*last of the callbacks"):
-            trainer.train()
-    else:
+    trainer = suspending(prepared, tmp_path, others=[Asks(False)], **options)
+    with pytest.raises(StateError, match=r"at step 1 .*called off.*last of the callbacks"):
         trainer.train()
-        without = trainer_with_callback(prepare("full"), tmp_path / "without")
-        without.train()
-        assert outcome(trainer) == outcome(without)
-        assert trainer.states == []
+    assert len(trainer.losses) == 1
     assert prepared.state is LifecycleState.PREPARED
+    assert not prepared.verify()
+
+
+def test_a_wrapper_that_is_not_the_models_hides_no_evaluation(tmp_path: Path) -> None:
+    stale = prepare("full")
+    trainer = suspending(stale, tmp_path)
+    stale.restore()
+    KbitPreparedModel(stale.model, precision="full").prepare()
+    with pytest.raises(StateError, match="not in its original state"):
+        trainer.evaluate()
 
 
 @pytest.mark.parametrize("exception", [RuntimeError, KeyboardInterrupt])
@@ -807,38 +811,40 @@ def test_an_evaluation_that_raises_is_taken_back(tmp_path: Path, exception: type
     assert untrained.diff(Snapshot(base), moved=True) == []
 
 
-def test_training_goes_on_after_an_evaluation_that_raised(tmp_path: Path) -> None:
-    def broken() -> Any:
-        prepared = prepare("full")
-        trainer = suspending(prepared, tmp_path, adapter={"modules_to_save": True})
-        trainer.breaks = RuntimeError
-        with pytest.raises(RuntimeError, match="in the loop"):
-            trainer.train()
-        assert prepared.state is LifecycleState.SUSPENDED
-        trainer.breaks = None
-        return trainer
+def test_nothing_is_trained_after_an_evaluation_that_raised_until_resumed(tmp_path: Path) -> None:
+    def callbacks() -> list[TrainerCallback]:
+        return [KbitTrainerCallback(suspend_evaluation=True)]
 
-    trainer = broken()
-    # The optimizer was made, and a checkpoint would have been loaded, on the original state.
-    with pytest.raises(StateError, match=r"had left .*call train\(\) again"):
+    adapter = {"modules_to_save": True}
+    whole = suspending(prepare("full"), tmp_path / "run", adapter=adapter, **EVERY_STEP)
+    whole.train()
+    checkpoint = str(tmp_path / "run" / "checkpoint-1")
+
+    prepared = prepare("full")
+    # Its callback is made anew from the checkpoint, and the old one is not kept by anybody.
+    trainer = suspending(prepared, tmp_path, adapter=adapter, restore_callback_states_from_checkpoint=True)
+    trainer.breaks = RuntimeError
+    other = trainer_for(trainer.model, tmp_path, callbacks=callbacks())
+    with pytest.raises(RuntimeError, match="in the loop"):
         trainer.train()
-    assert len(trainer.losses) == 1
-    trainer.train()
-    assert len(trainer.losses) == 1 + NUM_STEPS
+    for train in (trainer.train, other.train, lambda: trainer.train(resume_from_checkpoint=checkpoint)):
+        with pytest.raises(StateError, match=r"is suspended, as an evaluation that raised .*prepared\.resume\(\)"):
+            train()
+    for call in (prepared.restore, lambda: trainer_for(trainer.model, tmp_path, callbacks=callbacks())):
+        with pytest.raises(StateError, match=r"resume\(\) it, or leave suspended"):
+            call()
+    assert (len(trainer.losses), other.losses) == (1, [])
 
-    trainer = broken()
-    callback = trainer.pop_callback(KbitTrainerCallback)
-    callback.resume()
-    assert not trainer.wrapper.verify()
-    callback.resume()
-    assert trainer.wrapper.state is LifecycleState.PREPARED
-    trainer.wrapper.restore()
-
-    trainer = broken()
-    callback = trainer.pop_callback(KbitTrainerCallback)
-    again = trainer_for(trainer.model, tmp_path, callbacks=[callback])
-    assert trainer.wrapper.state is LifecycleState.PREPARED
-    again.train()
+    assert prepared.resume()
+    assert not prepared.verify()
+    with prepared.suspended():
+        trainer.breaks = None
+        trainer.evaluate()  # whose end is not that of the suspension it runs in
+        assert prepared.state is LifecycleState.SUSPENDED
+    again = trainer_for(trainer.model, tmp_path, callbacks=callbacks())
+    again.train(resume_from_checkpoint=checkpoint)
+    assert again.losses == whole.losses[1:]
+    assert trained_weights(again.model) == trained_weights(whole.model)
 
 
 def test_a_run_with_a_suspending_callback_resumes(tmp_path: Path) -> None:
@@ -866,6 +872,26 @@ def test_a_run_with_a_suspending_callback_resumes(tmp_path: Path) -> None:
     assert resumed.losses == whole.losses[1:]
     assert trained_weights(resumed.model) == trained_weights(whole.model)
     assert resumed.states == (NUM_STEPS - 1) * [("evaluated", LifecycleState.SUSPENDED)]
+
+
+def test_a_suspended_evaluation_is_not_under_the_autocast_of_training(tmp_path: Path) -> None:
+    seen = []
+
+    class Evaluating(SuspendedEvaluation, RecordingTrainer):
+        def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+            seen.append(set(vars(self.model)) & {"forward", "_original_forward"})
+            return super().prediction_step(*args, **kwargs)
+
+    prepared = prepare("full")
+    rows = dataset(prepared.model)
+    trainer = trainer_for(
+        adapt(prepared.model), tmp_path, cls=Evaluating, bf16=True, eval_strategy="epoch", eval_dataset=rows
+    )
+    trainer.train()
+    assert seen == [set()]
+    assert "_original_forward" in vars(trainer.model)
+    prepared.restore()
+    assert "_original_forward" not in vars(trainer.model)
 
 
 class Generating(SuspendedEvaluation, Seq2SeqTrainer):

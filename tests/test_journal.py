@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kbitwrap import EditError
-from kbitwrap.journal import MISSING, Change, Edit, Journal, Resume, undo_all
+from kbitwrap.journal import MISSING, Change, Edit, Journal, Resume, resume_all, undo_all
 
 START = {"a": 0, "b": 0, "c": 0, "d": 0}
 
@@ -52,16 +52,16 @@ class Put:
         self.edit._enter("undo")
         self._write(self.value)
 
-    def suspend(self) -> Resume:
-        self.edit._enter("suspend")
+    def suspend(self, resumes: list[Resume]) -> None:
         current = self.edit.state.get(self.edit.key, MISSING)
-        self._write(self.value)
 
         def resume() -> None:
             self.edit._enter("resume")
             self._write(current)
 
-        return resume
+        resumes.append(resume)
+        self._write(self.value)
+        self.edit._enter("suspend")
 
 
 def edits(state: dict[str, int], log: list[str], **fails: dict[str, BaseException]) -> list[Set]:
@@ -204,7 +204,8 @@ def test_a_list_that_fails_at_once_is_an_edit_error_without_an_edit() -> None:
 def test_nothing_is_a_list_too() -> None:
     journal = Journal()
     journal.apply([])
-    journal.suspend([])()
+    journal.suspend([], [])
+    resume_all([])
     assert journal.changes == []
     assert undo_all([]) == []
 
@@ -215,9 +216,12 @@ def test_suspending_is_newest_first_and_resuming_oldest_first() -> None:
     journal.apply(edits(state, log))
     prepared = dict(state)
     log.clear()
-    resume = journal.suspend(journal.changes)
+    resumes: list[Resume] = []
+    journal.suspend(journal.changes, resumes)
     assert state == {"a": 7}
-    resume()
+    assert len(resumes) == len(START)
+    resume_all(resumes)
+    assert resumes == []
     assert state == prepared
     assert log == [f"suspend {key}" for key in "dcba"] + [f"resume {key}" for key in "abcd"]
     assert undo_all(journal.changes) == []
@@ -229,9 +233,10 @@ def test_resuming_brings_back_what_was_suspended_not_what_was_applied() -> None:
     journal = Journal()
     journal.apply(edits(state, []))
     state["b"] = 99
-    resume = journal.suspend(journal.changes)
+    resumes: list[Resume] = []
+    journal.suspend(journal.changes, resumes)
     assert state == START
-    resume()
+    resume_all(resumes)
     assert state["b"] == 99
 
 
@@ -243,7 +248,7 @@ def test_a_suspension_that_fails_is_taken_back(key: str, error: BaseException) -
     journal.apply(edits(state, log, **{key: {"suspend": error}}))
     prepared = dict(state)
     with pytest.raises(type(error)) as caught:
-        journal.suspend(journal.changes)
+        journal.suspend(journal.changes, [])
     assert caught.value is error
     assert state == prepared
     assert len(journal.changes) == len(START)
@@ -254,9 +259,10 @@ def test_resuming_goes_on_when_one_resume_fails_and_raises_the_first_failure() -
     first = ValueError("no room")
     journal = Journal()
     journal.apply(edits(state, [], b={"resume": first}, c={"resume": OSError("gone")}))
-    resume = journal.suspend(journal.changes)
+    resumes: list[Resume] = []
+    journal.suspend(journal.changes, resumes)
     with pytest.raises(ValueError, match="no room") as caught:
-        resume()
+        resume_all(resumes)
     assert caught.value is first
     assert state == {"a": 1, "b": 0, "c": 0, "d": 4}
 

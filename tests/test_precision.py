@@ -28,6 +28,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from kbitwrap import KbitPreparedModel
 from kbitwrap.compute import ComputeChange
+from kbitwrap.journal import Resume, resume_all
 from kbitwrap.precision import Float32Forward, can_rebind_forward, forward_slot
 from strategies import HALF_DTYPES, RMSNorm
 
@@ -451,10 +452,11 @@ def test_suspending_is_undoing_for_a_while(kind: str) -> None:
     before = norm(*inputs)
     change = install(norm)
     forward, prepared = norm.forward, norm(*inputs)
-    resume = change.suspend()
+    resumes: list[Resume] = []
+    change.suspend(resumes)
     assert "forward" not in vars(norm)
     assert_same_bits(norm(*inputs), before)
-    resume()
+    resume_all(resumes)
     assert norm.forward is forward
     assert_same_bits(norm(*inputs), prepared)
 

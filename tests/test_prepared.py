@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+import sys
 import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import accelerate
 import peft
@@ -27,6 +32,7 @@ from kbitwrap import (
     build_plan,
     prepared_of,
 )
+from kbitwrap.journal import Resume
 from snapshot import Snapshot
 from training import adapt, step
 
@@ -39,6 +45,30 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:restore.. made:UserWarning"),
     pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning"),
 ]
+
+
+@contextlib.contextmanager
+def interrupted_at(number: int | None) -> Iterator[list[str]]:
+    """Raise a KeyboardInterrupt at the line of kbitwrap's with that number, counted as they run; list the lines."""
+    package = str(Path(kbitwrap.__file__).parent)
+    lines: list[str] = []
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        if not frame.f_code.co_filename.startswith(package):
+            return None
+        if event == "line":
+            lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+            if len(lines) - 1 == number:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    outer = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield lines
+    finally:
+        sys.settrace(outer)
 
 
 def test_states_follow_the_life() -> None:
@@ -619,14 +649,15 @@ class TestOddMoments:
         change = prepared._journal.changes[4]
         whole = change.suspend
 
-        def suspend() -> object:
-            resume = whole()
+        def suspend(resumes: list[Resume]) -> None:
+            whole(resumes)
+            resume = resumes.pop()
 
             def interrupted() -> None:
                 resume()
                 raise KeyboardInterrupt
 
-            return interrupted
+            resumes.append(interrupted)
 
         monkeypatch.setattr(change, "suspend", suspend)
         with pytest.raises(KeyboardInterrupt), prepared.suspended():
@@ -634,6 +665,75 @@ class TestOddMoments:
         monkeypatch.undo()
         assert prepared.state is LifecycleState.PREPARED
         assert during.diff(Snapshot(model), moved=True, ignore=REORDERED) == []
+
+    @pytest.mark.parametrize("precision", ["full", "compute", "norms"])
+    def test_an_interrupt_at_any_line_leaves_a_state_that_can_be_resumed(self, precision: str) -> None:
+        model = nn.Sequential(nn.Embedding(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)).bfloat16()
+        with pytest.warns(UserWarning, match="neither a quantization attribute"):
+            prepared = KbitPreparedModel(model, precision=precision).prepare()
+        during = Snapshot(model)
+        with interrupted_at(None) as lines, prepared.suspended():
+            pass
+        assert len(lines) > 100
+        for number in range(len(lines)):
+            with (
+                contextlib.suppress(KeyboardInterrupt),
+                interrupted_at(number),
+                prepared.suspended(),
+            ):
+                pass
+            prepared.resume()
+            assert prepared.state is LifecycleState.PREPARED
+            assert during.diff(Snapshot(model), moved=True, ignore=REORDERED) == [], lines[number]
+        prepared.restore()
+
+    def test_a_comparison_that_fails_while_suspending_suspends_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = zoo.load("llama")
+        prepared = KbitPreparedModel(model, precision="full").prepare()
+        during = Snapshot(model)
+
+        def fail(*_: object) -> None:
+            raise FaultError("out of memory")
+
+        monkeypatch.setattr(kbitwrap.storage, "same_values", fail)
+        for suspend in (prepared.suspend, lambda: prepared.suspended().__enter__()):
+            with pytest.raises(FaultError, match="out of memory"):
+                suspend()
+            assert prepared.state is LifecycleState.PREPARED
+            assert during.diff(Snapshot(model), moved=True, ignore=REORDERED) == []
+
+    def test_suspending_without_a_block(self) -> None:
+        model = zoo.load("llama")
+        before = Snapshot(model)
+        prepared = KbitPreparedModel(model, precision="full")
+        assert not prepared.resume()
+        with pytest.raises(StateError, match="prepare"):
+            prepared.suspend()
+        with prepared:
+            during = Snapshot(model)
+            torch.manual_seed(3)
+            state = torch.get_rng_state()
+            resume = prepared.suspend()
+            assert prepared.state is LifecycleState.SUSPENDED
+            assert before.diff(Snapshot(model), moved=True, ignore=REORDERED) == []
+            with pytest.raises(StateError, match=r"resume\(\) it, or leave suspended"):
+                prepared.suspend()
+            torch.rand(3)
+            assert resume()
+            assert not resume()
+            assert torch.equal(torch.get_rng_state(), state)
+            assert during.diff(Snapshot(model), moved=True, ignore=REORDERED) == []
+            with prepared.suspended():
+                assert not resume()  # it ends its own suspension alone
+                assert prepared.state is LifecycleState.SUSPENDED
+                assert prepared.resume()  # the end of the block then changes nothing
+                assert prepared.state is LifecycleState.PREPARED
+                torch.rand(3)
+                drawn = torch.get_rng_state()
+            assert torch.equal(torch.get_rng_state(), drawn)
+            prepared.suspend()
+        assert prepared.state is LifecycleState.RESTORED
+        assert before.diff(Snapshot(model), moved=True) == []
 
     def test_adapters_from_before_are_never_touched(self) -> None:
         model = zoo.load("llama")

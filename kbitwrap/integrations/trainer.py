@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,14 +37,16 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
     training begins.
 
     The model that is trained is adopted when the ``Trainer`` is made: under ``"adapted"`` the adapted blocks' norms
-    compute in float32 from there on, and ``restore`` takes back what accelerate sets on the ``PeftModel``.
+    compute in float32 from there on, and ``restore`` takes back what accelerate sets on the ``PeftModel``. A callback
+    that is added to a ``Trainer`` later comes too late for that: ``adopt`` the model before.
 
     With ``suspend_evaluation``, what is evaluated in the course of training is the base in its original state, as it
     will be after ``restore``; training goes on as though there had been no evaluation, bit for bit. The callback
     suspends when it learns that there is an evaluation to come, at the end of a step or an epoch, and resumes when that
     is over. Put it last: callbacks after it find the model suspended, and an evaluation that they ask for is refused.
     So is any other that would run on the prepared model: several evaluation datasets, ``evaluate`` and ``predict``
-    outside training, for which there is no event before. `SuspendedEvaluation` covers these too.
+    outside training, for which there is no event before. `SuspendedEvaluation` covers these too. An evaluation that
+    raises leaves the model suspended, until the end of its with-block or until ``prepared.resume()``.
 
     Args:
         prepared: The wrapper of the model that is trained; ``None`` finds it from the model.
@@ -53,9 +54,9 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         suspend_evaluation: Evaluate in the original state.
 
     Raises:
-        StateError: When training begins: the model is not prepared, or not by ``prepared``, or an evaluation that
-            raised had left it suspended (it is not any more). When the model is evaluated: it is not suspended and
-            should be, or cannot be, because several processes train and a trained parameter would change its dtype.
+        StateError: When training begins: the model is not prepared, or not by ``prepared``, or it is suspended. When
+            the model is evaluated: it is not suspended and should be, or cannot be, because several processes train and
+            a trained parameter would change its dtype. After a step: an evaluation was called off.
         ManifestMismatchError: When training begins: the checkpoint resumed from was trained on another base, or on one
             prepared otherwise. No step was taken.
         ExportError: A manifest could not be written.
@@ -78,19 +79,13 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         self.manifest_name = manifest_name
         self.suspend_evaluation = suspend_evaluation
         self._manifest: Manifest | None = None
-        self._suspension = contextlib.ExitStack()
-        self._is_suspending = False
+        self._resume: Callable[[], bool] | None = None
 
     def state(self) -> dict[str, Any]:
         """What goes into ``trainer_state.json``: the callback's arguments, and what the manifest comes to."""
         record = None if self._manifest is None else _essence(self._manifest)
         args = {"manifest_name": self.manifest_name, "suspend_evaluation": self.suspend_evaluation}
         return {"args": args, "attributes": {}, "preparation": record}
-
-    def resume(self) -> None:
-        """Resume what an evaluation that raised left suspended; the end of a with-block does it too."""
-        self._is_suspending = False
-        self._suspension.close()
 
     def on_init_end(
         self,
@@ -101,10 +96,8 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         **kwargs: Any,
     ) -> None:
         """Adopt what was made of the prepared model."""
-        self.resume()
-        prepared = self._wrapper(model)
-        if model is not None and prepared is not None and getattr(model, "peft_config", None):
-            prepared.adopt(model)
+        if self._wrapper(model) is not None:
+            _adopt(model)
 
     def on_train_begin(
         self,
@@ -115,14 +108,6 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         **kwargs: Any,
     ) -> None:
         """Make the manifest; where training is resumed, compare it with the checkpoint's."""
-        if self._is_suspending:
-            self.resume()
-            raise StateError(
-                "an evaluation that raised had left the model in its original state, and the optimizer may have been "
-                "made for that; the model is prepared again, and no step was taken: call train() again",
-                state=LifecycleState.SUSPENDED,
-                expected=(LifecycleState.PREPARED,),
-            )
         # Before the first step there is none but a resumed one.
         expected = self._expected(args, state) if state.global_step else None
         prepared = self._wrapper(model)
@@ -135,6 +120,15 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
                 "train inside `with KbitPreparedModel(model) as prepared`, or after prepare()",
                 expected=(LifecycleState.PREPARED,),
             )
+        if prepared.state is not LifecycleState.PREPARED:
+            raise StateError(
+                "the model is suspended, as an evaluation that raised leaves it; no step was taken, but a checkpoint "
+                "may have been loaded into it, and an optimizer made for it. Call prepared.resume(), make the Trainer "
+                "anew, and train",
+                state=prepared.state,
+                expected=(LifecycleState.PREPARED,),
+            )
+        self._resume = None
         self._manifest = prepared.manifest() if args.should_save or state.global_step else None
         if expected is not None:
             assert self._manifest is not None
@@ -154,8 +148,8 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Train on the prepared model, whatever became of an evaluation."""
-        self.resume()
+        """Train on the prepared model."""
+        self._expect_evaluated(state)
 
     def on_step_end(
         self,
@@ -177,6 +171,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         **kwargs: Any,
     ) -> None:
         """Suspend where an evaluation comes next."""
+        self._expect_evaluated(state)
         self._suspend_for(control.should_evaluate, model)
 
     def on_prediction_step(
@@ -188,7 +183,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         **kwargs: Any,
     ) -> None:
         """Refuse to evaluate the prepared model where the original state was asked for."""
-        prepared = self._wrapper(model)
+        prepared = None if model is None else prepared_of(model)
         if self.suspend_evaluation and prepared is not None and prepared.state is LifecycleState.PREPARED:
             raise StateError(
                 "KbitTrainerCallback(suspend_evaluation=True): the model is evaluated, and is not in its original "
@@ -201,24 +196,19 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Resume."""
-        self.resume()
+        if self._resume is not None:
+            self._resume()
+            self._resume = None
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Leave the model prepared, whatever became of an evaluation."""
-        self.resume()
+        """Leave the model prepared."""
+        self._expect_evaluated(state)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write the manifest into the checkpoint folder."""
-        if self._is_suspending:
-            self.resume()
-            raise StateError(
-                f"the checkpoint of step {state.global_step} was saved with the model in its original state, because a "
-                "callback after KbitTrainerCallback called an evaluation off: make that the last of the callbacks",
-                state=LifecycleState.SUSPENDED,
-                expected=(LifecycleState.PREPARED,),
-            )
+        self._expect_evaluated(state)
         if not args.should_save or self._manifest is None:
             return
         folders = _checkpoint_folders(args, state)
@@ -233,12 +223,23 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             )
 
     def _suspend_for(self, is_evaluated: bool, model: nn.Module | None) -> None:
-        """Suspend, or resume where no evaluation comes."""
-        self.resume()
+        """Suspend where the model is to be evaluated."""
         prepared = self._wrapper(model)
         if self.suspend_evaluation and is_evaluated and prepared is not None:
-            self._suspension.enter_context(prepared.suspended())
-            self._is_suspending = True
+            self._resume = prepared.suspend()
+
+    def _expect_evaluated(self, state: TrainerState) -> None:
+        """Refuse to go on where the evaluation that the model was suspended for has not ended."""
+        resume, self._resume = self._resume, None
+        if resume is None or not resume():
+            return
+        raise StateError(
+            f"at step {state.global_step} the model was suspended for an evaluation that was called off, or did not "
+            "say that it had ended; what was saved, loaded or drawn at random since may be wrong. Make "
+            "KbitTrainerCallback the last of the callbacks, or use kbitwrap.integrations.SuspendedEvaluation",
+            state=LifecycleState.SUSPENDED,
+            expected=(LifecycleState.PREPARED,),
+        )
 
     def _wrapper(self, model: nn.Module | None) -> KbitPreparedModel | None:
         found = None if model is None else prepared_of(model)
@@ -302,8 +303,8 @@ class SuspendedEvaluation(Trainer):
     """A ``Trainer`` that evaluates and predicts with the base in its original state, as it will be after ``restore``.
 
     ``evaluate`` and ``predict``, in training or not, of several datasets, with generation or without, run their loop
-    inside ``suspended()``; training goes on as though there had been no evaluation, bit for bit. Put it before another
-    trainer's class to get the same of that one.
+    inside ``suspended()``; training goes on as though there had been no evaluation, bit for bit. The model is adopted,
+    as by the callback. Put it before another trainer's class to get the same of that one.
 
     Example:
         >>> from transformers import Seq2SeqTrainer
@@ -311,6 +312,10 @@ class SuspendedEvaluation(Trainer):
         >>> class MyTrainer(SuspendedEvaluation, Seq2SeqTrainer):
         ...     pass
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _adopt(self.model)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Run the loop that ``evaluate`` and ``predict`` share, suspended where the model is prepared.
@@ -330,6 +335,13 @@ class SuspendedEvaluation(Trainer):
             return super().evaluation_loop(*args, **kwargs)
         with prepared.suspended():
             return super().evaluation_loop(*args, **kwargs)
+
+
+def _adopt(model: nn.Module | None) -> None:
+    """Tell the wrapper of a prepared model of the adapters that were put on it."""
+    prepared = None if model is None else prepared_of(model)
+    if model is not None and prepared is not None and getattr(model, "peft_config", None):
+        prepared.adopt(model)
 
 
 # Of a tensor: not the flag from before, which depends on whether the adapter or the preparation came first.
