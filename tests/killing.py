@@ -13,6 +13,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 _READY = "ready"
+# tqdm shares its lock with forked children, and monitors its bars in a thread that takes it: a child that is killed
+# while it holds the lock would leave it locked for its parent and for every later child.
+LOCKED_ALONE = """
+import threading, tqdm
+tqdm.tqdm.set_lock(threading.RLock())
+tqdm.tqdm.monitor_interval = 0
+"""
 
 
 def kill_at_random(program: str, folder: Path, tries: int, check: Callable[[Path], None], *, seed: int = 0) -> int:
@@ -33,7 +40,7 @@ def kill_at_random(program: str, folder: Path, tries: int, check: Callable[[Path
     """
     moments = random.Random(seed)
     server = subprocess.Popen(
-        [sys.executable, "-c", _SERVER.format(program=program)],
+        [sys.executable, "-c", _SERVER.format(program=LOCKED_ALONE + program)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
