@@ -136,20 +136,21 @@ def resume_all(resumes: list[Resume]) -> None:
     """Bring back what was suspended, every part of it even when another fails, and then raise the first failure.
 
     Args:
-        resumes: The calls, in the order in which ``suspend`` left them; each is taken off the list when it is done.
+        resumes: The calls, in the order in which ``suspend`` left them. Each is taken off the list when it is done:
+            what is left failed, and may be called again.
     """
     failures: list[BaseException] = []
-    while resumes:
+    for place in reversed(range(len(resumes))):
         # An interrupt waits until the state is back. What it interrupted is done again: resuming writes values.
         for _ in range(2):
             try:
-                resumes[-1]()
+                resumes[place]()
+                del resumes[place]
                 break
             except Exception as error:
                 failures.append(error)
                 break
             except BaseException as error:
                 failures.append(error)
-        resumes.pop()
     if failures:
         raise failures[0]

@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from .baseline import Baseline
 from .census import Census
 from .config import Precision, PrepareConfig
-from .edits import AccelerateChange, Anchor, EditBase, FlagsChange, Hold
+from .edits import ANCHOR_ATTRIBUTE, AccelerateChange, Anchor, EditBase, FlagsChange, Hold
 from .errors import ConfigError, EditError, ManifestError, RestoreError, StateError, UnsupportedModelError
 from .export import export_twin
 from .journal import Change, Journal, Resume, resume_all, undo_all
@@ -412,8 +412,8 @@ class KbitPreparedModel:
     def suspend(self) -> Callable[[], bool]:
         """Put the model in its original state: ``suspended()`` where no with-block can be.
 
-        It is all or nothing: the model is suspended in the end, or is as it was. Keep the wrapper, or what is returned:
-        a suspended model does not.
+        It is all or nothing: the model is suspended in the end, or is as it was. It holds the wrapper meanwhile, as a
+        prepared model does.
 
         Returns:
             A call that ends this suspension, as ``resume`` does, and no other.
@@ -433,12 +433,14 @@ class KbitPreparedModel:
         """
         suspension: list[Resume] = []
         self._suspend(suspension, "suspend")
+        vars(self.model)[ANCHOR_ATTRIBUTE] = Anchor(self)
         return functools.partial(self._end, suspension)
 
     def resume(self) -> bool:
         """End a suspension; nothing happens where there is none.
 
-        It may be called again where it was interrupted. The end of a with-block that prepared the model does it too.
+        What fails, for want of memory say, leaves the model suspended, and may be called again. The end of a with-block
+        that prepared the model does it too.
 
         Returns:
             Whether the model was suspended.

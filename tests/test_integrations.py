@@ -787,6 +787,29 @@ def test_nothing_goes_on_after_an_evaluation_that_was_called_off(tmp_path: Path,
     assert not prepared.verify()
 
 
+@pytest.mark.parametrize("suspend_evaluation", [False, True])
+def test_no_step_is_trained_while_somebody_else_suspends(tmp_path: Path, suspend_evaluation: bool) -> None:
+    prepared = prepare("full")
+    callback = KbitTrainerCallback(prepared, suspend_evaluation=suspend_evaluation)
+    trainer = trainer_for(
+        adapt(prepared.model), tmp_path, at_step_end=lambda model: prepared.suspend(), callbacks=[callback]
+    )
+    with pytest.raises(StateError, match=r"at step 1 the model was suspended, .* by another callback"):
+        trainer.train()
+    assert len(trainer.losses) == 1
+    assert prepared.state is LifecycleState.SUSPENDED
+
+
+def test_a_trainer_can_be_made_for_a_suspended_model(tmp_path: Path) -> None:
+    prepared = prepare("full")
+    model = adapt(prepared.model)
+    with prepared.suspended():
+        inside = trainer_for(model, tmp_path, cls=EvaluatingTrainer)
+        inside.wrapper = prepared
+        inside.evaluate(dataset(prepared.model))
+        assert inside.states == [LifecycleState.SUSPENDED]
+
+
 def test_a_wrapper_that_is_not_the_models_hides_no_evaluation(tmp_path: Path) -> None:
     stale = prepare("full")
     trainer = suspending(stale, tmp_path)

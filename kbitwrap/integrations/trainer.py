@@ -146,10 +146,15 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         self._suspend_for(args.eval_on_start, model)
 
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
     ) -> None:
         """Train on the prepared model."""
-        self._expect_evaluated(state)
+        self._expect_evaluated(state, model)
 
     def on_step_end(
         self,
@@ -171,7 +176,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         **kwargs: Any,
     ) -> None:
         """Suspend where an evaluation comes next."""
-        self._expect_evaluated(state)
+        self._expect_evaluated(state, model)
         self._suspend_for(control.should_evaluate, model)
 
     def on_prediction_step(
@@ -201,14 +206,26 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             self._resume = None
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
     ) -> None:
         """Leave the model prepared."""
-        self._expect_evaluated(state)
+        self._expect_evaluated(state, model)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Write the manifest into the checkpoint folder."""
-        self._expect_evaluated(state)
+        self._expect_evaluated(state, model)
         if not args.should_save or self._manifest is None:
             return
         folders = _checkpoint_folders(args, state)
@@ -228,15 +245,19 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         if self.suspend_evaluation and is_evaluated and prepared is not None:
             self._resume = prepared.suspend()
 
-    def _expect_evaluated(self, state: TrainerState) -> None:
-        """Refuse to go on where the evaluation that the model was suspended for has not ended."""
+    def _expect_evaluated(self, state: TrainerState, model: nn.Module | None) -> None:
+        """Refuse to go on while the model is suspended; what this callback suspended, it resumes."""
         resume, self._resume = self._resume, None
-        if resume is None or not resume():
+        prepared = self._wrapper(model)
+        if prepared is None or prepared.state is not LifecycleState.SUSPENDED:
             return
+        if resume is not None:
+            resume()
         raise StateError(
-            f"at step {state.global_step} the model was suspended for an evaluation that was called off, or did not "
-            "say that it had ended; what was saved, loaded or drawn at random since may be wrong. Make "
-            "KbitTrainerCallback the last of the callbacks, or use kbitwrap.integrations.SuspendedEvaluation",
+            f"at step {state.global_step} the model was suspended, for an evaluation that was called off or did not "
+            "say that it had ended, or by another callback; what was saved, loaded or drawn at random since may be "
+            "wrong. Make KbitTrainerCallback the last of the callbacks, or use "
+            "kbitwrap.integrations.SuspendedEvaluation",
             state=LifecycleState.SUSPENDED,
             expected=(LifecycleState.PREPARED,),
         )
@@ -315,7 +336,9 @@ class SuspendedEvaluation(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _adopt(self.model)
+        prepared = None if self.model is None else prepared_of(self.model)
+        if prepared is not None and prepared.state is LifecycleState.PREPARED:
+            _adopt(self.model)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Run the loop that ``evaluate`` and ``predict`` share, suspended where the model is prepared.
