@@ -153,8 +153,10 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Train on the prepared model."""
+        """Refuse to go on with a suspended model."""
         self._expect_evaluated(state, model)
+
+    on_train_end = on_step_begin
 
     def on_step_end(
         self,
@@ -165,19 +167,10 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         **kwargs: Any,
     ) -> None:
         """Suspend where an evaluation comes next."""
-        self._suspend_for(control.should_evaluate, model)
-
-    def on_epoch_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Suspend where an evaluation comes next."""
         self._expect_evaluated(state, model)
         self._suspend_for(control.should_evaluate, model)
+
+    on_epoch_end = on_step_end
 
     def on_prediction_step(
         self,
@@ -204,17 +197,6 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         if self._resume is not None:
             self._resume()
             self._resume = None
-
-    def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Leave the model prepared."""
-        self._expect_evaluated(state, model)
 
     def on_save(
         self,
