@@ -433,6 +433,7 @@ class KbitPreparedModel:
         """
         suspension: list[Resume] = []
         self._suspend(suspension, "suspend")
+        # The journal has taken the anchor away, as it was not there originally, and puts it back when this is resumed.
         vars(self.model)[ANCHOR_ATTRIBUTE] = Anchor(self)
         return functools.partial(self._end, suspension)
 
