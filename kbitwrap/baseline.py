@@ -16,6 +16,7 @@ from .edits import FlagsChange
 from .journal import Change, Journal
 from .topology import named_modules, named_tensors, only_reading
 from .twin import Origin, peel, peeled_modules
+from .verification import PreparedState
 
 
 @dataclass(frozen=True)
@@ -48,19 +49,20 @@ class Moment:
         modules: dict[nn.Module, str] = {}
         for fqn, module in peeled_modules(model):
             modules.setdefault(module, fqn)
+        hooked = [(fqn, module) for module, fqn in modules.items() if module._forward_hooks]
         use_cache = getattr(getattr(model, "config", None), "use_cache", None)
         return {
-            "input_gradient_hooks": {fqn: len(keys) for m, fqn in modules.items() if (keys := input_gradient_hooks(m))},
+            "input_gradient_hooks": {fqn: len(keys) for fqn, m in hooked if (keys := input_gradient_hooks(m))},
             "checkpointing": [fqn for m, fqn in modules.items() if vars(m).get("gradient_checkpointing") is True],
             "use_cache": use_cache if isinstance(use_cache, bool) else None,
             "num_modules": len(modules),
-            "num_training": sum(module.training for module in modules),
+            "num_training": sum([module.training for module in modules]),
         }
 
     @staticmethod
     def _memory(model: nn.Module) -> dict[str, Any]:
         parameters = [tensor.parameter for tensor in named_tensors(model)]
-        storages = (parameter.untyped_storage() for parameter in parameters)
+        storages = [parameter.untyped_storage() for parameter in parameters]
         devices = {parameter.device for parameter in parameters if parameter.is_cuda}
         return {
             "parameter_bytes": sum({storage._cdata: storage.nbytes() for storage in storages}.values()),
@@ -94,7 +96,7 @@ class Baseline:
         self.origin: Origin | None = None
         self._model: Callable[[], nn.Module | None] = _nothing
         self._journal: Callable[[], Journal | None] = _nothing
-        self._prepared: dict[int, tuple[weakref.ref[torch.Tensor], torch.dtype, bool]] = {}
+        self._prepared: PreparedState | None = None
         self._buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, Buffer]] = weakref.WeakKeyDictionary()
 
     @classmethod
@@ -122,18 +124,17 @@ class Baseline:
                 }
         return baseline
 
-    def settle(self, model: nn.Module, origin: Origin | None) -> None:
+    def settle(self, model: nn.Module, origin: Origin | None, prepared: PreparedState) -> None:
         """Record what preparation left, and be found from here on.
 
         Args:
             model: The prepared model.
             origin: What was recorded of its configs and its tensors' places.
+            prepared: The state of its parameters.
         """
         self.origin = origin
         self.after = Moment.of(model)
-        with only_reading():
-            parameters = [tensor.parameter for tensor in named_tensors(model)]
-            self._prepared = {id(p): (weakref.ref(p), p.dtype, p.requires_grad) for p in parameters}
+        self._prepared = prepared
         _baselines.add(self)
 
     def origin_of(self, model: nn.Module) -> Origin | None:
@@ -148,8 +149,8 @@ class Baseline:
 
     def prepared(self, parameter: torch.Tensor) -> tuple[torch.dtype, bool] | None:
         """The dtype and ``requires_grad`` that preparation left a parameter with; ``None`` where it did not see it."""
-        found = self._prepared.get(id(parameter))
-        return None if found is None or found[0]() is not parameter else found[1:]
+        found = None if self._prepared is None else self._prepared.of(parameter)
+        return None if found is None else (found["dtype"], found["requires_grad"])
 
     def buffer(self, module: nn.Module, name: str) -> Buffer | None:
         """What a persistent buffer was at the start: dtype, shape and digest; ``None`` where it was not there."""

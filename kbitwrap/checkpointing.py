@@ -15,7 +15,7 @@ from torch import nn
 from .edits import AttributesChange, EditBase
 from .errors import UnsupportedModelError
 from .journal import Resume
-from .topology import named_modules, places, walking_once
+from .topology import named_modules, places, walk_again
 
 
 def make_inputs_require_grad(module: nn.Module, args: Any, output: torch.Tensor) -> None:
@@ -29,8 +29,6 @@ _HOOK_DICTS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_a
 
 def input_gradient_hooks(module: nn.Module) -> list[int]:
     """The ids of a module's input-gradient hooks: those of transformers, of PEFT and of kbitwrap."""
-    if not module._forward_hooks:
-        return []
     return [
         key for key, hook in module._forward_hooks.items() if getattr(hook, "__name__", None) in _INPUT_GRADIENT_HOOKS
     ]
@@ -45,12 +43,13 @@ class HooksChange:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._modules = places(model).by_module
-        self.before = {key for module in self._modules for key in input_gradient_hooks(module)}
+        self.before = {key for module in self._modules if module._forward_hooks for key in input_gradient_hooks(module)}
 
     def _affected(self) -> dict[nn.Module, list[int]]:
         model = self._model()
         modules = [*self._modules, *(m for _, m in (named_modules(model) if model is not None else ()))]
-        return {m: new for m in modules if (new := [k for k in input_gradient_hooks(m) if k not in self.before])}
+        hooked = (m for m in modules if m._forward_hooks)
+        return {m: new for m in hooked if (new := [k for k in input_gradient_hooks(m) if k not in self.before])}
 
     def undo(self) -> None:
         """Remove the hooks added since."""
@@ -200,13 +199,15 @@ class Checkpoint(EditBase):
         model = self.model()
         assert model is not None
         change = self._change[0]
-        if self.hook_inputs:
-            _hook_inputs(model)
-        if self.enable:
-            _enable_checkpointing(model, self.kwargs)
-        with walking_once(anew=True):
-            if not change.hooks.remove_added(keep_one=self.hook_inputs):
-                change.attributes.undo_of(CHECKPOINTING_ATTRIBUTES[2:])
+        try:
+            if self.hook_inputs:
+                _hook_inputs(model)
+            if self.enable:
+                _enable_checkpointing(model, self.kwargs)
+        finally:
+            walk_again(model)
+        if not change.hooks.remove_added(keep_one=self.hook_inputs):
+            change.attributes.undo_of(CHECKPOINTING_ATTRIBUTES[2:])
 
 
 def _hook_inputs(model: nn.Module) -> None:

@@ -116,7 +116,8 @@ class AttributesChange:
         for module, values in self.record.affected():
             fields = vars(module)
             for slot, name in slots:
-                write_attribute(fields, name, values[slot])
+                if fields.get(name, MISSING) is not values[slot]:
+                    write_attribute(fields, name, values[slot])
 
     def suspend(self, resumes: list[Resume]) -> None:
         """Write the recorded values; resuming writes those of now."""

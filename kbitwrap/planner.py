@@ -17,17 +17,17 @@ from .process import mixed_precision
 from .quantization import (
     HALF_DTYPES,
     Quantization,
-    has_runtime_state,
     is_quantized_layer,
     is_quantized_parameter,
+    layers_with_runtime_state,
 )
 from .roles import Role, computes_in_half, is_norm, parameter_roles
 from .storage import Store
 from .topology import (
     NamedTensor,
+    adapter_classes,
     adapter_parameter_ids,
     base_modules,
-    is_adapter_module,
     named_modules,
     named_tensors,
     storage_key,
@@ -98,7 +98,7 @@ class Planner:
         return sum(_bytes(t.parameter) for t in self._castable)
 
     def _record(self) -> Record:
-        layers = [(fqn, module) for fqn, module in named_modules(self.model) if has_runtime_state(module)]
+        layers = layers_with_runtime_state(self.model)
         return Record(
             "record",
             tuple(fqn for fqn, _ in layers),
@@ -199,9 +199,15 @@ class Planner:
             return []
         modules = base_modules(self.model)
         blocks = _adapted_blocks(self.model, modules) if precision is Precision.ADAPTED else {""}
+        # Few modules own a half parameter: what takes longer is asked of these alone.
+        halves = {
+            id(t.module) for t in named_tensors(self.model, remove_duplicate=False) if t.parameter.dtype in HALF_DTYPES
+        }
         found = []
         for fqn, module in modules:
-            if not is_norm(module, self.config.norm_modules) or not computes_in_half(module):
+            if id(module) not in halves or not is_norm(module, self.config.norm_modules):
+                continue
+            if not computes_in_half(module):
                 continue
             if not any(fqn.startswith(block) for block in blocks) or computes_in_float32(module):
                 continue
@@ -243,15 +249,13 @@ class Planner:
     def by_role(self, stores: list[Store]) -> dict[str, dict[str, int]]:
         """Count parameters, and the bytes they hold and are to hold, by the part they play."""
         rows = {role: {"count": 0, "bytes": 0, "added_bytes": 0} for role in Role}
-        seen: set[tuple[int, int, int]] = set()
-        for tensor in named_tensors(self.model):
-            row = rows[self.roles[id(tensor.parameter)]]
-            row["count"] += 1
-            parameter = tensor.parameter
-            key = (storage_key(parameter), int(parameter.storage_offset()), parameter.numel())
-            if key not in seen:
-                seen.add(key)
-                row["bytes"] += _bytes(tensor.parameter)
+        parameters = [t.parameter for t in named_tensors(self.model)]
+        for parameter in parameters:
+            rows[self.roles[id(parameter)]]["count"] += 1
+        # What is one memory seen in one way counts once.
+        views = {(storage_key(p), p.storage_offset(), p.numel()): p for p in reversed(parameters)}
+        for parameter in views.values():
+            rows[self.roles[id(parameter)]]["bytes"] += _bytes(parameter)
         for store in stores:
             assert store.role is not None
             rows[store.role]["added_bytes"] += store.added_bytes
@@ -294,10 +298,11 @@ class Planner:
 
 def _adapted_blocks(model: nn.Module, modules: list[tuple[str, nn.Module]]) -> set[str]:
     """The prefixes of the blocks that hold an adapter. A block is an element of an outermost ``ModuleList``."""
+    adapters = adapter_classes(model)
     lists = [fqn for fqn, module in modules if isinstance(module, nn.ModuleList)]
     blocks = set()
-    for fqn, module in modules:
-        if not is_adapter_module(module):
+    for fqn, module in modules if adapters else ():
+        if type(module) not in adapters:
             continue
         inside = [name for name in lists if fqn.startswith(f"{name}.")]
         if inside:

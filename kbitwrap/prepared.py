@@ -237,9 +237,8 @@ class KbitPreparedModel:
                 self._journal.apply(self._emptying_cache(self._bar(edits, "prepare")))
                 if self.config.empty_cache:
                     empty_cache()
-            with only_reading(anew=True):
                 prepared_state = PreparedState(self.model)
-                baseline.settle(self.model, origin)
+                baseline.settle(self.model, origin, prepared_state)
             self._census, self._origin, self._baseline = census, origin, baseline
             self._prepared_state = prepared_state
             self._precisions.add(plan.config.precision)

@@ -142,11 +142,12 @@ class RuntimeChange:
         self.fields = _read(module, ("compute_dtype", "compute_type_is_set"))
         self.state = {
             name: {
-                key: _hold(value) if isinstance(value, torch.Tensor) else value
-                for key, value in vars(owner).items()
-                if keys is None or key in keys
+                key: _hold(fields[key]) if isinstance(fields[key], torch.Tensor) else fields[key]
+                for key in (fields if keys is None else keys)
+                if key in fields
             }
             for name, owner, keys in _state_owners(module, weight)
+            for fields in [vars(owner)]
         }
 
     def undo(self) -> None:
@@ -234,9 +235,29 @@ def dequantizer(module: nn.Module) -> Callable[[Rows], torch.Tensor]:
 
 def has_runtime_state(module: nn.Module) -> bool:
     """Whether a module is a bitsandbytes linear layer that rewrites fields of its own when it runs."""
+    return isinstance(module, _linear_classes()) and _has_quantized_weight(module)
+
+
+def layers_with_runtime_state(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """List the modules of which ``has_runtime_state`` holds.
+
+    Args:
+        model: The model.
+
+    Returns:
+        ``(fqn, module)`` in the order of ``named_modules``.
+    """
+    classes = _linear_classes()
+    return [(fqn, m) for fqn, m in named_modules(model) if isinstance(m, classes) and _has_quantized_weight(m)]
+
+
+def _linear_classes() -> tuple[type, ...]:
+    return _bitsandbytes_classes("Linear4bit", "Linear8bitLt")
+
+
+def _has_quantized_weight(module: nn.Module) -> bool:
     weight = module._parameters.get("weight")
-    is_quantized = weight is not None and is_quantized_parameter(weight)
-    return is_quantized and isinstance(module, _bitsandbytes_classes("Linear4bit", "Linear8bitLt"))
+    return weight is not None and is_quantized_parameter(weight)
 
 
 def is_of_a_quantizer(conversion: Any) -> bool:

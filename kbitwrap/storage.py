@@ -7,6 +7,7 @@ original dtype, and the bits must have the fingerprint that they had.
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +22,6 @@ from .quantization import HALF_DTYPES
 _CHUNK = 1 << 20  # elements compared at once: bounds what a comparison holds beside the tensors compared
 _PIECE = 4 << 20  # elements cast at once: few enough for an allocator to use their memory again
 _ROW = 4096  # int64 words in a row of a fingerprint
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 divided by the golden ratio, odd, as int64
-_MURMUR = 0xC2B2AE3D27D4EB4F - (1 << 64)  # a multiplier of MurmurHash3's finalizer, as int64
 
 
 class TrainedError(RuntimeError):
@@ -37,12 +36,12 @@ class TrainedError(RuntimeError):
         self.fqns = tuple(fqns)
 
 
-def fingerprint(tensor: torch.Tensor) -> int:
-    """A 64-bit fingerprint of a half-precision tensor's bits, at the cost of two sums and no copy.
+def fingerprint(tensor: torch.Tensor) -> bytes:
+    """A fingerprint of a half-precision tensor's bits, at the cost of two sums and no copy.
 
-    The bits are read as int64 words, laid out in rows of 4096. The sums of the rows and of the columns are each mixed
-    with their position (a xorshift-multiply, as in MurmurHash3's finalizer) and added, modulo 2**64. A changed word
-    changes its row and its column, and two words that change places change two of either.
+    The bits are read as int64 words, laid out in rows of 4096. What is hashed (SHA-256) are the sums of the rows and of
+    the columns, modulo 2**64, and the words left over: of a tensor of less than a row, such as a norm's weight, all of
+    it. A changed word changes its row's sum and its column's, and two words that change places change two of either.
 
     Args:
         tensor: A float16 or bfloat16 tensor, any shape, layout and device.
@@ -53,18 +52,15 @@ def fingerprint(tensor: torch.Tensor) -> int:
     flat = tensor.detach().reshape(-1)
     if flat.stride() != (1,) or flat.storage_offset() % 4:
         flat = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device).copy_(flat)
-    bits = flat.view(torch.int16)
-    whole = bits.numel() - bits.numel() % 4
-    words = bits[:whole].view(torch.int64)
-    in_rows = words.numel() - words.numel() % _ROW
-    parts = [words[in_rows:], bits[whole:].to(torch.int64)]
+    in_rows = flat.numel() - flat.numel() % (4 * _ROW)
+    parts = [flat[in_rows:]]
     if in_rows:
-        rows = words[:in_rows].view(-1, _ROW)
+        rows = flat[:in_rows].view(torch.int64).view(-1, _ROW)
         parts += [rows.sum(1), rows.sum(0)]
-    sums = torch.cat(parts)
-    mixed = sums ^ (torch.arange(1, sums.numel() + 1, device=sums.device) * _GOLDEN)
-    mixed = (mixed ^ (mixed >> 32)) * _MURMUR
-    return int((mixed ^ (mixed >> 29)).sum().item())
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.cpu().view(torch.uint8).numpy().data)
+    return digest.digest()
 
 
 @dataclass(frozen=True)

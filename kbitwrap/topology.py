@@ -35,16 +35,13 @@ _walks: contextvars.ContextVar[dict[Any, Any] | None] = contextvars.ContextVar("
 
 
 @contextlib.contextmanager
-def walking_once(*, anew: bool = False) -> Iterator[None]:
+def walking_once() -> Iterator[None]:
     """Inside, a model's modules and parameters stay the ones they are, so each kind of walk over it is done once.
 
     Attributes, flags and what parameters store may change.
-
-    Args:
-        anew: Forget the walks of a surrounding block: somebody else's code, which may replace modules, was called.
     """
     walks = _walks.get()
-    token = _walks.set({} if walks is None or anew else walks)
+    token = _walks.set({} if walks is None else walks)
     try:
         yield
     finally:
@@ -52,10 +49,30 @@ def walking_once(*, anew: bool = False) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def only_reading(*, anew: bool = False) -> Iterator[None]:
+def only_reading() -> Iterator[None]:
     """``walking_once``, and the fields of tensors are read without asking their classes, which takes longer."""
-    with walking_once(anew=anew), torch._C.DisableTorchFunctionSubclass():
+    with walking_once(), torch._C.DisableTorchFunctionSubclass():
         yield
+
+
+def walk_again(model: nn.Module) -> None:
+    """See what somebody else's code has left of a model: if it replaced anything, every walk is done anew.
+
+    Args:
+        model: The model.
+    """
+    walks = _walks.get()
+    if walks is not None:
+        before, tree = dict(walks), _tree(model)
+        walks.clear()
+        if _tree(model) == tree:
+            walks.update(before)
+
+
+def _tree(model: nn.Module) -> list[tuple[str, int]]:
+    """Every module and parameter at every one of its places."""
+    modules = [(fqn, id(module)) for fqn, module in named_modules(model, remove_duplicate=False)]
+    return modules + [(fqn, id(p)) for fqn, _, _, p in named_tensors(model, remove_duplicate=False)]
 
 
 def kept_while_walking(function: Callable[P, T]) -> Callable[P, T]:
@@ -213,6 +230,20 @@ def is_adapter_module(module: nn.Module) -> bool:
     return _is_adapter_class(cls)
 
 
+@kept_while_walking
+def adapter_classes(model: nn.Module) -> set[type]:
+    """Find the classes of PEFT's own that a model has modules of; few models have more than a dozen classes.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The classes; empty where there is no adapter.
+    """
+    classes: set[Any] = {type(module) for _, module in named_modules(model)}
+    return set(filter(_is_adapter_class, classes))
+
+
 # Below one of PEFT's modules that has such children, the base goes on in these and nowhere else.
 _BASE_CHILDREN = ({"base_layer"}, {"original_module", "token_adapter"}, {"base_model"})
 
@@ -227,10 +258,10 @@ def base_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     Returns:
         ``(fqn, module)``, each module once and PEFT's own on the way included, in the order of ``named_modules``.
     """
-    modules = named_modules(model)
+    modules, adapters = named_modules(model), adapter_classes(model)
     beside = set()
-    for _, module in modules:
-        if is_adapter_module(module):
+    for _, module in modules if adapters else ():
+        if type(module) in adapters:
             children = module._modules.keys()
             base = next((names for names in _BASE_CHILDREN if names & children), children)
             beside |= {(id(module), name) for name in children if name not in base}
@@ -259,12 +290,13 @@ def adapter_parameter_ids(model: nn.Module) -> set[int]:
     Returns:
         The ids; empty where there is no adapter. A parameter shared by an adapter and the base is the base's.
     """
-    if not any(is_adapter_module(module) for _, module in named_modules(model)):
+    adapters = adapter_classes(model)
+    if not adapters:
         return set()
     base = {
         id(parameter)
         for _, module in base_modules(model)
-        if not is_adapter_module(module)
+        if type(module) not in adapters
         for parameter in module._parameters.values()
     }
     return {id(tensor.parameter) for tensor in named_tensors(model)} - base
@@ -291,14 +323,13 @@ def refuse_unsupported_tensors(model: nn.Module, *, allow_meta: bool, allow_dten
     if not tensors:
         raise UnsupportedModelError(f"{type(model).__name__} has no parameters: there is nothing to prepare")
     d_tensor = _loaded("torch.distributed.tensor", "DTensor")
-    flat_parameter = _loaded("torch.distributed.fsdp", "FlatParameter")
     for fqn, _, _, parameter in tensors:
-        sharding = None
+        sharding, marks = None, vars(parameter)
         if isinstance(parameter, d_tensor) and not allow_dtensor:
             sharding = "a DTensor (FSDP2 or tensor parallelism)"
-        elif isinstance(parameter, flat_parameter) or vars(parameter).get("_is_flat_param", False):
+        elif marks.get("_is_flat_param", False):
             sharding = "an FSDP1 flat parameter"
-        elif "ds_id" in vars(parameter):
+        elif "ds_id" in marks:
             sharding = "a ZeRO-3 partition"
         if sharding:
             raise UnsupportedModelError(
@@ -307,7 +338,7 @@ def refuse_unsupported_tensors(model: nn.Module, *, allow_meta: bool, allow_dten
                 fqn=fqn,
             )
     fsdp1 = _loaded("torch.distributed.fsdp", "FullyShardedDataParallel")
-    for fqn, module in named_modules(model):
+    for fqn, module in named_modules(model) if fsdp1 else ():
         if isinstance(module, fsdp1):
             raise UnsupportedModelError(
                 f"{fqn or 'the model'} is wrapped by FSDP1: no dtype of a sharded parameter can be changed safely; "

@@ -188,7 +188,7 @@ class Origin:
         for fqn, module in peeled_modules(model):
             for _, config in _configs(module):
                 copy.deepcopy(config, self._configs)
-            recorded = {n: Recorded.of(p) for n, p in _parameters(module)} if module._parameters else {}
+            recorded = {n: Recorded.of(p) for n, p in module._parameters.items() if p is not None}
             self._places[fqn] = weakref.ref(module), recorded
             for was in recorded.values():
                 by_memory.setdefault(was.storage.cdata, set()).add(was.key)
@@ -267,9 +267,12 @@ def _cannot_tell(fqn: str, why: str) -> ExportError:
 
 
 def _configs(module: nn.Module) -> list[tuple[str, Any]]:
-    fields = vars(module)
-    names = [name for name in ("config", "generation_config") if name in fields]
-    return [(name, fields[name]) for name in names if hasattr(fields[name], "save_pretrained")]
+    found = []
+    for name in ("config", "generation_config"):
+        config = vars(module).get(name)
+        if config is not None and hasattr(type(config), "save_pretrained"):
+            found.append((name, config))
+    return found
 
 
 def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -290,7 +293,7 @@ def peeled_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     stack = [("", model)]
     while stack:
         fqn, module = stack.pop()
-        base, _ = peel(module)
+        base = module if _CHILDREN.isdisjoint(module._modules) else peel(module)[0]
         found.append((fqn, base))
         if base._modules:
             prefix = f"{fqn}." if fqn else ""

@@ -37,6 +37,15 @@ class PreparedState:
                 fqn: _read_module(module) if _is_marked(module) else None for fqn, module in _base_modules(model)
             }
 
+    def of(self, parameter: torch.Tensor) -> dict[str, Any] | None:
+        """What was read of a parameter; ``None`` of one that is not the base's, or was not there."""
+        found = self._by_id.get(id(parameter))
+        return found[1] if found is not None and found[0]() is parameter else None
+
+    @functools.cached_property
+    def _by_id(self) -> dict[int, tuple[weakref.ref[nn.Parameter], dict[str, Any]]]:
+        return {id(parameter): found for found in self.parameters.values() if (parameter := found[0]()) is not None}
+
     def reread(self, model: nn.Module, modules: Collection[nn.Module]) -> None:
         """Take what some modules are now for what they are to be.
 
@@ -114,7 +123,9 @@ def _read_module(module: nn.Module) -> dict[str, Any]:
     forwards = [fields.get(slot) for slot in ("forward", "_old_forward")]
     state = {name: _plain(fields.get(name, MISSING)) for name in CHECKPOINTING_ATTRIBUTES[:2]}
     state["forward"] = next((f for f in forwards if isinstance(f, Float32Forward)), None)
-    state["upcast"] = frozenset(name for name, value in fields.items() if isinstance(value, UpcastTensor))
+    # A stand-in for a weight comes with a copier.
+    named = fields.items() if "__deepcopy__" in fields else ()
+    state["upcast"] = frozenset(name for name, value in named if isinstance(value, UpcastTensor))
     state["input_gradient_hooks"] = len(input_gradient_hooks(module))
     return state
 

@@ -26,6 +26,7 @@ from kbitwrap.topology import (
     named_tensors,
     refuse_unsupported_tensors,
     storage_key,
+    walk_again,
     walking_once,
 )
 
@@ -450,14 +451,21 @@ def test_inside_a_walk_the_tree_is_walked_once() -> None:
     assert named_modules(model) is not before
 
 
-def test_a_walk_can_be_begun_anew() -> None:
+def test_walks_are_done_again_where_something_was_replaced() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     with walking_once():
         assert len(named_modules(model)) == 2
         model.append(nn.Linear(2, 2))
-        with walking_once(anew=True):
-            assert len(named_modules(model)) == 3
         assert len(named_modules(model)) == 2
+        walk_again(model)
+        assert len(named_modules(model)) == 3
+        before = named_tensors(model)
+        walk_again(model)
+        assert named_tensors(model) is before
+        model[0].weight = nn.Parameter(torch.zeros(2, 2))
+        walk_again(model)
+        assert named_tensors(model)[0].parameter is model[0].weight
+    walk_again(model)  # outside, where nothing is kept, it does nothing
 
 
 def test_models_do_not_share_their_walks() -> None:
