@@ -221,7 +221,11 @@ class _Background:
                 self._wait()
                 self._tell(self._write_piece(offset + start, piece))
             else:
-                self._pending.append(self._writer.submit(self._write_piece, offset + start, piece))
+                # In a list, to be taken out of it: the writing thread holds what it was given a while after it is done.
+                self._pending.append(self._writer.submit(self._take_and_write, offset + start, [piece]))
+
+    def _take_and_write(self, offset: int, pieces: list[memoryview]) -> int:
+        return self._write_piece(offset, pieces.pop())
 
     def _write_piece(self, offset: int, piece: memoryview) -> int:
         self._file.seek(offset)

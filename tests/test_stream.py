@@ -6,8 +6,10 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +154,13 @@ def test_one_tensor_is_computed_at_a_time(
         weakref.finalize(array, alive.remove, id(array))  # it lives as long as the tensor's storage
         return torch.from_numpy(array)
 
+    set_result = Future.set_result
+
+    def dawdle(future: Future[Any], result: Any) -> None:
+        set_result(future, result)
+        time.sleep(0.01)  # the writing thread is not done with what it was told to write
+
+    monkeypatch.setattr(Future, "set_result", dawdle)
     tensors = {f"t{i}": LazyTensor((64,), torch.float32, compute) for i in range(5)}
     write_safetensors(tmp_path / "file", tensors)
     assert not alive
