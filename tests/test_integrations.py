@@ -408,45 +408,50 @@ from kbitwrap.integrations import KbitTrainerCallback
 from trainers import adapt, trainer_for
 
 warnings.simplefilter("ignore")
-quant, precision, folder, mode = sys.argv[1:]
-checkpoint = Path(folder) / "checkpoint-4"
-model = zoo.load("llama", quant)
-if mode == "resume":
-    prepared = KbitPreparedModel.from_manifest(model, checkpoint / "kbitwrap.json")
-else:
-    prepared = KbitPreparedModel(model, precision=precision)
-with prepared:
-    trainer = trainer_for(
-        adapt(model, layers_to_transform=[1]), Path(folder), callbacks=[KbitTrainerCallback(prepared)],
-        max_steps=8, save_strategy="steps", save_steps=4,
-        at_step_end=lambda model: mode == "stop" and trainer.state.global_step == 4 and stop(trainer),
-    )
-    def stop(trainer):
-        trainer.control.should_training_stop = True
-        trainer.control.should_save = True
-    trainer.train(resume_from_checkpoint=str(checkpoint) if mode == "resume" else None)
-print(json.dumps([trainer.losses, trainer.state.global_step]))
+folder, mode = Path(sys.argv[1]), sys.argv[2]
+
+def stop(trainer):
+    trainer.control.should_training_stop = True
+    trainer.control.should_save = True
+
+def train(quant, precision):
+    output = folder / f"{quant}-{precision}"
+    checkpoint = output / "checkpoint-4"
+    model = zoo.load("llama", quant)
+    if mode == "resume":
+        prepared = KbitPreparedModel.from_manifest(model, checkpoint / "kbitwrap.json")
+    else:
+        prepared = KbitPreparedModel(model, precision=precision)
+    with prepared:
+        trainer = trainer_for(
+            adapt(model, layers_to_transform=[1]), output, callbacks=[KbitTrainerCallback(prepared)],
+            max_steps=8, save_strategy="steps", save_steps=4,
+            at_step_end=lambda model: mode == "stop" and trainer.state.global_step == 4 and stop(trainer),
+        )
+        trainer.train(resume_from_checkpoint=str(checkpoint) if mode == "resume" else None)
+    return trainer.losses, trainer.state.global_step
+
+print(json.dumps([train(*case) for case in json.loads(sys.argv[3])]))
 """
+RESUMED = [("nf4", "full"), ("nf4", "compute"), ("nf4", "norms"), ("nf4", "adapted"), ("int8", "norms")]
 
 
-@pytest.mark.parametrize(
-    ("quant", "precision"),
-    [("nf4", "full"), ("nf4", "compute"), ("nf4", "norms"), ("nf4", "adapted"), ("int8", "norms")],
-)
-def test_resuming_in_a_new_process_equals_an_uninterrupted_run(tmp_path: Path, quant: str, precision: str) -> None:
+def test_resuming_in_a_new_process_equals_an_uninterrupted_run(tmp_path: Path) -> None:
     def in_a_process(folder: Path, mode: str) -> list[Any]:
         tests = Path(__file__).parent
-        command = [sys.executable, "-c", PROGRAM, quant, precision, str(folder), mode]
+        command = [sys.executable, "-c", PROGRAM, str(folder), mode, json.dumps(RESUMED)]
         found = subprocess.run(command, capture_output=True, text=True, cwd=tests.parent, env=environment(tests))
         assert found.returncode == 0, found.stderr
         return json.loads(found.stdout.splitlines()[-1])
 
-    whole, num_whole = in_a_process(tmp_path / "whole", "whole")
-    first, num_first = in_a_process(tmp_path / "stopped", "stop")
-    second, num_second = in_a_process(tmp_path / "stopped", "resume")
-    assert (num_whole, num_first, num_second) == (8, 4, 8)
-    assert len(set(whole)) == 8
-    assert first + second == whole
+    wholes = in_a_process(tmp_path / "whole", "whole")
+    firsts = in_a_process(tmp_path / "stopped", "stop")
+    seconds = in_a_process(tmp_path / "stopped", "resume")
+    runs = zip(RESUMED, wholes, firsts, seconds, strict=True)
+    for case, (whole, num_whole), (first, num_first), (second, num_second) in runs:
+        assert (num_whole, num_first, num_second) == (8, 4, 8), case
+        assert len(set(whole)) == 8, case
+        assert first + second == whole, case
 
 
 def environment(tests: Path) -> dict[str, str]:
