@@ -21,7 +21,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "benchmarks.md"
 FIGURES = DOCS / "benchmarks"
 BENCHMARKS = {
-    "mistral-7b": ["--repeats", "9"],
+    "mistral-7b": ["--repeats", "15"],
     "step": ["--step"],
     "step-small-head": ["--step", "--vocab-size", "256", "--case", "peft", "--case", "norms", "--case", "none"],
     "identity": ["--identity", "--layers", "2", "--hidden-size", "256", "--tokens", "16"],
