@@ -42,6 +42,7 @@ def fingerprint(tensor: torch.Tensor) -> bytes:
     The bits are read as int64 words, laid out in rows of 4096. What is hashed (SHA-256) are the sums of the rows and of
     the columns, modulo 2**64, and the words left over: of a tensor of less than a row, such as a norm's weight, all of
     it. A changed word changes its row's sum and its column's, and two words that change places change two of either.
+    Only four words and more whose changes cancel in every row and in every column are missed.
 
     Args:
         tensor: A float16 or bfloat16 tensor, any shape, layout and device.

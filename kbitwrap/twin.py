@@ -270,7 +270,8 @@ def _configs(module: nn.Module) -> list[tuple[str, Any]]:
     found = []
     for name in ("config", "generation_config"):
         config = vars(module).get(name)
-        if config is not None and hasattr(type(config), "save_pretrained"):
+        # Of the class first: asking a config of transformers takes many times as long.
+        if config is not None and (hasattr(type(config), "save_pretrained") or hasattr(config, "save_pretrained")):
             found.append((name, config))
     return found
 

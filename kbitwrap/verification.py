@@ -16,7 +16,7 @@ from .journal import MISSING
 from .precision import Float32Forward
 from .quantization import is_quantized_layer
 from .report import StateDiff
-from .topology import base_modules, canonical_fqn, is_adapter_module, named_modules, only_reading
+from .topology import base_modules, canonical_fqn, is_adapter_module, named_modules, named_tensors, only_reading
 from .upcast import UpcastTensor
 
 
@@ -29,22 +29,21 @@ class PreparedState:
 
     def __init__(self, model: nn.Module) -> None:
         with only_reading():
-            self.parameters: dict[str, tuple[weakref.ref[nn.Parameter], dict[str, Any]]] = {
-                fqn: (weakref.ref(parameter), _read_parameter(parameter)) for fqn, parameter in base_parameters(model)
+            parameters = [tensor.parameter for tensor in named_tensors(model)]
+            # By their names a few can be lost: two of the base, or one of an adapter, may have the same canonical one.
+            self._by_id: dict[int, tuple[weakref.ref[nn.Parameter], dict[str, Any]]] = {
+                id(parameter): (weakref.ref(parameter), _read_parameter(parameter)) for parameter in parameters
             }
+            self.parameters = {fqn: self._by_id[id(parameter)] for fqn, parameter in base_parameters(model)}
             # Most modules have nothing that a preparation sets.
             self.modules = {
                 fqn: _read_module(module) if _is_marked(module) else None for fqn, module in _base_modules(model)
             }
 
     def of(self, parameter: torch.Tensor) -> dict[str, Any] | None:
-        """What was read of a parameter; ``None`` of one that is not the base's, or was not there."""
+        """What was read of a parameter, an adapter's too; ``None`` of one that was not there."""
         found = self._by_id.get(id(parameter))
         return found[1] if found is not None and found[0]() is parameter else None
-
-    @functools.cached_property
-    def _by_id(self) -> dict[int, tuple[weakref.ref[nn.Parameter], dict[str, Any]]]:
-        return {id(parameter): found for found in self.parameters.values() if (parameter := found[0]()) is not None}
 
     def reread(self, model: nn.Module, modules: Collection[nn.Module]) -> None:
         """Take what some modules are now for what they are to be.

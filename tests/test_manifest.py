@@ -353,6 +353,43 @@ def test_preparing_again_starts_anew() -> None:
         assert list(first.diff(prepared.manifest()).different) == ["norm.weight"]
 
 
+class Shadowed(nn.Module):
+    """Two tensors with one canonical name, ``inner.weight``: one is below a child called as PEFT calls one of its."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4, dtype=torch.float16)
+        self.inner.base_layer = nn.Linear(4, 4, dtype=torch.float16)
+
+
+class Soft(peft.PromptEmbedding):
+    """A module of PEFT's in the base itself."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.scale = nn.Parameter(torch.ones(4, dtype=torch.float16))
+
+
+@pytest.mark.filterwarnings("ignore:.*neither a quantization attribute")
+def test_names_that_are_shared_hide_no_dtype_and_no_flag() -> None:
+    with KbitPreparedModel(Shadowed(), precision="full") as prepared:
+        for record in prepared.manifest().tensors.values():
+            assert (record.original_dtype, record.prepared_dtype) == ("float16", "float32"), record
+        prepared.model.requires_grad_(True)
+        for record in prepared.manifest().tensors.values():
+            assert (record.requires_grad, record.prepared_requires_grad) == (True, False), record
+
+
+@pytest.mark.filterwarnings("ignore:.*neither a quantization attribute")
+def test_what_the_drop_in_casts_of_an_adapter_is_recorded() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, dtype=torch.float16), Soft())
+    kbitwrap.prepare_model_for_kbit_training(model)
+    prepared = kbitwrap.prepared_of(model)
+    assert prepared is not None
+    assert model[1].scale.dtype == torch.float32
+    assert {record.prepared_dtype for record in prepared.manifest().tensors.values()} == {"float32"}
+
+
 def test_a_merge_hides_the_base() -> None:
     model = zoo.load("llama")
     with KbitPreparedModel(model) as prepared:
