@@ -40,9 +40,11 @@ class Census:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        base = list(base_parameters(model))
+        known = {id(p): (p.dtype, p.shape) for _, p in base}
         # By each of its names, a tied parameter's two included: a copy of it can stand at any.
-        self._places = {fqn: (weakref.ref(p), p.dtype, p.shape) for fqn, p in base_parameters(model)}
-        self._parameters = {id(t.parameter): weakref.ref(t.parameter) for t in named_tensors(model)}
+        self._places = {fqn: known[id(p)] for fqn, p in base}
+        self._parameters = {id(p): (weakref.ref(p), known.get(id(p))) for _, _, _, p in named_tensors(model)}
         self._hook_ids: set[int] = set()
         for _, module in named_modules(model):
             fields = vars(module)
@@ -50,9 +52,14 @@ class Census:
                 if fields[name]:
                     self._hook_ids.update(fields[name])
 
-    def _was_there(self, parameter: nn.Parameter) -> bool:
-        reference = self._parameters.get(id(parameter))
-        return reference is not None and reference() is parameter
+    def _recorded(
+        self, name: str, parameter: nn.Parameter
+    ) -> tuple[bool, tuple[torch.dtype, torch.Size] | tuple[None, None]]:
+        """Whether a parameter is new; and dtype and shape as they were, of a new one those of what had its name."""
+        reference, own = self._parameters.get(id(parameter), (None, None))
+        is_new = reference is None or reference() is not parameter
+        recorded = self._places.get(name) if is_new else own
+        return is_new, recorded or (None, None)
 
     def copies(self, model: nn.Module, cast: Collection[nn.Parameter]) -> list[CopyChange]:
         """Find float32 parameters that stand, by name, for a half one: PEFT's copies, beside it or in its place.
@@ -69,11 +76,10 @@ class Census:
         found = []
         for fqn, _, _, parameter in named_tensors(model):
             name = canonical_fqn(fqn)
-            reference, dtype, shape = self._places.get(name, (None, None, None))
-            if reference is None or dtype not in HALF_DTYPES or parameter in cast:
+            _, (dtype, shape) = self._recorded(name, parameter)
+            if dtype not in HALF_DTYPES or parameter.dtype == dtype or parameter in cast:
                 continue
-            was_there = self._was_there(parameter) and reference() is not parameter
-            if parameter.dtype in (torch.float32, *HALF_DTYPES) and parameter.dtype != dtype and not was_there:
+            if parameter.dtype in (torch.float32, *HALF_DTYPES):
                 found.append(CopyChange(name, parameter, dtype, is_resized=parameter.shape != shape))
         return found
 
@@ -90,8 +96,7 @@ class Census:
         replaced, foreign = [], []
         for fqn, _, _, parameter in named_tensors(model):
             name = canonical_fqn(fqn)
-            _, _, shape = self._places.get(name, (None, None, None))
-            is_new = not self._was_there(parameter)
+            is_new, (_, shape) = self._recorded(name, parameter)
             if shape is not None and (is_new or (name == fqn and parameter.shape != shape)):
                 replaced.append(name)
             if is_new and (shape is None or name != fqn):

@@ -21,7 +21,7 @@ from .upcast import UpcastTensor
 
 
 class PreparedState:
-    """What there was when a preparation ended: of every base parameter and module, by canonical name.
+    """What there was when a preparation ended: of every base parameter and module, with its canonical name.
 
     Args:
         model: The prepared model.
@@ -30,11 +30,11 @@ class PreparedState:
     def __init__(self, model: nn.Module) -> None:
         with only_reading():
             parameters = [tensor.parameter for tensor in named_tensors(model)]
-            # By their names a few can be lost: two of the base, or one of an adapter, may have the same canonical one.
             self._by_id: dict[int, tuple[weakref.ref[nn.Parameter], dict[str, Any]]] = {
                 id(parameter): (weakref.ref(parameter), _read_parameter(parameter)) for parameter in parameters
             }
-            self.parameters = {fqn: self._by_id[id(parameter)] for fqn, parameter in base_parameters(model)}
+            # Two of them may have one canonical name.
+            self._base = [(fqn, *self._by_id[id(parameter)]) for fqn, parameter in base_parameters(model)]
             # Most modules have nothing that a preparation sets.
             self.modules = {
                 fqn: _read_module(module) if _is_marked(module) else None for fqn, module in _base_modules(model)
@@ -66,12 +66,16 @@ class PreparedState:
             The differences.
         """
         differences: dict[str, dict[str, tuple[Any, Any]]] = {}
-        live = dict(base_parameters(model))
+        live: dict[str, list[nn.Parameter]] = {}
+        for fqn, parameter in base_parameters(model):
+            live.setdefault(fqn, []).append(parameter)
         rewritten, parametrized = _rewritten_biases(model), _parametrized_by_peft(model)
-        for fqn, (reference, expected) in self.parameters.items():
-            found = live.get(fqn)
-            if found is None or found is not reference():
-                differences[fqn] = {"parameter": ("the prepared one", "none" if found is None else "another")}
+        for fqn, reference, expected in self._base:
+            prepared, here = reference(), live.get(fqn, [])
+            found = next((p for p in here if p is prepared), here[-1] if here else None)
+            if found is None or found is not prepared:
+                what = "none" if found is None else "another"
+                differences.setdefault(fqn, {})["parameter"] = ("the prepared one", what)
             if found is not None:
                 # A quantized layer casts its bias to the dtype it computes in, whenever it runs.
                 ignored = ["dtype"] if id(found) in rewritten else []

@@ -27,6 +27,15 @@ class Tied(nn.Module):
         return self.head(self.norm(self.bn(self.embed(ids)))) * self.scale
 
 
+class Shadowed(nn.Module):
+    """Two tensors with one canonical name, ``inner.weight``: one is below a child called as PEFT calls one of its."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4, dtype=torch.float16)
+        self.inner.base_layer = nn.Linear(4, 2, dtype=torch.float16)
+
+
 def tied(seed: int = 0) -> Tied:
     torch.manual_seed(seed)
     return Tied().bfloat16()

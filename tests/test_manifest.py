@@ -35,7 +35,7 @@ from kbitwrap import (
 from kbitwrap.digest import content_digest
 from kbitwrap.record import _VOLATILE
 from memory import peak_bytes
-from plain import Tied, small_manifest, tied
+from plain import Shadowed, Tied, small_manifest, tied
 from snapshot import Snapshot
 from training import adapt, step
 
@@ -351,15 +351,6 @@ def test_preparing_again_starts_anew() -> None:
         model.norm.weight.zero_()
     with prepared:
         assert list(first.diff(prepared.manifest()).different) == ["norm.weight"]
-
-
-class Shadowed(nn.Module):
-    """Two tensors with one canonical name, ``inner.weight``: one is below a child called as PEFT calls one of its."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4, dtype=torch.float16)
-        self.inner.base_layer = nn.Linear(4, 4, dtype=torch.float16)
 
 
 class Soft(peft.PromptEmbedding):

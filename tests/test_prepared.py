@@ -33,6 +33,7 @@ from kbitwrap import (
     prepared_of,
 )
 from kbitwrap.journal import Resume
+from plain import Shadowed
 from snapshot import Snapshot
 from training import adapt, step
 
@@ -528,6 +529,27 @@ def test_verify_names_what_differs() -> None:
         "model.embed_tokens": {"input_gradient_hooks"},
     }
     assert "lm_head.weight: dtype: expected torch.bfloat16, found torch.float32" in str(diff)
+
+
+@pytest.mark.filterwarnings("ignore:.*neither a quantization attribute")
+def test_verify_tells_tensors_with_one_canonical_name_apart() -> None:
+    model = Shadowed()
+    with KbitPreparedModel(model, precision="full") as prepared:
+        assert not prepared.verify()
+        for linear in (model.inner, model.inner.base_layer):
+            weight = linear.weight
+            weight.requires_grad_(True)
+            assert {fqn: set(rows) for fqn, rows in prepared.verify().differences.items()} == {
+                "inner.weight": {"requires_grad"}
+            }
+            weight.requires_grad_(False)
+            linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
+            assert "parameter" in prepared.verify().differences["inner.weight"]
+            linear.weight = weight
+            assert not prepared.verify()
+        report = prepared.restore()
+    assert (report.replaced, report.foreign) == ((), ())
+    assert {p.dtype for p in model.parameters()} == {torch.float16}
 
 
 def test_parameter_objects_stay_the_same() -> None:
