@@ -109,6 +109,7 @@ def test_drop_in_gives_pefts_numbers(name: str, quant: str, dtype: str, reentran
         peft_model = adapt(name, model)
         losses_and_gradients = [step(name, peft_model, seed=seed) for seed in (0, 1)]
         results.append((state, losses_and_gradients))
+    kbitwrap.restore(model)
     (theirs, their_steps), (ours, our_steps) = results
     assert theirs == ours
     for (their_loss, their_gradients), (our_loss, our_gradients) in zip(their_steps, our_steps, strict=True):

@@ -108,6 +108,7 @@ def test_the_same_base_passes_and_one_flipped_bit_is_named(name: str, quant: str
     assert set(again.tensors) == names
     again.check(peft_model)
     assert state.diff(Snapshot(peft_model)) == []
+    prepared.restore()
     fresh = zoo.load(name, quant)
     state = Snapshot(fresh)
     again.check(fresh)

@@ -376,21 +376,21 @@ MODES = ("plain", "reentrant", "autocast", "modules_to_save", "tokens")
 def results(name: str, quant: str, dtype: torch.dtype, precision: str, mode: str) -> list[object]:
     supports = zoo.ARCHITECTURES[name].supports_gradient_checkpointing
     model = zoo.load(name, quant, dtype)
-    prepared = KbitPreparedModel(
+    with KbitPreparedModel(
         model,
         precision=precision,
         gradient_checkpointing=supports,
         gradient_checkpointing_kwargs={"use_reentrant": mode == "reentrant"},
-    ).prepare()
-    assert prepared.plan.added_bytes == sum(
-        p.numel() * 2 for edit in prepared.plan.edits if edit.action == "store" for p in edit._live()
-    )
-    tokens = {"trainable_token_indices": [1, 2, 5]} if mode == "tokens" else {}
-    peft_model = adapt(name, model, modules_to_save=mode == "modules_to_save", **tokens)
-    steps = []
-    for seed in (0, 1):
-        with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
-            steps.append(step(name, peft_model, seed=seed))
+    ) as prepared:
+        assert prepared.plan.added_bytes == sum(
+            p.numel() * 2 for edit in prepared.plan.edits if edit.action == "store" for p in edit._live()
+        )
+        tokens = {"trainable_token_indices": [1, 2, 5]} if mode == "tokens" else {}
+        peft_model = adapt(name, model, modules_to_save=mode == "modules_to_save", **tokens)
+        steps = []
+        for seed in (0, 1):
+            with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+                steps.append(step(name, peft_model, seed=seed))
     return steps
 
 
