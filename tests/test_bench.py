@@ -247,6 +247,23 @@ def test_compute_is_peft_bit_for_bit_where_quantized_layers_compute_in_half(tmp_
     assert compute["largest_gradient_difference"] == 0
 
 
+def test_numbers_are_compared_where_attention_is_computed_by_its_formula_on_cuda() -> None:
+    """Its fused kernels add up in any order there, whatever is asked. Their flags can be read without a device."""
+
+    def enabled() -> dict[str, bool]:
+        kernels = ("math", "flash", "mem_efficient", "cudnn")
+        return {name: getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in kernels}
+
+    before = enabled()
+    for device, allowed in (("cuda:0", {"math"}), ("cpu", {name for name, on in before.items() if on})):
+        with bench_case._deterministic(torch.device(device)):
+            assert {name for name, on in enabled().items() if on} == allowed
+            assert torch.are_deterministic_algorithms_enabled()
+    assert enabled() == before
+    assert len(allowed) > 1
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_the_cases_that_matter() -> None:
     on_host = ("peft", "full", "compute", "norms", "adapted", "none")
     assert default_cases(settings(step=False)) == on_host
