@@ -9,11 +9,14 @@ import os
 import re
 import sys
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel, get_peft_model
+from torch import nn
 
 from kbitwrap import build_plan
 from kbitwrap.bench import case as bench_case
@@ -175,6 +178,62 @@ def test_the_tables_show_it(measured: dict[str, Any]) -> None:
     assert compute["step peak MiB"] == f"{by_case(measured)['compute']['steps'][0]['peak_bytes'] / 2**20:.1f}"
     assert f"torch {torch.__version__}" in header(measured)
     assert "8, 16 tokens" in header(measured)
+
+
+@pytest.fixture
+def out_of_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], bool]], None]:
+    """Lets a training step run out of a device's memory, which a host's does not do in this way."""
+
+    def install(fails: Callable[[int], bool]) -> None:
+        def raise_where_it_fails(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            if fails(kwargs["input_ids"].shape[1]):
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        def adapt(*args: Any, **kwargs: Any) -> PeftModel:
+            model = get_peft_model(*args, **kwargs)
+            model.register_forward_pre_hook(raise_where_it_fails, with_kwargs=True)
+            return model
+
+        monkeypatch.setattr(bench_case, "get_peft_model", adapt)
+        monkeypatch.setattr(runner, "_run_case", run_here)
+
+    return install
+
+
+def test_what_a_device_has_too_little_memory_for_is_said_and_the_rest_measured(
+    out_of_memory: Callable[[Callable[[int], bool]], None], tmp_path: Path
+) -> None:
+    out_of_memory(lambda tokens: tokens == 16)
+    result = runner.run_benchmark(settings(tokens=(8, 16, 24)), ["peft", "compute"], lambda line: None)
+    assert json.loads(json.dumps(result))["cases"] == result["cases"]
+    for case in result["cases"]:
+        for step in case["steps"]:
+            found = {step[key] for key in ("loss", "peak_bytes", "system_peak_bytes", "largest_gradient_difference")}
+            assert (None in found) == (step["tokens"] == 16) == (step["seconds"] is None)
+            assert len(found) == 1 or step["tokens"] != 16
+    rows = [dict(zip(step_rows(result)[0], row, strict=True)) for row in step_rows(result)[1:]]
+    assert [row["step s"] == row["loss"] == "out of memory" for row in rows] == [False, False, True, True, False, False]
+    assert {row["gradient difference"] for row in rows} == {"0", "-"}
+    draw(result, tmp_path / "plot.svg")
+
+
+def test_a_comparison_that_takes_more_memory_than_a_step_leaves_its_costs(
+    out_of_memory: Callable[[Callable[[int], bool]], None],
+) -> None:
+    out_of_memory(lambda tokens: torch.are_deterministic_algorithms_enabled())
+    result = runner.run_benchmark(settings(), ["peft"], lambda line: None)
+    (step,) = result["cases"][0]["steps"]
+    assert step["peak_bytes"] > 0
+    assert [step[key] for key in ("loss", "num_gradients", "largest_gradient_difference")] == [None, None, None]
+
+
+def test_what_was_not_compared_is_not_called_identical(compared: dict[str, Any]) -> None:
+    other = copy.deepcopy(compared)
+    step = other["combinations"][7]["cases"][0]["steps"][0]
+    step |= {"loss": None, "num_gradients": None, "largest_gradient_difference": None}
+    del step["loss_difference"]
+    assert not runner.is_identical(other)
+    assert identity_rows(other)[8][6:] == ("-", "out of memory", "-", "-")
 
 
 def test_the_allocators_table_is_of_cuda(measured: dict[str, Any]) -> None:

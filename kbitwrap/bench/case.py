@@ -35,6 +35,8 @@ _ADAPTED_LAYERS = (
 )
 _RANK = 16
 _NO_SHARDS = "1TB"
+_COSTS = ("system_peak_bytes", "seconds", "peak_bytes")
+_NUMBERS = ("loss", "num_gradients", "largest_gradient_difference")
 
 
 class Case:
@@ -197,6 +199,7 @@ class Case:
         return adapted
 
     def _measure_step(self, model: PeftModel, tokens: int, baseline: int) -> dict[str, Any]:
+        """What a step costs, and its numbers; ``None`` for figures that the device has too little memory for."""
         settings = self.settings
         generator = torch.Generator().manual_seed(settings.seed)
         ids = torch.randint(settings.shape.vocab_size, (1, tokens), generator=generator).to(self.device)
@@ -207,25 +210,31 @@ class Case:
             loss.backward()
             return loss.detach()
 
-        result: dict[str, Any] = {"tokens": tokens}
-        if settings.repeats:
+        def costs() -> dict[str, Any]:
             # The first step also pays for what is set up once.
             self.meter.start()
             step()
-            result["system_peak_bytes"] = self.meter.system_peak() - baseline
+            system_peak = self.meter.system_peak() - baseline
+            seconds: list[float] = []
+            for _ in range(settings.repeats):
+                model.zero_grad(set_to_none=True)
+                with self.meter.timed(seconds):
+                    step()
             model.zero_grad(set_to_none=True)
-        with _deterministic(self.device):
-            result["loss"] = step().item()
-        result |= self._compare(model, tokens)
-        seconds: list[float] = []
-        for _ in range(settings.repeats):
-            model.zero_grad(set_to_none=True)
-            with self.meter.timed(seconds):
-                step()
-        model.zero_grad(set_to_none=True)
-        if settings.repeats:
-            result["seconds"] = seconds
-            result["peak_bytes"] = self.meter.tensor_peak(lambda: stored_bytes(model), step)
+            peak = self.meter.tensor_peak(lambda: stored_bytes(model), step)
+            return {"system_peak_bytes": system_peak, "seconds": seconds, "peak_bytes": peak}
+
+        def numbers() -> dict[str, Any]:
+            with _deterministic(self.device):
+                loss = step().item()
+            return {"loss": loss, **self._compare(model, tokens)}
+
+        result: dict[str, Any] = {"tokens": tokens}
+        for measure, figures in ((costs, _COSTS), (numbers, _NUMBERS)) if settings.repeats else ((numbers, _NUMBERS),):
+            try:
+                result |= measure()
+            except torch.OutOfMemoryError:
+                result |= dict.fromkeys(figures)
             model.zero_grad(set_to_none=True)
         return result
 

@@ -40,7 +40,7 @@ class _Panel:
     Attributes:
         title: What is drawn.
         unit: Its unit.
-        values: By case; a case that was not measured is absent.
+        values: By case; a case that was not measured, or ran out of memory, is absent.
         label: A format for the value beside its bar.
     """
 
@@ -99,11 +99,12 @@ def _rows(result: dict[str, Any]) -> list[tuple[_Panel, _Panel, _Panel]]:
 
 
 def _mib(parts: dict[str, dict[str, Any]], key: str) -> dict[str, float]:
-    return {name: part[key] / _MIB for name, part in parts.items()}
+    return {name: part[key] / _MIB for name, part in parts.items() if part[key] is not None}
 
 
 def _ratios(parts: dict[str, dict[str, Any]], key: str) -> dict[str, float]:
-    return {name: part["ratio_to_peft"][key] for name, part in parts.items() if "ratio_to_peft" in part}
+    ratios = {name: part.get("ratio_to_peft", {}).get(key) for name, part in parts.items()}
+    return {name: ratio for name, ratio in ratios.items() if ratio is not None}
 
 
 def _draw_panel(axis: Axes, panel: _Panel, names: list[str]) -> None:

@@ -14,6 +14,7 @@ import torch
 _LIBRARIES = ("kbitwrap", "torch", "transformers", "peft", "bitsandbytes")
 _MIB = 1024**2
 _NONE = "-"
+_OUT_OF_MEMORY = "out of memory"
 
 
 def environment(device: str) -> dict[str, Any]:
@@ -207,7 +208,7 @@ def step_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
                 _mib(step["peak_bytes"], 1),
                 _ratio(step, "peak_bytes"),
                 _mib(step["system_peak_bytes"], 1),
-                _seconds(step["seconds"]),
+                _seconds(step["seconds"]) if step["seconds"] else _OUT_OF_MEMORY,
                 _ratio(step, "seconds"),
             )
             rows.append((*row, *_numbers(step)))
@@ -236,15 +237,15 @@ def identity_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
                     "bfloat16" if settings["autocast"] else "no",
                     "lm_head" if settings["modules_to_save"] else "none",
                     str(step["tokens"]),
-                    str(step["num_gradients"]),
+                    str(step["num_gradients"] or _NONE),
                 )
                 rows.append((*row, *_numbers(step)))
     return rows
 
 
 def _numbers(step: dict[str, Any]) -> tuple[str, str, str]:
-    loss, gradient = step.get("loss_difference"), step.get("largest_gradient_difference")
-    return f"{step['loss']:.7f}", _difference(loss), _difference(gradient)
+    loss = _OUT_OF_MEMORY if step["loss"] is None else f"{step['loss']:.7f}"
+    return loss, _difference(step.get("loss_difference")), _difference(step.get("largest_gradient_difference"))
 
 
 def _seconds(timing: dict[str, Any]) -> str:

@@ -99,7 +99,7 @@ def is_identical(result: dict[str, Any]) -> bool:
         Whether every difference is exactly 0.
     """
     return all(
-        step[key] == 0
+        step.get(key) == 0
         for combination in result["combinations"]
         for case in combination["cases"]
         for step in case["steps"]
@@ -146,5 +146,5 @@ def _relate(part: dict[str, Any], pefts: dict[str, Any]) -> None:
             own, other = (found[key]["median"] if key in _TIMINGS else found[key] for found in (part, pefts))
             ratios[key] = own / other
     part["ratio_to_peft"] = ratios
-    if "loss" in part:
+    if part.get("loss") is not None and pefts["loss"] is not None:
         part["loss_difference"] = abs(part["loss"] - pefts["loss"])
