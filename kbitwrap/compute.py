@@ -14,8 +14,8 @@ from .edits import EditBase, write_attribute
 from .journal import MISSING, Resume
 from .precision import Float32Forward, forward_slot
 from .quantization import HALF_DTYPES
-from .topology import named_modules
-from .upcast import Float32Copy, StandInState, UpcastTensor, install_stand_in
+from .topology import named_modules, named_tensors
+from .upcast import Float32Copy, Float32First, StandInState, UpcastTensor, install_stand_in, put_float32_first
 
 
 class ComputeChange:
@@ -111,6 +111,7 @@ class UpcastChange:
     def __init__(self, chunk_bytes: int | None) -> None:
         self._chunk_bytes = chunk_bytes
         self._names: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+        self._readers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._hook: RemovableHandle | None = None
 
     def install(self, module: nn.Module, name: str) -> None:
@@ -122,6 +123,20 @@ class UpcastChange:
     def _install(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         self._names.setdefault(module, set()).add(name)
         install_stand_in(module, name, parameter, self._chunk_bytes)
+
+    def put_float32_first(self, model: nn.Module) -> None:
+        """Let the modules whose first floating-point parameter is one of the weights see a float32 one before it."""
+        first: dict[str, nn.Parameter] = {}
+        for fqn, _, _, parameter in named_tensors(model, remove_duplicate=False):
+            if parameter.is_floating_point():
+                owner = fqn.rpartition(".")[0]
+                while owner not in first:
+                    first[owner] = parameter
+                    owner = owner.rpartition(".")[0]
+        weights = {id(module._parameters[name]) for module, names in self._names.items() for name in names}
+        for fqn, module in named_modules(model):
+            if id(first.get(fqn)) in weights and put_float32_first(module):
+                self._readers.add(module)
 
     def follow(self) -> None:
         """Begin to follow the weights."""
@@ -163,7 +178,7 @@ class UpcastChange:
             (module, name)
             for module, names in self._names.items()
             for name in (*sorted(names), "__deepcopy__", "__getstate__")
-        ]
+        ] + [(module, "parameters") for module in self._readers]
 
     def undo(self) -> None:
         """Remove the stand-ins: the parameters are seen again."""
@@ -174,7 +189,7 @@ class UpcastChange:
             value = vars(module).get(name)
             if isinstance(value, UpcastTensor):
                 value._is_param = False
-            if isinstance(value, (UpcastTensor, Float32Copy, StandInState)):
+            if isinstance(value, (UpcastTensor, Float32Copy, StandInState, Float32First)):
                 del vars(module)[name]
 
     def suspend(self, resumes: list[Resume]) -> None:
@@ -197,10 +212,12 @@ class UpcastAtUse(EditBase):
     """Make half weights be seen, and used, as float32, through a stand-in that upcasts at each use.
 
     Attributes:
+        model: The model, weakly.
         weights: The modules, weakly, each with the name of the parameter in it.
         chunk_bytes: The largest float32 piece alive at once in a matrix product; ``None``: one piece.
     """
 
+    model: weakref.ref[nn.Module] = field(repr=False)
     weights: tuple[tuple[weakref.ref[nn.Module], str], ...] = field(repr=False)
     chunk_bytes: int | None = None
     _change: list[UpcastChange] = field(default_factory=list, repr=False, compare=False)
@@ -217,4 +234,7 @@ class UpcastAtUse(EditBase):
             module = reference()
             if module is not None:
                 change.install(module, name)
+        model = self.model()
+        assert model is not None
+        change.put_float32_first(model)
         change.follow()

@@ -149,6 +149,7 @@ class Planner:
                         "upcast",
                         tuple(t.fqn for t in found),
                         role=role,
+                        model=weakref.ref(self.model),
                         weights=tuple((weakref.ref(module), name) for module, name in places),
                         chunk_bytes=self.config.head_chunk_bytes,
                     )

@@ -26,7 +26,7 @@ from .quantization import RuntimeChange, has_runtime_state
 from .sharding import Gathering, Recorded, class_before_sharding, is_sharded_tensor
 from .storage import Layout, SharedStorageChange, StorageChange
 from .topology import is_adapter_module, kept_while_walking, named_tensors
-from .upcast import Float32Copy, StandInState, UpcastTensor
+from .upcast import Float32Copy, Float32First, StandInState, UpcastTensor
 
 # Under one of PEFT's own modules, the child in which the base goes on; the first that is there.
 _BASE_CHILDREN = ("base_layer", "token_adapter", "original_module", "base_model", "lora_model", "model")
@@ -37,7 +37,7 @@ _CHILDREN = {*_BASE_CHILDREN, *_WRAPPED_CHILDREN}
 _WRAPS = re.compile(r"(?:torch|deepspeed)\b(?!\.nn\.modules\b)")
 # What PEFT, and transformers' own use of it, leave on the base model.
 _ADAPTER_ATTRIBUTES = ("peft_config", "_hf_peft_config_loaded", "active_adapter")
-_STAND_INS = (Anchor, Float32Copy, Float32Forward, StandInState, UpcastTensor)
+_STAND_INS = (Anchor, Float32Copy, Float32First, Float32Forward, StandInState, UpcastTensor)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -367,6 +367,60 @@ class StandInState:
         """
         state = getattr(type(self.module), "__getstate__", vars)(self.module)
         return {k: value.as_state() if isinstance(value, UpcastTensor) else value for k, value in state.items()}
+
+
+class Float32First:
+    """An instance's ``parameters``: one that is stored in float32 goes before those that are upcast at use.
+
+    Models take the dtype of their first parameter for their own (``PreTrainedModel.dtype``), and cast masks, images and
+    caches to it. No parameter is left out, and none is another object.
+
+    Args:
+        module: The module.
+        first: A parameter of it that is stored in float32.
+    """
+
+    def __init__(self, module: nn.Module, first: nn.Parameter) -> None:
+        self.module = module
+        self.first = first
+
+    def __call__(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The module's parameters.
+
+        Args:
+            recurse: As in ``nn.Module.parameters``.
+
+        Yields:
+            Each of them once.
+        """
+        is_first, is_moved = recurse and self.first.dtype == torch.float32, False
+        for parameter in type(self.module).parameters(self.module, recurse):
+            if is_first and parameter.is_floating_point():
+                is_first, is_moved = False, parameter.dtype in HALF_DTYPES
+                if is_moved:
+                    yield self.first
+            if not (is_moved and parameter is self.first):
+                yield parameter
+
+
+def put_float32_first(module: nn.Module) -> bool:
+    """Give a module that takes its first parameter's dtype for its own the one that it has where all are float32.
+
+    Args:
+        module: A module whose first floating-point parameter is upcast at use; it gets ``parameters``, unless it has an
+            attribute of that name, or no frozen parameter on that device that is stored in float32.
+
+    Returns:
+        Whether it got it.
+    """
+    parameters = list(module.parameters())
+    half = next(parameter for parameter in parameters if parameter.is_floating_point())
+    frozen = (p for p in parameters if p.dtype == torch.float32 and p.device == half.device and not p.requires_grad)
+    first = next(frozen, None)
+    if first is None or "parameters" in vars(module):
+        return False
+    vars(module)["parameters"] = Float32First(module, first)
+    return True
 
 
 def install_stand_in(module: nn.Module, name: str, parameter: torch.Tensor, chunk_bytes: int | None) -> None:

@@ -8,6 +8,7 @@ import io
 import pickle
 from collections.abc import Callable
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -422,6 +423,53 @@ def test_compute_gives_the_numbers_of_full(name: str, quant: str, dtype: torch.d
         assert torch.equal(their_loss, our_loss)
         assert their_gradients.keys() == our_gradients.keys()
         assert all(torch.equal(their_gradients[fqn], our_gradients[fqn]) for fqn in their_gradients)
+
+
+def first_dtypes(model: nn.Module) -> dict[str, list[torch.dtype]]:
+    """The dtypes of the first parameters, which a module may take for its own, where something of it is in float32."""
+    found = {}
+    for fqn, module in model.named_modules():
+        if len(module._modules) and any(p.dtype == torch.float32 for p in module.parameters()):
+            floating = next(p.dtype for p in module.parameters() if p.is_floating_point())
+            found[fqn] = [next(module.parameters()).dtype, floating, getattr(module, "dtype", floating)]
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*neither a quantization attribute nor a quantized layer:UserWarning")
+@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+def test_a_module_takes_the_dtype_of_full_for_its_own(name: str) -> None:
+    """Models cast masks, images and caches to the dtype of their first parameter."""
+    dtypes = []
+    for precision in ("full", "compute"):
+        model = zoo.load(name)
+        before = [id(p) for p in model.parameters()]
+        with KbitPreparedModel(model, precision=precision, gradient_checkpointing=False):
+            dtypes.append(first_dtypes(model))
+            assert len(list(model.parameters())) == len(before)
+            assert {id(p) for p in model.parameters()} == set(before)
+            assert [id(p) for _, p in model.named_parameters()] == before
+            copied = copy.deepcopy(model)
+            assert not {id(p) for p in copied.parameters()} & set(before)
+            assert [id(p) for p in copied.parameters()] == [id(p) for _, p in copied.named_parameters()]
+        assert [id(p) for p in model.parameters()] == before
+    assert "" in dtypes[1]
+    assert {fqn: dtypes[0][fqn] for fqn in dtypes[1]} == dtypes[1]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_prefix_tuning_gives_the_numbers_of_full(name: str) -> None:
+    """PEFT casts the prefix to the model's dtype."""
+    steps = []
+    for precision in ("full", "compute"):
+        model = zoo.load(name)
+        with KbitPreparedModel(model, precision=precision, gradient_checkpointing=False):
+            torch.manual_seed(0)
+            tuned = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+            steps.append(step(name, tuned.train()))
+    (their_loss, their_gradients), (our_loss, our_gradients) = steps
+    assert torch.equal(their_loss, our_loss)
+    assert any(gradient.any() for gradient in our_gradients.values())
+    assert all(torch.equal(their_gradients[fqn], our_gradients[fqn]) for fqn in their_gradients)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "falcon", "mixtral"])
