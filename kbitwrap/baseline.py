@@ -14,7 +14,7 @@ from .checkpointing import input_gradient_hooks
 from .digest import content_digest, is_dense
 from .edits import FlagsChange
 from .journal import Change, Journal
-from .topology import named_modules, named_tensors, only_reading
+from .topology import named_modules, named_tensors, only_reading, owners
 from .twin import Origin, peel, peeled_modules
 from .verification import PreparedState
 
@@ -176,10 +176,10 @@ class Baseline:
             Its baseline, or ``None``.
         """
         live = [baseline for baseline in _baselines if baseline.changes()]
-        modules = {id(module) for _, module in named_modules(model)} if live else set()
+        modules = owners(model) if live else set()
         for baseline in live:
             prepared = baseline._model()
-            if prepared is not None and any(id(module) in modules for _, module in named_modules(prepared)):
+            if prepared is not None and not modules.isdisjoint(owners(prepared)):
                 return baseline
         return None
 

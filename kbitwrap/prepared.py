@@ -35,8 +35,8 @@ from .sharding import Gathering
 from .storage import CopyChange, SharedStorageChange, StorageChange, TrainedError
 from .topology import (
     adapter_parameter_ids,
-    named_modules,
     only_reading,
+    owners,
     refuse_unsupported_tensors,
     signature,
     walking_once,
@@ -89,11 +89,8 @@ def prepared_of(model: nn.Module) -> KbitPreparedModel | None:
     holders = [holder for holder in _holders if holder.state in _HELD]
     if not holders or not isinstance(model, nn.Module):
         return None
-    modules = {id(module) for _, module in named_modules(model)}
-    for holder in holders:
-        if id(holder.model) in modules or any(id(module) in modules for _, module in named_modules(holder.model)):
-            return holder
-    return None
+    modules = owners(model)
+    return next((holder for holder in holders if not modules.isdisjoint(owners(holder.model))), None)
 
 
 class KbitPreparedModel:

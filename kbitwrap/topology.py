@@ -155,6 +155,20 @@ def named_modules(model: nn.Module, *, remove_duplicate: bool = True) -> list[tu
     return found
 
 
+def owners(model: nn.Module) -> set[int]:
+    """Find the modules that hold parameters themselves, by which models are told apart.
+
+    One that holds none may be part of many models at once, such as an activation function kept by a library.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The ``id`` of each.
+    """
+    return {id(module) for _, module in named_modules(model) if module._parameters}
+
+
 class Places:
     """Where each module of a model is, for finding it again through wrappers, copies and merges.
 

@@ -567,6 +567,20 @@ def test_parameter_objects_stay_the_same() -> None:
     assert live() == ids
 
 
+@pytest.mark.filterwarnings("ignore:.*neither a quantization attribute")
+def test_two_models_may_share_a_module_without_parameters() -> None:
+    """OpenAI GPT's activation functions are the library's, one for all models."""
+    shared = nn.ReLU()
+    first, second = (nn.Sequential(nn.Linear(4, 4, dtype=torch.bfloat16), shared) for _ in range(2))
+    with KbitPreparedModel(first, precision="full") as prepared:
+        assert prepared_of(second) is None
+        with KbitPreparedModel(second, precision="full") as other:
+            assert prepared_of(second) is other
+            assert prepared_of(first) is prepared_of(first[0]) is prepared
+            assert prepared_of(nn.Sequential(first)) is prepared
+    assert {p.dtype for model in (first, second) for p in model.parameters()} == {torch.bfloat16}
+
+
 class TestLifetime:
     def test_the_record_lives_as_long_as_the_model(self) -> None:
         model = zoo.load("llama")
