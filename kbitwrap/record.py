@@ -241,4 +241,5 @@ def versions() -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+    found["torch"] = str(torch.__version__)  # a distribution's version need not name the build
     return found

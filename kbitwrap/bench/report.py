@@ -58,6 +58,8 @@ def _processor() -> str:
 
 
 def _version(name: str) -> str:
+    if name == "torch":
+        return str(torch.__version__)  # with its build, which the distribution's version need not name
     try:
         return version(name)
     except PackageNotFoundError:
