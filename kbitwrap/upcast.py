@@ -211,7 +211,7 @@ class UpcastTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """A detached view; writing to it writes to the parameter, which is stored in float32 from then on."""
+        """A detached view; changing it changes the parameter, which is stored in float32 from then on."""
         return self.detach()
 
     @data.setter
@@ -273,14 +273,21 @@ class UpcastTensor(torch.Tensor):
 
 
 def _write(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation that writes to upcast tensors: on their storage, taken to float32."""
+    """Run an operation that writes to upcast tensors: on their storage, taken to float32 where that changes it."""
+    written: list[tuple[UpcastTensor, torch.Tensor]] = []
+
+    def upcast(tensor: UpcastTensor) -> torch.Tensor:
+        written.append((tensor, tensor.half_storage.detach().to(torch.float32, copy=True)))
+        return written[-1][1]
 
     def prepared(key: int | str, value: Any) -> Any:
-        if key in _written(func):
-            return tree_map_only(UpcastTensor, lambda tensor: tensor._for_writing(), value)
-        return _upcast(value)
+        return tree_map_only(UpcastTensor, upcast, value) if key in _written(func) else _upcast(value)
 
     func(*[prepared(i, v) for i, v in enumerate(args)], **{name: prepared(name, v) for name, v in kwargs.items()})
+    for tensor, values in written:
+        # A model may clamp its weights in every forward, and change none.
+        if not torch.equal(values.view(torch.int32), tensor.half_storage.detach().float().view(torch.int32)):
+            tensor._for_writing().copy_(values)
     if not func._schema.returns:
         return None
     return next(v for key, v in (*enumerate(args), *kwargs.items()) if key in _written(func))

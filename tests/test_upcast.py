@@ -231,6 +231,20 @@ class TestAsAnAttribute:
         assert linear.state_dict()["weight"].dtype == torch.bfloat16
         assert "stored=torch.bfloat16" in repr(linear.weight)
 
+    def test_writing_what_is_there_changes_nothing(self) -> None:
+        """Gemma 3n clamps weights in every forward of its training."""
+        linear, _ = pair(nn.Linear(16, 8, dtype=torch.bfloat16))
+        parameter = linear._parameters["weight"]
+        parameter.data[0, 0] = float("nan")
+        version = parameter._version
+        assert linear.weight.data.clamp_(-120, 120) is not None
+        linear.weight[:2].copy_(parameter[:2])
+        linear.weight.data.t().mul_(1)
+        assert (parameter.dtype, parameter._version) == (torch.bfloat16, version)
+        linear.weight.data[1:].clamp_(-1 / 3, 0.01)
+        assert parameter.dtype == torch.float32
+        assert float(parameter[1:].max()) == torch.tensor(0.01).item()
+
     def test_writing_to_it_writes_to_the_parameter(self) -> None:
         linear = self.linear()
         parameter = linear._parameters["weight"]
