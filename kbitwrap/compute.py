@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
@@ -14,8 +15,8 @@ from .edits import EditBase, write_attribute
 from .journal import MISSING, Resume
 from .precision import Float32Forward, forward_slot
 from .quantization import HALF_DTYPES
-from .topology import named_modules, named_tensors
-from .upcast import Float32Copy, Float32First, StandInState, UpcastTensor, install_stand_in, put_float32_first
+from .topology import named_modules, named_tensors, only_reading
+from .upcast import Float32Copy, Float32First, StandInState, UpcastTensor, install_stand_in
 
 
 class ComputeChange:
@@ -125,17 +126,26 @@ class UpcastChange:
         install_stand_in(module, name, parameter, self._chunk_bytes)
 
     def put_float32_first(self, model: nn.Module) -> None:
-        """Let the modules whose first floating-point parameter is one of the weights see a float32 one before it."""
-        first: dict[str, nn.Parameter] = {}
-        for fqn, _, _, parameter in named_tensors(model, remove_duplicate=False):
-            if parameter.is_floating_point():
-                owner = fqn.rpartition(".")[0]
-                while owner not in first:
-                    first[owner] = parameter
-                    owner = owner.rpartition(".")[0]
+        """Let the modules whose first floating-point parameter is one of the weights see a float32 one before it.
+
+        That is the first frozen one on the same device; where there is none, the module sees half.
+        """
         weights = {id(module._parameters[name]) for module, names in self._names.items() for name in names}
-        for fqn, module in named_modules(model):
-            if id(first.get(fqn)) in weights and put_float32_first(module):
+        with only_reading():
+            tensors = [t for t in named_tensors(model, remove_duplicate=False) if t.parameter.is_floating_point()]
+            first: dict[str, nn.Parameter] = {}
+            for tensor in tensors:
+                owner = tensor.fqn.rpartition(".")[0]
+                while owner not in first:
+                    first[owner] = tensor.parameter
+                    owner = owner.rpartition(".")[0]
+            modules = [(fqn, m, first[fqn]) for fqn, m in named_modules(model) if id(first.get(fqn)) in weights]
+            stored = [t for t in tensors if t.parameter.dtype == torch.float32 and not t.parameter.requires_grad]
+        for fqn, module, half in modules:
+            inside = (t.parameter for t in stored if not fqn or t.fqn.startswith(f"{fqn}."))
+            precedes = next((parameter for parameter in inside if parameter.device == half.device), None)
+            if precedes is not None and "parameters" not in vars(module):
+                vars(module)["parameters"] = Float32First(module, precedes)
                 self._readers.add(module)
 
     def follow(self) -> None:

@@ -410,26 +410,6 @@ class Float32First:
                 yield parameter
 
 
-def put_float32_first(module: nn.Module) -> bool:
-    """Give a module that takes its first parameter's dtype for its own the one that it has where all are float32.
-
-    Args:
-        module: A module whose first floating-point parameter is upcast at use; it gets ``parameters``, unless it has an
-            attribute of that name, or no frozen parameter on that device that is stored in float32.
-
-    Returns:
-        Whether it got it.
-    """
-    parameters = list(module.parameters())
-    half = next(parameter for parameter in parameters if parameter.is_floating_point())
-    frozen = (p for p in parameters if p.dtype == torch.float32 and p.device == half.device and not p.requires_grad)
-    first = next(frozen, None)
-    if first is None or "parameters" in vars(module):
-        return False
-    vars(module)["parameters"] = Float32First(module, first)
-    return True
-
-
 def install_stand_in(module: nn.Module, name: str, parameter: torch.Tensor, chunk_bytes: int | None) -> None:
     """Let a float32 tensor stand in for a module's parameter, as an instance attribute of the same name.
 
