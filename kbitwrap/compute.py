@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -112,6 +113,7 @@ class UpcastChange:
     def __init__(self, chunk_bytes: int | None) -> None:
         self._chunk_bytes = chunk_bytes
         self._names: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+        self._model: Callable[[], nn.Module | None] = lambda: None
         self._readers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._hook: RemovableHandle | None = None
 
@@ -130,6 +132,7 @@ class UpcastChange:
 
         That is the first frozen one on the same device; where there is none, the module sees half.
         """
+        self._model = weakref.ref(model)
         weights = {id(module._parameters[name]) for module, names in self._names.items() for name in names}
         with only_reading():
             tensors = [t for t in named_tensors(model, remove_duplicate=False) if t.parameter.is_floating_point()]
@@ -183,12 +186,18 @@ class UpcastChange:
         self._install(module, name, half)
         return half
 
+    def _live_readers(self) -> list[nn.Module]:
+        """The modules that see a float32 parameter first, and PEFT's copies of them in the live model."""
+        model = self._model()
+        modules = [*self._readers, *(m for _, m in (named_modules(model) if model is not None else ()))]
+        return [m for m in dict.fromkeys(modules) if isinstance(vars(m).get("parameters"), Float32First)]
+
     def _attributes(self) -> list[tuple[nn.Module, str]]:
         return [
             (module, name)
             for module, names in self._names.items()
             for name in (*sorted(names), "__deepcopy__", "__getstate__")
-        ] + [(module, "parameters") for module in self._readers]
+        ] + [(module, "parameters") for module in self._live_readers()]
 
     def undo(self) -> None:
         """Remove the stand-ins: the parameters are seen again."""

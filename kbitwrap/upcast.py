@@ -380,7 +380,7 @@ class Float32First:
     """An instance's ``parameters``: one that is stored in float32 goes before those that are upcast at use.
 
     Models take the dtype of their first parameter for their own (``PreTrainedModel.dtype``), and cast masks, images and
-    caches to it. No parameter is left out, and none is another object.
+    caches to it. No parameter is left out, and none is another object. A copy of the module has the same order.
 
     Args:
         module: The module.
@@ -400,14 +400,18 @@ class Float32First:
         Yields:
             Each of them once.
         """
-        is_first, is_moved = recurse and self.first.dtype == torch.float32, False
-        for parameter in type(self.module).parameters(self.module, recurse):
-            if is_first and parameter.is_floating_point():
-                is_first, is_moved = False, parameter.dtype in HALF_DTYPES
-                if is_moved:
-                    yield self.first
-            if not (is_moved and parameter is self.first):
-                yield parameter
+        parameters = type(self.module).parameters(self.module, recurse)
+        if not recurse:
+            yield from parameters
+            return
+        for parameter in parameters:
+            if parameter.is_floating_point():
+                yield self.first
+                if parameter is not self.first:
+                    yield parameter
+                break
+            yield parameter
+        yield from (parameter for parameter in parameters if parameter is not self.first)
 
 
 def install_stand_in(module: nn.Module, name: str, parameter: torch.Tensor, chunk_bytes: int | None) -> None:

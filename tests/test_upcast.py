@@ -439,6 +439,12 @@ def test_compute_gives_the_numbers_of_full(name: str, quant: str, dtype: torch.d
         assert all(torch.equal(their_gradients[fqn], our_gradients[fqn]) for fqn in their_gradients)
 
 
+def order_of(model: nn.Module) -> list[str]:
+    """The names of the parameters in the order in which they are given."""
+    names = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
+    return [names[id(parameter)] for parameter in model.parameters()]
+
+
 def first_dtypes(model: nn.Module) -> dict[str, list[torch.dtype]]:
     """The dtypes of the first parameters, which a module may take for its own, where something of it is in float32."""
     found = {}
@@ -464,10 +470,58 @@ def test_a_module_takes_the_dtype_of_full_for_its_own(name: str) -> None:
             assert [id(p) for _, p in model.named_parameters()] == before
             copied = copy.deepcopy(model)
             assert not {id(p) for p in copied.parameters()} & set(before)
-            assert [id(p) for p in copied.parameters()] == [id(p) for _, p in copied.named_parameters()]
+            # What pairs the parameters of two models, such as an average over steps, pairs the same ones.
+            assert order_of(copied) == order_of(model)
         assert [id(p) for p in model.parameters()] == before
     assert "" in dtypes[1]
     assert {fqn: dtypes[0][fqn] for fqn in dtypes[1]} == dtypes[1]
+
+
+class OfItsOwnDtype(nn.Module):
+    """A model that casts to the dtype of its first parameter, found in both ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.norm = nn.LayerNorm(4)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(p.dtype for p in self.parameters() if p.is_floating_point())
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.embed(ids)).to(self.dtype) * torch.ones(4, dtype=next(self.parameters()).dtype)
+
+
+@pytest.mark.filterwarnings("ignore:.*neither a quantization attribute nor a quantized layer:UserWarning")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_model_takes_that_dtype_too(backend: str) -> None:
+    model, ids = OfItsOwnDtype().bfloat16(), torch.arange(8)
+    with KbitPreparedModel(model, precision="compute", gradient_checkpointing=False):
+        torch._dynamo.reset()
+        found, expected = torch.compile(model, backend=backend, fullgraph=True)(ids), model(ids)
+        assert found.dtype == expected.dtype == torch.float32
+        assert torch.equal(found, expected)
+
+
+def test_a_copy_to_train_of_such_a_module_is_left_with_nothing() -> None:
+    def readers() -> list[str]:
+        return [fqn for fqn, module in model.named_modules() if "parameters" in vars(module)]
+
+    model = zoo.load("bert")
+    with KbitPreparedModel(model, precision="compute") as prepared:
+        before = readers()
+        assert "bert.embeddings" in before
+        tuned = peft.get_peft_model(model, peft.LoraConfig(target_modules=["query"], modules_to_save=["embeddings"]))
+        with_copy = readers()
+        assert "bert.embeddings.modules_to_save.default" in with_copy
+        assert len(with_copy) == len(before) + 1
+        with prepared.suspended():
+            assert readers() == []
+        assert readers() == with_copy
+        _, gradients = step("bert", tuned)
+        assert any("modules_to_save" in fqn and gradient.any() for fqn, gradient in gradients.items())
+    assert readers() == []
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
