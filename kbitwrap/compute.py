@@ -145,10 +145,10 @@ class UpcastChange:
             modules = [(fqn, m, first[fqn]) for fqn, m in named_modules(model) if id(first.get(fqn)) in weights]
             stored = [t for t in tensors if t.parameter.dtype == torch.float32 and not t.parameter.requires_grad]
         for fqn, module, half in modules:
-            inside = (t.parameter for t in stored if not fqn or t.fqn.startswith(f"{fqn}."))
-            precedes = next((parameter for parameter in inside if parameter.device == half.device), None)
+            inside = (t for t in stored if not fqn or t.fqn.startswith(f"{fqn}."))
+            precedes = next((t for t in inside if t.parameter.device == half.device), None)
             if precedes is not None and "parameters" not in vars(module):
-                vars(module)["parameters"] = Float32First(module, precedes)
+                vars(module)["parameters"] = Float32First(module, precedes.module, precedes.name)
                 self._readers.add(module)
 
     def follow(self) -> None:

@@ -384,12 +384,14 @@ class Float32First:
 
     Args:
         module: The module.
-        first: A parameter of it that is stored in float32.
+        owner: A module in it.
+        name: The name there of a parameter that is stored in float32; it is looked up at each call.
     """
 
-    def __init__(self, module: nn.Module, first: nn.Parameter) -> None:
+    def __init__(self, module: nn.Module, owner: nn.Module, name: str) -> None:
         self.module = module
-        self.first = first
+        self.owner = owner
+        self.name = name
 
     def __call__(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The module's parameters.
@@ -401,17 +403,18 @@ class Float32First:
             Each of them once.
         """
         parameters = type(self.module).parameters(self.module, recurse)
-        if not recurse:
+        first = self.owner._parameters.get(self.name)
+        if first is None or not recurse:
             yield from parameters
             return
         for parameter in parameters:
             if parameter.is_floating_point():
-                yield self.first
-                if parameter is not self.first:
+                yield first
+                if parameter is not first:
                     yield parameter
                 break
             yield parameter
-        yield from (parameter for parameter in parameters if parameter is not self.first)
+        yield from (parameter for parameter in parameters if parameter is not first)
 
 
 def install_stand_in(module: nn.Module, name: str, parameter: torch.Tensor, chunk_bytes: int | None) -> None:

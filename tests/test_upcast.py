@@ -504,6 +504,19 @@ def test_a_compiled_model_takes_that_dtype_too(backend: str) -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*neither a quantization attribute nor a quantized layer:UserWarning")
+def test_the_parameters_are_those_that_are_there() -> None:
+    model = OfItsOwnDtype().bfloat16()
+    with KbitPreparedModel(model, precision="compute", gradient_checkpointing=False):
+        assert order_of(model) == ["norm.weight", "embed.weight", "norm.bias"]
+        model.norm.weight = nn.Parameter(torch.ones(4), requires_grad=False)
+        assert order_of(model) == ["norm.weight", "embed.weight", "norm.bias"]
+        assert list(model.parameters(recurse=False)) == []
+        assert order_of(pickle.loads(pickle.dumps(model))) == order_of(model)
+        model.norm.weight = None
+        assert order_of(model) == ["embed.weight", "norm.bias"]
+
+
 def test_a_copy_to_train_of_such_a_module_is_left_with_nothing() -> None:
     def readers() -> list[str]:
         return [fqn for fqn, module in model.named_modules() if "parameters" in vars(module)]
