@@ -150,7 +150,9 @@ def prompt_tuning(model: nn.Module) -> nn.Module:
 
 
 def prefix_tuning(model: nn.Module) -> nn.Module:
-    model.activation_checkpointing_disable()  # PEFT refuses it
+    # PEFT refuses it; transformers had another name for it before 5.23.
+    new = getattr(model, "activation_checkpointing_disable", None)
+    (new or model.gradient_checkpointing_disable)()
     return get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
 
 

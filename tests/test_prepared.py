@@ -35,7 +35,7 @@ from kbitwrap import (
 from kbitwrap.journal import Resume
 from plain import Shadowed
 from snapshot import Snapshot
-from training import adapt, step
+from training import adapt, is_checkpointing, step
 
 PRECISIONS = list(Precision)
 # Suspending takes instance attributes away and puts them back, at the end; each is still compared by itself.
@@ -351,7 +351,7 @@ def test_an_unquantized_model_is_frozen_and_cast_with_a_warning() -> None:
         prepared.prepare()
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert not any(p.requires_grad for p in model.parameters())
-    assert not model.is_activation_checkpointing
+    assert not is_checkpointing(model)
     prepared.restore()
     assert before.diff(Snapshot(model), moved=True) == []
 
@@ -362,7 +362,7 @@ def test_bitsandbytes_layers_without_an_attribute_are_recognised() -> None:
         delattr(model, name)
     assert KbitPreparedModel(model).plan.quantization == "bitsandbytes_4bit"
     with KbitPreparedModel(model):
-        assert model.is_activation_checkpointing
+        assert is_checkpointing(model)
 
 
 @pytest.mark.parametrize("method", ["gptq", "aqlm", "eetq", "hqq", "torchao", "awq", "fp8"])
@@ -375,7 +375,7 @@ def test_methods_that_manage_their_own_precision_are_never_cast(method: str, pre
         assert prepared.plan.quantization == method
         assert {fqn: p.dtype for fqn, p in model.named_parameters()} == dtypes
         assert not any("forward" in vars(module) for module in model.modules())
-        assert model.is_activation_checkpointing
+        assert is_checkpointing(model)
         assert not any(p.requires_grad for p in model.parameters())
 
 

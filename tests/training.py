@@ -15,6 +15,11 @@ def adapt(name: str, model: PreTrainedModel, *, modules_to_save: bool = False, *
     return get_peft_model(model, zoo.lora_config(name, modules_to_save=modules_to_save, **kwargs))
 
 
+def is_checkpointing(model: torch.nn.Module) -> bool:
+    """Whether activation checkpointing is on anywhere, under whatever name a version of transformers asks for it."""
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
 def step(name: str, model: torch.nn.Module, *, seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Train one step in train mode.
 
