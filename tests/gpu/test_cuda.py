@@ -134,8 +134,7 @@ def test_pefts_way_reserves_the_freed_blocks() -> None:
     """huggingface/peft#3265 on the same shapes: 512 MiB stay, and as much is freed and stays reserved."""
     held = grown(with_peft)
     assert held["allocated"] == TABLES + NORMS
-    # Expandable segments, where they are turned on, grow by as much as a segment at once.
-    assert held["reserved"] >= 2 * TABLES - SEGMENT
+    assert held["reserved"] >= 2 * TABLES
     torch.cuda.empty_cache()
 
 
