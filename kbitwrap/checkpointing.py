@@ -15,7 +15,7 @@ from torch import nn
 from .edits import AttributesChange, EditBase
 from .errors import UnsupportedModelError
 from .journal import Resume
-from .topology import named_modules, places, walk_again
+from .topology import named_modules, places, seeing_changes
 
 
 def make_inputs_require_grad(module: nn.Module, args: Any, output: torch.Tensor) -> None:
@@ -42,13 +42,14 @@ class HooksChange:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._modules = places(model).by_module
-        self.before = {key for module in self._modules if module._forward_hooks for key in input_gradient_hooks(module)}
+        self._places = places(model)
+        hooked = (module for _, module in self._places.live() if module._forward_hooks)
+        self.before = {key for module in hooked for key in input_gradient_hooks(module)}
 
     def _affected(self) -> dict[nn.Module, list[int]]:
         model = self._model()
-        modules = [*self._modules, *(m for _, m in (named_modules(model) if model is not None else ()))]
-        hooked = (m for m in modules if m._forward_hooks)
+        modules = [*self._places.live(), *(named_modules(model) if model is not None else ())]
+        hooked = (m for _, m in modules if m._forward_hooks)
         return {m: new for m in hooked if (new := [k for k in input_gradient_hooks(m) if k not in self.before])}
 
     def undo(self) -> None:
@@ -199,13 +200,11 @@ class Checkpoint(EditBase):
         model = self.model()
         assert model is not None
         change = self._change[0]
-        try:
+        with seeing_changes(model):
             if self.hook_inputs:
                 _hook_inputs(model)
             if self.enable:
                 _enable_checkpointing(model, self.kwargs)
-        finally:
-            walk_again(model)
         if not change.hooks.remove_added(keep_one=self.hook_inputs):
             change.attributes.undo_of(CHECKPOINTING_ATTRIBUTES[2:])
 

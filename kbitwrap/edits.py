@@ -59,16 +59,16 @@ class ModuleRecord(Generic[T]):
     def __init__(self, model: nn.Module, read: Callable[[nn.Module], T]) -> None:
         self._model = weakref.ref(model)
         self._places = places(model)
-        self._values = [read(module) for module in self._places.by_module]
+        self._values = [read(module) for _, module in self._places.live()]
 
     def recorded(self) -> list[tuple[nn.Module, T]]:
         """The modules recorded that are still alive, each with its value."""
-        return [(module, self._values[place]) for module, place in self._places.by_module.items()]
+        return [(module, self._values[number]) for number, module in self._places.live()]
 
     def get(self, module: nn.Module) -> T | None:
         """The value of a recorded module, or ``None``."""
-        place = self._places.by_module.get(module)
-        return None if place is None else self._values[place]
+        number = self._places.number(module)
+        return None if number is None else self._values[number]
 
     def stand_ins(self) -> Iterator[tuple[nn.Module, T]]:
         """Modules of the live model that are not recorded and stand, by name and class, where a recorded one stood.
@@ -77,10 +77,10 @@ class ModuleRecord(Generic[T]):
         """
         model = self._model()
         for fqn, module in named_modules(model) if model is not None else ():
-            if module not in self._places.by_module:
-                cls, place = self._places.by_name.get(canonical_fqn(fqn), (None, 0))
+            if self._places.number(module) is None:
+                cls, number = self._places.by_name.get(canonical_fqn(fqn), (None, 0))
                 if cls is type(module):
-                    yield module, self._values[place]
+                    yield module, self._values[number]
 
     def affected(self) -> list[tuple[nn.Module, T]]:
         """Everything that an undo reaches: what was recorded, and what stands in for it."""
@@ -236,11 +236,17 @@ class RecordChange:
         self.accelerate = AccelerateChange(model)
         self.training = ModuleRecord(model, lambda module: module.training)
         self.layers = [RuntimeChange(layer) for layer in runtime_layers]
-        self.use_cache = [
-            (config, vars(config).get("use_cache", MISSING))
+        # The layers of a model share its config.
+        configs = {
+            id(config): config
             for _, module in named_modules(model)
             for name in _RUNTIME_CONFIGS
-            if (config := vars(module).get(name)) is not None and hasattr(config, "__dict__")
+            if (config := module.__dict__.get(name)) is not None
+        }
+        self.use_cache = [
+            (config, vars(config).get("use_cache", MISSING))
+            for config in configs.values()
+            if hasattr(config, "__dict__")
         ]
 
     def undo(self) -> None:

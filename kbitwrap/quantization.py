@@ -139,16 +139,9 @@ class RuntimeChange:
         assert weight is not None
         self.module = weakref.ref(module)
         self.weight = weakref.ref(weight)
-        self.fields = _read(module, ("compute_dtype", "compute_type_is_set"))
-        self.state = {
-            name: {
-                key: _hold(fields[key]) if isinstance(fields[key], torch.Tensor) else fields[key]
-                for key in (fields if keys is None else keys)
-                if key in fields
-            }
-            for name, owner, keys in _state_owners(module, weight)
-            for fields in [vars(owner)]
-        }
+        fields = module.__dict__
+        self.fields = {name: fields.get(name, MISSING) for name in ("compute_dtype", "compute_type_is_set")}
+        self.state = {name: _recorded(vars(owner), keys) for name, owner, keys in _state_owners(module, weight)}
 
     def undo(self) -> None:
         """Put the recorded fields back."""
@@ -269,10 +262,6 @@ def is_of_a_quantizer(conversion: Any) -> bool:
     return any("hf_quantizer" in vars(operation) for operation in getattr(conversion, "operations", ()))
 
 
-def _read(module: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: vars(module).get(name, MISSING) for name in names}
-
-
 def _state_owners(module: nn.Module, weight: torch.Tensor) -> list[tuple[str, Any, tuple[str, ...] | None]]:
     """The objects beside a layer that hold its quantization state, and which of their fields do (``None``: all)."""
     owners = [
@@ -281,6 +270,15 @@ def _state_owners(module: nn.Module, weight: torch.Tensor) -> list[tuple[str, An
         ("quant_state", getattr(weight, "quant_state", None), None),
     ]
     return [(name, owner, keys) for name, owner, keys in owners if owner is not None]
+
+
+def _recorded(fields: dict[str, Any], keys: tuple[str, ...] | None) -> dict[str, Any]:
+    """What an object's fields are, or those named in ``keys``; tensors are held as ``_hold`` says."""
+    found = dict(fields) if keys is None else {key: fields[key] for key in keys if key in fields}
+    for key, value in found.items():
+        if isinstance(value, torch.Tensor):
+            found[key] = _hold(value)
+    return found
 
 
 def _hold(value: torch.Tensor) -> Any:

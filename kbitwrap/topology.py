@@ -55,24 +55,35 @@ def only_reading() -> Iterator[None]:
         yield
 
 
-def walk_again(model: nn.Module) -> None:
-    """See what somebody else's code has left of a model: if it replaced anything, every walk is done anew.
+@contextlib.contextmanager
+def seeing_changes(model: nn.Module) -> Iterator[None]:
+    """Inside, somebody else's code has the model: if it replaces a module or a parameter, every walk is done anew.
 
     Args:
         model: The model.
     """
-    walks = _walks.get()
-    if walks is not None:
-        before, tree = dict(walks), _tree(model)
-        walks.clear()
-        if _tree(model) == tree:
-            walks.update(before)
+    modules = [module for _, module in named_modules(model)]
+    before = _contents(modules)  # the objects, whose ids are then nobody else's
+    try:
+        yield
+    finally:
+        walks = _walks.get()
+        if walks is not None and list(map(_identity, _contents(modules))) != list(map(_identity, before)):
+            walks.clear()
 
 
-def _tree(model: nn.Module) -> list[tuple[str, int]]:
-    """Every module and parameter at every one of its places."""
-    modules = [(fqn, id(module)) for fqn, module in named_modules(model, remove_duplicate=False)]
-    return modules + [(fqn, id(p)) for fqn, _, _, p in named_tensors(model, remove_duplicate=False)]
+def _contents(modules: list[nn.Module]) -> list[tuple[str, Any]]:
+    """Each of some modules, and after it what it holds, with the names of that."""
+    found: list[tuple[str, Any]] = []
+    for module in modules:
+        found.append(("", module))
+        found += module._modules.items()
+        found += module._parameters.items()
+    return found
+
+
+def _identity(item: tuple[str, Any]) -> tuple[str, int]:
+    return item[0], id(item[1])
 
 
 def kept_while_walking(function: Callable[P, T]) -> Callable[P, T]:
@@ -176,16 +187,27 @@ class Places:
         model: The model.
 
     Attributes:
-        by_module: The number of each module, held weakly, in the order of ``named_modules``.
         by_name: Class and number of the module at each canonical name, a shared module under each of its names.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.by_module: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._references: list[weakref.ref[nn.Module]] = []
+        self._numbers: dict[int, int] = {}
         self.by_name: dict[str, tuple[type, int]] = {}
         for fqn, module in named_modules(model, remove_duplicate=False):
-            place = self.by_module.setdefault(module, len(self.by_module))
-            self.by_name[canonical_fqn(fqn)] = type(module), place
+            number = self._numbers.setdefault(id(module), len(self._references))
+            if number == len(self._references):
+                self._references.append(weakref.ref(module))
+            self.by_name[canonical_fqn(fqn)] = type(module), number
+
+    def number(self, module: nn.Module) -> int | None:
+        """The number of a module, in the order of ``named_modules``; ``None`` of one that was not there."""
+        number = self._numbers.get(id(module))
+        return number if number is not None and self._references[number]() is module else None
+
+    def live(self) -> list[tuple[int, nn.Module]]:
+        """The modules that are still alive, each with its number."""
+        return [(n, m) for n, reference in enumerate(self._references) if (m := reference()) is not None]
 
 
 @kept_while_walking

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,8 +26,8 @@ from kbitwrap.topology import (
     named_modules,
     named_tensors,
     refuse_unsupported_tensors,
+    seeing_changes,
     storage_key,
-    walk_again,
     walking_once,
 )
 
@@ -457,15 +458,22 @@ def test_walks_are_done_again_where_something_was_replaced() -> None:
         assert len(named_modules(model)) == 2
         model.append(nn.Linear(2, 2))
         assert len(named_modules(model)) == 2
-        walk_again(model)
-        assert len(named_modules(model)) == 3
+        with seeing_changes(model):
+            model.append(nn.Linear(2, 2))
+        assert len(named_modules(model)) == 4
         before = named_tensors(model)
-        walk_again(model)
+        with seeing_changes(model):
+            model[0].weight.requires_grad_(False)
         assert named_tensors(model) is before
-        model[0].weight = nn.Parameter(torch.zeros(2, 2))
-        walk_again(model)
+        with seeing_changes(model):
+            model[0].weight = nn.Parameter(torch.zeros(2, 2))
         assert named_tensors(model)[0].parameter is model[0].weight
-    walk_again(model)  # outside, where nothing is kept, it does nothing
+        with contextlib.suppress(ZeroDivisionError), seeing_changes(model):
+            model[2].bias = None
+            model[1 // 0].bias = None
+        assert [fqn for fqn, *_ in named_tensors(model)][-1] == "2.weight"
+    with seeing_changes(model):  # outside, where nothing is kept, it does nothing
+        pass
 
 
 def test_models_do_not_share_their_walks() -> None:
