@@ -408,14 +408,14 @@ from kbitwrap.integrations import KbitTrainerCallback
 from trainers import adapt, trainer_for
 
 warnings.simplefilter("ignore")
-folder, mode = Path(sys.argv[1]), sys.argv[2]
+folder, modes, cases = Path(sys.argv[1]), sys.argv[2].split("+"), json.loads(sys.argv[3])
 
 def stop(trainer):
     trainer.control.should_training_stop = True
     trainer.control.should_save = True
 
-def train(quant, precision):
-    output = folder / f"{quant}-{precision}"
+def train(mode, quant, precision):
+    output = folder / ("whole" if mode == "whole" else "stopped") / f"{quant}-{precision}"
     checkpoint = output / "checkpoint-4"
     model = zoo.load("llama", quant)
     if mode == "resume":
@@ -431,22 +431,21 @@ def train(quant, precision):
         trainer.train(resume_from_checkpoint=str(checkpoint) if mode == "resume" else None)
     return trainer.losses, trainer.state.global_step
 
-print(json.dumps([train(*case) for case in json.loads(sys.argv[3])]))
+print(json.dumps([[train(mode, *case) for case in cases] for mode in modes]))
 """
 RESUMED = [("nf4", "full"), ("nf4", "compute"), ("nf4", "norms"), ("nf4", "adapted"), ("int8", "norms")]
 
 
 def test_resuming_in_a_new_process_equals_an_uninterrupted_run(tmp_path: Path) -> None:
-    def in_a_process(folder: Path, mode: str) -> list[Any]:
+    def in_a_process(modes: str) -> list[Any]:
         tests = Path(__file__).parent
-        command = [sys.executable, "-c", PROGRAM, str(folder), mode, json.dumps(RESUMED)]
+        command = [sys.executable, "-c", PROGRAM, str(tmp_path), modes, json.dumps(RESUMED)]
         found = subprocess.run(command, capture_output=True, text=True, cwd=tests.parent, env=environment(tests))
         assert found.returncode == 0, found.stderr
         return json.loads(found.stdout.splitlines()[-1])
 
-    wholes = in_a_process(tmp_path / "whole", "whole")
-    firsts = in_a_process(tmp_path / "stopped", "stop")
-    seconds = in_a_process(tmp_path / "stopped", "resume")
+    wholes, firsts = in_a_process("whole+stop")
+    (seconds,) = in_a_process("resume")
     runs = zip(RESUMED, wholes, firsts, seconds, strict=True)
     for case, (whole, num_whole), (first, num_first), (second, num_second) in runs:
         assert (num_whole, num_first, num_second) == (8, 4, 8), case
