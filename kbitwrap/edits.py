@@ -5,11 +5,13 @@ Records hold modules and parameters weakly: what others replace, such as a weigh
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import nn
 
 from .journal import MISSING, Resume
@@ -222,11 +224,74 @@ class AccelerateChange:
         self.undo()
 
 
+# The types of the plain attributes that a module computes with, and may replace when it runs.
+_PLAIN = frozenset({torch.Tensor, type(None), bool, int, float, str, torch.dtype, torch.device})
+Caches = tuple[dict[str, Any], dict[str, torch.Tensor | None]]
+"""Plain attributes, and the buffers that no checkpoint holds."""
+
+
+@functools.cache
+def _keeps_caches(cls: Any) -> bool:
+    """Whether a module's class may keep tensors for its next forward; torch's own and bitsandbytes' do not."""
+    return not cls.__module__.startswith(("torch.nn.", "bitsandbytes."))
+
+
+class CachesChange:
+    """Tensors that modules keep from one forward to the next, as they were: rotary tables, position encodings.
+
+    A forward makes them, or casts them, in the dtype that it computes in, so that those of a prepared model are not
+    those of the model before. Such a tensor is a plain attribute, or a buffer that no checkpoint holds. Where another
+    one stands in its place, or one where there was none, the module gets back what it had, and the numbers beside it,
+    which may say what the tensor is good for.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.record = ModuleRecord(model, self._read)
+
+    @staticmethod
+    def _read(module: nn.Module) -> Caches:
+        cls: Any = type(module)
+        if not _keeps_caches(cls):
+            return {}, {}
+        buffers, names = module._buffers, module._non_persistent_buffers_set
+        return (
+            {name: value for name, value in module.__dict__.items() if type(value) in _PLAIN},
+            {name: value for name, value in buffers.items() if name in names} if buffers else {},
+        )
+
+    def undo(self) -> None:
+        """Put them back, on stand-ins too. What others put there that is neither tensor nor number stays."""
+        for module, (recorded, buffers) in self.record.affected():
+            fields = module.__dict__
+            changed = {
+                name: value
+                for name, value in recorded.items()
+                if (found := fields.get(name)) is not value and name != "training" and type(found) in _PLAIN
+            }
+            replaced = {
+                name: value
+                for name, value in buffers.items()
+                if name in module._buffers and module._buffers[name] is not value
+            }
+            if replaced or any(torch.Tensor in (type(value), type(fields.get(n))) for n, value in changed.items()):
+                fields.update(changed)
+                for name, value in replaced.items():
+                    # Moving a model replaces its buffers, and they stay where they were moved to.
+                    module._buffers[name] = _beside(value, module._buffers[name])
+
+
+def _beside(tensor: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    return tensor if tensor is None or other is None else tensor.to(other.device)
+
+
 _RUNTIME_CONFIGS = ("config", "generation_config")
 
 
 class RecordChange:
-    """What training leaves behind beside the preparation: train mode, ``use_cache``, fields that layers rewrite.
+    """What training leaves behind beside the preparation: train mode, caches, ``use_cache``, what layers rewrite.
 
     What accelerate sets on the model too, where the model itself is trained rather than a ``PeftModel`` around it.
     """
@@ -236,6 +301,7 @@ class RecordChange:
         self.accelerate = AccelerateChange(model)
         self.training = ModuleRecord(model, lambda module: module.training)
         self.layers = [RuntimeChange(layer) for layer in runtime_layers]
+        self.caches = CachesChange(model)
         # The layers of a model share its config.
         configs = {
             id(config): config
@@ -256,6 +322,7 @@ class RecordChange:
             module.training = training
         for layer in self.layers:
             layer.undo()
+        self.caches.undo()
         for config, value in self.use_cache:
             write_attribute(vars(config), "use_cache", value)
 
@@ -267,6 +334,7 @@ class RecordChange:
         training = [(module, module.training) for _, module in named_modules(model)]
         use_cache = [(config, vars(config).get("use_cache", MISSING)) for config, _ in self.use_cache]
         layers = [layer.now() for layer in self.layers]
+        caches = CachesChange(model)
 
         def resume() -> None:
             for module, mode in training:
@@ -275,6 +343,7 @@ class RecordChange:
                 write_attribute(vars(config), "use_cache", value)
             for layer in layers:
                 layer.undo()
+            caches.undo()
 
         resumes.append(resume)
         self.accelerate.suspend(resumes)

@@ -101,13 +101,18 @@ def _read_config(name_or_path: Any) -> Any:
 def _as_dtype(dtype: Any, config: Any) -> torch.dtype:
     if dtype is None or dtype == "auto":
         # A composite config has its dtype in its parts.
-        dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.bfloat16
+        dtype = getattr(config, "dtype", None) or getattr(_text_config(config), "dtype", None) or torch.bfloat16
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ConfigError(
             f"dtype: expected a floating-point dtype such as torch.bfloat16 or 'bfloat16', found {dtype!r}"
         )
     return found
+
+
+def _text_config(config: Any) -> Any:
+    """The part of a composite config that speaks for it, as transformers' loading has it; of two texts the one made."""
+    return config.get_text_config(decoder=True)
 
 
 def _model_class(config: Any) -> Any:
@@ -141,7 +146,7 @@ def _quantizer(config: Any, quantization_config: Any) -> Any:
         )
     own = getattr(config, "quantization_config", None)
     if own is None:
-        own = getattr(config.get_text_config(), "quantization_config", None)
+        own = getattr(_text_config(config), "quantization_config", None)
     if own is not None and not AutoHfQuantizer.supports_quant_method(own):
         own = None
     if own is None and quantization_config is None:

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-# What transformers' models write on themselves when they first run, prepared or not; no preparation's business. The
-# last is a buffer that CTRL casts to the dtype of its input.
-TRANSFORMERS_OWN = ("problem_type", "_output_capturing_hooks_installed", "rope_deltas", "pos_encoding")
+# What transformers' models write on themselves when they first run, prepared or not; no preparation's business.
+TRANSFORMERS_OWN = ("problem_type", "_output_capturing_hooks_installed")
 
 
 def is_capturing_hook(value: Any) -> bool:

@@ -16,6 +16,7 @@ import peft
 import pytest
 import torch
 from torch import nn
+from transformers import Wav2Vec2ConformerConfig, Wav2Vec2ConformerModel
 
 import kbitwrap
 import zoo
@@ -148,6 +149,165 @@ def test_training_with_a_suspended_generate_is_training_without(precision: Preci
         prepared.restore()
     assert all(torch.equal(a, b) for a, b in zip(losses[False], losses[True], strict=True))
     assert losses[True][-1] < losses[True][0]
+
+
+# ----------------------------------------------------------------------------------------------------
+# What modules keep from one forward to the next, in the dtype of the one.
+# ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+@pytest.mark.parametrize("name", ["ctrl", "qwen2_vl"])
+def test_a_suspended_forward_leaves_training_as_it_is(name: str, precision: Precision) -> None:
+    """CTRL casts its position encodings to the dtype of its input, for good; Qwen2-VL keeps offsets of its input."""
+    found = {}
+    for suspends in (False, True):
+        model = zoo.load(name)
+        enable = name != "ctrl"  # which has no checkpointing
+        prepared = KbitPreparedModel(model, precision=precision, gradient_checkpointing=enable).prepare()
+        peft_model = adapt(name, model)
+        prepared.adopt(peft_model)
+        first, _ = step(name, peft_model)
+        if suspends:
+            with prepared.suspended(), torch.no_grad():
+                peft_model(**zoo.inputs(name, model, seed=1))
+        found[suspends] = step(name, peft_model)
+    (loss, gradients), (suspended_loss, suspended_gradients) = found.values()
+    assert not torch.equal(loss, first)
+    assert torch.equal(suspended_loss, loss)
+    assert [fqn for fqn, gradient in gradients.items() if not torch.equal(suspended_gradients[fqn], gradient)] == []
+
+
+def conformer() -> Wav2Vec2ConformerModel:
+    """It keeps the rotary embeddings of the last length, in the last dtype, and computes them anew for another length.
+
+    Not quantized: on a CPU a batch norm with statistics in half refuses float32, under PEFT's function as well.
+    """
+    torch.manual_seed(0)
+    config = Wav2Vec2ConformerConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        conv_dim=(16, 16),
+        conv_kernel=(10, 4),
+        conv_stride=(5, 4),
+        num_feat_extract_layers=2,
+        num_conv_pos_embeddings=16,
+        num_conv_pos_embedding_groups=4,
+        position_embeddings_type="rotary",
+        apply_spec_augment=False,
+    )
+    model = Wav2Vec2ConformerModel(config).bfloat16().eval()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            module.float()
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*has neither a quantization attribute:UserWarning")
+@pytest.mark.parametrize("has_run", [False, True], ids=["fresh", "has-run"])
+@pytest.mark.parametrize("precision", ["full", "compute", "norms"])
+def test_rotary_embeddings_that_are_kept(precision: str, has_run: bool) -> None:
+    waveforms = torch.randn(2, 400, generator=torch.Generator().manual_seed(0))
+
+    @torch.no_grad()
+    def run(model: Wav2Vec2ConformerModel) -> torch.Tensor:
+        return model(waveforms.to(model.dtype)).last_hidden_state
+
+    expected = run(conformer())
+    model = conformer()
+    embeddings = vars(model.encoder.embed_positions)
+    kept = embeddings["cached_rotary_positional_embedding"]
+    assert kept is None
+    if has_run:
+        assert torch.equal(run(model), expected)
+        kept = embeddings["cached_rotary_positional_embedding"]
+        assert kept.dtype == torch.bfloat16
+        model.encoder.embed_positions.cached_sequence_length = 1  # so that the next forward computes them anew
+    with KbitPreparedModel(model, precision=precision) as prepared:
+        during = run(model)
+        while_prepared = dict(embeddings)
+        with prepared.suspended():
+            assert embeddings["cached_rotary_positional_embedding"] is kept
+            assert embeddings["cached_sequence_length"] == (1 if has_run else None)
+            assert torch.equal(run(model), expected)
+        assert embeddings == while_prepared
+        assert torch.equal(run(model), during)
+    assert embeddings["cached_rotary_positional_embedding"] is kept
+    assert embeddings["cached_sequence_length"] == (1 if has_run else None)
+    assert torch.equal(run(model), expected)
+
+
+def test_rope_that_grew_with_a_long_input_is_what_it_was() -> None:
+    model = zoo.load("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+    before = Snapshot(model)
+    with KbitPreparedModel(model, precision="compute") as prepared:
+        during = Snapshot(model)
+        long = torch.arange(model.config.max_position_embeddings + 8).view(1, -1) % 64
+        with prepared.suspended(), torch.no_grad():
+            model(input_ids=long)
+            assert any("inv_freq" in line or "_buffers" in line for line in before.diff(Snapshot(model)))
+        assert during.diff(Snapshot(model), moved=True, ignore=REORDERED) == []
+        model(input_ids=long)
+    assert before.diff(Snapshot(model), moved=True) == []
+
+
+class Keeping(nn.Module):
+    """Keeps a table of what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        self.register_buffer("positions", torch.arange(2.0), persistent=False)
+        self.register_buffer("statistics", torch.zeros(2))
+        self.seen: Any = None
+        self.length = 0
+        self.title = "before"
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.positions, self.seen, self.length = self.positions.to(hidden.dtype), hidden.detach(), len(hidden)
+        self.statistics = self.statistics + 1
+        return hidden * self.scale * self.positions
+
+
+@pytest.mark.filterwarnings("ignore:.*has neither a quantization attribute:UserWarning")
+class TestCaches:
+    def test_a_persistent_buffer_is_trained_and_stays(self) -> None:
+        model = nn.Sequential(Keeping())
+        positions = model[0].positions
+        with KbitPreparedModel(model, precision="full"):
+            model(torch.ones(2, dtype=torch.float64))
+        assert model[0].positions is positions
+        assert (model[0].seen, model[0].length, model[0].statistics.tolist()) == (None, 0, [1, 1])
+
+    def test_what_others_set_stays(self) -> None:
+        model, table = nn.Sequential(Keeping()), object()
+        with KbitPreparedModel(model, precision="full"):
+            model[0].title, model[0].seen = "another", table
+        assert (model[0].title, model[0].seen) == ("another", table)
+
+    def test_what_was_moved_stays_there(self) -> None:
+        model = nn.Sequential(Keeping())
+        with KbitPreparedModel(model, precision="full"):
+            model[0].positions = model[0].positions.to("meta")
+        assert model[0].positions.is_meta
+
+    def test_a_tensor_that_was_taken_away_is_back(self) -> None:
+        model = nn.Sequential(Keeping())
+        seen = model[0].seen = torch.ones(1)
+        prepared = KbitPreparedModel(model, precision="full").prepare()
+        del model[0].seen
+        prepared.restore()
+        assert model[0].seen is seen
+
+    def test_a_copy_in_its_place_gets_it_too(self) -> None:
+        model = nn.Sequential(Keeping())
+        prepared = KbitPreparedModel(model, precision="full").prepare()
+        model[0] = copy.deepcopy(model[0])
+        model(torch.ones(2))
+        prepared.restore()
+        assert (model[0].seen, model[0].length) == (None, 0)
 
 
 def test_an_exception_in_the_body_passes_and_the_model_is_restored() -> None:

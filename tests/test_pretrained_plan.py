@@ -127,6 +127,35 @@ def test_a_checkpoint_that_is_quantized_says_so_itself(tmp_path: Path, quant: st
     assert plan.added_bytes > 0
 
 
+def test_a_config_with_two_texts(tmp_path: Path) -> None:
+    """MusicGen reads one text, with T5's encoder, and writes another, of sounds."""
+    text = {"model_type": "t5", "vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1}
+    sound = {"model_type": "encodec", "codebook_size": 16, "num_filters": 2, "hidden_size": 16, "codebook_dim": 16}
+    config = transformers.MusicgenConfig(
+        text_encoder={**text, "num_heads": 2},
+        audio_encoder={**sound, "upsampling_ratios": [4, 2], "sampling_rate": 160, "target_bandwidths": [1.0]},
+        decoder={
+            "vocab_size": 16,
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "ffn_dim": 64,
+            "num_codebooks": 2,
+            "pad_token_id": 16,
+            "bos_token_id": 16,
+        },
+    )
+    transformers.MusicgenForConditionalGeneration(config).save_pretrained(tmp_path)
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    settings = {"precision": "full", "gradient_checkpointing": False}
+    for dtype in ("auto", torch.bfloat16):
+        model = transformers.MusicgenForConditionalGeneration.from_pretrained(
+            tmp_path, dtype=dtype, quantization_config=nf4, device_map={"": "cpu"}
+        )
+        plan = Plan.for_pretrained(tmp_path, nf4, dtype, **settings)
+        assert figures(plan) == figures(build_plan(model, **settings))
+
+
 def test_an_unquantized_model_can_be_planned_too() -> None:
     plan = Plan.for_pretrained(zoo.checkpoint("llama"), None, torch.bfloat16, precision="full")
     assert figures(plan) == figures(build_plan(zoo.load("llama", None), precision="full"))
