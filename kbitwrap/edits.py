@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .journal import MISSING, Resume
-from .quantization import RuntimeChange
+from .quantization import DISTRIBUTIONS, RuntimeChange
 from .roles import Role
 from .topology import NamedTensor, canonical_fqn, named_modules, only_reading, places
 
@@ -232,8 +232,11 @@ Caches = tuple[dict[str, Any], dict[str, torch.Tensor | None]]
 
 @functools.cache
 def _keeps_caches(cls: Any) -> bool:
-    """Whether a module's class may keep tensors for its next forward; torch's own and bitsandbytes' do not."""
-    return not cls.__module__.startswith(("torch.nn.", "bitsandbytes."))
+    """Whether a module's class may keep tensors for its next forward; torch's own do not.
+
+    Those of the libraries that quantize keep what their kernels need, in no dtype of the input's.
+    """
+    return not cls.__module__.startswith("torch.nn.") and cls.__module__.partition(".")[0] not in DISTRIBUTIONS
 
 
 class CachesChange:
