@@ -23,6 +23,10 @@ FIGURES = DOCS / "benchmarks"
 BENCHMARKS = {
     "mistral-7b": ["--repeats", "15"],
     "step": ["--step"],
+    "step-tokens": [
+        *("--step", "--tokens", "512", "1024", "--repeats", "7"),
+        *("--case", "peft", "--case", "full", "--case", "compute", "--case", "compute-chunked"),
+    ],
     "step-small-head": ["--step", "--vocab-size", "256", "--case", "peft", "--case", "norms", "--case", "none"],
     "identity": ["--identity", "--layers", "2", "--hidden-size", "256", "--tokens", "16"],
     "export": ["--export", "--repeats", "7"],

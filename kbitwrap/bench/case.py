@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import filecmp
+import gc
 import inspect
 import json
 import os
@@ -33,7 +34,7 @@ from .settings import CHUNKED, MERGED, PEFT, PEFT_UNCLEARED, Settings
 # Where only preparing is measured, the adapter that "adapted" is told of sits on this many layers, the last ones.
 _ADAPTED_LAYERS = 2
 # Memory is measured first: what is freed for a clean start has to be got again, which takes time.
-_MEMORY_RUNS = 2
+_MEMORY_RUNS = 4
 _RANK = 16
 _NO_SHARDS = "1TB"
 _COSTS = ("system_peak_bytes", "seconds", "peak_bytes")
@@ -136,6 +137,7 @@ class Case:
         for run in range(memory_runs + self.settings.repeats):
             measures_memory = run < memory_runs
             undo = _undo_of_peft(self.model) if self.name in (PEFT, PEFT_UNCLEARED) else None
+            gc.collect()  # what the run before has left is none of this one's time
             if measures_memory:
                 self.meter.start()
             before = self.meter.allocator()
