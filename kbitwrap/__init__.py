@@ -23,7 +23,7 @@ from .errors import (
 )
 from .inspection import CheckpointReport, inspect_checkpoint
 from .manifest import Manifest
-from .plan import Plan, build_plan
+from .preparation.plan import Plan, build_plan
 from .prepared import KbitPreparedModel, LifecycleState, prepared_of
 from .report import ExportReport, RestoreReport, StateDiff
 from .schema import TensorRecord

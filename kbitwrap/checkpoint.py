@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from .errors import ConfigError
-from .pretrained import meta_model
+from .model.pretrained import meta_model
+from .model.wrappers import canonical_fqn
 from .stream import DTYPES
-from .topology import canonical_fqn
 
 # How weights are stored, the best way first: the file that holds all of them, and what the names of others begin with.
 _WAYS = (("model.safetensors", ""), ("pytorch_model.bin", "pytorch_model"))

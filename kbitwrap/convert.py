@@ -19,11 +19,11 @@ from .checkpoint import Checkpoint, StoredTensor, is_beside, is_trained_copy, op
 from .errors import ConfigError, ExportError, ManifestMismatchError
 from .lazy import LazyTensor
 from .manifest import Manifest
-from .pretrained import meta_model
-from .quantization import HALF_DTYPES
+from .model.pretrained import meta_model
+from .model.wrappers import canonical_fqn
 from .report import ExportReport
 from .stream import staged, write_safetensors
-from .topology import canonical_fqn
+from .tensors.bits import HALF_DTYPES
 
 _CONFIG = "config.json"
 _INDEX = "model.safetensors.index.json"

@@ -9,10 +9,11 @@ from typing import Any
 from torch import nn
 
 from .config import Precision, PrepareConfig
+from .edits.base import TrainedPolicy
 from .errors import StateError
-from .prepared import KbitPreparedModel, TrainedPolicy, prepared_of
-from .process import empty_cache
-from .quantization import detect_as_peft
+from .model.quantization import detect_as_peft
+from .preparation.process import empty_cache
+from .prepared import KbitPreparedModel, prepared_of
 from .report import RestoreReport
 
 

@@ -13,8 +13,8 @@ import torch
 
 from .checkpoint import Checkpoint, is_beside, is_trained_copy, open_checkpoint
 from .convert import casts_by_dtype
-from .quantization import HALF_DTYPES
-from .topology import canonical_fqn
+from .model.wrappers import canonical_fqn
+from .tensors.bits import HALF_DTYPES
 
 # Where in a model a tensor is, as far as its name says; the first that matches.
 _KINDS = (

@@ -18,12 +18,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, ValidationError, model_validator
 from torch import nn
 
-from .baseline import Baseline
 from .comparison import ManifestDiff, compare, flat, shown
 from .config import PrepareConfig, format_bytes
+from .contents import read_contents, versions
 from .errors import ManifestError, ManifestMismatchError, ManifestVersionError
-from .plan import Plan
-from .record import read_contents, versions
+from .model.tree import ModelTree
+from .preparation.plan import Plan
+from .preparation.preparation import Preparation
 from .schema import (
     ConfigRecord,
     Kind,
@@ -110,14 +111,17 @@ class Manifest(Record):
                 for a path, weights that adapters are merged into.
             UnsupportedModelError: The model was sharded since.
         """
-        baseline = Baseline.find(model)
-        assert baseline is not None
-        assert baseline.before is not None
-        assert baseline.after is not None
+        preparation = Preparation.find(ModelTree(model))
+        assert preparation is not None
         config = {f.name: getattr(plan.config, f.name) for f in dataclasses.fields(plan.config)}
         config["precision"] = plan.config.precision.value
         config["norm_modules"] = [m if isinstance(m, str) else m.__name__ for m in plan.config.norm_modules]
         contents = read_contents(model, progress=plan.config.progress)
+        for fqn in contents.trained:
+            raise ManifestError(
+                f"{fqn} was trained since the model was prepared, so a manifest of now would record the trained value "
+                "as the original; make the manifest before training"
+            )
         kinds: dict[tuple[Any, ...], int] = {}
         ties: dict[int, list[str]] = {}
         rows = {}
@@ -133,8 +137,8 @@ class Manifest(Record):
             "versions": versions(),
             "model": contents.model,
             "config": config,
-            "before": dataclasses.asdict(baseline.before),
-            "after": dataclasses.asdict(baseline.after),
+            "before": dataclasses.asdict(preparation.original.before),
+            "after": dataclasses.asdict(preparation.after),
             "plan": {name: getattr(plan, name) for name in PlanRecord.model_fields},
             "kinds": [dict(zip(Kind.model_fields, kind, strict=True)) for kind in kinds],
             "ties": list(ties.values()),

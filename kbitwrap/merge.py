@@ -28,11 +28,12 @@ from .adapters import (
     trained_copy,
 )
 from .errors import ExportError
+from .export.twin import Twin
 from .lazy import LazyTensor, materialize
-from .quantization import HALF_DTYPES, Rows, dequantizer, detect, is_quantized_layer, is_quantized_parameter
-from .storage import fingerprint
-from .topology import is_adapter_module, named_modules
-from .twin import Twin
+from .model.quantization import Rows, dequantizer, is_quantized_layer, is_quantized_parameter
+from .model.tree import ModelTree, named_modules
+from .model.wrappers import is_adapter_module
+from .tensors.bits import HALF_DTYPES, fingerprint
 
 # What a quantized load leaves on a model, and on its configs.
 _MODEL_ATTRIBUTES = (
@@ -74,7 +75,7 @@ def merge_into(twin: Twin) -> tuple[str, ...]:
             whose merge is not what its layer computes), or the base is quantized by a library other than bitsandbytes.
             ``fqn`` names the module.
     """
-    quantization = detect(twin.model)
+    quantization = ModelTree(twin.model).quantization
     if not quantization.casts:
         raise ExportError(
             f"the model is quantized with {quantization.method}, and only weights of bitsandbytes can be dequantized "

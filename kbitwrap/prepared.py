@@ -3,51 +3,42 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import os
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from tqdm.auto import tqdm
 
-from .baseline import Baseline
-from .census import Census
-from .config import Precision, PrepareConfig
-from .edits import ANCHOR_ATTRIBUTE, AccelerateChange, Anchor, EditBase, FlagsChange, Hold
-from .errors import ConfigError, EditError, ManifestError, RestoreError, StateError, UnsupportedModelError
-from .export import export_twin
-from .journal import Change, Journal, Resume, resume_all, undo_all
+from .config import PrepareConfig
+from .edits.base import TrainedPolicy
+from .edits.journal import Journal
+from .edits.storage import TrainedError
+from .errors import ConfigError, ManifestError, RestoreError, StateError, UnsupportedModelError
+from .export.export import export_twin
+from .export.sharding import Gathering
+from .export.twin import Twin, build_twin
 from .manifest import Manifest
 from .merge import merge_into
-from .plan import Plan, plan_as_detected, write_plan
-from .planner import Planner
-from .process import LARGE_BLOCK_BYTES, empty_cache, plain_mode, random_state, refuse_retyping_under_ddp
-from .quantization import detect, detect_as_peft
+from .model.checks import refuse_unsupported_tensors, tree_of
+from .model.quantization import detect_as_peft
+from .model.tree import ModelTree, only_reading
+from .model.wrappers import unwrap
+from .preparation.original import signature
+from .preparation.plan import Plan, plan_as_detected, write_plan
+from .preparation.planner import Planner
+from .preparation.preparation import Preparation
+from .preparation.process import empty_cache, plain_mode
 from .report import ExportReport, RestoreReport, StateDiff
-from .sharding import Gathering
-from .storage import CopyChange, SharedStorageChange, StorageChange, TrainedError
-from .topology import (
-    adapter_parameter_ids,
-    only_reading,
-    owners,
-    refuse_unsupported_tensors,
-    signature,
-    walking_once,
-)
-from .twin import Origin, Twin, build_twin, peel
-from .verification import PreparedState
 
 _logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-TrainedPolicy = Literal["keep", "discard", "error"]
 
 
 class LifecycleState(str, Enum):
@@ -69,7 +60,6 @@ class LifecycleState(str, Enum):
 
 
 _HELD = (LifecycleState.PREPARED, LifecycleState.SUSPENDED)
-_holders: weakref.WeakSet[KbitPreparedModel] = weakref.WeakSet()
 
 
 def prepared_of(model: nn.Module) -> KbitPreparedModel | None:
@@ -86,11 +76,13 @@ def prepared_of(model: nn.Module) -> KbitPreparedModel | None:
         >>> kbitwrap.prepared_of(torch.nn.Linear(2, 2)) is None
         True
     """
-    holders = [holder for holder in _holders if holder.state in _HELD]
-    if not holders or not isinstance(model, nn.Module):
-        return None
-    modules = owners(model)
-    return next((holder for holder in holders if not modules.isdisjoint(owners(holder.model))), None)
+    return _holder_of(ModelTree(model)) if isinstance(model, nn.Module) else None
+
+
+def _holder_of(tree: ModelTree) -> KbitPreparedModel | None:
+    preparation = Preparation.find(tree)
+    holder = None if preparation is None else preparation.holder()
+    return holder if isinstance(holder, KbitPreparedModel) else None
 
 
 class KbitPreparedModel:
@@ -130,29 +122,25 @@ class KbitPreparedModel:
         restored torch.bfloat16 True
     """
 
-    def _initialize(self, model: nn.Module, config: PrepareConfig) -> None:
-        self._journal = Journal()
-        self._report: RestoreReport | None = None
-        self._prepared_state: PreparedState | None = None
-        self._baseline: Baseline | None = None
-        self._census: Census | None = None
-        self._origin: Origin | None = None
-        self._suspension: list[Resume] = []
-        self._upcasts_all = False
-        self._turned_on = 0
-        self._precisions: set[Precision] = set()  # of the preparations applied, one on top of the other
-        self._planned_for: int | None = None  # the model's signature
-        self.state = LifecycleState.NEW
-        self.config = config
-        self.model = model
+    plan: Plan
 
     def __init__(self, model: nn.Module, config: PrepareConfig | None = None, **fields: Any) -> None:
-        self._initialize(model, PrepareConfig.of(config, fields))
+        self._begin(model, PrepareConfig.of(config, fields))
+        tree = tree_of(model)
         with only_reading():
-            refuse_unsupported_tensors(model, allow_meta=False)
-            _refuse_held(model)
-            self.plan = plan_as_detected(model, self.config)
-            self._planned_for = signature(model)
+            refuse_unsupported_tensors(tree, allow_meta=False)
+            _refuse_held(tree)
+            self.plan = plan_as_detected(tree, self.config)
+            self._planned_for: int | None = signature(tree)
+
+    def _begin(self, model: nn.Module, config: PrepareConfig) -> None:
+        self.model = model
+        self.config = config
+        self.state = LifecycleState.NEW
+        self._preparation: Preparation | None = None
+        self._suspension = Journal()
+        self._report: RestoreReport | None = None
+        self._planned_for = None
 
     def __repr__(self) -> str:
         return f"KbitPreparedModel({type(self.model).__name__}, precision={str(self.config.precision)!r}, {self.state})"
@@ -178,16 +166,16 @@ class KbitPreparedModel:
                 state=self.state,
                 expected=(LifecycleState.NEW, LifecycleState.RESTORED),
             )
-        with walking_once():
-            with only_reading():
-                _refuse_held(self.model)
-                if signature(self.model) != self._planned_for:
-                    refuse_unsupported_tensors(self.model, allow_meta=False)
-                    self.plan = plan_as_detected(self.model, self.config)
-                    self._planned_for = signature(self.model)
-            if not self.plan.is_quantized:
-                warnings.warn(self.plan.warnings[0], UserWarning, stacklevel=2)
-            self._apply(self.plan)
+        tree = tree_of(self.model)
+        with only_reading():
+            _refuse_held(tree)
+            if signature(tree) != self._planned_for:
+                refuse_unsupported_tensors(tree, allow_meta=False)
+                self.plan = plan_as_detected(tree, self.config)
+                self._planned_for = signature(tree)
+        if not self.plan.is_quantized:
+            warnings.warn(self.plan.warnings[0], UserWarning, stacklevel=2)
+        self._apply(self.plan, tree)
         return self
 
     @classmethod
@@ -206,57 +194,30 @@ class KbitPreparedModel:
             StateError: The model's wrapper is suspended.
             EditError: An edit failed; the model is as it was before this call.
         """
+        tree = tree_of(model)
+        preparation = Preparation.find(tree)
+        if preparation is not None:
+            tree = ModelTree(model, preparation.original.records)
         with only_reading():
-            refuse_unsupported_tensors(model, allow_meta=False)
-            plan = write_plan(Planner(model, config, detect_as_peft(model), freeze_adapters=True))
-        wrapper = prepared_of(model)
+            refuse_unsupported_tensors(tree, allow_meta=False)
+            plan = write_plan(Planner(tree, config, detect_as_peft(model), freeze_adapters=True))
+        wrapper = _holder_of(tree)
         if wrapper is None:
             wrapper = cls.__new__(cls)
-            wrapper._initialize(model, config)
+            wrapper._begin(model, config)
         elif wrapper.state is not LifecycleState.PREPARED:
             wrapper._expect_prepared("prepare_model_for_kbit_training")
-        wrapper._apply(plan)
+        wrapper._apply(plan, tree)
         wrapper.plan = plan
         return wrapper
 
-    def _apply(self, plan: Plan) -> None:
-        """Apply a plan on top of what is applied, all or nothing, and take hold of the model."""
-        start = len(self._journal.changes)
-        try:
-            with plain_mode(), walking_once():
-                edits: list[EditBase] = list(plan.edits)
-                census, origin = self._census, self._origin
-                if self.state is not LifecycleState.PREPARED:
-                    edits.insert(0, Hold("hold", ("",), model=weakref.ref(self.model), anchor=Anchor(self)))
-                    with only_reading():
-                        census, origin = Census(self.model), Origin(self.model)
-                baseline = self._baseline or Baseline.of(self.model, self._journal)
-                self._journal.apply(self._emptying_cache(self._bar(edits, "prepare")))
-                if self.config.empty_cache:
-                    empty_cache()
-                prepared_state = PreparedState(self.model)
-                baseline.settle(self.model, origin, prepared_state)
-            self._census, self._origin, self._baseline = census, origin, baseline
-            self._prepared_state = prepared_state
-            self._precisions.add(plan.config.precision)
-            self._upcasts_all |= plan.config.precision.upcasts_all and plan.casts
-            self._report = None
-            _holders.add(self)
-            self.state = LifecycleState.PREPARED
-        except BaseException as error:
-            with plain_mode():
-                undo_all(self._journal.changes[start:])
-            del self._journal.changes[start:]
-            if isinstance(error, EditError) or not isinstance(error, Exception):
-                raise
-            raise EditError(f"could not prepare: {error}; the model is as it was", edit=None) from error
-
-    def _emptying_cache(self, edits: Iterable[EditBase]) -> Iterator[Any]:
-        """The edits; when the next one is asked for, a large cast's freed blocks are returned to the device first."""
-        for edit in edits:
-            yield edit
-            if self.config.empty_cache and edit.transient_bytes >= LARGE_BLOCK_BYTES:
-                empty_cache()
+    def _apply(self, plan: Plan, tree: ModelTree) -> None:
+        """Apply a plan on top of what is applied, all or nothing."""
+        preparation = self._preparation or Preparation(self)
+        preparation.apply(plan, tree, self._bar)
+        self._preparation = preparation
+        self._report = None
+        self.state = LifecycleState.PREPARED
 
     def _bar(self, items: Sequence[T], what: str) -> Iterable[T]:
         """The items, with a progress bar on standard error if that was asked for."""
@@ -288,32 +249,23 @@ class KbitPreparedModel:
             raise ConfigError(f"trained: expected 'keep', 'discard' or 'error', found {trained!r}")
         if self.state is LifecycleState.RESTORED and self._report is not None:
             return self._report
-        self._expect_prepared("restore")
+        preparation = self._expect_prepared("restore")
         if trained == "discard" and not self.config.keep_originals:
             raise ConfigError("restore(trained='discard') needs a preparation with keep_originals=True")
         _refuse_sharded_since(self.model)
-        assert self._census is not None
-        with plain_mode(), walking_once():
-            self._turned_on += self._trainable_base()
-            replaced, foreign = self._census.found(self.model)
-            for change in self._storage_changes():
-                change.trained_policy = trained
-            names, failures = self._undo(trained)
+        report, failures = preparation.undo(trained, self._bar)
         if failures:
             raise RestoreError(
                 f"not restored: {'; '.join(_reason(name, error) for name, error in failures.items())}. Everything else "
                 "was; restore(trained='keep') or restore(trained='discard') settles what was trained",
                 failures=failures,
             )
-        self._report = RestoreReport(names, replaced, foreign)
+        self._report = report
+        self._preparation = None
         self.state = LifecycleState.RESTORED
-        _holders.discard(self)
-        turned_on, self._turned_on = self._turned_on, 0
-        self._census = self._origin = self._prepared_state = self._baseline = None
-        self._upcasts_all = False
-        self._precisions = set()
         if self.config.empty_cache:
             empty_cache()
+        turned_on = preparation.take_turned_on()
         if turned_on:
             warnings.warn(
                 f"restore() made {turned_on} base parameters trainable again, as they were before prepare(), and an "
@@ -321,39 +273,7 @@ class KbitPreparedModel:
                 UserWarning,
                 stacklevel=2,
             )
-        return self._report
-
-    def _undo(self, trained: TrainedPolicy) -> tuple[tuple[str, ...], dict[str, Exception]]:
-        """Undo everything, newest first; what fails stays in the journal, and the model stays held.
-
-        Returns:
-            The names of what was trained, and what failed by name.
-        """
-        copies = self._copy_changes()
-        failures: dict[str, Exception] = {}
-        if trained == "error":
-            failures = {copy.fqn: TrainedError([copy.fqn]) for copy in copies}
-        hold, changes = self._journal.changes[:1], self._journal.changes[1:]
-        left: list[Change] = []
-        todo = [*changes, *([] if failures else copies)]
-        for change in self._bar(todo[::-1], "restore"):
-            try:
-                change.undo()
-            except TrainedError as error:
-                left.insert(0, change)
-                failures |= {fqn: TrainedError([fqn]) for fqn in error.fqns}
-            except Exception as error:
-                left.insert(0, change)
-                failures[getattr(change, "fqn", type(change).__name__)] = error
-        names = [copy.fqn for copy in copies if not copy.is_resized]
-        names += [c.fqn for c in self._storage_changes() if c.was_trained and not c.was_resized]
-        if failures:
-            self._journal.changes = [*hold, *left]
-        else:
-            for change in hold:
-                change.undo()
-            self._journal.changes = []
-        return tuple(dict.fromkeys(names)), failures
+        return report
 
     def __enter__(self) -> KbitPreparedModel:
         return self if self.state is LifecycleState.PREPARED else self.prepare()
@@ -398,7 +318,7 @@ class KbitPreparedModel:
             torch.bfloat16
             torch.float32
         """
-        suspension: list[Resume] = []
+        suspension = Journal()
         try:
             self._suspend(suspension, "suspended")
             yield self.model
@@ -427,10 +347,8 @@ class KbitPreparedModel:
             ...     print(prepared.model.weight.dtype, resume(), prepared.model.weight.dtype)
             torch.bfloat16 True torch.float32
         """
-        suspension: list[Resume] = []
-        self._suspend(suspension, "suspend")
-        # The journal has taken the anchor away, as it was not there originally, and puts it back when this is resumed.
-        vars(self.model)[ANCHOR_ATTRIBUTE] = Anchor(self)
+        suspension = Journal()
+        self._suspend(suspension, "suspend", hold=True)
         return functools.partial(self._end, suspension)
 
     def resume(self) -> bool:
@@ -444,30 +362,26 @@ class KbitPreparedModel:
         """
         return self._end(self._suspension)
 
-    def _end(self, suspension: list[Resume]) -> bool:
+    def _end(self, suspension: Journal) -> bool:
         """End a suspension, where it is the one that is."""
         if self.state is not LifecycleState.SUSPENDED or suspension is not self._suspension:
             return False
+        assert self._preparation is not None
         try:
-            with plain_mode():
-                resume_all(suspension)
+            self._preparation.resume(suspension)
         finally:
-            if not suspension:
+            if not suspension.changes:
                 self.state = LifecycleState.PREPARED
         return True
 
-    def _suspend(self, suspension: list[Resume], call: str) -> None:
-        """Suspend, and gather in ``suspension`` what resumes."""
-        self._expect_prepared(call)
+    def _suspend(self, suspension: Journal, call: str, *, hold: bool = False) -> None:
+        """Suspend; ``suspension`` becomes the journal that leads back."""
+        preparation = self._expect_prepared(call)
         _refuse_sharded_since(self.model)
-        copies = self._copy_changes()
-        refuse_retyping_under_ddp([*self._storage_changes(), *copies])
-        suspension.append(random_state(self.model))
         self._suspension = suspension
         self.state = LifecycleState.SUSPENDED
         try:
-            with plain_mode():
-                self._journal.suspend([*self._journal.changes, *copies], suspension)
+            preparation.suspend(suspension, hold=hold)
         except BaseException:
             self.resume()
             raise
@@ -488,25 +402,18 @@ class KbitPreparedModel:
             UnsupportedModelError: What was given is not the prepared model, or holds no adapter.
             EditError: An edit failed; the model is as it was before this call.
         """
-        self._expect_prepared("adopt")
-        with only_reading():
-            if not isinstance(peft_model, nn.Module) or prepared_of(peft_model) is not self:
-                raise UnsupportedModelError(
-                    f"adopt() expects what was made of the prepared {type(self.model).__name__}, such as "
-                    f"get_peft_model(prepared.model, ...), found another {type(peft_model).__name__}"
-                )
-            if not adapter_parameter_ids(self.model):
-                raise UnsupportedModelError(f"{type(peft_model).__name__} holds no adapter inside the prepared model")
-            if not any(isinstance(c, AccelerateChange) and c.model() is peft_model for c in self._journal.changes):
-                self._journal.changes.append(AccelerateChange(peft_model))
-            edits = Planner(self.model, self.config, detect(self.model)).compute_norms()
-            if not edits:
-                return
-            self._journal.apply(edits)
-            self.plan = dataclasses.replace(self.plan, edits=(*self.plan.edits, *edits))
+        preparation = self._expect_prepared("adopt")
+        tree = preparation.tree()
+        if not isinstance(peft_model, nn.Module) or prepared_of(peft_model) is not self:
+            raise UnsupportedModelError(
+                f"adopt() expects what was made of the prepared {type(self.model).__name__}, such as "
+                f"get_peft_model(prepared.model, ...), found another {type(peft_model).__name__}"
+            )
+        if not tree.adapter_ids:
+            raise UnsupportedModelError(f"{type(peft_model).__name__} holds no adapter inside the prepared model")
+        if preparation.adopt(peft_model, tree):
+            self.plan = preparation.plan
             self._planned_for = None
-            assert self._prepared_state is not None
-            self._prepared_state.reread(self.model, {m for edit in edits for ref in edit.modules if (m := ref())})
 
     def verify(self) -> StateDiff:
         """Compare the live model with what preparation left.
@@ -517,9 +424,7 @@ class KbitPreparedModel:
         Raises:
             StateError: The model is not prepared.
         """
-        self._expect_prepared("verify")
-        assert self._prepared_state is not None
-        return self._prepared_state.diff(self.model)
+        return self._expect_prepared("verify").verify()
 
     def export(
         self,
@@ -576,9 +481,10 @@ class KbitPreparedModel:
             (('model.safetensors',), 16)
         """
         with plain_mode():
-            gathering = None if self._origin is None else Gathering.of(self.model)
+            tree = ModelTree(self.model) if self._preparation is None else self._preparation.tree()
+            gathering = None if self._preparation is None else Gathering.of(tree)
             with contextlib.nullcontext() if gathering is None else gathering.agreeing():
-                twin = self._twin(model, gathering, merge_adapters)
+                twin = self._twin(model, tree, gathering, merge_adapters)
                 merged = merge_into(twin) if merge_adapters else ()
             write = functools.partial(
                 export_twin,
@@ -591,10 +497,12 @@ class KbitPreparedModel:
             )
             return write() if gathering is None else gathering.lead(write)
 
-    def _twin(self, model: nn.Module | None, gathering: Gathering | None, merge_adapters: bool) -> Twin:
+    def _twin(
+        self, model: nn.Module | None, tree: ModelTree, gathering: Gathering | None, merge_adapters: bool
+    ) -> Twin:
         live = self.model if model is None else model
-        _refuse_sharded(self.model, allow_dtensor=gathering is not None)
-        if not isinstance(live, nn.Module) or peel(live)[0] is not peel(self.model)[0]:
+        _refuse_sharded(tree, allow_dtensor=gathering is not None)
+        if not isinstance(live, nn.Module) or unwrap(live)[0] is not unwrap(self.model)[0]:
             raise UnsupportedModelError(
                 f"export() expects what was made of this {type(self.model).__name__}, such as "
                 f"get_peft_model(prepared.model, ...), found another {type(live).__name__}"
@@ -604,7 +512,7 @@ class KbitPreparedModel:
                 "the adapters of a sharded model cannot be merged; export() the base, save the adapters, and merge "
                 "them into the base loaded from there in one process"
             )
-        return build_twin(live, self._journal.changes, self._origin, gathering)
+        return build_twin(ModelTree(live, tree.records), self._preparation, gathering)
 
     def manifest(self) -> Manifest:
         """Record the preparation: the model, the settings, and every base tensor's original content by digest.
@@ -630,9 +538,10 @@ class KbitPreparedModel:
             >>> manifest.tensors["weight"].original_dtype, manifest.tensors["weight"].prepared_dtype
             ('bfloat16', 'float32')
         """
-        if self.state not in _HELD:
+        if self._preparation is None or self.state not in _HELD:
             self._expect_prepared("manifest")
-        if len(self._precisions) > 1:
+        assert self._preparation is not None
+        if len(self._preparation.precisions) > 1:
             raise ManifestError(
                 "prepare_model_for_kbit_training was called again with another precision, and a manifest records one "
                 "preparation; restore() the model and prepare it once"
@@ -662,8 +571,8 @@ class KbitPreparedModel:
         manifest.check(model)
         return cls(model, manifest.prepare_config())
 
-    def _expect_prepared(self, call: str) -> None:
-        if self.state is not LifecycleState.PREPARED:
+    def _expect_prepared(self, call: str) -> Preparation:
+        if self.state is not LifecycleState.PREPARED or self._preparation is None:
             remedy = {
                 LifecycleState.NEW: "prepare() it first, or use it in a with-block",
                 LifecycleState.SUSPENDED: "resume() it, or leave suspended(), first",
@@ -674,48 +583,27 @@ class KbitPreparedModel:
                 state=self.state,
                 expected=(LifecycleState.PREPARED,),
             )
-
-    def _storage_changes(self) -> list[StorageChange]:
-        found: list[StorageChange] = []
-        for change in self._journal.changes:
-            if isinstance(change, StorageChange):
-                found.append(change)
-            elif isinstance(change, SharedStorageChange):
-                found += change.changes
-        return found
-
-    def _copy_changes(self) -> list[CopyChange]:
-        """What undoes the float32 copies that PEFT made of base modules while everything was upcast."""
-        if self._census is None or not self._upcasts_all:
-            return []
-        cast = {p for change in self._storage_changes() if (p := change.reference()) is not None}
-        return self._census.copies(self.model, cast)
-
-    def _trainable_base(self) -> int:
-        """How many base parameters a restore makes trainable under a live adapter."""
-        if not adapter_parameter_ids(self.model):
-            return 0
-        return sum(c.turned_on_by_undo() for c in self._journal.changes if isinstance(c, FlagsChange))
+        return self._preparation
 
 
 def _reason(name: str, error: Exception) -> str:
     return str(error) if isinstance(error, TrainedError) else f"{name}: {error}"
 
 
-def _refuse_held(model: nn.Module) -> None:
-    holder = prepared_of(model)
+def _refuse_held(tree: ModelTree) -> None:
+    holder = _holder_of(tree)
     if holder is not None:
         raise StateError(
-            f"this {type(model).__name__}, or a part of it, is prepared already; restore() it first, "
+            f"this {type(tree.model).__name__}, or a part of it, is prepared already; restore() it first, "
             "or find its wrapper with kbitwrap.prepared_of(model)",
             state=holder.state,
             expected=(LifecycleState.NEW, LifecycleState.RESTORED),
         )
 
 
-def _refuse_sharded(model: nn.Module, *, allow_dtensor: bool) -> None:
+def _refuse_sharded(tree: ModelTree, *, allow_dtensor: bool) -> None:
     try:
-        refuse_unsupported_tensors(model, allow_meta=False, allow_dtensor=allow_dtensor)
+        refuse_unsupported_tensors(tree, allow_meta=False, allow_dtensor=allow_dtensor)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
             f"only a model whose tensors are loaded, and whole or sharded by FSDP2 since it was prepared, can be "
@@ -726,7 +614,7 @@ def _refuse_sharded(model: nn.Module, *, allow_dtensor: bool) -> None:
 
 def _refuse_sharded_since(model: nn.Module) -> None:
     try:
-        refuse_unsupported_tensors(model, allow_meta=True)
+        refuse_unsupported_tensors(ModelTree(model), allow_meta=True)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
             f"the model was sharded after it was prepared, and no dtype of a sharded parameter can be changed safely "

@@ -92,6 +92,7 @@ class ConfigRecord(Record):
     head_chunk_bytes: Annotated[int, Field(ge=1, le=_MAX_COUNT)] | None
     norm_modules: tuple[Text, ...] = Field(strict=False, max_length=256)
     memory_budget: Count | Annotated[str, StringConstraints(max_length=64)] | None
+    audit: bool = False
     keep_originals: bool
     empty_cache: bool
     progress: bool

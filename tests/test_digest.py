@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from kbitwrap import digest
-from kbitwrap.digest import content_digest
+from kbitwrap.tensors import bits as digest
+from kbitwrap.tensors.bits import content_digest
 from memory import peak_bytes
 
 MASK = (1 << 64) - 1

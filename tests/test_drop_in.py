@@ -15,7 +15,7 @@ from torch import nn
 import kbitwrap
 import zoo
 from kbitwrap import EditError, StateError, UnsupportedModelError, prepare_model_for_kbit_training, prepared_of
-from kbitwrap.checkpointing import input_gradient_hooks
+from kbitwrap.edits.checkpointing import input_gradient_hooks
 from snapshot import Snapshot
 from training import adapt, is_checkpointing, step
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import kbitwrap.export
+import kbitwrap.export.export
 import kbitwrap.prepared
 import zoo
 from kbitwrap import (
@@ -450,7 +450,7 @@ def test_a_library_that_writes_by_another_name(tmp_path: Path, monkeypatch: pyte
     model = zoo.load("gemma2")
     expected = saved(model, tmp_path / "before")
     prepared = KbitPreparedModel(model, precision="full").prepare()
-    monkeypatch.setattr(kbitwrap.export, "_streaming", lambda function, write: None)
+    monkeypatch.setattr(kbitwrap.export.export, "_streaming", lambda function, write: None)
     prepared.export(tmp_path / "export", max_shard_size=SHARD)
     assert read(tmp_path / "export") == expected
 
@@ -779,7 +779,9 @@ def test_tensors_are_written_one_at_a_time(tmp_path: Path, monkeypatch: pytest.M
         # transformers goes on to write an index and nothing else.
         kbitwrap.export.write_safetensors(path, tensors, metadata)
 
-    monkeypatch.setattr(kbitwrap.export, "_write", lambda bar, tensors, path, metadata: write(tensors, path, metadata))
+    monkeypatch.setattr(
+        kbitwrap.export.export, "_write", lambda bar, tensors, path, metadata: write(tensors, path, metadata)
+    )
     report = prepared.export(tmp_path / "export")
     assert report.num_tensors == len(written)
     lazy = {name for name, tensor in written if isinstance(tensor, LazyTensor)}

@@ -9,9 +9,23 @@ from typing import Any
 import pytest
 
 from kbitwrap import EditError
-from kbitwrap.journal import MISSING, Change, Edit, Journal, Resume, resume_all, undo_all
+from kbitwrap.edits.journal import MISSING, Call, Change, Edit, Journal
 
 START = {"a": 0, "b": 0, "c": 0, "d": 0}
+
+
+class Look:
+    """What an operation sees; counts how often it is taken anew."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def again(self) -> Look:
+        self.count += 1
+        return self
+
+
+LOOK = Look()
 
 
 class Set:
@@ -28,11 +42,12 @@ class Set:
         if phase in self.fails:
             raise self.fails[phase]
 
-    def capture(self) -> Put:
+    def capture(self, view: Look) -> Put:
         self._enter("capture")
         return Put(self, self.state.get(self.key, MISSING))
 
-    def apply(self) -> None:
+    def apply(self, change: Put) -> None:
+        assert change.edit is self
         self._enter("apply")
         self.state[self.key] = self.value
         self._enter("half")
@@ -48,20 +63,22 @@ class Put:
         else:
             self.edit.state[self.edit.key] = value
 
-    def undo(self) -> None:
+    def undo(self, view: Look) -> None:
         self.edit._enter("undo")
         self._write(self.value)
 
-    def suspend(self, resumes: list[Resume]) -> None:
+    def now(self, view: Look) -> Call:
+        self.edit._enter("now")
         current = self.edit.state.get(self.edit.key, MISSING)
 
         def resume() -> None:
             self.edit._enter("resume")
             self._write(current)
 
-        resumes.append(resume)
-        self._write(self.value)
-        self.edit._enter("suspend")
+        return Call(resume)
+
+    def originals(self) -> list[str]:
+        return [self.edit.key]
 
 
 def edits(state: dict[str, int], log: list[str], **fails: dict[str, BaseException]) -> list[Set]:
@@ -71,13 +88,13 @@ def edits(state: dict[str, int], log: list[str], **fails: dict[str, BaseExceptio
 def test_the_two_parts_are_an_edit_and_a_change() -> None:
     edit = Set({}, "a", 1, [])
     assert isinstance(edit, Edit)
-    assert isinstance(edit.capture(), Change)
+    assert isinstance(edit.capture(LOOK), Change)
 
 
 def test_each_edit_is_captured_just_before_it_is_applied() -> None:
     state, log = dict(START), []
     journal = Journal()
-    journal.apply(edits(state, log))
+    journal.apply(edits(state, log), LOOK)
     assert state == {"a": 1, "b": 2, "c": 3, "d": 4}
     assert [line for line in log if not line.startswith("half")] == [
         f"{phase} {key}" for key in "abcd" for phase in ("capture", "apply")
@@ -88,9 +105,9 @@ def test_each_edit_is_captured_just_before_it_is_applied() -> None:
 def test_undo_is_newest_first_and_exact() -> None:
     state, log = {"a": 7}, []
     journal = Journal()
-    journal.apply(edits(state, log))
+    journal.apply(edits(state, log), LOOK)
     log.clear()
-    assert undo_all(journal.changes) == []
+    assert journal.undo(LOOK) == []
     assert log == ["undo d", "undo c", "undo b", "undo a"]
     assert state == {"a": 7}
 
@@ -98,8 +115,8 @@ def test_undo_is_newest_first_and_exact() -> None:
 def test_edits_of_one_key_unwind_to_the_first_value() -> None:
     state, log = dict(START), []
     journal = Journal()
-    journal.apply([Set(state, "a", value, log) for value in (1, 2, 3)])
-    undo_all(journal.changes)
+    journal.apply([Set(state, "a", value, log) for value in (1, 2, 3)], LOOK)
+    journal.undo(LOOK)
     assert state == START
 
 
@@ -110,7 +127,7 @@ def test_a_fault_leaves_everything_as_it_was(key: str, phase: str) -> None:
     journal = Journal()
     error = ValueError("no room")
     with pytest.raises(EditError, match=f"set {key}: no room; the model is as it was") as caught:
-        journal.apply(edits(state, log, **{key: {phase: error}}))
+        journal.apply(edits(state, log, **{key: {phase: error}}), LOOK)
     assert state == START
     assert journal.changes == []
     assert caught.value.__cause__ is error
@@ -127,7 +144,7 @@ def test_an_interrupt_passes_unchanged_with_everything_as_it_was(key: str, phase
     state = dict(START)
     journal = Journal()
     with pytest.raises(type(error)) as caught:
-        journal.apply(edits(state, [], **{key: {phase: error}}))
+        journal.apply(edits(state, [], **{key: {phase: error}}), LOOK)
     assert caught.value is error
     assert state == START
     assert journal.changes == []
@@ -137,12 +154,12 @@ def test_an_interrupt_passes_unchanged_with_everything_as_it_was(key: str, phase
 def test_earlier_edits_stand_when_a_later_call_fails(error: BaseException) -> None:
     state = dict(START)
     journal = Journal()
-    journal.apply([Set(state, "a", 5, [])])
+    journal.apply([Set(state, "a", 5, [])], LOOK)
     with pytest.raises((EditError, KeyboardInterrupt)):
-        journal.apply(edits(state, [], c={"apply": error}))
+        journal.apply(edits(state, [], c={"apply": error}), LOOK)
     assert state == START | {"a": 5}
     assert len(journal.changes) == 1
-    assert undo_all(journal.changes) == []
+    assert journal.undo(LOOK) == []
     assert state == START
 
 
@@ -150,8 +167,8 @@ def test_undoing_goes_on_when_one_undo_fails() -> None:
     state, log = dict(START), []
     first, second = OSError("gone"), ValueError("odd")
     journal = Journal()
-    journal.apply(edits(state, log, b={"undo": second}, c={"undo": first}))
-    assert undo_all(journal.changes) == [first, second]
+    journal.apply(edits(state, log, b={"undo": second}, c={"undo": first}), LOOK)
+    assert [error for _, error in journal.undo(LOOK)] == [first, second]
     assert [line for line in log if line.startswith("undo")] == ["undo d", "undo c", "undo b", "undo a"]
     assert state == {"a": 0, "b": 2, "c": 3, "d": 0}
 
@@ -161,7 +178,7 @@ def test_an_undo_that_fails_while_unwinding_is_named_beside_the_cause() -> None:
     journal = Journal()
     cause = ValueError("no room")
     with pytest.raises(EditError, match=r"set d: no room.*undoing failed: gone") as caught:
-        journal.apply(edits(state, [], b={"undo": OSError("gone")}, d={"apply": cause}))
+        journal.apply(edits(state, [], b={"undo": OSError("gone")}, d={"apply": cause}), LOOK)
     assert caught.value.__cause__ is cause
     # Everything but the one is back.
     assert state == START | {"b": 2}
@@ -172,7 +189,7 @@ def test_an_undo_that_fails_does_not_hide_an_interrupt() -> None:
     state = dict(START)
     interrupt = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt) as caught:
-        Journal().apply(edits(state, [], b={"undo": OSError("gone")}, d={"apply": interrupt}))
+        Journal().apply(edits(state, [], b={"undo": OSError("gone")}, d={"apply": interrupt}), LOOK)
     assert caught.value is interrupt
     assert state == START | {"b": 2}
 
@@ -185,7 +202,7 @@ def test_a_fault_in_the_list_itself_undoes_what_it_gave() -> None:
         raise ValueError("the list ends here")
 
     with pytest.raises(EditError, match="the list ends here"):
-        Journal().apply(generate())
+        Journal().apply(generate(), LOOK)
     assert state == START
 
 
@@ -196,59 +213,63 @@ def test_a_list_that_fails_at_once_is_an_edit_error_without_an_edit() -> None:
 
     journal = Journal()
     with pytest.raises(EditError, match="no list") as caught:
-        journal.apply(generate())
+        journal.apply(generate(), LOOK)
     assert caught.value.edit is None
     assert journal.changes == []
 
 
 def test_nothing_is_a_list_too() -> None:
     journal = Journal()
-    journal.apply([])
-    journal.suspend([], [])
-    resume_all([])
-    assert journal.changes == []
-    assert undo_all([]) == []
+    journal.apply([], LOOK)
+    way_back = Journal()
+    journal.suspend(LOOK, way_back)
+    way_back.resume(LOOK)
+    assert journal.changes == way_back.changes == []
+    assert journal.undo(LOOK) == []
 
 
 def test_suspending_is_newest_first_and_resuming_oldest_first() -> None:
     state, log = {"a": 7}, []
     journal = Journal()
-    journal.apply(edits(state, log))
+    journal.apply(edits(state, log), LOOK)
     prepared = dict(state)
     log.clear()
-    resumes: list[Resume] = []
-    journal.suspend(journal.changes, resumes)
+    way_back = Journal()
+    journal.suspend(LOOK, way_back)
     assert state == {"a": 7}
-    assert len(resumes) == len(START)
-    resume_all(resumes)
-    assert resumes == []
+    assert len(way_back.changes) == len(START)
+    way_back.resume(LOOK)
+    assert way_back.changes == []
     assert state == prepared
-    assert log == [f"suspend {key}" for key in "dcba"] + [f"resume {key}" for key in "abcd"]
-    assert undo_all(journal.changes) == []
+    assert log == [f"{phase} {key}" for key in "dcba" for phase in ("now", "undo")] + [
+        f"resume {key}" for key in "abcd"
+    ]
+    assert journal.undo(LOOK) == []
     assert state == {"a": 7}
 
 
 def test_resuming_brings_back_what_was_suspended_not_what_was_applied() -> None:
     state = dict(START)
     journal = Journal()
-    journal.apply(edits(state, []))
+    journal.apply(edits(state, []), LOOK)
     state["b"] = 99
-    resumes: list[Resume] = []
-    journal.suspend(journal.changes, resumes)
+    way_back = Journal()
+    journal.suspend(LOOK, way_back)
     assert state == START
-    resume_all(resumes)
+    way_back.resume(LOOK)
     assert state["b"] == 99
 
 
 @pytest.mark.parametrize("error", [ValueError("no room"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("phase", ["now", "undo"])
 @pytest.mark.parametrize("key", START)
-def test_a_suspension_that_fails_is_taken_back(key: str, error: BaseException) -> None:
+def test_a_suspension_that_fails_is_taken_back(key: str, phase: str, error: BaseException) -> None:
     state, log = dict(START), []
     journal = Journal()
-    journal.apply(edits(state, log, **{key: {"suspend": error}}))
+    journal.apply(edits(state, log, **{key: {phase: error}}), LOOK)
     prepared = dict(state)
     with pytest.raises(type(error)) as caught:
-        journal.suspend(journal.changes, [])
+        journal.suspend(LOOK, Journal())
     assert caught.value is error
     assert state == prepared
     assert len(journal.changes) == len(START)
@@ -258,14 +279,14 @@ def test_resuming_goes_on_when_one_resume_fails_and_raises_the_first_failure() -
     state = dict(START)
     first = ValueError("no room")
     journal = Journal()
-    journal.apply(edits(state, [], b={"resume": first}, c={"resume": OSError("gone")}))
-    resumes: list[Resume] = []
-    journal.suspend(journal.changes, resumes)
+    journal.apply(edits(state, [], b={"resume": first}, c={"resume": OSError("gone")}), LOOK)
+    way_back = Journal()
+    journal.suspend(LOOK, way_back)
     with pytest.raises(ValueError, match="no room") as caught:
-        resume_all(resumes)
+        way_back.resume(LOOK)
     assert caught.value is first
     assert state == {"a": 1, "b": 0, "c": 0, "d": 4}
-    assert len(resumes) == 2  # they may be called again
+    assert len(way_back.changes) == 2  # they may be called again
 
 
 def test_missing_is_one_object_however_it_is_copied() -> None:
@@ -273,3 +294,46 @@ def test_missing_is_one_object_however_it_is_copied() -> None:
     assert copy.copy(MISSING) is MISSING
     assert copy.deepcopy([MISSING])[0] is MISSING
     assert pickle.loads(pickle.dumps(MISSING)) is MISSING
+
+
+def test_what_fails_to_undo_stays_and_is_undone_by_the_next_call() -> None:
+    state, log = dict(START), []
+    journal = Journal()
+    journal.apply(edits(state, log, b={"undo": ValueError("not yet")}), LOOK)
+    assert [change.edit.key for change, _ in journal.undo(LOOK)] == ["b"]
+    assert [change.edit.key for change in journal.changes] == ["b"]
+    journal.changes[0].edit.fails.clear()
+    assert journal.undo(LOOK) == []
+    assert journal.changes == []
+    assert state == START
+
+
+def test_an_interrupted_undo_is_done_again_before_the_interrupt_is_told() -> None:
+    state, log = dict(START), []
+    journal = Journal()
+    interrupt = KeyboardInterrupt()
+    journal.apply(edits(state, log, b={"undo": interrupt}), LOOK)
+    assert [error for _, error in journal.undo(LOOK)] == [interrupt, interrupt]
+    assert state == START | {"b": 2}
+
+
+def test_the_oldest_changes_can_be_left_alone() -> None:
+    state, log = dict(START), []
+    journal = Journal()
+    journal.apply(edits(state, log), LOOK)
+    assert journal.undo(LOOK, since=1) == []
+    assert state == START | {"a": 1}
+    assert [change.edit.key for change in journal.changes] == ["a"]
+
+
+def test_originals_are_told_newest_first() -> None:
+    journal = Journal()
+    journal.apply(edits(dict(START), []), LOOK)
+    assert journal.originals() == ["d", "c", "b", "a"]
+
+
+def test_a_failed_edit_is_undone_on_what_is_seen_anew() -> None:
+    look = Look()
+    with pytest.raises(EditError):
+        Journal().apply(edits(dict(START), [], c={"apply": ValueError("no room")}), look)
+    assert look.count == 1

@@ -32,8 +32,8 @@ from kbitwrap import (
     prepare_model_for_kbit_training,
     prepared_of,
 )
-from kbitwrap.digest import content_digest
-from kbitwrap.record import _VOLATILE
+from kbitwrap.tensors.bits import content_digest
+from kbitwrap.contents import _VOLATILE
 from memory import peak_bytes
 from plain import Shadowed, Tied, small_manifest, tied
 from snapshot import Snapshot
@@ -760,7 +760,7 @@ def test_adapted_gives_the_recorded_norms(given: str) -> None:
 
 
 def float32_modules(model: nn.Module) -> set[str]:
-    from kbitwrap.precision import Float32Forward
+    from kbitwrap.edits.norms import Float32Forward
 
     return {fqn for fqn, module in model.named_modules() if isinstance(vars(module).get("forward"), Float32Forward)}
 

@@ -28,9 +28,8 @@ from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from kbitwrap import KbitPreparedModel
-from kbitwrap.compute import ComputeChange
-from kbitwrap.journal import Resume, resume_all
-from kbitwrap.precision import Float32Forward, can_rebind_forward, forward_slot
+from kbitwrap.edits.norms import ComputeChange, Float32Forward, can_rebind_forward, forward_slot
+from kbitwrap.model.tree import ModelTree
 from strategies import HALF_DTYPES, RMSNorm
 
 WIDTH = 8
@@ -78,7 +77,7 @@ def make_inputs(kind: str, dtype: torch.dtype, *, seed: int = 1) -> tuple[torch.
 
 
 def install(norm: nn.Module) -> ComputeChange:
-    change = ComputeChange(norm)
+    change = ComputeChange()
     change.install(norm)
     return change
 
@@ -186,8 +185,8 @@ def test_it_warns_of_nothing_that_it_does_not_do() -> None:
     # A process of its own: torch warns once in each that half weights and float32 inputs find no fast kernel. In
     # float32 they do.
     program = (
-        "import warnings, torch; from kbitwrap.compute import ComputeChange; warnings.simplefilter('error')\n"
-        "norm = torch.nn.RMSNorm(8).bfloat16(); ComputeChange(norm).install(norm); norm(torch.ones(2, 8))"
+        "import warnings, torch; from kbitwrap.edits.norms import ComputeChange; warnings.simplefilter('error')\n"
+        "norm = torch.nn.RMSNorm(8).bfloat16(); ComputeChange().install(norm); norm(torch.ones(2, 8))"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
@@ -435,7 +434,7 @@ def test_undoing_reaches_a_compiled_module(fresh_compiler: None) -> None:
     compiled = torch.compile(norm, fullgraph=True, backend="aot_eager")
     prepared = norm(*inputs)
     assert_same_bits(compiled(*inputs), prepared)
-    change.undo()
+    change.undo(ModelTree(norm))
     assert_same_bits(compiled(*inputs), before)
 
 
@@ -450,7 +449,7 @@ def test_undoing_leaves_the_module_as_it_was(kind: str) -> None:
     before, attributes = norm(*inputs), dict(vars(norm))
     change = install(norm)
     norm(*inputs)
-    change.undo()
+    change.undo(ModelTree(norm))
     assert vars(norm) == attributes
     assert_same_bits(norm(*inputs), before)
 
@@ -461,11 +460,12 @@ def test_suspending_is_undoing_for_a_while(kind: str) -> None:
     before = norm(*inputs)
     change = install(norm)
     forward, prepared = norm.forward, norm(*inputs)
-    resumes: list[Resume] = []
-    change.suspend(resumes)
+    tree = ModelTree(norm)
+    way_back = change.now(tree)
+    change.undo(tree)
     assert "forward" not in vars(norm)
     assert_same_bits(norm(*inputs), before)
-    resume_all(resumes)
+    way_back.undo(tree)
     assert norm.forward is forward
     assert_same_bits(norm(*inputs), prepared)
 
@@ -484,7 +484,7 @@ def test_a_method_that_replaced_the_forward_is_what_runs(dtype: torch.dtype) -> 
     assert can_rebind_forward(norm)
     change = install(norm)
     assert_same_bits(norm(*inputs), expected)
-    change.undo()
+    change.undo(ModelTree(norm))
     assert vars(norm)["forward"] is method
 
 
@@ -520,7 +520,7 @@ def test_accelerates_hook_from_before_stays_around_it(kind: str) -> None:
     assert can_rebind_forward(norm)
     change = install(norm)
     assert_same_bits(norm(*inputs), expected)
-    change.undo()
+    change.undo(ModelTree(norm))
     assert vars(norm) == attributes
     assert_same_bits(norm(*inputs), before)
 
@@ -533,7 +533,7 @@ def test_accelerates_hook_from_after_stays_around_it(kind: str) -> None:
     change = install(norm)
     accelerate.hooks.add_hook_to_module(norm, Doubling())
     assert_same_bits(norm(*inputs), expected)
-    change.undo()
+    change.undo(ModelTree(norm))
     assert_same_bits(norm(*inputs), half)
     accelerate.hooks.remove_hook_from_module(norm)
     assert_same_bits(norm(*inputs), plain)
@@ -548,7 +548,7 @@ def test_accelerates_hook_can_go_while_prepared(kind: str) -> None:
     change = install(norm)
     accelerate.hooks.remove_hook_from_module(norm)
     assert_same_bits(norm(*inputs), expected)
-    change.undo()
+    change.undo(ModelTree(norm))
     assert_same_bits(norm(*inputs), plain)
 
 
@@ -559,7 +559,7 @@ def test_a_wrapper_that_holds_on_to_it_gets_the_original_after_undoing() -> None
     change = install(norm)
     inner = norm.forward
     norm.forward = lambda *args: inner(*args)
-    change.undo()
+    change.undo(ModelTree(norm))
     assert_same_bits(norm(*inputs), before)
 
 

@@ -33,7 +33,6 @@ from kbitwrap import (
     build_plan,
     prepared_of,
 )
-from kbitwrap.journal import Resume
 from plain import Shadowed
 from snapshot import Snapshot
 from training import adapt, is_checkpointing, step
@@ -323,7 +322,7 @@ def test_an_exception_in_the_body_passes_and_the_model_is_restored() -> None:
 def test_a_failing_restore_does_not_hide_the_body() -> None:
     model = zoo.load("llama")
     prepared = KbitPreparedModel(model, precision="full").prepare()
-    prepared._journal.changes[2].undo = None  # type: ignore[method-assign]
+    prepared._preparation.journal.changes[2].undo = None  # type: ignore[method-assign]
     error = ValueError("from the body")
     assert prepared.__exit__(ValueError, error, None) is None  # type: ignore[func-returns-value]
     with pytest.raises(RestoreError, match="not callable"):
@@ -363,12 +362,12 @@ def test_a_fault_anywhere_in_prepare_leaves_the_model_as_it_was(
                     if count == position:
                         call = getattr(type(edit), phase)
 
-                        def fail(self: object, call: object = call) -> object:
+                        def fail(self: object, argument: object, call: object = call) -> object:
                             if self is edit:  # noqa: B023 - the generator waits here while it is called
                                 if phase == "apply":
-                                    call(self)  # type: ignore[operator]
+                                    call(self, argument)  # type: ignore[operator]
                                 raise kind("a fault")
-                            return call(self)  # type: ignore[operator]
+                            return call(self, argument)  # type: ignore[operator]
 
                         with monkeypatch.context() as patch:
                             patch.setattr(type(edit), phase, fail)
@@ -563,6 +562,7 @@ class TestTrained:
         prepared = KbitPreparedModel(model, precision="full", **fields).prepare()
         weight = model.model.norm.weight
         original = weight.detach().bfloat16()
+        weight.requires_grad_(True)
         with torch.no_grad():
             weight.add_(0.01)
         return prepared, weight, original
@@ -683,7 +683,7 @@ def test_verify_names_what_differs() -> None:
     assert {fqn: set(rows) for fqn, rows in diff.differences.items()} == {
         "model.norm.weight": {"requires_grad"},
         "lm_head.weight": {"dtype"},
-        "model.embed_tokens.weight": {"writes"},
+        "model.embed_tokens.weight": {"writes", "value"},
         "model.layers.1": {"gradient_checkpointing"},
         "model.layers.0.input_layernorm": {"forward"},
         "model.embed_tokens": {"input_gradient_hooks"},
@@ -692,19 +692,17 @@ def test_verify_names_what_differs() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*neither a quantization attribute")
-def test_verify_tells_tensors_with_one_canonical_name_apart() -> None:
+def test_verify_names_a_tensor_below_one_that_only_looks_like_a_wrapper() -> None:
     model = Shadowed()
     with KbitPreparedModel(model, precision="full") as prepared:
         assert not prepared.verify()
-        for linear in (model.inner, model.inner.base_layer):
+        for fqn, linear in (("inner.weight", model.inner), ("inner.base_layer.weight", model.inner.base_layer)):
             weight = linear.weight
             weight.requires_grad_(True)
-            assert {fqn: set(rows) for fqn, rows in prepared.verify().differences.items()} == {
-                "inner.weight": {"requires_grad"}
-            }
+            assert {name: set(rows) for name, rows in prepared.verify().differences.items()} == {fqn: {"requires_grad"}}
             weight.requires_grad_(False)
-            linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
-            assert "parameter" in prepared.verify().differences["inner.weight"]
+            linear.weight = nn.Parameter(weight.detach() * 2, requires_grad=False)
+            assert "parameter" in prepared.verify().differences[fqn]
             linear.weight = weight
             assert not prepared.verify()
         report = prepared.restore()
@@ -809,7 +807,7 @@ class TestOddMoments:
         def fail(*_: object) -> None:
             raise kind("late")
 
-        monkeypatch.setattr(kbitwrap.prepared, where, fail)
+        monkeypatch.setattr(f"kbitwrap.preparation.preparation.{where}", fail)
         with pytest.raises(EditError if kind is FaultError else kind):
             KbitPreparedModel(model, precision="full").prepare()
         assert before.diff(Snapshot(model), moved=True) == []
@@ -842,27 +840,28 @@ class TestOddMoments:
         model = zoo.load("llama")
         prepared = KbitPreparedModel(model, precision="full").prepare()
         during = Snapshot(model)
-        change = prepared._journal.changes[4]
-        whole = change.suspend
+        change = prepared._preparation.journal.changes[4]
+        whole = change.now
 
-        def suspend(resumes: list[Resume]) -> None:
-            whole(resumes)
-            resume = resumes.pop()
+        def now(view: object) -> Any:
+            way = whole(view)
+            back = way.undo
             interrupts = [KeyboardInterrupt, KeyboardInterrupt]
 
-            def interrupted() -> None:
+            def interrupted(view: object) -> None:
                 if interrupts:
                     raise interrupts.pop()
-                resume()
+                back(view)
 
-            resumes.append(interrupted)
+            way.undo = interrupted
+            return way
 
-        monkeypatch.setattr(change, "suspend", suspend)
+        monkeypatch.setattr(change, "now", now)
         with pytest.raises(KeyboardInterrupt), prepared.suspended():
             pass
         monkeypatch.undo()
         assert prepared.state is LifecycleState.SUSPENDED
-        assert len(prepared._suspension) == 1  # everything else was resumed
+        assert len(prepared._suspension.changes) == 1  # everything else was resumed
         assert prepared.resume()
         assert prepared.state is LifecycleState.PREPARED
         assert during.diff(Snapshot(model), moved=True, ignore=REORDERED) == []
@@ -896,7 +895,7 @@ class TestOddMoments:
         def fail(*_: object) -> None:
             raise FaultError("out of memory")
 
-        monkeypatch.setattr(kbitwrap.storage, "same_values", fail)
+        monkeypatch.setattr("kbitwrap.edits.storage.same_values", fail)
         for suspend in (prepared.suspend, lambda: prepared.suspended().__enter__()):
             with pytest.raises(FaultError, match="out of memory"):
                 suspend()
@@ -1135,7 +1134,7 @@ def test_freed_blocks_are_returned_between_large_casts(
     def emptied() -> None:
         found.append([p.dtype for p in model.parameters()])
 
-    monkeypatch.setattr("kbitwrap.prepared.empty_cache", emptied)
+    monkeypatch.setattr("kbitwrap.preparation.preparation.empty_cache", emptied)
     KbitPreparedModel(model, precision=precision, empty_cache=empties).prepare()
     half, full = torch.bfloat16, torch.float32
     if calls == ["large", "large", "end"]:

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from kbitwrap import ConfigError, KbitPreparedModel, RestoreError
-from kbitwrap.storage import Layout, NanPayloads, StorageChange, fingerprint, same_values
+from kbitwrap.edits.storage import StorageChange
+from kbitwrap.model.records import ParameterRecord
+from kbitwrap.tensors.bits import Layout, NanPayloads, fingerprint, same_values
 from snapshot import Snapshot
 from strategies import HALF_DTYPES, all_patterns, bits, from_bits, half_tensors, module_trees, patterns
 
@@ -33,6 +35,12 @@ class Holder(nn.Module):
         super().__init__()
         for i, tensor in enumerate(tensors):
             self.register_parameter(f"p{i}", tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor))
+
+
+def changed_storage(parameter: nn.Parameter) -> StorageChange:
+    """The change of one parameter's storage."""
+    holder = Holder(parameter)
+    return StorageChange(ParameterRecord("p0", [(holder, "p0")], parameter), parameter)
 
 
 def full(model: nn.Module, **fields: Any) -> KbitPreparedModel:
@@ -220,9 +228,7 @@ def test_payloads_are_stored_for_nan_alone(tensor: torch.Tensor) -> None:
 @given(half_tensors(nan=False))
 def test_nothing_is_stored_without_nan(tensor: torch.Tensor) -> None:
     assert NanPayloads.find(tensor) is None
-    change = StorageChange("p0", nn.Parameter(tensor))
-    assert change.payloads is None
-    assert change.kept is None
+    assert changed_storage(nn.Parameter(tensor)).kept is None
 
 
 @pytest.mark.parametrize("pattern", [0x7C01, 0x7E00, 0x7E01, 0x7FFF, 0xFE00, 0xFFFF], ids=hex)
@@ -242,6 +248,7 @@ def test_a_payload_is_not_written_over_a_number() -> None:
     signalling = from_bits([0x7F81, 0x7F82, 0x3F80], torch.bfloat16)
     model = Holder(signalling)
     prepared = full(model)
+    model.p0.requires_grad_(True)
     with torch.no_grad():
         model.p0[0] = 2.0
     assert prepared.restore().trained == ("p0",)
@@ -402,6 +409,7 @@ def test_one_of_two_over_one_memory_is_trained() -> None:
     base = numbered(4, 6)
     model = Holder(base, base.detach())
     prepared = full(model)
+    model.p0.requires_grad_(True)
     with torch.no_grad():
         model.p0.add_(1.0)
     trained = bits(model.p0.detach().to(torch.bfloat16)).clone()
@@ -428,6 +436,7 @@ def test_discard_makes_two_over_one_memory_share_again() -> None:
     base = numbered(4, 6)
     model = Holder(base, base.t())
     prepared = full(model, keep_originals=True)
+    model.p0.requires_grad_(True)
     with torch.no_grad():
         model.p0.add_(1.0)
     assert prepared.restore(trained="discard").trained == ("p0",)
@@ -472,7 +481,6 @@ def by_an_optimizer(parameter: nn.Parameter) -> None:
     parameter.sum().backward()
     optimizer.step()
     parameter.grad = None
-    parameter.requires_grad_(False)
 
 
 def rows_swapped(parameter: nn.Parameter) -> None:
@@ -502,6 +510,7 @@ def test_keep_rounds_the_trained_value(dtype: torch.dtype, keep_originals: bool,
     model = two_weights(dtype)
     untouched = bits(model.p1).clone()
     prepared = full(model, keep_originals=keep_originals)
+    model.p0.requires_grad_(True)
     train(model.p0)
     expected = bits(model.p0.detach().to(dtype)).clone()
     report = prepared.restore(trained="keep")
@@ -510,11 +519,26 @@ def test_keep_rounds_the_trained_value(dtype: torch.dtype, keep_originals: bool,
     assert torch.equal(bits(model.p1), untouched)
 
 
+@pytest.mark.parametrize("train", TRAININGS[:-2], ids=[train.__name__ for train in TRAININGS[:-2]])
+def test_a_frozen_value_that_changed_is_reported_as_replaced(train: Any) -> None:
+    model = two_weights()
+    prepared = full(model)
+    train(model.p0)
+    expected = bits(model.p0.detach().half()).clone()
+    if not torch.equal(expected, bits(numbered(4, 8, dtype=torch.float16))):  # what rounds away is no difference
+        assert {"value", "parameter"} & prepared.verify().differences["p0"].keys()
+    report = prepared.restore()
+    assert (report.trained, report.replaced) == ((), ("p0",))
+    assert torch.equal(bits(model.p0), expected)
+    assert model.p0.requires_grad
+
+
 @every_training
 def test_discard_puts_the_original_bits_back(train: Any) -> None:
     model = two_weights()
     snapshot = Snapshot(model)
     prepared = full(model, keep_originals=True)
+    model.p0.requires_grad_(True)
     train(model.p0)
     assert prepared.restore(trained="discard").trained == ("p0",)
     assert snapshot.diff(Snapshot(model), moved=True) == []
@@ -525,6 +549,7 @@ def test_error_names_it_with_everything_else_restored(train: Any) -> None:
     model = two_weights()
     untouched = bits(model.p1).clone()
     prepared = full(model)
+    model.p0.requires_grad_(True)
     train(model.p0)
     trained = model.p0.detach().clone()
     with pytest.raises(RestoreError, match=r"p0 was trained while it was stored in torch\.float32") as caught:
@@ -577,7 +602,7 @@ def test_an_unknown_policy_is_refused() -> None:
 def test_the_sign_of_a_zero_is_a_value(keep_originals: bool) -> None:
     model = Holder(torch.zeros(8).half())
     prepared = full(model, keep_originals=keep_originals)
-    model.p0.data.neg_()
+    model.p0.requires_grad_(True).data.neg_()
     assert prepared.restore(trained="keep").trained == ("p0",)
     assert torch.signbit(model.p0).all()
 
@@ -627,6 +652,7 @@ def test_a_suspension_brings_the_trained_value_back_bit_for_bit(train: Any, keep
     model = two_weights()
     parameter = model.p0
     prepared = full(model, keep_originals=keep_originals)
+    model.p0.requires_grad_(True)
     train(model.p0)
     trained = model.p0.detach().clone().view(torch.int32)
     for _ in range(2):
@@ -706,9 +732,8 @@ def test_a_difference_beyond_the_first_piece_shows() -> None:
 
 def test_reading_the_original_writes_nothing() -> None:
     parameter = nn.Parameter(torch.tensor([0x7FC1, 0x3F80], dtype=torch.int16).view(torch.bfloat16), False)
-    change = StorageChange("weight", parameter)
+    change = changed_storage(parameter)
     parameter.data.view(torch.int16)[0] = 0x7FC5  # another NaN, written by somebody since
-    original = change.read_original()
-    assert original is not None
+    original = change.original_of(parameter.data)
     assert original.view(torch.int16).tolist() == [0x7FC1, 0x3F80]
     assert parameter.view(torch.int16).tolist() == [0x7FC5, 0x3F80]

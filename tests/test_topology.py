@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,16 +19,9 @@ from torch.distributed.tensor import distribute_module
 
 import zoo
 from kbitwrap import KbitPreparedModel, UnsupportedModelError, build_plan
-from kbitwrap.topology import (
-    adapter_parameter_ids,
-    canonical_fqn,
-    named_modules,
-    named_tensors,
-    refuse_unsupported_tensors,
-    seeing_changes,
-    storage_key,
-    walking_once,
-)
+from kbitwrap.model.checks import refuse_unsupported_tensors, tree_of
+from kbitwrap.model.tree import ModelTree, storage_key
+from kbitwrap.model.wrappers import canonical_fqn
 
 
 @pytest.fixture
@@ -243,9 +235,9 @@ def test_adapters_are_what_peft_added(make: Callable[[], Any]) -> None:
     model = peft.get_peft_model(base, make())
     added = {id(p) for p in model.parameters()} - {id(p) for p in loaded}
     assert added
-    assert named(model, adapter_parameter_ids(model)) == named(model, added)
+    assert named(model, ModelTree(model).adapter_ids) == named(model, added)
     # PEFT's own word on it: what it left trainable.
-    assert named(model, adapter_parameter_ids(model)) == {f for f, p in model.named_parameters() if p.requires_grad}
+    assert named(model, ModelTree(model).adapter_ids) == {f for f, p in model.named_parameters() if p.requires_grad}
 
 
 # Prompt methods put the model itself at ``base_model``, or a part in one called ``model``: no name tells these apart.
@@ -283,24 +275,24 @@ def test_two_adapters_are_adapters_active_or_not() -> None:
     assert any("second" in fqn for fqn in named(model, added))
     for name in ("default", "second"):
         model.set_adapter(name)
-        assert named(model, adapter_parameter_ids(model)) == named(model, added)
+        assert named(model, ModelTree(model).adapter_ids) == named(model, added)
 
 
 def test_an_adapter_injected_without_a_peft_model_is_found() -> None:
     model = zoo.load("llama")
     loaded = {id(p) for p in model.parameters()}
     model.add_adapter(peft.LoraConfig(target_modules=["q_proj"], r=2))
-    assert adapter_parameter_ids(model) == {id(p) for p in model.parameters()} - loaded
+    assert ModelTree(model).adapter_ids == {id(p) for p in model.parameters()} - loaded
 
 
 def test_a_model_without_adapters_has_none() -> None:
-    assert adapter_parameter_ids(zoo.load("llama")) == set()
-    assert adapter_parameter_ids(Tiny()) == set()
+    assert ModelTree(zoo.load("llama")).adapter_ids == set()
+    assert ModelTree(Tiny()).adapter_ids == set()
 
 
 def test_after_a_merge_there_are_none() -> None:
     model = peft.get_peft_model(zoo.load("llama", None), zoo.lora_config("llama")).merge_and_unload()
-    assert adapter_parameter_ids(model) == set()
+    assert ModelTree(model).adapter_ids == set()
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -312,7 +304,7 @@ def test_named_tensors_are_the_named_parameters_with_their_owners() -> None:
     model = Tiny()
     model.lm_head.weight = model.model.embed_tokens.weight
     model.model.layers[1].norm = model.model.layers[0].norm
-    found = named_tensors(model)
+    found = ModelTree(model).tensors
     assert [(t.fqn, id(t.parameter)) for t in found] == [(fqn, id(p)) for fqn, p in model.named_parameters()]
     assert all(t.module._parameters[t.name] is t.parameter for t in found)
 
@@ -332,7 +324,7 @@ def test_storage_keys_are_equal_over_one_memory_alone() -> None:
 
 def refused(model: Any, *, allow_meta: bool = False) -> UnsupportedModelError:
     with pytest.raises(UnsupportedModelError) as caught:
-        refuse_unsupported_tensors(model, allow_meta=allow_meta)
+        refuse_unsupported_tensors(tree_of(model), allow_meta=allow_meta)
     return caught.value
 
 
@@ -355,7 +347,7 @@ def test_the_first_parameter_on_meta_is_named() -> None:
     model.model.layers[1].to("meta")
     assert refused(model).fqn == "model.layers.1.q_proj.weight"
     assert "build_plan works on the meta device" in str(refused(model))
-    refuse_unsupported_tensors(model, allow_meta=True)
+    refuse_unsupported_tensors(tree_of(model), allow_meta=True)
 
 
 def test_offloaded_weights_are_called_by_name() -> None:
@@ -415,8 +407,8 @@ def test_what_is_not_sharded_is_accepted(wraps: tuple[Callable[[Any], Any], ...]
     model: nn.Module = Tiny()
     for wrap in wraps:
         model = wrap(model)
-    refuse_unsupported_tensors(model, allow_meta=False)
-    refuse_unsupported_tensors(copy.deepcopy(model), allow_meta=False)
+    refuse_unsupported_tensors(tree_of(model), allow_meta=False)
+    refuse_unsupported_tensors(tree_of(copy.deepcopy(model)), allow_meta=False)
 
 
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning:torch")
@@ -441,42 +433,58 @@ def test_restoring_what_was_sharded_since_is_refused_before_anything_changes(
 # ----------------------------------------------------------------------------------------------------
 
 
-def test_inside_a_walk_the_tree_is_walked_once() -> None:
+def test_a_tree_is_the_model_at_one_moment_and_is_walked_once() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
-    with walking_once():
-        assert named_modules(model) is named_modules(model)
-        assert named_tensors(model) is not named_tensors(model, remove_duplicate=False)
-        with walking_once():
-            before = named_modules(model)
-        assert named_modules(model) is before
-    assert named_modules(model) is not before
+    tree = ModelTree(model)
+    assert len(tree.modules) == 2
+    assert tree.modules is tree.modules
+    assert tree.tensors is tree.tensors
+    model.append(nn.Linear(2, 2))
+    model[0].weight = nn.Parameter(torch.zeros(2, 2))
+    assert len(tree.modules) == 2
+    again = tree.again()
+    assert len(again.modules) == 3
+    assert again.tensors[0].parameter is model[0].weight
 
 
-def test_walks_are_done_again_where_something_was_replaced() -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    with walking_once():
-        assert len(named_modules(model)) == 2
-        model.append(nn.Linear(2, 2))
-        assert len(named_modules(model)) == 2
-        with seeing_changes(model):
-            model.append(nn.Linear(2, 2))
-        assert len(named_modules(model)) == 4
-        before = named_tensors(model)
-        with seeing_changes(model):
-            model[0].weight.requires_grad_(False)
-        assert named_tensors(model) is before
-        with seeing_changes(model):
-            model[0].weight = nn.Parameter(torch.zeros(2, 2))
-        assert named_tensors(model)[0].parameter is model[0].weight
-        with contextlib.suppress(ZeroDivisionError), seeing_changes(model):
-            model[2].bias = None
-            model[1 // 0].bias = None
-        assert [fqn for fqn, *_ in named_tensors(model)][-1] == "2.weight"
-    with seeing_changes(model):  # outside, where nothing is kept, it does nothing
-        pass
+# ----------------------------------------------------------------------------------------------------
+# Names by structure.
+# ----------------------------------------------------------------------------------------------------
 
 
-def test_models_do_not_share_their_walks() -> None:
-    with walking_once():
-        sizes = [len(named_modules(nn.Sequential(*(nn.Linear(1, 1) for _ in range(n))))) for n in range(5)]
-    assert sizes == [1, 2, 3, 4, 5]
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning:torch")
+@pytest.mark.filterwarnings("ignore:FSDP1 is deprecated:FutureWarning:torch")
+@pytest.mark.parametrize("wraps", WRAPS.values(), ids=WRAPS)
+def test_a_wrapped_model_is_named_by_structure(wraps: tuple[Callable[[Any], Any], ...], one_process: None) -> None:
+    model: nn.Module = Tiny()
+    names = {module: fqn for fqn, module in model.named_modules()}
+    parameters = [fqn for fqn, _ in model.named_parameters()]
+    for wrap in wraps:
+        model = wrap(model)
+    tree = ModelTree(model)
+    assert {node.module: node.fqn for node in tree.base} == names
+    assert [tensor.fqn for tensor in tree.base_tensors] == parameters
+    assert all(model.get_submodule(t.path.rpartition(".")[0]) is t.module for t in tree.all_tensors)
+
+
+@every_adapter
+def test_a_base_under_any_adapter_is_named_by_structure(make: Callable[[], Any]) -> None:
+    base = zoo.load("llama")
+    names = {module: fqn for fqn, module in base.named_modules()}
+    parameters = {fqn: p for fqn, p in base.named_parameters()}
+    tree = ModelTree(peft.get_peft_model(base, make()))
+    found = {node.module: node.fqn for node in tree.base}
+    assert found == {module: fqn for module, fqn in names.items() if module in found}
+    assert {t.fqn: id(t.parameter) for t in tree.base_tensors} == {fqn: id(p) for fqn, p in parameters.items()}
+
+
+def test_a_trained_copy_has_the_name_of_what_it_is_a_copy_of() -> None:
+    model = peft.get_peft_model(zoo.load("llama"), zoo.lora_config("llama", modules_to_save=True))
+    tree = ModelTree(model)
+    copies = [t for t in tree.tensors if "modules_to_save" in t.path]
+    assert [(t.fqn, id(t.parameter) in tree.adapter_ids) for t in copies] == [("lm_head.weight", True)]
+
+
+def test_names_that_only_look_like_a_wrappers_are_kept() -> None:
+    model = nn.ModuleDict({"module": nn.Linear(1, 1), "base_layer": nn.ModuleDict({"_orig_mod": nn.Linear(1, 1)})})
+    assert [t.fqn for t in ModelTree(model).tensors] == [fqn for fqn, _ in model.named_parameters()]

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from .checkpoint import read_header
-from .errors import ConfigError, ExportError
-from .lazy import LazyTensor, materialize
-from .quantization import is_of_a_quantizer
-from .report import ExportReport
-from .stream import staged, write_safetensors
+from ..checkpoint import read_header
+from ..errors import ConfigError, ExportError
+from ..lazy import LazyTensor, materialize
+from ..model.quantization import is_of_a_quantizer
+from ..report import ExportReport
+from ..stream import staged, write_safetensors
 from .twin import Twin
 
 _WEIGHTS_PATTERN = "model{suffix}.safetensors"

@@ -9,90 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
-import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import distributed, nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import distributed
 
-from .errors import ConfigError, ExportError
-from .lazy import LazyTensor
-from .quantization import RuntimeChange, is_quantized_parameter
-from .storage import StorageChange
-from .topology import named_modules
+from ..edits.base import HeldOriginal
+from ..edits.storage import StorageChange
+from ..edits.training import RuntimeChange
+from ..errors import ConfigError, ExportError
+from ..lazy import LazyTensor
+from ..model.checks import is_sharded_tensor
+from ..model.records import ParameterRecord
+from ..model.tree import ModelTree
 
 T = TypeVar("T")
 
 _FSDP2 = "torch.distributed.fsdp"
-
-
-def is_sharded_tensor(tensor: Any) -> bool:
-    """Whether a tensor is a ``DTensor``: a part of it is on this rank, and the whole of it need not be on any."""
-    loaded = sys.modules.get("torch.distributed.tensor")
-    return loaded is not None and isinstance(tensor, loaded.DTensor)
-
-
-def class_before_sharding(module: nn.Module) -> type[nn.Module]:
-    """The class of a module, without the one that ``fully_shard`` makes of it and puts in its place."""
-    cls: Any = type(module)
-    made = getattr(sys.modules.get(_FSDP2), "FSDPModule", ())
-    found: type[nn.Module] = next(base for base in cls.__mro__ if not issubclass(base, made))
-    return found
-
-
-class Recorded(NamedTuple):
-    """A parameter before the model was prepared; sharding replaces it by another object.
-
-    So does PEFT with a quantized weight that it dequantizes for DoRA on a CPU, by one over the very same memory.
-
-    Attributes:
-        reference: The parameter, weakly.
-        storage: Its memory, weakly; no other takes its place while it is referred to.
-        address: Where in the memory it starts.
-        num_elements: How many elements it had.
-        key: Its ``id`` at that time, by which its other places and what was recorded elsewhere are found.
-        quantized_class: Its class, if it held quantized storage; sharding makes it a plain tensor.
-        quant_state: Its 4-bit statistics, weakly, if it had any; sharding leaves them on the layer alone.
-    """
-
-    reference: weakref.ref[nn.Parameter]
-    storage: StorageWeakRef
-    address: int
-    num_elements: int
-    key: int
-    quantized_class: type[torch.Tensor] | None
-    quant_state: weakref.ref[Any] | None
-
-    @staticmethod
-    def of(parameter: nn.Parameter) -> Recorded:
-        """Record a parameter."""
-        state = getattr(parameter, "quant_state", None)
-        return Recorded(
-            weakref.ref(parameter),
-            StorageWeakRef(parameter.untyped_storage()),
-            parameter.data_ptr(),
-            parameter.numel(),
-            id(parameter),
-            type(parameter) if is_quantized_parameter(parameter) else None,
-            None if state is None else weakref.ref(state),
-        )
-
-    def is_same(self, module: nn.Module, parameter: torch.Tensor) -> bool:
-        """Whether a live parameter of a module is the one recorded, or, as far as can be told, that one sharded."""
-        # Not by shape: a 4-bit layer that repacks its weight for the CPU gives it another of as many elements.
-        if parameter.numel() != self.num_elements:
-            return False
-        if not is_sharded_tensor(parameter):
-            return parameter is self.reference() or self._is_same_memory(parameter)
-        return self.quant_state is None or self.quant_state() is getattr(module, "quant_state", None)
-
-    def _is_same_memory(self, parameter: torch.Tensor) -> bool:
-        if self.quantized_class is not type(parameter) or parameter.data_ptr() != self.address:
-            return False
-        return bool(StorageWeakRef(parameter.untyped_storage()) == self.storage)
 
 
 class Gathering:
@@ -103,42 +37,34 @@ class Gathering:
         self._is_led = False
 
     @classmethod
-    def of(cls, model: nn.Module) -> Gathering | None:
+    def of(cls, tree: ModelTree) -> Gathering | None:
         """Start gathering a model, all of it sharded as between two training steps; ``None`` where nothing is.
 
         FSDP2 leaves parameters whole after some forwards, in the dtype of a mixed-precision policy. They are sharded
         again as ``state_dict()`` does it: by the hooks that FSDP2 has put on the modules for that.
 
         Args:
-            model: The live model.
+            tree: The live model.
 
         Returns:
             A gathering that has promised nothing yet.
         """
         is_sharded = False
-        for _, module in named_modules(model):
+        for _, _, module, _ in tree.modules:
             for hook in list(module._state_dict_pre_hooks.values()):
                 if str(getattr(hook, "__module__", None)).startswith(_FSDP2):
                     hook(module, "", False)
             is_sharded |= any(is_sharded_tensor(parameter) for parameter in module._parameters.values())
         return cls() if is_sharded else None
 
-    def promise(
-        self,
-        fqn: str,
-        parameter: torch.Tensor,
-        was: Recorded,
-        change: StorageChange | None,
-        layer: RuntimeChange | None,
-    ) -> LazyTensor:
+    def promise(self, fqn: str, parameter: torch.Tensor, was: ParameterRecord, held: HeldOriginal | None) -> LazyTensor:
         """Promise a parameter's original, whole, to be computed inside ``lead``.
 
         Args:
             fqn: Its name.
             parameter: The sharded parameter.
             was: What it was.
-            change: What it stored, if that was recorded.
-            layer: What was recorded of the quantized layer that it belongs to, if it does.
+            held: What a preparation holds of its original.
 
         Returns:
             The tensor promised.
@@ -154,20 +80,22 @@ class Gathering:
             )
         index = len(self._tensors)
         self._tensors.append((fqn, parameter))
-        is_changed = change is not None and (parameter.dtype != change.dtype or change.kept is not None)
-        dtype = change.dtype if change is not None and is_changed else parameter.dtype
+        stored = held if isinstance(held, StorageChange) and held.converts(parameter) else None
 
         def compute() -> torch.Tensor:
             if not self._is_led:
                 raise RuntimeError(f"{fqn} is sharded: its values are there only while all ranks write together")
             _tell(index)
             gathered = self._gather(index)
-            return change.original_of(gathered) if change is not None and is_changed else gathered
+            return gathered if stored is None else stored.original_of(gathered)
 
+        dtype = parameter.dtype if stored is None else stored.dtype
         promised = _lazy_class(was.quantized_class)(parameter.shape, dtype, compute)
         if was.quant_state is not None:
-            state = was.quant_state() if layer is None else layer.original_quant_state()
-            vars(promised)["quant_state"] = state
+            layer = held if isinstance(held, RuntimeChange) else None
+            vars(promised)["quant_state"] = (
+                was.quant_state() if layer is None else layer.original_quant_state(parameter)
+            )
         return promised
 
     @contextlib.contextmanager

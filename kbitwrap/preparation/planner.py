@@ -8,47 +8,36 @@ import weakref
 import torch
 from torch import nn
 
-from .checkpointing import Checkpoint, refuse_without_checkpointing, refuse_without_embeddings
-from .compute import ComputeInFloat32, UpcastAtUse
-from .config import Precision, PrepareConfig, format_bytes
-from .edits import EditBase, Freeze, Record, references
-from .precision import can_rebind_forward, computes_in_float32
+from ..config import Precision, PrepareConfig, format_bytes
+from ..edits.base import EditBase
+from ..edits.checkpointing import Checkpoint, refuse_without_checkpointing, refuse_without_embeddings
+from ..edits.flags import Freeze, prepared_tensors
+from ..edits.norms import ComputeInFloat32, can_rebind_forward, computes_in_float32
+from ..edits.stand_ins import UpcastAtUse, can_stand_in
+from ..edits.storage import Store
+from ..edits.training import Record
+from ..model.quantization import Quantization, is_quantized_layer, is_quantized_parameter
+from ..model.records import TensorRef
+from ..model.roles import Role, computes_in_half, is_norm, parameter_roles
+from ..model.tree import ModelTree, NamedTensor, Node, storage_key
+from ..tensors.bits import HALF_DTYPES
 from .process import mixed_precision
-from .quantization import (
-    HALF_DTYPES,
-    Quantization,
-    is_quantized_layer,
-    is_quantized_parameter,
-    layers_with_runtime_state,
-)
-from .roles import Role, computes_in_half, is_norm, parameter_roles
-from .storage import Store
-from .topology import (
-    NamedTensor,
-    adapter_classes,
-    adapter_parameter_ids,
-    base_modules,
-    named_modules,
-    named_tensors,
-    storage_key,
-)
-from .upcast import can_stand_in
 
 
 class Planner:
     """Writes the edits down, from a model, a config, and what the model is quantized with.
 
     Args:
-        model: The model; read only.
+        tree: The model; read only.
         config: The settings.
         quantization: How the model is quantized.
         freeze_adapters: Treat adapters as the base, as PEFT's function does.
     """
 
     def __init__(
-        self, model: nn.Module, config: PrepareConfig, quantization: Quantization, *, freeze_adapters: bool = False
+        self, tree: ModelTree, config: PrepareConfig, quantization: Quantization, *, freeze_adapters: bool = False
     ) -> None:
-        self.model = model
+        self.tree = tree
         self.config = config
         self.quantization = quantization
         self.freeze_adapters = freeze_adapters
@@ -57,23 +46,12 @@ class Planner:
     @functools.cached_property
     def roles(self) -> dict[int, Role]:
         """The role of every parameter, by ``id``."""
-        return parameter_roles(self.model, self.config.norm_modules)
+        return parameter_roles(self.tree, self.config.norm_modules)
 
     @functools.cached_property
     def base(self) -> list[NamedTensor]:
         """The parameters to prepare: all but adapters', unless these are to be treated alike."""
-        adapters = set() if self.freeze_adapters else adapter_parameter_ids(self.model)
-        return [t for t in named_tensors(self.model) if id(t.parameter) not in adapters]
-
-    @functools.cached_property
-    def _places(self) -> dict[int, list[tuple[nn.Module, str]]]:
-        """Every module that holds a parameter, with its name there, by the parameter's ``id``."""
-        places: dict[int, list[tuple[nn.Module, str]]] = {}
-        for _, module in named_modules(self.model):
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    places.setdefault(id(parameter), []).append((module, name))
-        return places
+        return prepared_tensors(self.tree, self.freeze_adapters)
 
     def edits(self) -> tuple[EditBase, ...]:
         """Write the edits down, in the order in which they are applied; gathers ``warnings`` on the way.
@@ -83,7 +61,7 @@ class Planner:
         """
         if not self.quantization.is_quantized:
             self.warnings.append(
-                f"{type(self.model).__name__} has neither a quantization attribute nor a quantized layer: "
+                f"{type(self.tree.model).__name__} has neither a quantization attribute nor a quantized layer: "
                 "it is frozen and cast as asked, but not checkpointed"
             )
         edits: list[EditBase] = [self._record(), self._freeze(), *self._store]
@@ -98,18 +76,14 @@ class Planner:
         return sum(_bytes(t.parameter) for t in self._castable)
 
     def _record(self) -> Record:
-        layers = layers_with_runtime_state(self.model)
+        nodes = self.tree.runtime_layers
         return Record(
-            "record",
-            tuple(fqn for fqn, _ in layers),
-            model=weakref.ref(self.model),
-            layers=tuple(weakref.ref(module) for _, module in layers),
+            "record", tuple(node.fqn for node in nodes), layers=tuple(weakref.ref(node.module) for node in nodes)
         )
 
     def _freeze(self) -> Freeze:
-        return Freeze(
-            "freeze", tuple(t.fqn for t in self.base), tensors=references(self.base), freeze=self.config.freeze
-        )
+        fqns = tuple(t.fqn for t in self.base)
+        return Freeze("freeze", fqns, freeze=self.config.freeze, freeze_adapters=self.freeze_adapters)
 
     @functools.cached_property
     def _castable(self) -> list[NamedTensor]:
@@ -133,7 +107,7 @@ class Planner:
             return "not the weight of a lookup or of a linear layer"
         if not self.config.freeze and parameter.requires_grad:
             return "trained"
-        if not all(can_stand_in(m, n) for m, n in self._places[id(parameter)]):
+        if not all(can_stand_in(m, n) for m, n in self.tree.places[id(parameter)]):
             return "its module computes with something else than the parameter, or writes to it"
         return None
 
@@ -143,14 +117,13 @@ class Planner:
             found = [t for t in self._upcast if self.roles[id(t.parameter)] is role]
             if found:
                 # A tied weight is seen as float32 from each of its modules.
-                places = [place for t in found for place in self._places[id(t.parameter)]]
+                places = [place for t in found for place in self.tree.places[id(t.parameter)]]
                 edits.append(
                     UpcastAtUse(
                         "upcast",
                         tuple(t.fqn for t in found),
                         role=role,
-                        model=weakref.ref(self.model),
-                        weights=tuple((weakref.ref(module), name) for module, name in places),
+                        weights=tuple(TensorRef(weakref.ref(module), name) for module, name in places),
                         chunk_bytes=self.config.head_chunk_bytes,
                     )
                 )
@@ -186,7 +159,7 @@ class Planner:
             added_bytes=cast_bytes - freed_bytes,
             transient_bytes=cast_bytes,
             reason=(self._kept_in_float32_because(group[0]) or "") if is_compute else "",
-            parameters=references(group),
+            refs=tuple(TensorRef(weakref.ref(t.module), t.name) for t in group),
             dtype=dtype,
             keep=keep,
             is_rewritten=is_rewritten,
@@ -198,22 +171,20 @@ class Planner:
         precision = self.config.precision
         if precision not in (Precision.NORMS, Precision.ADAPTED) or not self.quantization.casts:
             return []
-        modules = base_modules(self.model)
-        blocks = _adapted_blocks(self.model, modules) if precision is Precision.ADAPTED else {""}
+        blocks = _adapted_blocks(self.tree) if precision is Precision.ADAPTED else {""}
         # Few modules own a half parameter: what takes longer is asked of these alone.
-        halves = {
-            id(t.module) for t in named_tensors(self.model, remove_duplicate=False) if t.parameter.dtype in HALF_DTYPES
-        }
-        found = []
-        for fqn, module in modules:
-            if id(module) not in halves or not is_norm(module, self.config.norm_modules):
+        halves = {id(t.module) for t in self.tree.all_tensors if t.parameter.dtype in HALF_DTYPES}
+        found: dict[int, Node] = {}
+        for node in self.tree.base:
+            fqn, module = node.fqn, node.module
+            if id(module) not in halves or id(module) in found or not is_norm(module, self.config.norm_modules):
                 continue
             if not computes_in_half(module):
                 continue
             if not any(fqn.startswith(block) for block in blocks) or computes_in_float32(module):
                 continue
             if can_rebind_forward(module):
-                found.append((fqn, module))
+                found[id(module)] = node
             else:
                 self.warnings.append(
                     f"{fqn} computes as loaded: it has buffers, where norms keep statistics, or its forward was "
@@ -224,17 +195,16 @@ class Planner:
         return [
             ComputeInFloat32(
                 "compute",
-                tuple(fqn for fqn, _ in found),
+                tuple(node.fqn for node in found.values()),
                 role=Role.NORM,
-                model=weakref.ref(self.model),
-                modules=tuple(weakref.ref(module) for _, module in found),
+                modules=tuple(weakref.ref(node.module) for node in found.values()),
             )
         ]
 
     def _checkpoint(self) -> Checkpoint:
         enable = self.config.gradient_checkpointing and self.quantization.is_quantized
         if enable:
-            refuse_without_checkpointing(self.model)
+            refuse_without_checkpointing(self.tree)
         kwargs = dict(self.config.gradient_checkpointing_kwargs)
         hook_inputs = self.config.input_require_grads
         if hook_inputs is None:
@@ -242,15 +212,13 @@ class Planner:
             use_reentrant = kwargs.get("use_reentrant")
             hook_inputs = enable and (use_reentrant is None or bool(use_reentrant))
         if hook_inputs:
-            refuse_without_embeddings(self.model)
-        return Checkpoint(
-            "checkpoint", ("",), model=weakref.ref(self.model), enable=enable, kwargs=kwargs, hook_inputs=hook_inputs
-        )
+            refuse_without_embeddings(self.tree.model)
+        return Checkpoint("checkpoint", ("",), enable=enable, kwargs=kwargs, hook_inputs=hook_inputs)
 
     def by_role(self, stores: list[Store]) -> dict[str, dict[str, int]]:
         """Count parameters, and the bytes they hold and are to hold, by the part they play."""
         rows = {role: {"count": 0, "bytes": 0, "added_bytes": 0} for role in Role}
-        parameters = [t.parameter for t in named_tensors(self.model)]
+        parameters = [t.parameter for t in self.tree.tensors]
         for parameter in parameters:
             rows[self.roles[id(parameter)]]["count"] += 1
         # What is one memory seen in one way counts once.
@@ -275,8 +243,8 @@ class Planner:
                     "twice the bytes, and FlashAttention refuses float32 queries, keys and values"
                 )
             self._warn_of_mixed_precision()
-            stored = [t for store in self._store for t in store.parameters]
-            experts = sum(_bytes(p) for r in stored if (p := r()) is not None and self.roles[id(p)] is Role.EXPERT)
+            stored = [ref for store in self._store for ref in store.refs]
+            experts = sum(_bytes(p) for ref in stored if (p := ref()) is not None and self.roles[id(p)] is Role.EXPERT)
             if experts:
                 self.warnings.append(f"unquantized experts are doubled: {format_bytes(experts)} more")
 
@@ -297,18 +265,15 @@ class Planner:
             )
 
 
-def _adapted_blocks(model: nn.Module, modules: list[tuple[str, nn.Module]]) -> set[str]:
+def _adapted_blocks(tree: ModelTree) -> set[str]:
     """The prefixes of the blocks that hold an adapter. A block is an element of an outermost ``ModuleList``."""
-    adapters = adapter_classes(model)
-    lists = [fqn for fqn, module in modules if isinstance(module, nn.ModuleList)]
+    lists = [node.fqn for node in tree.base if isinstance(node.module, nn.ModuleList)]
     blocks = set()
-    for fqn, module in modules if adapters else ():
-        if type(module) not in adapters:
-            continue
-        inside = [name for name in lists if fqn.startswith(f"{name}.")]
+    for node in tree.adapters:
+        inside = [name for name in lists if node.fqn.startswith(f"{name}.")]
         if inside:
             outermost = min(inside, key=len)
-            blocks.add(f"{outermost}.{fqn[len(outermost) + 1 :].partition('.')[0]}.")
+            blocks.add(f"{outermost}.{node.fqn[len(outermost) + 1 :].partition('.')[0]}.")
     return blocks
 
 

@@ -15,17 +15,16 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from .baseline import Baseline
-from .digest import content_digest, is_dense
 from .errors import ExportError, ManifestError, UnsupportedModelError
+from .export.twin import build_twin
 from .lazy import LazyTensor
-from .process import plain_mode
-from .quantization import DISTRIBUTIONS, detect, is_quantized_parameter
+from .model.checks import refuse_unsupported_tensors, tree_of
+from .model.quantization import DISTRIBUTIONS, is_quantized_parameter
+from .model.tree import ModelTree, join
+from .preparation.preparation import Preparation
+from .preparation.process import plain_mode
 from .schema import TensorRecord
-from .topology import (
-    refuse_unsupported_tensors,
-)
-from .twin import build_twin, peeled_modules
+from .tensors.bits import content_digest, is_dense
 
 # What use, saving or another version of transformers changes in a config, at any depth; names that begin with an
 # underscore too.
@@ -56,10 +55,12 @@ class Contents:
         model: As ``ModelRecord`` in JSON.
         tensors: Every base parameter, persistent buffer and statistic of a quantized weight, by the name that it has
             in the state dict of the unwrapped model. Dtypes, flags and digests are the original's.
+        trained: Names of parameters that a preparation holds and that training has changed.
     """
 
     model: dict[str, Any]
     tensors: dict[str, TensorRecord]
+    trained: tuple[str, ...] = ()
 
 
 def read_contents(model: nn.Module, *, progress: bool = False) -> Contents:
@@ -76,40 +77,48 @@ def read_contents(model: nn.Module, *, progress: bool = False) -> Contents:
         ManifestError: Adapters are merged into its weights, or these were replaced since it was prepared.
         UnsupportedModelError: It is sharded, offloaded or on the meta device.
     """
+    tree = tree_of(model)
+    preparation = Preparation.find(tree)
+    if preparation is not None:
+        tree = ModelTree(model, preparation.original.records)
     try:
-        refuse_unsupported_tensors(model, allow_meta=False)
+        refuse_unsupported_tensors(tree, allow_meta=False)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
             f"cannot read every tensor of this model: {error}. Make a manifest, or check it, before that", fqn=error.fqn
         ) from error
-    baseline = Baseline.find(model) or Baseline()
     with plain_mode():
+        if preparation is not None:
+            preparation.original.follow(tree)
         try:
-            twin = build_twin(model, baseline.changes(), baseline.origin_of(model)).model
+            twin = build_twin(tree, preparation).model
         except ExportError as error:
             raise ManifestError(f"cannot tell what the base was: {error}") from error
         live = {
-            f"{fqn}.{name}" if fqn else name: (module, name)
-            for fqn, module in peeled_modules(model)
-            for name in (*module._parameters, *module._buffers)
+            join(node.fqn, name): (node.module, name)
+            for node in tree.base
+            for name in (*node.module._parameters, *node.module._buffers)
         }
         state = {fqn: t for fqn, t in twin.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
         ties = _ties({fqn: t for fqn, t in state.items() if isinstance(_at(live, fqn), nn.Parameter)})
-        flags = baseline.original_flags()
+        known = {} if preparation is None else preparation.original.known(tree)
         digests: dict[int, int] = {}  # a tied tensor is read once
         tensors = {}
         for fqn, tensor in tqdm(state.items(), desc="digest", unit="tensor", disable=not progress, leave=False):
             current = _at(live, fqn)
-            buffer = baseline.buffer(*live[fqn]) if fqn in live else None
-            if buffer is None and id(tensor) not in digests:
+            before = None if preparation is None or fqn not in live else preparation.original.buffer(*live[fqn])
+            if before is None and id(tensor) not in digests:
                 digests[id(tensor)] = _digest(fqn, tensor)
-            dtype, shape, digest = buffer or (tensor.dtype, tensor.shape, digests[id(tensor)])
+            dtype, shape, digest = before or (tensor.dtype, tensor.shape, digests[id(tensor)])
             prepared_dtype, prepared_flag, flag = dtype, False, False
             kind = "quantization" if current is None else "buffer"
             if isinstance(current, nn.Parameter):
                 kind = "parameter"
-                prepared_dtype, prepared_flag = baseline.prepared(current) or (dtype, current.requires_grad)
-                flag = flags.get(id(current), current.requires_grad)
+                flag = prepared_flag = current.requires_grad
+                record = known.get(id(current))
+                if preparation is not None and record is not None:
+                    flag = preparation.original.flag(record)
+                    prepared_dtype, prepared_flag = preparation.left.of(record) or (dtype, prepared_flag)
             tensors[fqn] = TensorRecord(
                 fqn=fqn,
                 type=kind,
@@ -121,7 +130,8 @@ def read_contents(model: nn.Module, *, progress: bool = False) -> Contents:
                 digest=f"{digest:016x}",
                 tie_group=ties.get(fqn),
             )
-        return Contents(_model_record(twin, live, tensors), tensors)
+        trained = () if preparation is None else tuple(preparation.changes(tree).trained)
+        return Contents(_model_record(twin, live, tensors), tensors, trained)
 
 
 def _digest(fqn: str, tensor: torch.Tensor) -> int:
@@ -183,7 +193,7 @@ def _model_record(
         "config_sha256": _sha256(settled.get("", settled)) if settled else None,
         "dtype": next(numbers, None),
         "quantization": {
-            "method": detect(twin).method,
+            "method": ModelTree(twin).quantization.method,
             "config": quantizations.get("", quantizations),
         },
     }

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
-from .errors import StateError
-from .journal import Resume
-from .storage import CopyChange, StorageChange
+from ..edits.base import HeldOriginal
+from ..edits.journal import Call
+from ..errors import StateError
+from ..model.tree import ModelTree
 
 # From here on torch's CUDA allocator gives a block a segment of its own (kMinLargeAlloc).
 LARGE_BLOCK_BYTES = 10 << 20
@@ -30,10 +30,10 @@ def plain_mode() -> Iterator[None]:
         yield
 
 
-def random_state(model: nn.Module) -> Resume:
-    """Read the states of the random generators that the model draws from; the call returned puts them back."""
+def random_state(tree: ModelTree) -> Call:
+    """Read the states of the random generators that the model draws from; the call puts them back."""
     cpu = torch.get_rng_state()
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    devices = {t.parameter.device for t in tree.tensors if t.parameter.device.type == "cuda"}
     states = {device: torch.cuda.get_rng_state(device) for device in devices}
 
     def put_back() -> None:
@@ -41,7 +41,7 @@ def random_state(model: nn.Module) -> Resume:
         for device, state in states.items():
             torch.cuda.set_rng_state(state, device)
 
-    return put_back
+    return Call(put_back)
 
 
 def empty_cache() -> None:
@@ -96,25 +96,25 @@ def mixed_precision(device_type: str) -> MixedPrecision | None:
     return None
 
 
-def refuse_retyping_under_ddp(changes: Sequence[StorageChange | CopyChange]) -> None:
+def refuse_retyping_under_ddp(held: Sequence[HeldOriginal]) -> None:
     """Raise where suspending would take a trained parameter out of ``DistributedDataParallel``.
 
     A parameter that changes its dtype loses its gradient accumulator, and with it the hook that synchronizes it.
 
     Args:
-        changes: What would be suspended.
+        held: The originals that would be put back.
 
     Raises:
         StateError: Several processes train together, and one of these parameters is trained in another dtype.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
-    for change in changes:
-        parameter = change.reference()
-        is_retyped = parameter is not None and parameter.requires_grad and parameter.dtype != change.dtype
+    for one in held:
+        parameter = one.record.live()
+        is_retyped = parameter is not None and parameter.requires_grad and parameter.dtype != one.dtype
         if is_retyped and torch.distributed.get_world_size() > 1:
             raise StateError(
-                f"suspended() would change the dtype of {change.fqn}, which is being trained, and "
+                f"suspended() would change the dtype of {one.record.fqn}, which is being trained, and "
                 "DistributedDataParallel would no longer synchronize it; use precision 'norms' or 'none', where "
                 "nothing changes its dtype, or restore(), and wrap anew"
             )

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .edits import AttributesChange, EditBase
-from .errors import UnsupportedModelError
-from .journal import Resume
-from .topology import named_modules, places, seeing_changes
+from ..errors import UnsupportedModelError
+from ..model.tree import ModelTree
+from .base import AttributesChange, ChangeBase, EditBase, Together
+from .journal import Call, WayBack
 
 
 def make_inputs_require_grad(module: nn.Module, args: Any, output: torch.Tensor) -> None:
@@ -34,36 +34,33 @@ def input_gradient_hooks(module: nn.Module) -> list[int]:
     ]
 
 
-class HooksChange:
+class HooksChange(ChangeBase):
     """The input-gradient hooks as they were: every later one goes, whoever left it; all other hooks stay.
 
     A hook keeps its id when its module is copied, so that one set of ids tells old from new everywhere.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self._places = places(model)
-        hooked = (module for _, module in self._places.live() if module._forward_hooks)
-        self.before = {key for module in hooked for key in input_gradient_hooks(module)}
+    def __init__(self, tree: ModelTree) -> None:
+        self._index = tree.index
+        self.before = {key for node in tree.modules for key in input_gradient_hooks(node.module)}
 
-    def _affected(self) -> dict[nn.Module, list[int]]:
-        model = self._model()
-        modules = [*self._places.live(), *(named_modules(model) if model is not None else ())]
-        hooked = (m for _, m in modules if m._forward_hooks)
+    def _affected(self, tree: ModelTree) -> dict[nn.Module, list[int]]:
+        modules = [*(m for _, m in self._index.live()), *(node.module for node in tree.modules)]
+        hooked = (m for m in modules if m._forward_hooks)
         return {m: new for m in hooked if (new := [k for k in input_gradient_hooks(m) if k not in self.before])}
 
-    def undo(self) -> None:
+    def undo(self, tree: ModelTree) -> None:
         """Remove the hooks added since."""
-        self.remove_added(keep_one=False)
+        self.remove_added(tree, keep_one=False)
 
-    def remove_added(self, *, keep_one: bool) -> bool:
+    def remove_added(self, tree: ModelTree, *, keep_one: bool) -> bool:
         """Remove the hooks added since: all, or as many as leave one on each module, an older one before the newest.
 
         Returns:
             Whether one of those added is left.
         """
         is_left = False
-        for module, keys in self._affected().items():
+        for module, keys in self._affected(tree).items():
             keeps_newest = keep_one and not self.before.intersection(module._forward_hooks)
             is_left |= keeps_newest
             for key in keys[:-1] if keeps_newest else keys:
@@ -71,9 +68,9 @@ class HooksChange:
                     getattr(module, name, {}).pop(key, None)
         return is_left
 
-    def suspend(self, resumes: list[Resume]) -> None:
-        """Remove the hooks added since; resuming puts them back in the order they had."""
-        affected = self._affected()
+    def now(self, tree: ModelTree) -> WayBack:
+        """Record the hooks, with the order that they have."""
+        affected = self._affected(tree)
         removed = {key for keys in affected.values() for key in keys}
         saved = [
             (getattr(module, name), list(getattr(module, name).items()))
@@ -90,8 +87,7 @@ class HooksChange:
                 hooks.clear()
                 hooks.update(back + new)
 
-        resumes.append(resume)
-        self.undo()
+        return Call(resume)
 
 
 CHECKPOINTING_ATTRIBUTES = (
@@ -102,22 +98,20 @@ CHECKPOINTING_ATTRIBUTES = (
 )
 
 
-class CheckpointingChange:
-    """Checkpointing attributes and input-gradient hooks as they were."""
+class CheckpointingChange(Together):
+    """Checkpointing attributes and input-gradient hooks as they were.
 
-    def __init__(self, model: nn.Module) -> None:
-        self.hooks = HooksChange(model)
-        self.attributes = AttributesChange(model, CHECKPOINTING_ATTRIBUTES)
+    Attributes:
+        hooks: The hooks.
+        attributes: The attributes.
+        model: The model, weakly.
+    """
 
-    def undo(self) -> None:
-        """Put both back."""
-        self.hooks.undo()
-        self.attributes.undo()
-
-    def suspend(self, resumes: list[Resume]) -> None:
-        """Put both back for a while."""
-        self.hooks.suspend(resumes)
-        self.attributes.suspend(resumes)
+    def __init__(self, tree: ModelTree) -> None:
+        self.model = weakref.ref(tree.model)
+        self.hooks = HooksChange(tree)
+        self.attributes = AttributesChange(tree, CHECKPOINTING_ATTRIBUTES)
+        super().__init__(self.hooks, self.attributes)
 
 
 def checkpointing_method(model: nn.Module) -> tuple[Callable[..., Any], str | None] | None:
@@ -143,21 +137,22 @@ def checkpointing_method(model: nn.Module) -> tuple[Callable[..., Any], str | No
     return old, "gradient_checkpointing_kwargs" if takes_kwargs else None
 
 
-def refuse_without_checkpointing(model: nn.Module) -> None:
+def refuse_without_checkpointing(tree: ModelTree) -> None:
     """Raise for a model that cannot be checkpointed.
 
     Args:
-        model: The model.
+        tree: The model.
 
     Raises:
         UnsupportedModelError: It says so itself, has no method to enable it, or no layer that listens.
     """
+    model = tree.model
     name = type(model).__name__
     remedy = "prepare it with gradient_checkpointing=False"
     if checkpointing_method(model) is None:
         raise UnsupportedModelError(f"{name} has no method that enables activation checkpointing; {remedy}")
     supports = getattr(model, "supports_gradient_checkpointing", None)
-    listens = any(hasattr(module, "gradient_checkpointing") for _, module in named_modules(model))
+    listens = any(hasattr(module, "gradient_checkpointing") for _, _, module, _ in tree.modules)
     if supports is False or (supports is True and not listens):
         raise UnsupportedModelError(f"{name} does not support activation checkpointing; {remedy}")
 
@@ -182,31 +177,25 @@ def refuse_without_embeddings(model: nn.Module) -> None:
 class Checkpoint(EditBase):
     """Enable activation checkpointing, and hook the input embeddings exactly where that is asked for."""
 
-    model: weakref.ref[nn.Module] = field(repr=False)
     enable: bool = True
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     hook_inputs: bool = False
-    _change: list[CheckpointingChange] = field(default_factory=list, repr=False, compare=False)
 
-    def capture(self) -> CheckpointingChange:
+    def capture(self, tree: ModelTree) -> CheckpointingChange:
         """Record attributes and hooks."""
-        model = self.model()
-        assert model is not None
-        self._change[:] = [CheckpointingChange(model)]
-        return self._change[0]
+        return CheckpointingChange(tree)
 
-    def apply(self) -> None:
+    def apply(self, change: CheckpointingChange) -> None:
         """Enable, then settle the hooks: transformers' enabling installs them again, needed or not."""
-        model = self.model()
+        model = change.model()
         assert model is not None
-        change = self._change[0]
-        with seeing_changes(model):
-            if self.hook_inputs:
-                _hook_inputs(model)
-            if self.enable:
-                _enable_checkpointing(model, self.kwargs)
-        if not change.hooks.remove_added(keep_one=self.hook_inputs):
-            change.attributes.undo_of(CHECKPOINTING_ATTRIBUTES[2:])
+        if self.hook_inputs:
+            _hook_inputs(model)
+        if self.enable:
+            _enable_checkpointing(model, self.kwargs)
+        tree = ModelTree(model)  # somebody else's code had the model
+        if not change.hooks.remove_added(tree, keep_one=self.hook_inputs):
+            change.attributes.undo_of(CHECKPOINTING_ATTRIBUTES[2:], tree)
 
 
 def _hook_inputs(model: nn.Module) -> None:

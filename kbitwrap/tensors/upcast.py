@@ -9,16 +9,15 @@ weight would get.
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .quantization import HALF_DTYPES, is_quantized_parameter
+from .bits import HALF_DTYPES
 
 aten = torch.ops.aten
 
@@ -317,127 +316,3 @@ def _product(func: Any, args: Sequence[Any], weight: UpcastTensor) -> torch.Tens
         bias = [bias[..., piece] if bias.shape[-1] > 1 else bias for bias in args[:-1]]
         output[:, piece] = func(*bias, left, half[:, piece].float())
     return output
-
-
-class Float32Copy:
-    """An instance's ``__deepcopy__``: a copy of a module whose weights are stood in for stores them in float32.
-
-    PEFT copies modules to train them (``modules_to_save``), and a trained weight is kept in float32, as it would be
-    where the module itself stored float32.
-
-    Args:
-        module: The module.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def __call__(self, memo: dict[int, Any]) -> nn.Module:
-        """Copy the module.
-
-        Args:
-            memo: As in ``copy.deepcopy``; parameters shared with other modules stay shared among the copies.
-
-        Returns:
-            The copy, with nothing of a preparation's on it.
-        """
-        module = self.module
-        result: nn.Module = object.__new__(type(module))
-        memo[id(module)] = result
-        for parameter in module._parameters.values():
-            if parameter is None or id(parameter) in memo or is_quantized_parameter(parameter):
-                continue
-            if parameter.dtype in HALF_DTYPES:
-                upcast = parameter.detach().float()
-                memo[id(parameter)] = nn.Parameter(upcast, requires_grad=parameter.requires_grad)
-        for name, value in vars(module).items():
-            if not isinstance(value, (UpcastTensor, Float32Copy, StandInState)):
-                result.__dict__[name] = copy.deepcopy(value, memo)
-        return result
-
-
-class StandInState:
-    """An instance's ``__getstate__``: a pickle of a module keeps its stand-ins, and the half weights behind them.
-
-    Args:
-        module: The module.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def __call__(self) -> dict[str, Any]:
-        """The module's attributes.
-
-        Returns:
-            Them, with each stand-in marked as the module's own.
-        """
-        state = getattr(type(self.module), "__getstate__", vars)(self.module)
-        return {k: value.as_state() if isinstance(value, UpcastTensor) else value for k, value in state.items()}
-
-
-class Float32First:
-    """An instance's ``parameters``: one that is stored in float32 goes before those that are upcast at use.
-
-    Models take the dtype of their first parameter for their own (``PreTrainedModel.dtype``), and cast masks, images and
-    caches to it. No parameter is left out, and none is another object. A copy of the module has the same order.
-
-    Args:
-        module: The module.
-        owner: A module in it.
-        name: The name there of a parameter that is stored in float32; it is looked up at each call.
-    """
-
-    def __init__(self, module: nn.Module, owner: nn.Module, name: str) -> None:
-        self.module = module
-        self.owner = owner
-        self.name = name
-
-    def __call__(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The module's parameters.
-
-        Args:
-            recurse: As in ``nn.Module.parameters``.
-
-        Yields:
-            Each of them once.
-        """
-        parameters = type(self.module).parameters(self.module, recurse)
-        first = self.owner._parameters.get(self.name)
-        if first is None or not recurse:
-            yield from parameters
-            return
-        for parameter in parameters:
-            if parameter.is_floating_point():
-                yield first
-                if parameter is not first:
-                    yield parameter
-                break
-            yield parameter
-        yield from (parameter for parameter in parameters if parameter is not first)
-
-
-def install_stand_in(module: nn.Module, name: str, parameter: torch.Tensor, chunk_bytes: int | None) -> None:
-    """Let a float32 tensor stand in for a module's parameter, as an instance attribute of the same name.
-
-    Args:
-        module: The module; it gets ``name``, ``__deepcopy__`` and ``__getstate__``.
-        name: The parameter's name in it.
-        parameter: The parameter.
-        chunk_bytes: The largest float32 piece alive at once in a matrix product; ``None``: one piece.
-    """
-    vars(module)[name] = UpcastTensor(parameter, (module, name), chunk_bytes)
-    vars(module)["__deepcopy__"] = Float32Copy(module)
-    vars(module)["__getstate__"] = StandInState(module)
-
-
-def can_stand_in(module: nn.Module, name: str) -> bool:
-    """Whether an instance attribute can stand in for a module's parameter.
-
-    Not where the class has an attribute of that name (a parametrization's property) or the instance has one already,
-    not where the instance is copied or pickled in a way of its own, and not where the embedding renormalizes its rows
-    in place as it looks them up.
-    """
-    is_renormalized = isinstance(module, nn.Embedding) and module.max_norm is not None
-    is_taken = {name, "__deepcopy__", "__getstate__"} & vars(module).keys() or hasattr(type(module), name)
-    return not (is_taken or is_renormalized)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .quantization import HALF_DTYPES, is_quantized_parameter
-from .topology import adapter_parameter_ids, named_modules, named_tensors
+from ..tensors.bits import HALF_DTYPES
+from .quantization import is_quantized_parameter
+from .tree import ModelTree
 
 
 class Role(str, Enum):
@@ -76,11 +77,11 @@ def computes_in_half(module: nn.Module) -> bool:
     )
 
 
-def _embeddings(model: nn.Module, getter: str) -> set[int]:
+def _embeddings(tree: ModelTree, getter: str) -> set[int]:
     """The ``id`` of the parameters of what ``getter`` returns, asked of the model and of every model inside it."""
     found: set[int] = set()
     methods: dict[type, Any] = {}  # most modules are of a few classes
-    for _, module in named_modules(model):
+    for _, _, module, _ in tree.modules:
         cls = type(module)
         if cls not in methods:
             methods[cls] = getattr(cls, getter, None)
@@ -97,23 +98,22 @@ def _embeddings(model: nn.Module, getter: str) -> set[int]:
     return found
 
 
-def parameter_roles(model: nn.Module, norm_modules: tuple[type | str, ...] = ()) -> dict[int, Role]:
+def parameter_roles(tree: ModelTree, norm_modules: tuple[type | str, ...] = ()) -> dict[int, Role]:
     """Find the role of every parameter.
 
     Args:
-        model: The model.
+        tree: The model.
         norm_modules: As in ``PrepareConfig``.
 
     Returns:
         The role by ``id`` of the parameter. A tied embedding counts as input embedding.
     """
-    adapters = adapter_parameter_ids(model)
-    inputs = _embeddings(model, "get_input_embeddings")
-    outputs = _embeddings(model, "get_output_embeddings")
+    inputs = _embeddings(tree, "get_input_embeddings")
+    outputs = _embeddings(tree, "get_output_embeddings")
     roles: dict[int, Role] = {}
-    for fqn, module, _, parameter in named_tensors(model):
+    for fqn, module, _, parameter, _ in tree.tensors:
         key = id(parameter)
-        if key in adapters:
+        if key in tree.adapter_ids:
             roles[key] = Role.ADAPTER
         elif is_quantized_parameter(parameter) or not torch.is_floating_point(parameter):
             roles[key] = Role.QUANTIZED

@@ -1,17 +1,22 @@
-"""How a module computes in float32 while it stores half."""
+"""The edit that makes norms compute in float32 while they store half."""
 
 from __future__ import annotations
 
 import types
 import warnings
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from .journal import MISSING
-from .quantization import HALF_DTYPES, is_quantized_parameter
+from ..model.quantization import is_quantized_parameter
+from ..model.tree import ModelTree
+from ..tensors.bits import HALF_DTYPES
+from .base import ChangeBase, EditBase, write_attribute
+from .journal import MISSING, Call, WayBack
 
 
 def forward_slot(module: nn.Module) -> str:
@@ -135,3 +140,80 @@ def _output_dtypes(module: nn.Module, forward: Callable[..., Any], args: Any, kw
             output = args[0] if args else next(iter(kwargs.values()))
     parts = [output] if isinstance(output, torch.Tensor) else list(output)
     return [part.dtype if isinstance(part, torch.Tensor) else None for part in parts]
+
+
+_SLOTS = ("forward", "_old_forward")
+
+
+class ComputeChange(ChangeBase):
+    """Forwards replaced by ``Float32Forward``, on the modules given and on the copies made of them."""
+
+    def __init__(self) -> None:
+        self._installed: list[weakref.ref[Float32Forward]] = []
+
+    def install(self, module: nn.Module) -> None:
+        """Replace a module's forward."""
+        forward = Float32Forward(module)
+        self._installed.append(weakref.ref(forward))
+        vars(module)[forward_slot(module)] = forward
+
+    def _live(self, tree: ModelTree) -> list[Float32Forward]:
+        """Every forward of this kind: in the live model, and on modules that have left it."""
+        found = {id(f): f for ref in self._installed if (f := ref()) is not None}
+        for node in tree.modules:
+            for value in vars(node.module).values():
+                if isinstance(value, Float32Forward) and value.module is node.module:
+                    found[id(value)] = value
+        return list(found.values())
+
+    def undo(self, tree: ModelTree) -> None:
+        """Put the modules' own forwards back. One that another library wrapped meanwhile is made inert."""
+        for forward in self._live(tree):
+            forward.is_active = False
+            for slot in _SLOTS:
+                if vars(forward.module).get(slot) is forward:
+                    _put_back_forward(forward, slot)
+
+    def now(self, tree: ModelTree) -> WayBack:
+        """Record where the forwards are; the same objects are installed again."""
+        live = self._live(tree)
+        installed = [(f, slot) for f in live for slot in _SLOTS if vars(f.module).get(slot) is f]
+
+        def resume() -> None:
+            for forward in live:
+                forward.is_active = True
+            for forward, slot in installed:
+                vars(forward.module)[slot] = forward
+
+        return Call(resume)
+
+
+def _put_back_forward(forward: Float32Forward, slot: str) -> None:
+    fields = vars(forward.module)
+    if slot == "_old_forward" and forward.inner is MISSING:
+        # accelerate hooked the module while it was prepared: its record of the forward becomes the class's own.
+        fields[slot] = type(forward.module).forward.__get__(forward.module)
+    else:
+        write_attribute(fields, slot, forward.inner)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeInFloat32(EditBase):
+    """Make modules compute in float32 from their half parameters.
+
+    Attributes:
+        modules: The modules, weakly.
+    """
+
+    modules: tuple[weakref.ref[nn.Module], ...] = field(default=(), repr=False)
+
+    def capture(self, tree: ModelTree) -> ComputeChange:
+        """Begin a record of the forwards replaced."""
+        return ComputeChange()
+
+    def apply(self, change: ComputeChange) -> None:
+        """Replace the forwards."""
+        for reference in self.modules:
+            module = reference()
+            if module is not None:
+                change.install(module)

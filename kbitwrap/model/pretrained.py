@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import ConfigError
-from .quantization import HALF_DTYPES, is_quantized_parameter
+from ..errors import ConfigError
+from ..tensors.bits import HALF_DTYPES
+from .quantization import is_quantized_parameter
 
 # Tried in this order where the config names no architecture.
 _AUTO_CLASSES = (

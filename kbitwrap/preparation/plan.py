@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from .config import Precision, PrepareConfig, format_bytes
-from .edits import EditBase
-from .errors import MemoryBudgetError
+from ..config import Precision, PrepareConfig, format_bytes
+from ..edits.base import EditBase
+from ..edits.storage import Store
+from ..errors import MemoryBudgetError
+from ..model.checks import refuse_unsupported_tensors, tree_of
+from ..model.pretrained import meta_model
+from ..model.tree import ModelTree, only_reading
 from .planner import Planner, peak_bytes
-from .pretrained import meta_model
-from .quantization import detect
-from .storage import Store
-from .topology import only_reading, refuse_unsupported_tensors
 
 
 @dataclass(frozen=True)
@@ -156,16 +156,17 @@ def build_plan(model: nn.Module, config: PrepareConfig | None = None, **fields: 
         8192
     """
     config = PrepareConfig.of(config, fields)
+    tree = tree_of(model)
     with only_reading():
-        refuse_unsupported_tensors(model, allow_meta=True)
-        return plan_as_detected(model, config)
+        refuse_unsupported_tensors(tree, allow_meta=True)
+        return plan_as_detected(tree, config)
 
 
-def plan_as_detected(model: nn.Module, config: PrepareConfig) -> Plan:
+def plan_as_detected(tree: ModelTree, config: PrepareConfig) -> Plan:
     """Plan for a model that is known to be supported.
 
     Args:
-        model: The model.
+        tree: The model.
         config: The settings.
 
     Returns:
@@ -176,19 +177,19 @@ def plan_as_detected(model: nn.Module, config: PrepareConfig) -> Plan:
         MemoryBudgetError: The plan's peak is over ``memory_budget``.
     """
     with only_reading():
-        plan = write_plan(Planner(model, config, detect(model)))
+        plan = write_plan(Planner(tree, config, tree.quantization))
     budget = config.memory_budget_bytes
     if budget is not None and plan.peak_bytes > budget:
-        _refuse_over_budget(model, plan, budget)
+        _refuse_over_budget(tree, plan, budget)
     return plan
 
 
-def _refuse_over_budget(model: nn.Module, plan: Plan, budget_bytes: int) -> None:
+def _refuse_over_budget(tree: ModelTree, plan: Plan, budget_bytes: int) -> None:
     without_budget = dataclasses.replace(plan.config, memory_budget=None)
     fitting = tuple(
         precision.value
         for precision in Precision
-        if build_plan(model, without_budget, precision=precision).peak_bytes <= budget_bytes
+        if plan_as_detected(tree, dataclasses.replace(without_budget, precision=precision)).peak_bytes <= budget_bytes
     )
     remedy = f"these precisions fit: {', '.join(fitting)}" if fitting else "no precision fits"
     raise MemoryBudgetError(

@@ -1,0 +1,132 @@
+"""The edits of ``requires_grad`` flags, and of the attribute by which a model keeps its wrapper alive."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ..model.records import ParameterRecord
+from ..model.tree import ModelTree, NamedTensor, only_reading
+from .base import AttributesNow, ChangeBase, EditBase, write_attribute
+from .journal import MISSING
+
+
+class FlagsChange(ChangeBase):
+    """``requires_grad`` flags as they were.
+
+    Args:
+        flags: The records of parameters, each with its flag.
+    """
+
+    def __init__(self, flags: Iterable[tuple[ParameterRecord, bool]]) -> None:
+        self._flags = list(flags)
+
+    def _live(self) -> list[tuple[nn.Parameter, bool]]:
+        with only_reading():
+            return [(p, flag) for record, flag in self._flags if (p := record.there()) is not None]
+
+    def turned_on_by_undo(self) -> int:
+        """How many live parameters ``undo`` would make trainable."""
+        return sum(flag and not parameter.requires_grad for parameter, flag in self._live())
+
+    def undo(self, tree: ModelTree) -> None:
+        """Set the recorded flags."""
+        for parameter, flag in self._live():
+            if parameter.requires_grad != flag and parameter.is_leaf:
+                parameter.requires_grad_(flag)
+
+    def now(self, tree: ModelTree) -> FlagsChange:
+        """Record the flags of now."""
+        return FlagsChange((r, p.requires_grad) for r, _ in self._flags if (p := r.there()) is not None)
+
+    def freeze(self) -> None:
+        """Set every flag false."""
+        for parameter, _ in self._live():
+            if parameter.requires_grad:
+                parameter.requires_grad_(False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Freeze(EditBase):
+    """Record every base parameter's ``requires_grad``, and set it false where asked.
+
+    Attributes:
+        freeze: Whether to set the flags.
+        freeze_adapters: Whether adapters' parameters are treated as the base's.
+    """
+
+    freeze: bool = True
+    freeze_adapters: bool = False
+
+    def capture(self, tree: ModelTree) -> FlagsChange:
+        """Record the flags."""
+        with only_reading():
+            tensors = prepared_tensors(tree, self.freeze_adapters)
+            return FlagsChange([(tree.record(t), t.parameter.requires_grad) for t in tensors])
+
+    def apply(self, change: FlagsChange) -> None:
+        """Set the flags."""
+        if self.freeze:
+            change.freeze()
+
+
+def prepared_tensors(tree: ModelTree, freeze_adapters: bool) -> list[NamedTensor]:
+    """The parameters to prepare, each once: all but adapters', unless these are to be treated alike."""
+    adapters = set() if freeze_adapters else tree.adapter_ids
+    return [t for t in tree.tensors if id(t.parameter) not in adapters]
+
+
+class Anchor:
+    """Keeps a wrapper alive for as long as the model that it prepared, and stays behind when the model is copied."""
+
+    def __init__(self, wrapper: object = None) -> None:
+        self.wrapper = wrapper
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Anchor:
+        return Anchor()
+
+    def __reduce__(self) -> tuple[type[Anchor], tuple[()]]:
+        return Anchor, ()
+
+
+ANCHOR_ATTRIBUTE = "_kbitwrap_prepared"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hold(EditBase):
+    """Tie the wrapper's life to the model's, by an attribute on the model."""
+
+    anchor: Anchor = field(default_factory=Anchor, repr=False)
+
+    def capture(self, tree: ModelTree) -> HoldChange:
+        """Record whose the attribute is."""
+        return HoldChange(tree.model)
+
+    def apply(self, change: HoldChange) -> None:
+        """Set the attribute."""
+        change.write(self.anchor)
+
+
+class HoldChange(ChangeBase):
+    """The attribute that was not there."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+
+    def write(self, value: Any) -> None:
+        """Set the attribute, or remove it."""
+        model = self._model()
+        if model is not None:
+            write_attribute(vars(model), ANCHOR_ATTRIBUTE, value)
+
+    def undo(self, tree: ModelTree) -> None:
+        """Remove it."""
+        self.write(MISSING)
+
+    def now(self, tree: ModelTree) -> AttributesNow:
+        """Record the anchor; whoever suspends holds the wrapper meanwhile."""
+        return AttributesNow([tree.model], [ANCHOR_ATTRIBUTE])

@@ -1,0 +1,298 @@
+"""The edit that makes modules see, and use, float32 tensors in the place of their half weights."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils.hooks import RemovableHandle
+
+from ..model.quantization import is_quantized_parameter
+from ..model.records import TensorRef
+from ..model.tree import ModelTree, only_reading
+from ..tensors.bits import HALF_DTYPES
+from ..tensors.upcast import UpcastTensor
+from .base import ChangeBase, EditBase, write_attribute
+from .journal import MISSING, Call, WayBack
+
+
+class Float32Copy:
+    """An instance's ``__deepcopy__``: a copy of a module whose weights are stood in for stores them in float32.
+
+    PEFT copies modules to train them (``modules_to_save``), and a trained weight is kept in float32, as it would be
+    where the module itself stored float32.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, memo: dict[int, Any]) -> nn.Module:
+        """Copy the module.
+
+        Args:
+            memo: As in ``copy.deepcopy``; parameters shared with other modules stay shared among the copies.
+
+        Returns:
+            The copy, with nothing of a preparation's on it.
+        """
+        module = self.module
+        result: nn.Module = object.__new__(type(module))
+        memo[id(module)] = result
+        for parameter in module._parameters.values():
+            if parameter is None or id(parameter) in memo or is_quantized_parameter(parameter):
+                continue
+            if parameter.dtype in HALF_DTYPES:
+                upcast = parameter.detach().float()
+                memo[id(parameter)] = nn.Parameter(upcast, requires_grad=parameter.requires_grad)
+        for name, value in vars(module).items():
+            if not isinstance(value, (UpcastTensor, Float32Copy, StandInState)):
+                result.__dict__[name] = copy.deepcopy(value, memo)
+        return result
+
+
+class StandInState:
+    """An instance's ``__getstate__``: a pickle of a module keeps its stand-ins, and the half weights behind them.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self) -> dict[str, Any]:
+        """The module's attributes.
+
+        Returns:
+            Them, with each stand-in marked as the module's own.
+        """
+        state = getattr(type(self.module), "__getstate__", vars)(self.module)
+        return {k: value.as_state() if isinstance(value, UpcastTensor) else value for k, value in state.items()}
+
+
+class Float32First:
+    """An instance's ``parameters``: one that is stored in float32 goes before those that are upcast at use.
+
+    Models take the dtype of their first parameter for their own (``PreTrainedModel.dtype``), and cast masks, images and
+    caches to it. No parameter is left out, and none is another object. A copy of the module has the same order.
+
+    Args:
+        module: The module.
+        owner: A module in it.
+        name: The name there of a parameter that is stored in float32; it is looked up at each call.
+    """
+
+    def __init__(self, module: nn.Module, owner: nn.Module, name: str) -> None:
+        self.module = module
+        self.owner = owner
+        self.name = name
+
+    def __call__(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The module's parameters.
+
+        Args:
+            recurse: As in ``nn.Module.parameters``.
+
+        Yields:
+            Each of them once.
+        """
+        parameters = type(self.module).parameters(self.module, recurse)
+        first = self.owner._parameters.get(self.name)
+        if first is None or not recurse:
+            yield from parameters
+            return
+        for parameter in parameters:
+            if parameter.is_floating_point():
+                yield first
+                if parameter is not first:
+                    yield parameter
+                break
+            yield parameter
+        yield from (parameter for parameter in parameters if parameter is not first)
+
+
+def install_stand_in(module: nn.Module, name: str, parameter: torch.Tensor, chunk_bytes: int | None) -> None:
+    """Let a float32 tensor stand in for a module's parameter, as an instance attribute of the same name.
+
+    Args:
+        module: The module; it gets ``name``, ``__deepcopy__`` and ``__getstate__``.
+        name: The parameter's name in it.
+        parameter: The parameter.
+        chunk_bytes: The largest float32 piece alive at once in a matrix product; ``None``: one piece.
+    """
+    vars(module)[name] = UpcastTensor(parameter, (module, name), chunk_bytes)
+    vars(module)["__deepcopy__"] = Float32Copy(module)
+    vars(module)["__getstate__"] = StandInState(module)
+
+
+def can_stand_in(module: nn.Module, name: str) -> bool:
+    """Whether an instance attribute can stand in for a module's parameter.
+
+    Not where the class has an attribute of that name (a parametrization's property) or the instance has one already,
+    not where the instance is copied or pickled in a way of its own, and not where the embedding renormalizes its rows
+    in place as it looks them up.
+    """
+    is_renormalized = isinstance(module, nn.Embedding) and module.max_norm is not None
+    is_taken = {name, "__deepcopy__", "__getstate__"} & vars(module).keys() or hasattr(type(module), name)
+    return not (is_taken or is_renormalized)
+
+
+class UpcastChange(ChangeBase):
+    """Instance attributes that stand in for the parameters of their names, wherever these are registered again.
+
+    A weight that is tied (``head.weight = embeddings.weight``), parametrized, or given other data in the same dtype
+    (``load_state_dict(assign=True)``) is registered anew, and torch's hook on that is how its stand-in follows it.
+    """
+
+    def __init__(self, tree: ModelTree, chunk_bytes: int | None) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._names: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+        self._model = weakref.ref(tree.model)
+        self._readers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._hook: RemovableHandle | None = None
+
+    def install(self, module: nn.Module, name: str) -> None:
+        """Put a stand-in there."""
+        parameter = module._parameters[name]
+        assert parameter is not None
+        self._install(module, name, parameter)
+
+    def _install(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        self._names.setdefault(module, set()).add(name)
+        install_stand_in(module, name, parameter, self._chunk_bytes)
+
+    def put_float32_first(self) -> None:
+        """Let the modules whose first floating-point parameter is one of the weights see a float32 one before it.
+
+        That is the first frozen one on the same device; where there is none, the module sees half.
+        """
+        model = self._model()
+        assert model is not None
+        tree = ModelTree(model)
+        weights = {id(module._parameters[name]) for module, names in self._names.items() for name in names}
+        with only_reading():
+            tensors = [t for t in tree.all_tensors if t.parameter.is_floating_point()]
+            first: dict[str, nn.Parameter] = {}
+            for tensor in tensors:
+                owner = tensor.path.rpartition(".")[0]
+                while owner not in first:
+                    first[owner] = tensor.parameter
+                    owner = owner.rpartition(".")[0]
+            nodes = [node for node in tree.modules if id(first.get(node.path)) in weights]
+            stored = [t for t in tensors if t.parameter.dtype == torch.float32 and not t.parameter.requires_grad]
+        for path, _, module, _ in nodes:
+            half = first[path]
+            inside = (t for t in stored if not path or t.path.startswith(f"{path}."))
+            precedes = next((t for t in inside if t.parameter.device == half.device), None)
+            if precedes is not None and "parameters" not in vars(module):
+                vars(module)["parameters"] = Float32First(module, precedes.module, precedes.name)
+                self._readers.add(module)
+
+    def follow(self) -> None:
+        """Begin to follow the weights."""
+        if self._hook is None:
+            change = weakref.ref(self)
+
+            def registered(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+                live = change()
+                return None if live is None else live._registered(module, name, parameter)
+
+            # torch annotates the hook as one that returns nothing, and registers what it returns.
+            self._hook = register_module_parameter_registration_hook(registered)  # type: ignore[arg-type]
+            weakref.finalize(self, self._hook.remove)
+
+    def _registered(self, module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        """What to register instead of a parameter: for a stand-in, what it stands for; its place gets one, too."""
+        if isinstance(module, ParametrizationList):
+            # The owner gives the weight away: in its place there is to be a property.
+            for owner, own_name in self._attributes():
+                if vars(owner).get(own_name) is parameter:
+                    del vars(owner)[own_name]
+        if isinstance(parameter, UpcastTensor):
+            if parameter.is_view:
+                return nn.Parameter(parameter.clone(), requires_grad=False)
+            place = parameter.owner
+            if place is None or place[1] not in self._names.get(place[0], ()):
+                return None
+            half = parameter.parameter
+        else:
+            is_ours = name in self._names.get(module, ())
+            if not is_ours or parameter.dtype not in HALF_DTYPES or parameter.requires_grad:
+                return None
+            half = parameter
+        self._install(module, name, half)
+        return half
+
+    def _attributes(self, tree: ModelTree | None = None) -> list[tuple[nn.Module, str]]:
+        """Where stand-ins may be: on the weights' owners and, in a tree, on those who see float32 first."""
+        owners = [
+            (module, name)
+            for module, names in self._names.items()
+            for name in (*sorted(names), "__deepcopy__", "__getstate__")
+        ]
+        if tree is None:
+            return owners
+        # PEFT's copies of them in the live model too.
+        modules = dict.fromkeys([*self._readers, *(node.module for node in tree.modules)])
+        return owners + [(m, "parameters") for m in modules if isinstance(vars(m).get("parameters"), Float32First)]
+
+    def undo(self, tree: ModelTree) -> None:
+        """Remove the stand-ins: the parameters are seen again."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        for module, name in self._attributes(tree):
+            value = vars(module).get(name)
+            if isinstance(value, UpcastTensor):
+                value._is_param = False
+            if isinstance(value, (UpcastTensor, Float32Copy, StandInState, Float32First)):
+                del vars(module)[name]
+
+    def now(self, tree: ModelTree) -> WayBack:
+        """Record the stand-ins that are there."""
+        current = [(module, name, vars(module).get(name, MISSING)) for module, name in self._attributes(tree)]
+
+        def resume() -> None:
+            for module, name, value in current:
+                write_attribute(vars(module), name, value)
+                if isinstance(value, UpcastTensor):
+                    value._is_param = True
+            self.follow()
+
+        return Call(resume)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpcastAtUse(EditBase):
+    """Make half weights be seen, and used, as float32, through a stand-in that upcasts at each use.
+
+    Attributes:
+        weights: Where the weights are.
+        chunk_bytes: The largest float32 piece alive at once in a matrix product; ``None``: one piece.
+    """
+
+    weights: tuple[TensorRef, ...] = field(repr=False)
+    chunk_bytes: int | None = None
+
+    def capture(self, tree: ModelTree) -> UpcastChange:
+        """Begin a record of the stand-ins; none is there, or it would not have been planned."""
+        return UpcastChange(tree, self.chunk_bytes)
+
+    def apply(self, change: UpcastChange) -> None:
+        """Put the stand-ins there."""
+        for ref in self.weights:
+            module = ref.owner()
+            if module is not None:
+                change.install(module, ref.name)
+        change.put_float32_first()
+        change.follow()

@@ -1,0 +1,357 @@
+"""The edits of what parameters store: cast to float32 and exactly back, shared memory and trained values included.
+
+float16 and bfloat16 survive the way to float32 and back in every bit, except the payloads of NaNs, which are recorded
+sparsely. Whether training changed a value is told by rounding it back: it must be exactly representable in the
+original dtype, and the bits must have the fingerprint that they had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..lazy import LazyTensor
+from ..model.records import ParameterRecord, TensorRef
+from ..model.tree import ModelTree, NamedTensor
+from ..tensors.bits import HALF_DTYPES, Layout, NanPayloads, fingerprint, same_values
+from .base import ChangeBase, EditBase, TrainedPolicy, all_of
+from .journal import Call, WayBack
+
+_PIECE = 4 << 20  # elements cast at once: few enough for an allocator to use their memory again
+
+
+class TrainedError(RuntimeError):
+    """A parameter's value changed while it was stored upcast, and the caller asked for that to be an error.
+
+    Attributes:
+        fqns: The parameters' names.
+    """
+
+    def __init__(self, fqns: Sequence[str]) -> None:
+        super().__init__("; ".join(f"{fqn} was trained while it was stored in {torch.float32}" for fqn in fqns))
+        self.fqns = tuple(fqns)
+
+
+class StorageChange(ChangeBase):
+    """What one parameter stored, and how to get back to it.
+
+    Args:
+        record: The record of the parameter.
+        parameter: The parameter, before it is cast.
+        keep: Hold on to the original tensor: on the CPU itself, elsewhere a copy on the host unless ``on_device``.
+        on_device: Hold the original itself on any device (for the small biases that bitsandbytes rewrites).
+
+    Attributes:
+        record: As given.
+        fqn: The parameter's name.
+        dtype: The dtype that it stored.
+        kept: The original, if it is held.
+        policy: What ``undo`` does with a value that changed while it was stored upcast.
+        was_trained: Whether ``undo`` found such a value.
+        was_resized: Whether ``undo`` found another shape; such a value is not counted as trained.
+        group: The change of all parameters over the same memory, where there are several.
+    """
+
+    def __init__(
+        self, record: ParameterRecord, parameter: nn.Parameter, *, keep: bool = False, on_device: bool = False
+    ) -> None:
+        data = parameter.detach()
+        self.record = record
+        self.fqn = record.fqn
+        self.dtype = data.dtype
+        self.kept = (data if on_device else data.cpu()) if keep else None
+        self.policy: TrainedPolicy = "keep"
+        self.was_trained = False
+        self.was_resized = False
+        self.group: SharedStorageChange | None = None
+        self._layout = Layout.of(data)
+        self._payloads = NanPayloads.find(data) if self.kept is None else None
+        self._fingerprint = fingerprint(data) if self.kept is None else None
+        self._is_undone = False
+        self._ready: tuple[torch.Tensor, torch.Tensor, bool] | None = None
+
+    def _rounded(self, current: torch.Tensor) -> torch.Tensor:
+        """The current value in the original dtype, NaN payloads included."""
+        # Of the original's dtype already, it would be the live memory, where no payload is to be written.
+        rounded = current.detach().to(self.dtype, copy=self._payloads is not None)
+        if self._payloads is not None and tuple(rounded.shape) == self._layout.shape:
+            self._payloads.write(rounded)
+        return rounded
+
+    def _is_untouched(self, current: torch.Tensor, rounded: torch.Tensor | None) -> bool:
+        """Whether the current value is the original's, in whatever dtype others put it since."""
+        if tuple(current.shape) != self._layout.shape:
+            return False
+        if self.kept is not None:
+            # bitsandbytes casts a bias to the dtype of its input, which may have rounded it on the way.
+            return any(
+                same_values(current, self.kept.to(step)) for step in dict.fromkeys((current.dtype, *HALF_DTYPES))
+            )
+        assert rounded is not None
+        return same_values(current, rounded) and fingerprint(rounded) == self._fingerprint
+
+    def is_untouched(self, current: torch.Tensor) -> bool:
+        """Whether a current value is the original's, in whatever dtype."""
+        return self._is_untouched(current, self._rounded(current) if self.kept is None else None)
+
+    def _original(self, current: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """The value to put back, in its layout, and whether training changed it."""
+        rounded = self._rounded(current) if self.kept is None else None
+        was_trained = not self._is_untouched(current, rounded)
+        discards = self.policy == "discard" and tuple(current.shape) == self._layout.shape
+        if self.kept is not None and (not was_trained or discards):
+            original = self.kept.to(current.device)
+        else:
+            original = self._rounded(current) if rounded is None else rounded
+        if original.stride() == self._layout.stride or was_trained:
+            return original, was_trained
+        return Layout.place([(original, self._layout)])[0], was_trained
+
+    def original_of(self, current: torch.Tensor) -> torch.Tensor:
+        """The value that ``restore(trained="keep")`` would put back of a parameter that stores ``current``."""
+        if self.kept is None:
+            return self._rounded(current)
+        return current if _is_same_tensor(current, self.kept) else self._original(current)[0]
+
+    def converts(self, parameter: torch.Tensor) -> bool:
+        """Whether the original is to be computed from what the parameter stores."""
+        return parameter.dtype != self.dtype or self.kept is not None
+
+    def originals(self) -> tuple[StorageChange, ...]:
+        """The parameter's."""
+        return (self,)
+
+    def decide(self, policy: TrainedPolicy) -> None:
+        """Say what ``undo`` does with a value that changed while it was stored upcast."""
+        self.policy = policy
+
+    def read(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What stands for the original of the live parameter; see ``HeldOriginal``."""
+        if not self.converts(parameter):
+            return parameter
+        return LazyTensor(
+            parameter.shape, self.dtype, lambda: self.original_of(parameter.data), lambda: self._pieces(parameter)
+        )
+
+    def _pieces(self, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The values of the original, flat and one after the other, without having all of them in memory."""
+        if self.kept is not None or self._payloads is not None or not parameter.is_contiguous():
+            yield self.original_of(parameter.data).reshape(-1)
+            return
+        for piece in parameter.detach().view(-1).split(_PIECE):
+            yield piece.to(self.dtype)
+
+    def _current(self) -> nn.Parameter | None:
+        """The parameter, unless it stores its original, held by this change, or is gone."""
+        parameter = self.record.live()
+        is_original = parameter is not None and self.kept is not None and _is_same_tensor(parameter, self.kept)
+        return None if is_original else parameter
+
+    def undo(self, tree: ModelTree) -> None:
+        """Put the original storage back: exact where nothing was trained, else by ``policy``.
+
+        Raises:
+            TrainedError: The value was trained and the policy is ``"error"``; the parameter is left as it is.
+        """
+        parameter = self._current()
+        if parameter is None or self._is_undone:
+            return
+        ready, self._ready = self._ready, None
+        if ready is not None and _is_same_tensor(ready[0], parameter.data):
+            original, was_trained = ready[1:]
+        else:
+            original, was_trained = self._original(parameter.data)
+        is_upcast = parameter.dtype != self.dtype
+        if was_trained and is_upcast and self.policy == "error":
+            raise TrainedError([self.fqn])
+        self.was_resized = tuple(parameter.shape) != self._layout.shape
+        self.was_trained = was_trained and is_upcast and not self.was_resized
+        self.write(parameter, original)
+        self._is_undone = True
+
+    def write(self, parameter: nn.Parameter, data: torch.Tensor) -> None:
+        """Give the parameter other memory: it stays the same object, so ties and optimizers hold."""
+        self.record.expects(data)
+        parameter.data = data
+        self.record.saw(parameter)
+
+    def now(self, tree: ModelTree) -> WayBack:
+        """Record what is stored now, bit for bit."""
+        parameter = self._current()
+        if parameter is None:
+            return Call(lambda: None)
+        current = parameter.data
+        dtype = current.dtype
+        original, was_trained = self._original(current)
+        self._ready = current, original, was_trained
+        # A value that the original gives exactly is made again from it, so that only others are held twice.
+        is_derivable = dtype == torch.float32 and not was_trained and same_values(current, original)
+        saved = None if is_derivable else current
+
+        def resume() -> None:
+            live = self.record.live()
+            self._is_undone = False
+            self._ready = None
+            if live is not None:
+                self.write(live, live.data.to(dtype) if saved is None else saved)
+
+        return Call(resume)
+
+    @property
+    def layout(self) -> Layout:
+        """How the parameter lay in its memory."""
+        return self._layout
+
+
+def _is_same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same memory, seen in the same way."""
+    return (
+        a.dtype == b.dtype
+        and a.data_ptr() == b.data_ptr()
+        and a.device == b.device
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+    )
+
+
+class SharedStorageChange(ChangeBase):
+    """Parameters that are different objects over the same memory: undone one by one, then made to share again."""
+
+    def __init__(self, changes: Sequence[StorageChange]) -> None:
+        self.changes = tuple(changes)
+        for change in changes:
+            change.group = self
+
+    def undo(self, tree: ModelTree) -> None:
+        """Put the originals back; memory is shared again where no value was trained.
+
+        Raises:
+            TrainedError: As for one parameter; the others are restored.
+        """
+        trained: list[str] = []
+        for change in self.changes:
+            try:
+                change.undo(tree)
+            except TrainedError as error:
+                trained += error.fqns
+        if trained:
+            raise TrainedError(trained)
+        self._share()
+
+    def _share(self) -> None:
+        live = [(change, p) for change in self.changes if (p := change.record.live()) is not None]
+        is_shared = len({p.untyped_storage().data_ptr() for _, p in live}) < 2
+        if is_shared or any(c.was_trained or c.was_resized or p.dtype != c.dtype for c, p in live):
+            return
+        views = Layout.place([(p.data, change.layout) for change, p in live])
+        for (change, parameter), view in zip(live, views, strict=True):
+            change.write(parameter, view)
+
+    def now(self, tree: ModelTree) -> WayBack:
+        """Record what each of them stores now."""
+        return all_of([change.now(tree) for change in self.changes], tree)
+
+    def originals(self) -> tuple[StorageChange, ...]:
+        """Theirs."""
+        return self.changes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Store(EditBase):
+    """Store parameters in another dtype, and record what they stored.
+
+    They share one memory; nearly always it is a single one.
+
+    Attributes:
+        refs: Where the parameters are.
+        dtype: The storage dtype wanted, or ``None`` to record only.
+        keep: Hold on to the originals.
+        is_rewritten: bitsandbytes rewrites these (a quantized layer's bias), so the originals are held where they are.
+        record_bytes: Bytes that the record holds of them.
+    """
+
+    refs: tuple[TensorRef, ...] = field(repr=False)
+    dtype: torch.dtype | None = None
+    keep: bool = False
+    is_rewritten: bool = False
+    record_bytes: int = 0
+
+    def capture(self, tree: ModelTree) -> StorageChange | SharedStorageChange:
+        """Record dtype, layout, NaN payloads and fingerprint, or the originals themselves."""
+        changes = []
+        for fqn, ref in zip(self.fqns, self.refs, strict=True):
+            module, parameter = ref.owner(), ref()
+            assert module is not None
+            assert parameter is not None
+            record = tree.record(NamedTensor(fqn, module, ref.name, parameter, fqn))
+            keep = self.keep or self.is_rewritten
+            changes.append(StorageChange(record, parameter, keep=keep, on_device=self.is_rewritten))
+        return changes[0] if len(changes) == 1 else SharedStorageChange(changes)
+
+    def apply(self, change: StorageChange | SharedStorageChange) -> None:
+        """Cast by ``.data``: the parameter stays the same object."""
+        if self.dtype is not None:
+            for one in change.originals():
+                parameter = one.record.live()
+                assert parameter is not None
+                one.write(parameter, parameter.data.to(self.dtype))
+
+
+class CopyChange(ChangeBase):
+    """A copy that PEFT made of an upcast parameter, or what stands in its place: taken to the original dtype.
+
+    It is made for one restore or suspension, and holds the copy meanwhile.
+
+    Args:
+        record: The record of the copy.
+        parameter: The copy.
+        dtype: The original's dtype.
+        is_base: Whether it is no copy, but a parameter of the base that others cast.
+        is_resized: Whether it has another shape than the original.
+    """
+
+    def __init__(
+        self,
+        record: ParameterRecord,
+        parameter: nn.Parameter,
+        dtype: torch.dtype,
+        *,
+        is_base: bool = False,
+        is_resized: bool = False,
+    ) -> None:
+        self.record = record
+        self.fqn = record.fqn
+        self.parameter = parameter
+        self.dtype = dtype
+        self.is_base = is_base
+        self.is_resized = is_resized
+
+    was_trained = False
+
+    def decide(self, policy: TrainedPolicy) -> None:
+        """Nothing: a copy is rounded, whatever became of it."""
+
+    def _write(self, data: torch.Tensor) -> None:
+        self.record.expects(data)
+        self.parameter.data = data
+        self.record.saw(self.parameter)
+
+    def undo(self, tree: ModelTree) -> None:
+        """Round the value to the original dtype; the Parameter object stays."""
+        self._write(self.parameter.data.to(self.dtype))
+
+    def now(self, tree: ModelTree) -> WayBack:
+        """Record the exact float32 value."""
+        saved = self.parameter.data
+        return Call(lambda: self._write(saved))
+
+    def originals(self) -> tuple[CopyChange, ...]:
+        """The parameter's."""
+        return (self,)
+
+    def read(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What stands for the original of the live parameter; see ``HeldOriginal``."""
+        return LazyTensor(parameter.shape, self.dtype, lambda: parameter.data.to(self.dtype))

@@ -1,0 +1,364 @@
+"""What training rewrites on its own, recorded: train modes, caches, ``use_cache``, what layers and accelerate set."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..model.quantization import (
+    DISTRIBUTIONS,
+    RUNTIME_ATTRIBUTES,
+    is_repacked,
+    quant_state_of,
+    state_owners,
+    unpacked,
+    unpacked_copy,
+)
+from ..model.records import ParameterRecord
+from ..model.tree import ModelTree
+from .base import AttributesNow, ChangeBase, EditBase, ModuleRecord, Together, TrainedPolicy, write_attribute
+from .journal import MISSING
+
+# What accelerate sets on the model that it is given: a forward under autocast, the forward before that, and a mark.
+_ACCELERATE_ATTRIBUTES = ("forward", "_original_forward", "_is_accelerate_prepared")
+# The types of the plain attributes that a module computes with, and may replace when it runs.
+_PLAIN = frozenset({torch.Tensor, type(None), bool, int, float, str, torch.dtype, torch.device})
+Caches = tuple[dict[str, Any], dict[str, torch.Tensor | None]]
+"""Plain attributes, and the buffers that no checkpoint holds."""
+
+
+class AccelerateChange(ChangeBase):
+    """A model as it was before accelerate prepared it: without its autocast, and without its mark.
+
+    Args:
+        model: The model that is given to a ``Trainer``, or to ``Accelerator.prepare``.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = weakref.ref(model)
+        self._values = tuple(vars(model).get(name, MISSING) for name in _ACCELERATE_ATTRIBUTES)
+
+    def undo(self, tree: ModelTree) -> None:
+        """Put the attributes back; a ``forward`` that others replaced stays."""
+        model = self.model()
+        if model is None:
+            return
+        is_wrapped = vars(model).get("_original_forward", MISSING) is not self._values[1]
+        for name, value in zip(_ACCELERATE_ATTRIBUTES, self._values, strict=True):
+            if name != "forward" or is_wrapped:
+                write_attribute(vars(model), name, value)
+
+    def now(self, tree: ModelTree) -> AttributesNow:
+        """Record the attributes of now."""
+        model = self.model()
+        return AttributesNow([] if model is None else [model], _ACCELERATE_ATTRIBUTES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordAccelerate(EditBase):
+    """Record what accelerate may set on a model; changes nothing."""
+
+    model: weakref.ref[nn.Module] = field(repr=False)
+
+    def capture(self, tree: ModelTree) -> AccelerateChange:
+        """Record."""
+        model = self.model()
+        assert model is not None
+        return AccelerateChange(model)
+
+    def apply(self, change: AccelerateChange) -> None:
+        """Change nothing."""
+
+
+class TrainModeChange(ChangeBase):
+    """The train modes of a model's modules as they were. Adapters keep theirs; copies of modules get the base's."""
+
+    def __init__(self, tree: ModelTree) -> None:
+        self._record = ModuleRecord(tree, lambda module: module.training)
+
+    def undo(self, tree: ModelTree) -> None:
+        """Put them back."""
+        for module, training in self._record.affected(tree):
+            module.training = training
+
+    def now(self, tree: ModelTree) -> AttributesNow:
+        """Record the modes of now."""
+        return AttributesNow([node.module for node in tree.modules], ["training"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class FollowTrainMode(EditBase):
+    """Let what is no module of the base follow the train mode of the module that it sits in."""
+
+    def capture(self, tree: ModelTree) -> _Followers:
+        """Record their modes."""
+        modes = {"": tree.model.training}
+        followers: list[tuple[nn.Module, bool]] = []
+        for node in tree.nodes:
+            is_follower = bool(node.path) and not node.is_base
+            modes[node.path] = modes[node.path.rpartition(".")[0]] if is_follower else node.module.training
+            if is_follower:
+                followers.append((node.module, modes[node.path]))
+        return _Followers(followers)
+
+    def apply(self, change: _Followers) -> None:
+        """Set them."""
+        for module, training in change.followers:
+            module.training = training
+
+
+class _Followers(AttributesNow):
+    """Modules, each with the mode that it is to have."""
+
+    def __init__(self, followers: list[tuple[nn.Module, bool]]) -> None:
+        super().__init__([module for module, _ in followers], ["training"])
+        self.followers = followers
+
+
+@functools.cache
+def _keeps_caches(cls: Any) -> bool:
+    """Whether a module's class may keep tensors for its next forward; torch's own do not.
+
+    Those of the libraries that quantize keep what their kernels need, in no dtype of the input's.
+    """
+    return not cls.__module__.startswith("torch.nn.") and cls.__module__.partition(".")[0] not in DISTRIBUTIONS
+
+
+class CachesChange(ChangeBase):
+    """Tensors that modules keep from one forward to the next, as they were: rotary tables, position encodings.
+
+    A forward makes them, or casts them, in the dtype that it computes in, so that those of a prepared model are not
+    those of the model before. Such a tensor is a plain attribute, or a buffer that no checkpoint holds. Where another
+    one stands in its place, or one where there was none, the module gets back what it had, and the numbers beside it,
+    which may say what the tensor is good for.
+
+    Args:
+        tree: The model.
+    """
+
+    def __init__(self, tree: ModelTree) -> None:
+        self._record = ModuleRecord(tree, self._read)
+
+    @staticmethod
+    def _read(module: nn.Module) -> Caches:
+        cls: Any = type(module)
+        if not _keeps_caches(cls):
+            return {}, {}
+        buffers, names = module._buffers, module._non_persistent_buffers_set
+        return (
+            {name: value for name, value in module.__dict__.items() if type(value) in _PLAIN},
+            {name: value for name, value in buffers.items() if name in names} if buffers else {},
+        )
+
+    def undo(self, tree: ModelTree) -> None:
+        """Put them back, on substitutes too. What others put there that is neither tensor nor number stays."""
+        for module, (recorded, buffers) in self._record.affected(tree):
+            fields = module.__dict__
+            changed = {
+                name: value
+                for name, value in recorded.items()
+                if (found := fields.get(name)) is not value and name != "training" and type(found) in _PLAIN
+            }
+            replaced = {
+                name: value
+                for name, value in buffers.items()
+                if name in module._buffers and module._buffers[name] is not value
+            }
+            if replaced or any(torch.Tensor in (type(value), type(fields.get(n))) for n, value in changed.items()):
+                fields.update(changed)
+                for name, value in replaced.items():
+                    # Moving a model replaces its buffers, and they stay where they were moved to.
+                    module._buffers[name] = _beside(value, module._buffers[name])
+
+    def now(self, tree: ModelTree) -> CachesChange:
+        """Record those of now."""
+        return CachesChange(tree)
+
+
+def _beside(tensor: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    return tensor if tensor is None or other is None else tensor.to(other.device)
+
+
+class RuntimeChange(ChangeBase):
+    """What a bitsandbytes layer rewrites on itself when it runs, as it was.
+
+    ``Linear4bit`` fills in ``compute_dtype``, and on some CPUs repacks its weight in eval mode; ``Linear8bitLt`` moves
+    its weight's statistics into ``state``. Nothing is kept alive but the layer's small quantization statistics, and
+    these on the CPU only, where repacking replaces them by an approximation. A weight that was replaced since (a
+    merge) keeps its own state.
+
+    Args:
+        module: The layer.
+        record: The record of its weight.
+    """
+
+    def __init__(self, module: nn.Module, record: ParameterRecord) -> None:
+        weight = module._parameters["weight"]
+        assert weight is not None
+        self.record = record
+        self.dtype = record.dtype
+        self._module = weakref.ref(module)
+        self._attributes = {name: vars(module).get(name, MISSING) for name in RUNTIME_ATTRIBUTES}
+        self._state = {name: _recorded(vars(owner), keys) for name, owner, keys in state_owners(module, weight)}
+
+    @property
+    def _was_repacked(self) -> bool:
+        return bool(self._state.get("quant_state", {}).get("packing_format_for_cpu", False))
+
+    def undo(self, tree: ModelTree) -> None:
+        """Put the recorded fields back."""
+        module = self._module()
+        if module is None:
+            return
+        vars(module).update({k: v for k, v in self._attributes.items() if v is not MISSING})
+        weight = module._parameters.get("weight")
+        if weight is None or not self._state or not self.record.is_seen(weight):
+            return
+        quant_state = getattr(weight, "quant_state", None)
+        if is_repacked(quant_state) and not self._was_repacked:
+            data = unpacked(weight, quant_state)
+            self.record.expects(data)
+            weight.data = data
+            self.record.saw(weight)
+        owners = state_owners(module, weight)
+        # All values are looked up before any is written: one field may be all that holds another's value.
+        found = [value for _, owner, _ in owners for value in vars(owner).values() if isinstance(value, torch.Tensor)]
+        values = {
+            name: _values(self._state[name], vars(owner), found) for name, owner, _ in owners if name in self._state
+        }
+        for name, owner, keys in owners:
+            if name in values:
+                _write(vars(owner), values[name], keys)
+
+    def now(self, tree: ModelTree) -> RuntimeChange:
+        """Record the layer as it is now. A repacked weight is unpacked for good: the layer repacks it when it runs."""
+        module = self._module()
+        if module is None or module._parameters.get("weight") is None:
+            return self
+        change = RuntimeChange(module, self.record)
+        if change._was_repacked and not self._was_repacked:
+            change._state = {}
+        return change
+
+    def originals(self) -> tuple[RuntimeChange, ...]:
+        """The weight, where the layer has repacked it."""
+        return (self,)
+
+    was_trained = False
+
+    def decide(self, policy: TrainedPolicy) -> None:
+        """Nothing: quantized weights are not trained."""
+
+    def read(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The weight as it was before the layer repacked it, as a copy; the weight where it did not."""
+        copied = unpacked_copy(parameter, self._settle)
+        return parameter if copied is None else copied
+
+    def _settle(self, fields: dict[str, Any]) -> None:
+        """Make the fields of copied 4-bit statistics what they were."""
+        held = self._state.get("quant_state", {})
+        if not self._was_repacked:
+            _write(fields, _values(held, fields, [v for v in fields.values() if isinstance(v, torch.Tensor)]), None)
+
+    def original_quant_state(self, parameter: torch.Tensor) -> Any:
+        """The 4-bit statistics as they were before the layer repacked its weight, for a weight that lost them.
+
+        Sharding makes a 4-bit weight a plain tensor; its layer still holds the statistics.
+
+        Returns:
+            The ``QuantState``, a copy where the layer has changed it; ``None`` where there is none.
+        """
+        module = self._module()
+        state = None if module is None else quant_state_of(module, parameter)
+        if not is_repacked(state) or self._was_repacked:
+            return state
+        state = copy.copy(state)
+        self._settle(vars(state))
+        return state
+
+
+class _HeldWeakly:
+    """A tensor to be found among others by the memory it lies in, so that a record pins no device memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._memory = StorageWeakRef(tensor.untyped_storage())
+        self._shape = tensor.shape
+
+    def find(self, tensors: list[torch.Tensor]) -> torch.Tensor | None:
+        """The tensor, if it is one of these."""
+        key, shape = self._memory.cdata, self._shape
+        return next((t for t in tensors if t.untyped_storage()._cdata == key and t.shape == shape), None)
+
+
+def _recorded(fields: dict[str, Any], keys: tuple[str, ...] | None) -> dict[str, Any]:
+    """An object's fields, or those named in ``keys``; large tensors, and those off the CPU, are held weakly."""
+    found = dict(fields) if keys is None else {key: fields[key] for key in keys if key in fields}
+    for key, value in found.items():
+        if isinstance(value, torch.Tensor) and not (value.is_cpu and value.dtype != torch.int8):
+            found[key] = _HeldWeakly(value)
+    return found
+
+
+def _values(recorded: dict[str, Any], fields: dict[str, Any], tensors: list[torch.Tensor]) -> dict[str, Any]:
+    """What was recorded; of a tensor that is gone, what has replaced it."""
+    values = {}
+    for key, value in recorded.items():
+        if isinstance(value, _HeldWeakly):
+            found = value.find(tensors)
+            value = fields.get(key) if found is None else found
+        values[key] = value
+    return values
+
+
+def _write(fields: dict[str, Any], values: dict[str, Any], keys: tuple[str, ...] | None) -> None:
+    """Make ``fields`` (or those named in ``keys``) these: the same keys in the same order, the same objects."""
+    for key in list(fields) if keys is None else keys:
+        fields.pop(key, None)
+    fields.update(values)
+
+
+_RUNTIME_CONFIGS = ("config", "generation_config")
+
+
+def _configs(tree: ModelTree) -> list[Any]:
+    """The configs of a model's modules, each once: the layers of a model share its config."""
+    configs = {
+        id(config): config
+        for node in tree.modules
+        for name in _RUNTIME_CONFIGS
+        if (config := node.module.__dict__.get(name)) is not None
+    }
+    return [config for config in configs.values() if hasattr(config, "__dict__")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record(EditBase):
+    """Record what training rewrites on its own; changes nothing.
+
+    Attributes:
+        layers: The quantized layers that rewrite fields of their own, weakly.
+    """
+
+    layers: tuple[weakref.ref[nn.Module], ...] = field(default=(), repr=False)
+
+    def capture(self, tree: ModelTree) -> Together:
+        """Record."""
+        layers = {id(layer) for ref in self.layers if (layer := ref()) is not None}
+        weights = [t for t in tree.all_tensors if t.name == "weight" and id(t.module) in layers]
+        return Together(
+            AccelerateChange(tree.model),
+            TrainModeChange(tree),
+            *{id(t.module): RuntimeChange(t.module, tree.record(t)) for t in weights}.values(),
+            CachesChange(tree),
+            AttributesNow(_configs(tree), ["use_cache"]),
+        )
+
+    def apply(self, change: Together) -> None:
+        """Change nothing."""

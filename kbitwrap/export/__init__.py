@@ -1,0 +1,1 @@
+"""The original, or the merged model, as files."""

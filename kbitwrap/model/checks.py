@@ -1,0 +1,77 @@
+"""Which models cannot be edited parameter by parameter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import UnsupportedModelError
+from .tree import ModelTree
+from .wrappers import loaded_class
+
+_BEFORE = "no dtype of a sharded parameter can be changed safely; prepare the model before it is sharded"
+
+
+def is_sharded_tensor(tensor: Any) -> bool:
+    """Whether a tensor is a ``DTensor``: a part of it is on this rank, and the whole of it need not be on any."""
+    return isinstance(tensor, loaded_class("torch.distributed.tensor", "DTensor"))
+
+
+def tree_of(model: Any) -> ModelTree:
+    """Begin an operation on a model.
+
+    Raises:
+        UnsupportedModelError: It is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(
+            "expected a torch.nn.Module, such as AutoModelForCausalLM.from_pretrained(...), "
+            f"found {type(model).__name__}"
+        )
+    return ModelTree(model)
+
+
+def refuse_unsupported_tensors(tree: ModelTree, *, allow_meta: bool, allow_dtensor: bool = False) -> None:
+    """Raise for a model whose parameters cannot be edited one by one.
+
+    Args:
+        tree: The model.
+        allow_meta: Whether parameters on the meta device are accepted (for planning).
+        allow_dtensor: Whether parameters sharded as DTensors are accepted (for an export by all ranks).
+
+    Raises:
+        UnsupportedModelError: It has no parameters, is sharded (DTensor, FSDP1, FSDP2, ZeRO-3) or has a parameter on
+            the meta device. ``fqn`` names the first one found, by its path.
+    """
+    if not tree.tensors:
+        raise UnsupportedModelError(f"{type(tree.model).__name__} has no parameters: there is nothing to prepare")
+    for tensor in tree.tensors:
+        sharding = _sharding_of(tensor.parameter, allow_dtensor)
+        if sharding:
+            raise UnsupportedModelError(f"{tensor.path} is {sharding}: {_BEFORE}", fqn=tensor.path)
+    fsdp1 = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
+    for node in tree.modules if fsdp1 else ():
+        if isinstance(node.module, fsdp1):
+            raise UnsupportedModelError(f"{node.path or 'the model'} is wrapped by FSDP1: {_BEFORE}", fqn=node.path)
+    if allow_meta:
+        return
+    for tensor in tree.tensors:
+        if tensor.parameter.is_meta:
+            remedy = "load its weights first; build_plan works on the meta device"
+            if getattr(tensor.module, "_hf_hook", None) is not None:
+                remedy = (
+                    "its values are offloaded by accelerate; load the model without offloading "
+                    "(device_map={'': device})"
+                )
+            raise UnsupportedModelError(f"{tensor.path} is on the meta device: {remedy}", fqn=tensor.path)
+
+
+def _sharding_of(parameter: torch.Tensor, allow_dtensor: bool) -> str:
+    marks = vars(parameter)
+    if is_sharded_tensor(parameter) and not allow_dtensor:
+        return "a DTensor (FSDP2 or tensor parallelism)"
+    if marks.get("_is_flat_param", False):
+        return "an FSDP1 flat parameter"
+    return "a ZeRO-3 partition" if "ds_id" in marks else ""

@@ -1,0 +1,111 @@
+"""Parameters to be found again, without a reference to them: by owner and name, and by the memory they lie in.
+
+``torch.utils.swap_tensors``, by which models of tensor subclasses are moved, refuses tensors that have weak references;
+and a parameter that others replace is to be freed at once. So a record refers to neither the tensor nor its values.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..tensors.bits import dense_parts
+from .quantization import is_quantized_parameter
+
+
+class TensorRef(NamedTuple):
+    """Where a parameter is: its owner, weakly, and its name there."""
+
+    owner: weakref.ref[nn.Module]
+    name: str
+
+    def __call__(self) -> nn.Parameter | None:
+        """The parameter that is there now."""
+        module = self.owner()
+        return None if module is None else module._parameters.get(self.name)
+
+
+class ParameterRecord:
+    """A parameter, at all of its places, and the memory that it was last seen in.
+
+    That memory is a ``StorageWeakRef``: it says when the memory is gone, and keeps its address from being given to
+    another. A 4-bit weight is told by its ``quant_state`` too, which moves with it.
+
+    Args:
+        fqn: Its name without wrappers.
+        places: Its owners, each with its name there.
+        parameter: The parameter.
+
+    Attributes:
+        fqn: As given.
+        refs: Its places.
+        dtype: The dtype that it had.
+        shape: The shape that it had.
+        quantized_class: Its class, if it held quantized storage; sharding makes it a plain tensor.
+        quant_state: Its 4-bit statistics, weakly, if it had any.
+    """
+
+    def __init__(self, fqn: str, places: Sequence[tuple[nn.Module, str]], parameter: nn.Parameter) -> None:
+        self.fqn = fqn
+        self.refs = tuple(TensorRef(weakref.ref(module), name) for module, name in places)
+        self.dtype = parameter.dtype
+        self.shape = parameter.shape
+        self.quantized_class = type(parameter) if is_quantized_parameter(parameter) else None
+        state = getattr(parameter, "quant_state", None)
+        self.quant_state: weakref.ref[Any] | None = None if state is None else weakref.ref(state)
+        self._memories: tuple[tuple[StorageWeakRef, ...], ...] = ()
+        self.saw(parameter)
+
+    def expects(self, data: torch.Tensor) -> None:
+        """Note that the parameter is about to get this memory, so that it is found wherever that is interrupted."""
+        self._memories = (*self._memories, _memory_of(data))
+
+    def saw(self, parameter: torch.Tensor) -> None:
+        """Note that the parameter lies in this memory now."""
+        self.seen_dtype = parameter.dtype
+        self._memories = (_memory_of(parameter),)
+
+    def is_seen(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter at one of the places is the one recorded: it lies where that was last seen."""
+        keys = [part.untyped_storage()._cdata for part in dense_parts(parameter)]
+        if any(keys == [reference.cdata for reference in memory] for memory in self._memories):
+            return True
+        state = None if self.quant_state is None else self.quant_state()
+        return state is not None and getattr(parameter, "quant_state", None) is state
+
+    def live(self) -> nn.Parameter | None:
+        """The parameter, if it is still at one of its places."""
+        return next((p for ref in self.refs if (p := ref()) is not None and self.is_seen(p)), None)
+
+    def there(self) -> nn.Parameter | None:
+        """The parameter, or one of its shape that is at one of its places: others write weights by replacing them."""
+        found = [p for ref in self.refs if (p := ref()) is not None]
+        live = self.live()
+        return live if live is not None else next((p for p in found if p.shape == self.shape), None)
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[StorageWeakRef, ...]:
+    return tuple(StorageWeakRef(part.untyped_storage()) for part in dense_parts(tensor))
+
+
+class Records:
+    """The records of a model's parameters: one for each, whoever asks, by owner and name."""
+
+    def __init__(self) -> None:
+        self._by_owner: weakref.WeakKeyDictionary[nn.Module, dict[str, ParameterRecord]] = weakref.WeakKeyDictionary()
+
+    def at(self, module: nn.Module, name: str) -> ParameterRecord | None:
+        """The record of what was at a place."""
+        return self._by_owner.get(module, {}).get(name)
+
+    def add(self, record: ParameterRecord) -> None:
+        """Keep a record under each of its places."""
+        for ref in record.refs:
+            module = ref.owner()
+            if module is not None:
+                self._by_owner.setdefault(module, {})[ref.name] = record

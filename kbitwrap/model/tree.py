@@ -1,0 +1,236 @@
+"""A live model, walked once: its modules and tensors, each with its name by structure and its way from the root.
+
+A tensor is identified by the module that owns it and its name in there. It is named by its fully qualified name (fqn)
+in the model without wrappers; how it is reached in the live model is its path.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .quantization import Quantization, detect, has_runtime_state
+from .records import ParameterRecord, Records
+from .wrappers import COPIES, is_adapter_module, wrapped_children
+
+
+def only_reading() -> Any:
+    """A context in which the fields of tensors are read without asking their classes, which takes longer."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+class Node(NamedTuple):
+    """A module at one of its places in a model.
+
+    Attributes:
+        path: Its name in the live model.
+        fqn: Its name without wrappers; a copy that PEFT trains has the name of what it is a copy of.
+        module: The module.
+        is_base: Whether it is a module of the base, and no wrapper, adapter or copy.
+    """
+
+    path: str
+    fqn: str
+    module: nn.Module
+    is_base: bool
+
+
+class NamedTensor(NamedTuple):
+    """A parameter at one of its places: ``module._parameters[name] is parameter``.
+
+    Attributes:
+        fqn: Its name without wrappers.
+        module: Its owner.
+        name: Its name in the owner.
+        parameter: The parameter.
+        path: Its name in the live model.
+    """
+
+    fqn: str
+    module: nn.Module
+    name: str
+    parameter: nn.Parameter
+    path: str
+
+
+def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """List the modules of a model, each once, as ``model.named_modules()`` does, in a tenth of its time."""
+    return [(node.path, node.module) for node in ModelTree(model).modules]
+
+
+def join(prefix: str, name: str) -> str:
+    """The name of what is called ``name`` inside ``prefix``."""
+    return f"{prefix}.{name}" if prefix else name
+
+
+class ModelTree:
+    """The modules and parameters of a live model at one moment. Made at the entry of an operation, and passed on.
+
+    Attributes, flags and what parameters store may change while it is used; modules and parameters may not be replaced.
+
+    Args:
+        model: The model, whatever is wrapped around it or put into it.
+        records: The records of its parameters, where it has some; new ones are added.
+    """
+
+    def __init__(self, model: nn.Module, records: Records | None = None) -> None:
+        self.model = model
+        self.records = Records() if records is None else records
+
+    def again(self) -> ModelTree:
+        """The same model, walked again: after code that may have replaced modules."""
+        return ModelTree(self.model, self.records)
+
+    @cached_property
+    def nodes(self) -> list[Node]:
+        """Every place of every module, in depth-first order."""
+        found: list[Node] = []
+        stack = [(Node("", "", self.model, True), False)]
+        while stack:
+            (path, fqn, module, is_base), holds_copies = stack.pop()
+            wrapped = wrapped_children(module)
+            found.append(Node(path, fqn, module, is_base and not wrapped))
+            is_adapter = bool(wrapped) and is_adapter_module(module)
+            for name, child in reversed(module._modules.items()):
+                if child is None:
+                    continue
+                is_wrapped = name in wrapped
+                inner = fqn if is_wrapped or holds_copies else join(fqn, name)
+                copies = is_adapter and not is_wrapped and name in COPIES
+                node = Node(join(path, name), fqn if copies else inner, child, is_base and (is_wrapped or not wrapped))
+                stack.append((node, copies))
+        return found
+
+    @cached_property
+    def modules(self) -> list[Node]:
+        """Each module once, at its first place."""
+        first: dict[int, Node] = {}
+        for node in self.nodes:
+            first.setdefault(id(node.module), node)
+        return list(first.values())
+
+    @cached_property
+    def base(self) -> list[Node]:
+        """The places of the base's modules, without wrappers, adapters and copies."""
+        return [node for node in self.nodes if node.is_base]
+
+    @cached_property
+    def owners(self) -> set[int]:
+        """The ``id`` of every module that holds parameters itself, by which models are told apart.
+
+        One that holds none may be part of many models at once, such as an activation function kept by a library.
+        """
+        return {id(node.module) for node in self.modules if node.module._parameters}
+
+    @cached_property
+    def all_tensors(self) -> list[NamedTensor]:
+        """Every place of every parameter."""
+        return _tensors_of(self.nodes)
+
+    @cached_property
+    def tensors(self) -> list[NamedTensor]:
+        """Each parameter once, at its first place, in the order of ``model.named_parameters()``."""
+        first: dict[int, NamedTensor] = {}
+        for tensor in self.all_tensors:
+            first.setdefault(id(tensor.parameter), tensor)
+        return list(first.values())
+
+    @cached_property
+    def places(self) -> dict[int, list[tuple[nn.Module, str]]]:
+        """Every owner of a parameter, each once, with the parameter's name there, by the parameter's ``id``."""
+        found: dict[int, dict[tuple[int, str], tuple[nn.Module, str]]] = {}
+        for tensor in self.all_tensors:
+            place = tensor.module, tensor.name
+            found.setdefault(id(tensor.parameter), {}).setdefault((id(tensor.module), tensor.name), place)
+        return {key: list(places.values()) for key, places in found.items()}
+
+    def record(self, tensor: NamedTensor) -> ParameterRecord:
+        """The record of a parameter: the one that there is, or a new one."""
+        found = self.records.at(tensor.module, tensor.name)
+        if found is None or not found.is_seen(tensor.parameter):
+            found = ParameterRecord(tensor.fqn, self.places[id(tensor.parameter)], tensor.parameter)
+            self.records.add(found)
+        return found
+
+    @cached_property
+    def base_tensors(self) -> list[NamedTensor]:
+        """Every place of the base's parameters in the base."""
+        return _tensors_of([node for node in self.base if not is_adapter_module(node.module)])
+
+    @cached_property
+    def adapters(self) -> list[Node]:
+        """PEFT's own modules."""
+        return [node for node in self.modules if is_adapter_module(node.module)]
+
+    @cached_property
+    def adapter_ids(self) -> set[int]:
+        """The ``id`` of every parameter that belongs to an adapter; one that the base shares is the base's."""
+        if not self.adapters:
+            return set()
+        base = {id(tensor.parameter) for tensor in self.base_tensors}
+        return {id(tensor.parameter) for tensor in self.tensors} - base
+
+    @cached_property
+    def index(self) -> ModuleIndex:
+        """Where each module is, for finding it again later."""
+        return ModuleIndex(self)
+
+    @cached_property
+    def quantization(self) -> Quantization:
+        """How the model is quantized."""
+        return detect(self.model, [node.module for node in self.modules])
+
+    @cached_property
+    def runtime_layers(self) -> list[Node]:
+        """The quantized layers that rewrite fields of their own when they run."""
+        return [node for node in self.modules if has_runtime_state(node.module)]
+
+    def holds_part_of(self, other: ModelTree) -> bool:
+        """Whether the two models share a module that holds parameters."""
+        return not self.owners.isdisjoint(other.owners)
+
+
+def _tensors_of(nodes: list[Node]) -> list[NamedTensor]:
+    return [
+        NamedTensor(join(fqn, name), module, name, parameter, join(path, name))
+        for path, fqn, module, _ in nodes
+        if module._parameters
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+
+
+class ModuleIndex:
+    """The modules of a tree, numbered and held weakly, to be found again through wrappers, copies and merges.
+
+    Attributes:
+        by_fqn: Class and number of the module at each fqn, a shared module under each of its names.
+    """
+
+    def __init__(self, tree: ModelTree) -> None:
+        self._references: list[weakref.ref[nn.Module]] = []
+        self._numbers: dict[int, int] = {}
+        self.by_fqn: dict[str, tuple[type, int]] = {}
+        for node in tree.nodes:
+            number = self._numbers.setdefault(id(node.module), len(self._references))
+            if number == len(self._references):
+                self._references.append(weakref.ref(node.module))
+            self.by_fqn[node.fqn] = type(node.module), number
+
+    def number(self, module: nn.Module) -> int | None:
+        """The number of a module, in the tree's order; ``None`` of one that was not there."""
+        number = self._numbers.get(id(module))
+        return number if number is not None and self._references[number]() is module else None
+
+    def live(self) -> list[tuple[int, nn.Module]]:
+        """The modules that are still alive, each with its number."""
+        return [(n, m) for n, reference in enumerate(self._references) if (m := reference()) is not None]
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """What two tensors share exactly when they share memory, on the meta device too."""
+    return int(tensor.untyped_storage()._cdata)

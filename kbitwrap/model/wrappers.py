@@ -1,0 +1,133 @@
+"""What PEFT, torch and DeepSpeed put around a module: one table, for live models and for names that come from files."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from typing import Any, NamedTuple
+
+from torch import nn
+
+
+class _Wrapping(NamedTuple):
+    """The child of a wrapper in which the wrapped module is.
+
+    Attributes:
+        child: The child's name.
+        owner: The library that the wrapper's class is of.
+        leads: How a name from a file may begin with it; ``""`` where no name does.
+        is_inside: Whether a name from a file may hold it further inside.
+    """
+
+    child: str
+    owner: str
+    leads: str = ""
+    is_inside: bool = False
+
+
+# Of one wrapper the first child that is there counts.
+_TABLE = (
+    _Wrapping("base_layer", "peft", is_inside=True),
+    _Wrapping("token_adapter", "peft", is_inside=True),
+    _Wrapping("original_module", "peft", is_inside=True),
+    _Wrapping("base_model", "peft", leads="base_model.model"),
+    _Wrapping("lora_model", "peft"),
+    _Wrapping("model", "peft"),
+    _Wrapping("module", "torch", leads="module"),
+    _Wrapping("module", "deepspeed", leads="module"),
+    _Wrapping("_orig_mod", "torch", leads="_orig_mod", is_inside=True),
+    _Wrapping("_fsdp_wrapped_module", "torch", leads="_fsdp_wrapped_module", is_inside=True),
+    _Wrapping("_checkpoint_wrapped_module", "torch", leads="_checkpoint_wrapped_module", is_inside=True),
+)
+COPIES = ("modules_to_save", "ln_tuning_layers")
+"""The children of PEFT's wrappers that hold copies of the wrapped module, by adapter."""
+_CHILDREN = {row.child for row in _TABLE}
+_BY_OWNER = {
+    owner: tuple(row.child for row in _TABLE if row.owner == owner) for owner in dict.fromkeys(r.owner for r in _TABLE)
+}
+_LEADING = re.compile("^(?:" + "|".join(sorted({re.escape(row.leads) for row in _TABLE if row.leads})) + r")(?:\.|$)")
+_INSIDE = re.compile(
+    r"\.(?:" + "|".join(row.child for row in _TABLE if row.is_inside) + f"|(?:{'|'.join(COPIES)})" + r"\.[^.]+)(?=\.|$)"
+)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def canonical_fqn(fqn: str) -> str:
+    """Strip from a name that comes from a file what wrappers put into it; live models are named by `ModelTree`.
+
+    A ``modules_to_save`` copy gets the name of the module that it is a copy of. A prompt-learning ``PeftModel`` has the
+    model itself at ``base_model``, which no name can tell from an adapter's ``base_model.model``.
+
+    Args:
+        fqn: The name of a module or a tensor.
+
+    Returns:
+        The name in the unwrapped model.
+
+    Example:
+        >>> canonical_fqn("base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight")
+        'model.layers.0.self_attn.q_proj.weight'
+        >>> canonical_fqn("base_model.model.lm_head.modules_to_save.default.weight")
+        'lm_head.weight'
+    """
+    while match := _LEADING.match(fqn):
+        fqn = fqn[match.end() :]
+    return _INSIDE.sub("", "." + fqn)[1:]
+
+
+def loaded_class(module_name: str, attribute: str) -> type | tuple[()]:
+    """A class of a library that is loaded already, or ``()``: nothing can be an instance of a class not loaded."""
+    found: type | tuple[()] = getattr(sys.modules.get(module_name), attribute, ())
+    return found
+
+
+@functools.cache
+def _owner(cls: Any) -> str:
+    """The library that a class is of, as far as it wraps modules; torch's own layers and containers do not."""
+    if any(base.__module__.partition(".")[0] == "peft" for base in cls.__mro__):
+        return "peft"
+    module: str = cls.__module__
+    return "" if module.startswith("torch.nn.modules") else module.partition(".")[0]
+
+
+def is_adapter_module(module: nn.Module) -> bool:
+    """Whether a module is one of PEFT's own classes, whose own parameters belong to an adapter."""
+    cls: Any = type(module)
+    return _owner(cls) == "peft"
+
+
+def class_before_sharding(module: nn.Module) -> type[nn.Module]:
+    """The class of a module, without the one that ``fully_shard`` makes of it and puts in its place."""
+    cls: Any = type(module)
+    made = loaded_class("torch.distributed.fsdp", "FSDPModule")
+    found: type[nn.Module] = next(base for base in cls.__mro__ if not issubclass(base, made))
+    return found
+
+
+def wrapped_children(module: nn.Module) -> tuple[str, ...]:
+    """The children of a wrapper in which the wrapped module is, the one to follow first; of any other module none."""
+    if _CHILDREN.isdisjoint(module._modules):
+        return ()
+    cls: Any = class_before_sharding(module)
+    names = _BY_OWNER.get(_owner(cls), ())
+    return tuple(name for name in names if module._modules.get(name) is not None)
+
+
+def unwrap(module: nn.Module) -> tuple[nn.Module, tuple[nn.Module, ...]]:
+    """Find what is underneath wrappers.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        The first module that is no wrapper, and PEFT's modules above it, the outermost first.
+    """
+    adapters: list[nn.Module] = []
+    while names := wrapped_children(module):
+        if is_adapter_module(module):
+            adapters.append(module)
+        child = module._modules[names[0]]
+        assert child is not None
+        module = child
+    return module, tuple(adapters)

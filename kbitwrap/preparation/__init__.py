@@ -1,0 +1,1 @@
+"""One preparation: planned, in force, verified, and the record of what was there before."""

@@ -1,0 +1,98 @@
+"""Fingerprints of a model's parameters, taken without waiting for the device and compared in one read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from ..model.quantization import unpacked_copy
+from ..model.records import ParameterRecord
+from ..tensors.bits import content_digest, dense_parts, differs, is_dense, sample
+
+
+def _sampled(record: ParameterRecord, parameter: torch.Tensor) -> torch.Tensor | None:
+    """A sample of what a parameter holds, in the dtype that it had; ``None`` of one without elements in memory."""
+    if record.quantized_class is not None:
+        copied = unpacked_copy(parameter)
+        parameter = parameter if copied is None else copied
+    parts = dense_parts(parameter)
+    if not parts or parts[0].is_meta:
+        return None
+    part = parts[0].detach().as_subclass(torch.Tensor)
+    return sample(part) if part is not parameter and len(parts) > 1 else sample(part).to(record.dtype)
+
+
+class Fingerprints:
+    """A sample of every parameter, kept on its device: a few KiB each; with ``audit`` a digest of the whole too.
+
+    A sample misses a change of few elements: `kbitwrap.tensors.bits.sample`. A digest misses none by accident.
+
+    Args:
+        parameters: The parameters, each with its record.
+        audit: Digest the unquantized ones as a whole.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[ParameterRecord, torch.Tensor]], audit: bool) -> None:
+        self._samples: dict[ParameterRecord, torch.Tensor] = {}
+        self._digests: dict[ParameterRecord, int] = {}
+        groups: dict[Any, list[tuple[ParameterRecord, torch.Tensor]]] = {}
+        for record, parameter in parameters:
+            taken = _sampled(record, parameter)
+            if taken is not None:
+                groups.setdefault((taken.device, taken.dtype), []).append((record, taken))
+            if audit and record.quantized_class is None and is_dense(parameter):
+                self._digests[record] = content_digest(parameter)
+        for found in groups.values():
+            together = torch.cat([taken for _, taken in found])  # one piece of memory, and nothing pinned
+            pieces = together.split([len(taken) for _, taken in found])
+            self._samples.update(zip((record for record, _ in found), pieces, strict=True))
+
+    @property
+    def num_bytes(self) -> int:
+        """What the samples hold, in bytes."""
+        return sum(taken.nbytes for taken in self._samples.values())
+
+    def changed(
+        self,
+        parameters: Iterable[tuple[ParameterRecord, torch.Tensor]],
+        original_of: Callable[[ParameterRecord, torch.Tensor], torch.Tensor] | None = None,
+    ) -> set[ParameterRecord]:
+        """Find the parameters that hold others than the recorded values, in one read for each device.
+
+        Args:
+            parameters: Live parameters, each with its record; a value in another dtype is rounded to the recorded one.
+            original_of: Computes what stands for the original of a parameter, where digests are to be compared.
+
+        Returns:
+            The records of those that differ.
+        """
+        changed: set[ParameterRecord] = set()
+        groups: dict[Any, list[tuple[ParameterRecord, torch.Tensor, torch.Tensor]]] = {}
+        for record, parameter in parameters:
+            old, new = self._samples.get(record), _sampled(record, parameter)
+            if old is None or new is None:
+                continue
+            if old.shape != new.shape or old.dtype != new.dtype:
+                changed.add(record)
+                continue
+            groups.setdefault((new.device, new.dtype), []).append((record, old, new))
+            digest = None if original_of is None else self._digests.get(record)
+            if (
+                digest is not None
+                and original_of is not None
+                and content_digest(original_of(record, parameter)) != digest
+            ):
+                changed.add(record)
+        masks: dict[torch.device, list[tuple[list[ParameterRecord], list[int], torch.Tensor]]] = {}
+        for (device, _), found in groups.items():
+            olds = torch.cat([old.to(device) for _, old, _ in found])
+            mask = differs(olds, torch.cat([new for _, _, new in found]))
+            masks.setdefault(device, []).append(([r for r, _, _ in found], [len(old) for _, old, _ in found], mask))
+        for of_device in masks.values():
+            is_different = torch.cat([mask for *_, mask in of_device]).cpu()
+            records = [record for records, _, _ in of_device for record in records]
+            lengths = [length for _, lengths, _ in of_device for length in lengths]
+            changed.update(r for r, m in zip(records, is_different.split(lengths), strict=True) if bool(m.any()))
+        return changed

@@ -1,0 +1,298 @@
+"""What was there before: one record of the unprepared model, which restore, verify, export and the manifest all read.
+
+It holds no parameter, and no value but samples: see ``ParameterRecord`` and ``Fingerprints``.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..edits.base import HeldOriginal
+from ..edits.checkpointing import input_gradient_hooks
+from ..edits.storage import CopyChange
+from ..model.checks import is_sharded_tensor
+from ..model.quantization import quant_state_of
+from ..model.records import ParameterRecord
+from ..model.tree import ModelTree, join, only_reading
+from ..tensors.bits import HALF_DTYPES, content_digest, is_dense
+from .fingerprints import Fingerprints
+from .moment import Moment
+
+Buffer = tuple[torch.dtype, torch.Size, int]
+"""Dtype, shape and digest."""
+_HOOK_DICTS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def signature(tree: ModelTree) -> int:
+    """A hash of what a plan depends on: modules, their attributes, parameters, their dtypes, devices and flags.
+
+    It is of this process and of these very objects, which whoever compares it holds.
+    """
+    parts: list[Any] = [(path, id(m), type(m), len(vars(m))) for path, _, m, _ in tree.nodes]
+    parts += [
+        (t.name, id(p), p.dtype, p.shape, p.device, p.requires_grad, 0 if p.is_meta else p.data_ptr())
+        for t in tree.all_tensors
+        if (p := t.parameter) is not None
+    ]
+    return hash(tuple(parts))
+
+
+def configs_of(module: nn.Module) -> list[tuple[str, Any]]:
+    """The configs of a module that are saved with a checkpoint, each with its attribute's name."""
+    found = []
+    for name in ("config", "generation_config"):
+        config = vars(module).get(name)
+        # Of the class first: asking a config of transformers takes many times as long.
+        if config is not None and (hasattr(type(config), "save_pretrained") or hasattr(config, "save_pretrained")):
+            found.append((name, config))
+    return found
+
+
+@dataclass
+class Changes:
+    """What became of the base's parameters.
+
+    Attributes:
+        trained: Names of those whose value changed, and that may be trained.
+        drifted: Names of those whose value changed although they were frozen.
+        replaced: ``{fqn: what happened}``: another parameter or module is there, or one of another shape, or none.
+    """
+
+    trained: list[str] = field(default_factory=list)
+    drifted: list[str] = field(default_factory=list)
+    replaced: dict[str, str] = field(default_factory=dict)
+
+
+class Original:
+    """The base of a model before it was prepared: its parameters, flags, buffers, configs, hooks and modes.
+
+    A ``Trainer``, PEFT and a model's own forward write to configs and buffers, and none of it is the base's.
+
+    Args:
+        tree: The unprepared model.
+        audit: Digest every unquantized parameter as a whole.
+
+    Attributes:
+        before: Hooks, flags, modes and memory.
+        model: The model, weakly.
+        records: The records of its parameters.
+    """
+
+    def __init__(self, tree: ModelTree, *, audit: bool = False) -> None:
+        self.model = weakref.ref(tree.model)
+        self.records = tree.records
+        self.before = Moment.of(tree)
+        with only_reading():
+            self._modules = {node.fqn: weakref.ref(node.module) for node in tree.base}
+            records = [(tree.record(tensor), tensor) for tensor in tree.base_tensors]
+            self._base = {tensor.fqn: record for record, tensor in records}
+            self._flags = {record: tensor.parameter.requires_grad for record, tensor in records}
+            once = {record: tensor.parameter for record, tensor in records}
+            self._others = [tree.record(t) for t in tree.tensors if id(t.parameter) in tree.adapter_ids]
+        self._fingerprints = Fingerprints(once.items(), audit)
+        self._configs: dict[int, Any] = {}  # by ``id``; the memo of ``deepcopy`` holds the configs
+        self._hook_ids: set[int] = set()
+        self._buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, Buffer]] = weakref.WeakKeyDictionary()
+        for node in tree.modules:
+            self._hook_ids.update(key for name in _HOOK_DICTS for key in vars(node.module)[name])
+            if node.module._buffers:
+                self._buffers[node.module] = _read_buffers(node.module)
+        for node in tree.base:
+            for _, config in configs_of(node.module):
+                copy.deepcopy(config, self._configs)
+        owners: dict[int, set[ParameterRecord]] = {}
+        for record, parameter in once.items():
+            owners.setdefault(parameter.untyped_storage()._cdata, set()).add(record)
+        self._sharing_memory = {record for group in owners.values() if len(group) > 1 for record in group}
+
+    @property
+    def record_bytes(self) -> int:
+        """What the samples hold on the parameters' devices, in bytes."""
+        return self._fingerprints.num_bytes
+
+    def config(self, config: Any) -> Any:
+        """A config as it was recorded; one that is new, as it is."""
+        return self._configs.get(id(config), config)
+
+    def buffer(self, module: nn.Module, name: str) -> Buffer | None:
+        """What a persistent buffer was: dtype, shape and digest; ``None`` where it was not there."""
+        return self._buffers.get(module, {}).get(name)
+
+    def flag(self, record: ParameterRecord) -> bool:
+        """The ``requires_grad`` that a parameter of the base had."""
+        return self._flags[record]
+
+    def num_turned_on(self, tree: ModelTree) -> int:
+        """How many base parameters a restore makes trainable under a live adapter."""
+        if not tree.adapter_ids:
+            return 0
+        live = [(record.there(), flag) for record, flag in self._flags.items()]
+        return sum(flag and parameter is not None and not parameter.requires_grad for parameter, flag in live)
+
+    def at(self, fqn: str) -> ParameterRecord | None:
+        """The record of a parameter of the base."""
+        return self._base.get(fqn)
+
+    def shared_memory(self, record: ParameterRecord) -> bool:
+        """Whether another parameter lay in the same memory."""
+        return record in self._sharing_memory
+
+    def follow(self, tree: ModelTree) -> None:
+        """Find parameters again that were moved or swapped: what is at their place holds the recorded values."""
+        lost = []
+        for record in self._flags:
+            if record.live() is None:
+                there = next((p for ref in record.refs if (p := ref()) is not None), None)
+                if there is not None and not is_sharded_tensor(there) and there.shape == record.shape:
+                    lost.append((record, there))
+        changed = self._fingerprints.changed(lost) if lost else set()
+        for record, there in lost:
+            # What may be trained may have got its value in other memory.
+            is_trained = there.requires_grad and there.dtype == record.seen_dtype and record.quantized_class is None
+            if record not in changed or is_trained:
+                record.saw(there)
+
+    def changes(self, tree: ModelTree, held: Sequence[HeldOriginal]) -> Changes:
+        """Find what became of the base, in one read of each device. ``follow`` comes first.
+
+        Args:
+            tree: The live model.
+            held: What the journal holds of originals, and so what a restore would give.
+        """
+        found = Changes()
+        live = {node.fqn: node.module for node in tree.base}
+        holders = {id(one.record): one for one in held}
+        compared: dict[ParameterRecord, torch.Tensor] = {}
+        for fqn, reference in self._modules.items():
+            module = live.pop(fqn, None)
+            recorded = reference()
+            if module is None or (module is not recorded and (recorded is None or recorded._parameters)):
+                if recorded is None or recorded._parameters:
+                    found.replaced[fqn] = "is gone" if module is None else "was replaced"
+                continue
+            for name in dict.fromkeys([*self._names_in(fqn), *module._parameters]):
+                full, parameter = join(fqn, name), module._parameters.get(name)
+                record = self._base.get(full)
+                if record is None and parameter is None:
+                    continue
+                if parameter is None or record is None or not _is_recorded(record, module, parameter):
+                    found.replaced[full] = "was replaced or resized"
+                elif not is_sharded_tensor(parameter):
+                    compared[record] = parameter
+        found.replaced.update({fqn: "was added" for fqn, module in live.items() if any(_parameters(module))})
+        unquantized = [(r, p) for r, p in compared.items() if r.quantized_class is None]
+        kept = {r for r, _ in unquantized if getattr(holders.get(id(r)), "kept", None) is not None}
+
+        def original_of(record: ParameterRecord, parameter: torch.Tensor) -> torch.Tensor:
+            holder = holders.get(id(record))
+            value = parameter if holder is None else holder.read(parameter)
+            return value.compute() if hasattr(value, "compute") else value
+
+        changed = self._fingerprints.changed([(r, p) for r, p in unquantized if r not in kept], original_of)
+        changed |= {r for r in kept if not holders[id(r)].is_untouched(compared[r].data)}  # type: ignore[attr-defined]
+        for record in compared:
+            if record in changed:
+                (found.trained if compared[record].requires_grad else found.drifted).append(record.fqn)
+        return found
+
+    def _names_in(self, fqn: str) -> list[str]:
+        """The names of the parameters that a module of the base had."""
+        if not hasattr(self, "_names"):
+            self._names: dict[str, list[str]] = {}
+            for full in self._base:
+                owner, _, name = full.rpartition(".")
+                self._names.setdefault(owner, []).append(name)
+        return self._names.get(fqn, [])
+
+    def known(self, tree: ModelTree) -> dict[int, ParameterRecord]:
+        """The records of the live parameters that were there before, by the ``id`` of the parameter."""
+        by_memory = {}
+        for record in (*self._flags, *self._others):
+            parameter = record.live()
+            if parameter is not None:
+                by_memory[id(parameter)] = record
+        return by_memory
+
+    def copies(self, tree: ModelTree, cast: Iterable[ParameterRecord]) -> list[CopyChange]:
+        """Find parameters in float32 that stand, by name, for a half one: PEFT's copies, beside it or in its place.
+
+        A half parameter that was not cast and has another dtype now, such as one that was resized, is found as well.
+
+        Args:
+            tree: The live model.
+            cast: The records of what the preparation cast, which is not looked for.
+
+        Returns:
+            A change for each that takes it to the original dtype.
+        """
+        known, skipped = self.known(tree), set(map(id, cast))
+        found = []
+        for tensor in tree.tensors:
+            parameter = tensor.parameter
+            own = known.get(id(parameter))
+            if own is not None and (id(own) in skipped or own not in self._flags):
+                continue
+            original = own or self._base.get(tensor.fqn)
+            if original is None or original.dtype not in HALF_DTYPES or parameter.dtype == original.dtype:
+                continue
+            if parameter.dtype in (torch.float32, *HALF_DTYPES):
+                is_resized = parameter.shape != original.shape
+                record = own or tree.record(tensor)
+                is_base = own is not None or not (parameter.requires_grad or id(parameter) in tree.adapter_ids)
+                change = CopyChange(record, parameter, original.dtype, is_base=is_base, is_resized=is_resized)
+                found.append(change)
+        return found
+
+    def added(self, tree: ModelTree) -> tuple[list[str], list[str]]:
+        """Find what others put into the model.
+
+        Returns:
+            The fqns at which another parameter is, beside the original or in its place; and the paths of what was
+            added: parameters, and hooks other than those that a restore removes.
+        """
+        known = self.known(tree)
+        replaced, foreign = [], []
+        for tensor in tree.tensors:
+            original = self._base.get(tensor.fqn)
+            is_new = id(tensor.parameter) not in known
+            if original is not None and is_new:
+                replaced.append(tensor.fqn)
+            if is_new and (original is None or tensor.fqn != tensor.path):
+                foreign.append(tensor.path)
+        for node in tree.modules:
+            ours = {*self._hook_ids, *input_gradient_hooks(node.module)}
+            for name in _HOOK_DICTS:
+                hooks = [hook for key, hook in getattr(node.module, name).items() if key not in ours]
+                kind = name.strip("_").replace("_", " ").removesuffix("s")
+                foreign += [f"{node.path}: {kind} {getattr(hook, '__name__', type(hook).__name__)}" for hook in hooks]
+        return replaced, foreign
+
+
+def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in module._parameters.items() if p is not None]
+
+
+def _is_recorded(record: ParameterRecord, module: nn.Module, parameter: torch.Tensor) -> bool:
+    """Whether a live parameter of a module is the one recorded, or, as far as can be told, that one sharded."""
+    # Not by shape: a 4-bit layer that repacks its weight for the CPU gives it another of as many elements.
+    if parameter.numel() != record.shape.numel():
+        return False
+    if not is_sharded_tensor(parameter):
+        return record.is_seen(parameter)
+    return record.quant_state is None or record.quant_state() is quant_state_of(module, parameter)
+
+
+def _read_buffers(module: nn.Module) -> dict[str, Buffer]:
+    """The persistent buffers of a module. Training writes them, and they are small."""
+    return {
+        name: (buffer.dtype, buffer.shape, content_digest(buffer))
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set and is_dense(buffer)
+    }

@@ -1,0 +1,221 @@
+"""A preparation in force: the journal, the record of what was there before, and of what was left."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..config import Precision
+from ..edits.base import EditBase, TrainedPolicy
+from ..edits.flags import Anchor, Hold
+from ..edits.journal import Edit, Journal
+from ..edits.storage import CopyChange, TrainedError
+from ..edits.training import FollowTrainMode, RecordAccelerate
+from ..errors import EditError
+from ..model.tree import ModelTree
+from ..model.wrappers import unwrap
+from ..report import RestoreReport, StateDiff
+from .moment import Moment
+from .original import Changes, Original
+from .plan import Plan
+from .planner import Planner
+from .prepared_state import PreparedState
+from .process import LARGE_BLOCK_BYTES, empty_cache, plain_mode, random_state, refuse_retyping_under_ddp
+
+Show = Callable[[Sequence[Any], str], Iterable[Any]]
+"""Wraps a list in a progress bar; the second argument says what is done."""
+_in_force: weakref.WeakSet[Preparation] = weakref.WeakSet()
+
+
+class Preparation:
+    """What was done to a model, from the first edit to the last undo; found again by the model.
+
+    Args:
+        holder: The wrapper, which the model keeps alive from then on.
+
+    Attributes:
+        holder: The wrapper, weakly.
+        journal: The changes made, the first of which holds the wrapper.
+        plan: What was done, by the last plan applied.
+        precisions: Those of the plans applied, one on top of the other.
+        original: What was there before the first of them.
+        left: What the last of them left.
+        after: Hooks, flags, modes and memory at its end.
+    """
+
+    original: Original
+    left: PreparedState
+    after: Moment
+    plan: Plan
+
+    def __init__(self, holder: object) -> None:
+        self.holder = weakref.ref(holder)
+        self.journal = Journal()
+        self.precisions: set[Precision] = set()
+        self._upcasts_all = False
+        self._turned_on = 0
+        self._adopted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    @staticmethod
+    def find(tree: ModelTree) -> Preparation | None:
+        """The preparation that holds a model or a part of it, whatever was wrapped around the model since."""
+        for preparation in list(_in_force):
+            model = preparation.original.model()
+            if model is not None and ModelTree(model).holds_part_of(tree):
+                return preparation
+        return None
+
+    def tree(self) -> ModelTree:
+        """The model now, with every recorded parameter that is still there found again."""
+        model = self.original.model()
+        assert model is not None
+        tree = ModelTree(model, self.original.records)
+        self.original.follow(tree)
+        return tree
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether a model is the one prepared, with adapters or without, and no part or container of it."""
+        prepared = self.original.model()
+        return prepared is not None and unwrap(prepared)[0] is unwrap(model)[0]
+
+    def apply(self, plan: Plan, tree: ModelTree, show: Show) -> None:
+        """Apply a plan on top of what is applied, all or nothing, and take hold of the model.
+
+        Raises:
+            EditError: An edit failed; the model is as it was before this call.
+        """
+        start = len(self.journal.changes)
+        try:
+            with plain_mode():
+                edits: list[EditBase] = list(plan.edits)
+                if start == 0:
+                    edits.insert(0, Hold("hold", ("",), anchor=Anchor(self.holder())))
+                    self.original = Original(tree, audit=plan.config.audit)
+                self.journal.apply(_emptying_cache(show(edits, "prepare"), plan.config.empty_cache), tree)
+                if plan.config.empty_cache:
+                    empty_cache()
+                tree = tree.again()
+                left, after = PreparedState(tree), Moment.of(tree)
+        except BaseException as error:
+            with plain_mode():
+                self.journal.undo(tree.again(), since=start)
+            del self.journal.changes[start:]
+            if isinstance(error, EditError) or not isinstance(error, Exception):
+                raise
+            raise EditError(f"could not prepare: {error}; the model is as it was", edit=None) from error
+        self.plan, self.left, self.after = plan, left, after
+        self.precisions.add(plan.config.precision)
+        self._upcasts_all |= plan.config.precision.upcasts_all and plan.casts
+        _in_force.add(self)
+
+    def adopt(self, peft_model: nn.Module, tree: ModelTree) -> bool:
+        """Compute the norms of blocks with new adapters as the precision says, and record what accelerate may set.
+
+        Returns:
+            Whether the plan has grown.
+        """
+        norms = Planner(tree, self.plan.config, tree.quantization).compute_norms()
+        edits: list[Edit] = [*norms]
+        if peft_model not in self._adopted:
+            edits.append(RecordAccelerate("record", ("",), model=weakref.ref(peft_model)))
+        self.journal.apply(edits, tree)
+        self._adopted.add(peft_model)
+        if norms:
+            self.plan = dataclasses.replace(self.plan, edits=(*self.plan.edits, *norms))
+            self.left.reread(tree, {m for edit in norms for ref in edit.modules if (m := ref()) is not None})
+        return bool(norms)
+
+    def copies(self, tree: ModelTree) -> list[CopyChange]:
+        """What takes the float32 copies back that PEFT made of base modules while everything was upcast."""
+        if not self._upcasts_all:
+            return []
+        return self.original.copies(tree, [held.record for held in self.journal.originals()])
+
+    def changes(self, tree: ModelTree) -> Changes:
+        """What became of the base's parameters: what a restore would give, beside what was there before."""
+        return self.original.changes(tree, self.journal.originals())
+
+    def verify(self) -> StateDiff:
+        """How the live model differs from what was left."""
+        with plain_mode():
+            tree = self.tree()
+            return self.left.diff(tree, self.changes(tree).drifted)
+
+    def undo(self, trained: TrainedPolicy, show: Show) -> tuple[RestoreReport, dict[str, Exception]]:
+        """Undo everything, newest first; what fails stays in the journal, and the model stays held.
+
+        Returns:
+            What was found, and what failed, by name.
+        """
+        with plain_mode():
+            tree = self.tree()
+            held, copies, changes = self.journal.originals(), self.copies(tree), self.changes(tree)
+            trainable = {id(one) for one in held if (p := one.record.live()) is not None and p.requires_grad}
+            self._turned_on += self.original.num_turned_on(tree)
+            replaced, foreign = self.original.added(tree)
+            failures: dict[str, Exception] = {}
+            changed = {*changes.trained, *changes.drifted}
+            if trained == "error":
+                failures = {c.fqn: TrainedError([c.fqn]) for c in copies if not c.is_base or c.fqn in changed}
+            for one in held:
+                one.decide(trained)
+            if not failures:
+                self.journal.changes += copies
+            for change, error in self.journal.undo(tree, since=1, show=lambda found: show(found, "restore")):
+                if not isinstance(error, Exception):
+                    raise error
+                if isinstance(error, TrainedError):
+                    failures |= {fqn: TrainedError([fqn]) for fqn in error.fqns}
+                else:
+                    failures[getattr(change, "fqn", type(change).__name__)] = error
+            for one in held:
+                one.decide("keep")
+            if not failures:
+                self.journal.undo(tree)
+                _in_force.discard(self)
+        names = [copy.fqn for copy in copies if not copy.is_base and not copy.is_resized] + changes.trained
+        names += [one.record.fqn for one in held if one.was_trained and id(one) in trainable]
+        replaced += changes.drifted + [one.record.fqn for one in held if one.was_trained and id(one) not in trainable]
+        report = RestoreReport(tuple(dict.fromkeys(names)), tuple(dict.fromkeys(replaced)), tuple(foreign))
+        return report, failures
+
+    def take_turned_on(self) -> int:
+        """How many base parameters the undo made trainable under a live adapter; counted once."""
+        turned_on, self._turned_on = self._turned_on, 0
+        return turned_on
+
+    def suspend(self, way_back: Journal, *, hold: bool) -> None:
+        """Put back the state from before for a while, all or nothing.
+
+        Args:
+            way_back: The journal that leads back. It is complete at every moment, whatever interrupts this call.
+            hold: Whether the model is to keep the wrapper alive meanwhile; as originally, it does not.
+        """
+        with plain_mode():
+            tree = self.tree()
+            copies = self.copies(tree)
+            refuse_retyping_under_ddp([*self.journal.originals(), *copies])
+            way_back.changes.append(random_state(tree))
+            self.journal.suspend(tree, way_back, copies)
+            # What was put into the base follows the train mode of the module that it sits in.
+            edits: list[Edit] = [FollowTrainMode("record", ("",))]
+            if hold:
+                edits.append(Hold("hold", ("",), anchor=Anchor(self.holder())))
+            way_back.apply(edits, tree)
+
+    def resume(self, way_back: Journal) -> None:
+        """End a suspension; what failed stays in ``way_back``, and this may be called again."""
+        with plain_mode():
+            way_back.resume(self.tree())
+
+
+def _emptying_cache(edits: Iterable[EditBase], is_wanted: bool) -> Iterator[Any]:
+    """The edits; when the next one is asked for, a large cast's freed blocks are returned to the device first."""
+    for edit in edits:
+        yield edit
+        if is_wanted and edit.transient_bytes >= LARGE_BLOCK_BYTES:
+            empty_cache()

@@ -1,0 +1,151 @@
+"""The state that a preparation left, for ``verify`` to compare a live model with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..edits.checkpointing import CHECKPOINTING_ATTRIBUTES, input_gradient_hooks
+from ..edits.journal import MISSING
+from ..edits.norms import Float32Forward
+from ..model.quantization import is_quantized_layer
+from ..model.records import ParameterRecord
+from ..model.tree import ModelTree, only_reading
+from ..report import StateDiff
+from ..tensors.upcast import UpcastTensor
+
+Differences = dict[str, dict[str, tuple[Any, Any]]]
+
+
+class PreparedState:
+    """What there was when a preparation ended: of every parameter and module of the base, with its fqn.
+
+    Args:
+        tree: The prepared model.
+    """
+
+    def __init__(self, tree: ModelTree) -> None:
+        with only_reading():
+            # Two of them may have one fqn.
+            self._base: list[tuple[ParameterRecord, str, dict[str, Any]]] = [
+                (tree.record(tensor), tensor.fqn, _read_parameter(tensor.parameter)) for tensor in tree.base_tensors
+            ]
+            self._by_record = {record: read for record, _, read in self._base}
+            # Most modules have nothing that a preparation sets.
+            self._modules = {node.fqn: _read_module(node.module) for node in tree.base}
+
+    def of(self, record: ParameterRecord | None) -> tuple[torch.dtype, bool] | None:
+        """The dtype and ``requires_grad`` that a parameter was left with; ``None`` of one that was not there."""
+        found = None if record is None else self._by_record.get(record)
+        return None if found is None else (found["dtype"], found["requires_grad"])
+
+    def reread(self, tree: ModelTree, modules: Collection[nn.Module]) -> None:
+        """Take what some modules, which were edited since, are now for what they are to be."""
+        self._modules.update({node.fqn: _read_module(node.module) for node in tree.base if node.module in modules})
+
+    def diff(self, tree: ModelTree, drifted: Collection[str]) -> StateDiff:
+        """Compare a live model with this state. Adapters that others added are no difference.
+
+        Args:
+            tree: The model, whatever was put into it since.
+            drifted: The names of frozen parameters that hold other values.
+
+        Returns:
+            The differences.
+        """
+        differences: Differences = {}
+        live: dict[str, list[nn.Parameter]] = {}
+        for tensor in tree.base_tensors:
+            live.setdefault(tensor.fqn, []).append(tensor.parameter)
+        rewritten, parametrized = _rewritten_biases(tree), _parametrized_by_peft(tree)
+        is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        for record, fqn, expected in self._base:
+            here = live.get(fqn, [])
+            found = next((p for p in here if record.is_seen(p)), here[-1] if here else None)
+            if found is None or not record.is_seen(found):
+                what = "none" if found is None else "another"
+                differences.setdefault(fqn, {})["parameter"] = ("the prepared one", what)
+            if found is not None:
+                # A quantized layer casts its bias to the dtype it computes in, whenever it runs.
+                ignored = ["dtype"] if id(found) in rewritten else []
+                if is_distributed or id(found) in parametrized:
+                    # DistributedDataParallel writes every parameter when it is made, with the value it has; a LoRA on a
+                    # parameter (``target_parameters``) writes it back after each forward.
+                    ignored.append("writes")
+                _compare(differences, fqn, expected, _read_parameter(found), ignored)
+        for fqn in drifted:
+            differences.setdefault(fqn, {})["value"] = ("the original's", "another, of a frozen parameter")
+        modules = {node.fqn: node.module for node in tree.base}
+        for fqn, marks in self._modules.items():
+            if fqn in modules:
+                _compare(differences, fqn, marks, _read_module(modules[fqn]))
+        return StateDiff(differences)
+
+
+def _read_parameter(parameter: nn.Parameter) -> dict[str, Any]:
+    return {
+        "dtype": parameter.dtype,
+        "shape": tuple(parameter.shape),
+        "requires_grad": parameter.requires_grad,
+        "writes": None if parameter.is_inference() else parameter._version,
+    }
+
+
+_MARKS = {*CHECKPOINTING_ATTRIBUTES[:2], "forward", "_old_forward", "__deepcopy__"}
+_UNMARKED: dict[str, Any] = {
+    **dict.fromkeys(CHECKPOINTING_ATTRIBUTES[:2], MISSING),
+    "forward": None,
+    "upcast": frozenset(),
+    "input_gradient_hooks": 0,
+}
+
+
+def _read_module(module: nn.Module) -> dict[str, Any]:
+    """What a preparation sets on a module; most have nothing of it."""
+    fields = vars(module)
+    if not module._forward_hooks and _MARKS.isdisjoint(fields):
+        return _UNMARKED
+    forwards = [fields.get(slot) for slot in ("forward", "_old_forward")]
+    state = {name: _plain(fields.get(name, MISSING)) for name in CHECKPOINTING_ATTRIBUTES[:2]}
+    state["forward"] = next((f for f in forwards if isinstance(f, Float32Forward)), None)
+    # A stand-in for a weight comes with a copier.
+    named = fields.items() if "__deepcopy__" in fields else ()
+    state["upcast"] = frozenset(name for name, value in named if isinstance(value, UpcastTensor))
+    state["input_gradient_hooks"] = len(input_gradient_hooks(module))
+    return state
+
+
+def _plain(value: Any) -> Any:
+    """A value that can be compared: two partials of the same call are not equal, their parts are."""
+    if isinstance(value, functools.partial):
+        return value.func.__qualname__, value.args, dict(value.keywords)
+    return value
+
+
+def _rewritten_biases(tree: ModelTree) -> set[int]:
+    """The biases of quantized layers, by ``id``."""
+    modules = [node.module for node in tree.modules if is_quantized_layer(node.module)]
+    return {id(bias) for module in modules if (bias := module._parameters.get("bias")) is not None}
+
+
+def _parametrized_by_peft(tree: ModelTree) -> set[int]:
+    """The parameters that a LoRA on parameters adapts, by ``id``."""
+    wrappers = [node.module for node in tree.adapters if hasattr(node.module, "parameter_name")]
+    return {id(p) for wrapper in wrappers for p in wrapper.get_base_layer().parameters()}  # type: ignore[operator]
+
+
+def _compare(
+    differences: Differences,
+    fqn: str,
+    expected: dict[str, Any],
+    found: dict[str, Any],
+    ignored: Collection[str] = (),
+) -> None:
+    """Add what is found otherwise than expected."""
+    for what, value in expected.items():
+        if what not in ignored and found[what] is not value and found[what] != value:
+            differences.setdefault(fqn, {})[what] = (value, found[what])
