@@ -471,7 +471,7 @@ def test_a_wrapped_model_is_named_by_structure(wraps: tuple[Callable[[Any], Any]
 def test_a_base_under_any_adapter_is_named_by_structure(make: Callable[[], Any]) -> None:
     base = zoo.load("llama")
     names = {module: fqn for fqn, module in base.named_modules()}
-    parameters = {fqn: p for fqn, p in base.named_parameters()}
+    parameters = dict(base.named_parameters())
     tree = ModelTree(peft.get_peft_model(base, make()))
     found = {node.module: node.fqn for node in tree.base}
     assert found == {module: fqn for module, fqn in names.items() if module in found}

@@ -8,7 +8,7 @@ from torch import nn
 
 import zoo
 from kbitwrap import KbitPreparedModel, Manifest, ManifestMismatchError
-from kbitwrap.digest import content_digest
+from kbitwrap.tensors.bits import content_digest
 from snapshot import Snapshot
 from training import adapt, step
 
