@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from .dtypes import SAFETENSORS_DTYPES, find_dtype
 from .errors import ConfigError
 from .pretrained import meta_model
-from .stream import DTYPES
 from .topology import canonical_fqn
 
 # How weights are stored, the best way first: the file that holds all of them, and what the names of others begin with.
@@ -148,8 +148,8 @@ class Checkpoint:
     def dtype(self) -> torch.dtype | None:
         """The dtype that the config names; ``None`` where it names none."""
         for key in ("dtype", "torch_dtype"):
-            found = getattr(torch, str(self.config.get(key)), None)
-            if isinstance(found, torch.dtype):
+            found = find_dtype(self.config.get(key))
+            if found is not None:
                 return found
         return None
 
@@ -311,7 +311,7 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str] | N
     metadata = header.pop("__metadata__", None)
     tensors = {}
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        dtype = DTYPES.get(entry["dtype"])
+        dtype = SAFETENSORS_DTYPES.get(entry["dtype"])
         if dtype is None:
             raise ConfigError(f"{path}: {name}: torch {torch.__version__} has no dtype {entry['dtype']}")
         start, end = entry["data_offsets"]

@@ -16,11 +16,11 @@ import torch
 from tqdm.auto import tqdm
 
 from .checkpoint import Checkpoint, StoredTensor, is_beside, is_trained_copy, open_checkpoint, read_json
+from .dtypes import HALF_DTYPES, dtype_name, find_dtype, parse_dtype
 from .errors import ConfigError, ExportError, ManifestMismatchError
 from .lazy import LazyTensor
 from .manifest import Manifest
 from .pretrained import meta_model
-from .quantization import HALF_DTYPES
 from .report import ExportReport
 from .stream import staged, write_safetensors
 from .topology import canonical_fqn
@@ -141,10 +141,10 @@ def _casts(
         raise ConfigError("expected one of manifest, reference and dtype: each says what the dtypes were")
     if manifest is not None:
         record = manifest if isinstance(manifest, Manifest) else Manifest.load(manifest)
-        return casts_by_manifest(checkpoint, record), _as_dtype(record.model.dtype)
+        return casts_by_manifest(checkpoint, record), find_dtype(record.model.dtype)
     if reference is not None:
         return _casts_by_reference(checkpoint, reference)
-    chosen = _as_dtype(dtype) if dtype is not None else checkpoint.dtype
+    chosen = parse_dtype(dtype) if dtype is not None else checkpoint.dtype
     if chosen not in HALF_DTYPES:
         found = "its config names none" if chosen is None else f"found {chosen}"
         raise ConfigError(
@@ -152,13 +152,6 @@ def _casts(
             "manifest, a reference checkpoint, or a dtype"
         )
     return casts_by_dtype(checkpoint, chosen), chosen
-
-
-def _as_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
-    found = getattr(torch, value, None) if isinstance(value, str) else value
-    if value is not None and not isinstance(found, torch.dtype):
-        raise ConfigError(f"dtype: expected a dtype such as torch.bfloat16 or 'bfloat16', found {value!r}")
-    return found
 
 
 def casts_by_manifest(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, torch.dtype]:
@@ -175,7 +168,7 @@ def casts_by_manifest(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, t
         ManifestMismatchError: A tensor is not one of the manifest's, or has another shape or dtype.
     """
     originals = {
-        fqn: Original(getattr(torch, record.original_dtype), tuple(record.shape))
+        fqn: Original(parse_dtype(record.original_dtype), tuple(record.shape))
         for fqn, record in manifest.tensors.items()
     }
     unexpected = _unexpected(checkpoint, originals)
@@ -384,7 +377,7 @@ def _write_config(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype | Non
     if key is None or dtype is None or checkpoint.dtype == dtype:
         shutil.copyfile(checkpoint.folder / _CONFIG, folder / _CONFIG)
         return
-    config = {**checkpoint.config, key: str(dtype).removeprefix("torch.")}
+    config = {**checkpoint.config, key: dtype_name(dtype)}
     (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

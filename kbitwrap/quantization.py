@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from .dtypes import HALF_DTYPES as HALF_DTYPES
 from .journal import MISSING
 from .topology import named_modules
 
-HALF_DTYPES = (torch.float16, torch.bfloat16)
 DISTRIBUTIONS = ("bitsandbytes", "torchao", "hqq", "gptqmodel", "aqlm", "eetq", "optimum-quanto")
 """The libraries that quantize, as package indexes call them."""
 Rows = slice | types.EllipsisType

@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 
 from .baseline import Baseline
 from .digest import content_digest, is_dense
+from .dtypes import dtype_name
 from .errors import ExportError, ManifestError, UnsupportedModelError
 from .lazy import LazyTensor
 from .process import plain_mode
@@ -156,7 +157,7 @@ def _ties(parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return dtype_name(dtype)
 
 
 def _model_record(

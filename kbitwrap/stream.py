@@ -22,35 +22,11 @@ import torch
 if sys.platform != "win32":
     import fcntl
 
+from .dtypes import SAFETENSORS_DTYPES
 from .errors import ExportError
 from .lazy import LazyTensor, keeping_last, pieces
 
-# The dtypes of the format, in the order in which a file holds them.
-_DTYPE_CODES = (
-    ("uint64", "U64"),
-    ("int64", "I64"),
-    ("float64", "F64"),
-    ("complex64", "C64"),
-    ("float32", "F32"),
-    ("uint32", "U32"),
-    ("int32", "I32"),
-    ("bfloat16", "BF16"),
-    ("float16", "F16"),
-    ("uint16", "U16"),
-    ("int16", "I16"),
-    ("float8_e5m2fnuz", "F8_E5M2FNUZ"),
-    ("float8_e4m3fnuz", "F8_E4M3FNUZ"),
-    ("float8_e8m0fnu", "F8_E8M0"),
-    ("float8_e4m3fn", "F8_E4M3"),
-    ("float8_e5m2", "F8_E5M2"),
-    ("int8", "I8"),
-    ("uint8", "U8"),
-    ("float4_e2m1fn_x2", "F4"),
-    ("bool", "BOOL"),
-)
-DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for name, code in _DTYPE_CODES if hasattr(torch, name)}
-"""The dtypes that this torch has, by their names in the format."""
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
 _ORDER = {dtype: place for place, dtype in enumerate(_CODES)}
 _TWO_A_BYTE = "F4"
 _ALIGNMENT = 8  # of the first tensor's bytes, in bytes

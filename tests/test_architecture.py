@@ -25,6 +25,7 @@ PACKAGE = Path(kbitwrap.__file__).parent
 ROOMS = (
     "errors",
     "config",
+    "dtypes",
     "journal",
     "topology",
     "quantization",
