@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tqdm.auto import tqdm
 
 from .checkpoint import Checkpoint, StoredTensor, is_beside, is_trained_copy, open_checkpoint, read_json
 from .dtypes import HALF_DTYPES, dtype_name, find_dtype, parse_dtype
@@ -22,12 +21,10 @@ from .lazy import LazyTensor
 from .manifest import Manifest
 from .pretrained import meta_model
 from .report import ExportReport
-from .stream import staged, write_safetensors
 from .topology import canonical_fqn
+from .writer import checkpoint_writer, split_into_files
 
 _CONFIG = "config.json"
-_INDEX = "model.safetensors.index.json"
-_PATTERN = "model{suffix}.safetensors"
 # Other checkpoints, which a run keeps in the folder of its last one, and what tools hide there.
 _NOT_COPIED = re.compile(r"checkpoint-\d+|\..*")
 
@@ -100,28 +97,31 @@ def convert_checkpoint(
     checkpoint = open_checkpoint(src)
     casts, chosen = _casts(checkpoint, manifest, reference, dtype)
     tensors = {name: _lazy(name, stored, casts.get(name)) for name, stored in checkpoint.tensors.items()}
-    files = _layout(checkpoint, tensors, max_shard_size)
+    if max_shard_size is None:
+        files = {_as_safetensors(file): list(names) for file, names in checkpoint.files.items()}
+    else:
+        files = split_into_files(tensors, max_shard_size)
+    first = next(iter(checkpoint.metadata.values()))
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    with staged(dst, overwrite=overwrite) as folder:
+    disable = None if progress else True
+    with checkpoint_writer(dst, "convert", overwrite=overwrite, num_bytes=num_bytes, disable=disable) as writer:
         if checkpoint.path.is_dir():
-            _copy_rest(checkpoint, folder)
-            if checkpoint.config:
-                _write_config(checkpoint, folder, chosen)
-        disable = None if progress else True  # None: where there is no terminal
-        with tqdm(total=num_bytes, desc="convert", unit="B", unit_scale=True, disable=disable, leave=False) as bar:
-            for file, names in files.items():
-                metadata = checkpoint.metadata.get(file, next(iter(checkpoint.metadata.values())))
-                write_safetensors(folder / file, {name: tensors[name] for name in names}, metadata, progress=bar.update)
-        _write_index(checkpoint, folder, files, num_bytes)
-        written = tuple(sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()))
+            _copy_rest(checkpoint, writer.folder, chosen)
+        writer.save(
+            tensors,
+            files,
+            {file: checkpoint.metadata.get(file, first) for file in files},
+            checkpoint.index if files.keys() == checkpoint.files.keys() else None,
+            read_json(checkpoint.folder / checkpoint.index) if checkpoint.index else None,
+        )
     return ExportReport(
         path=Path(dst),
-        files=written,
-        num_tensors=len(tensors),
-        num_bytes=num_bytes,
+        files=writer.files,
+        num_tensors=writer.num_tensors,
+        num_bytes=writer.num_bytes,
         converted=tuple(casts),
         seconds=time.perf_counter() - start,
-        saved_bytes=sum(stored.num_bytes for stored in checkpoint.tensors.values()) - num_bytes,
+        saved_bytes=sum(stored.num_bytes for stored in checkpoint.tensors.values()) - writer.num_bytes,
     )
 
 
@@ -337,59 +337,20 @@ def _as_safetensors(file: str) -> str:
     return file if stem == file else f"{stem.removeprefix('pytorch_')}.safetensors"
 
 
-def _layout(
-    checkpoint: Checkpoint, tensors: Mapping[str, LazyTensor], max_shard_size: int | str | None
-) -> dict[str, list[str]]:
-    """Which file holds which tensors."""
-    if max_shard_size is None:
-        return {_as_safetensors(file): list(names) for file, names in checkpoint.files.items()}
-    from huggingface_hub import split_torch_state_dict_into_shards
-
-    try:
-        split = split_torch_state_dict_into_shards(
-            dict(tensors), filename_pattern=_PATTERN, max_shard_size=max_shard_size
-        )
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"max_shard_size: expected bytes or a string such as '5GB', found {max_shard_size!r}"
-        ) from error
-    return dict(split.filename_to_tensors)
-
-
-def _copy_rest(checkpoint: Checkpoint, folder: Path) -> None:
-    """Copy every file that is not written anew."""
-    written = {*checkpoint.files, checkpoint.index, _CONFIG}
+def _copy_rest(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype | None) -> None:
+    """Copy every file that is not written anew; the config gets the original dtype where that is known."""
+    written = {*checkpoint.files, checkpoint.index}
     for path in sorted(checkpoint.folder.iterdir()):
         if path.is_dir() and not _NOT_COPIED.fullmatch(path.name):
             shutil.copytree(path, folder / path.name, ignore=_ignored, copy_function=shutil.copyfile)
         elif path.is_file() and path.name not in written:
             shutil.copyfile(path, folder / path.name)
+    key = next((key for key in ("dtype", "torch_dtype") if key in checkpoint.config), None)
+    if key is not None and dtype is not None and checkpoint.dtype != dtype:
+        config = {**checkpoint.config, key: dtype_name(dtype)}
+        (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _ignored(folder: str, names: list[str]) -> list[str]:
     """What is not copied of a folder: what is being written may lie in it too."""
     return [name for name in names if _NOT_COPIED.fullmatch(name) and os.path.isdir(os.path.join(folder, name))]
-
-
-def _write_config(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype | None) -> None:
-    """Copy the config; where it names a dtype, it names the original one."""
-    key = next((key for key in ("dtype", "torch_dtype") if key in checkpoint.config), None)
-    if key is None or dtype is None or checkpoint.dtype == dtype:
-        shutil.copyfile(checkpoint.folder / _CONFIG, folder / _CONFIG)
-        return
-    config = {**checkpoint.config, key: dtype_name(dtype)}
-    (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _write_index(checkpoint: Checkpoint, folder: Path, files: Mapping[str, list[str]], num_bytes: int) -> None:
-    is_kept = files.keys() == checkpoint.files.keys()
-    if len(files) == 1 and not (is_kept and checkpoint.index):
-        return
-    old = read_json(checkpoint.folder / checkpoint.index) if checkpoint.index else {}
-    index = {
-        **old,
-        "metadata": {**old.get("metadata", {}), "total_size": num_bytes},
-        "weight_map": {name: file for file, names in files.items() for name in names},
-    }
-    name = checkpoint.index if checkpoint.index and is_kept else _INDEX
-    (folder / name).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
