@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -14,12 +13,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .checkpoint import Checkpoint, StoredTensor, is_beside, is_trained_copy, open_checkpoint, read_json
+from .checkpoint import (
+    SavedCheckpoint,
+    StoredTensor,
+    config_dtype,
+    is_beside,
+    is_trained_copy,
+    open_checkpoint,
+    read_json,
+)
 from .dtypes import HALF_DTYPES, dtype_name, find_dtype, parse_dtype
 from .errors import ConfigError, ExportError, ManifestMismatchError
 from .lazy import LazyTensor
 from .manifest import Manifest
-from .pretrained import meta_model
 from .report import ExportReport
 from .topology import canonical_fqn
 from .writer import checkpoint_writer, split_into_files
@@ -29,16 +35,11 @@ _CONFIG = "config.json"
 _NOT_COPIED = re.compile(r"checkpoint-\d+|\..*")
 
 
-class Original(NamedTuple):
-    """What is known of a tensor as it was before a preparation.
-
-    Attributes:
-        dtype: Its dtype.
-        shape: Its shape; ``None`` where that is not known.
-    """
+class KnownTensor(NamedTuple):
+    """The dtype and the shape of a tensor before a preparation."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...] | None
+    shape: tuple[int, ...]
 
 
 def convert_checkpoint(
@@ -76,7 +77,8 @@ def convert_checkpoint(
         What was written.
 
     Raises:
-        ConfigError: There is no checkpoint at ``src`` or ``reference``, it is damaged, or no dtype is known.
+        ConfigError: There is no checkpoint at ``src`` or ``reference``, it is damaged, no dtype is known, or
+            ``max_shard_size`` is invalid.
         ManifestError: The manifest cannot be read.
         ManifestMismatchError: A tensor is not one of the manifest's, or has another shape or dtype. Nothing was
             written.
@@ -96,7 +98,7 @@ def convert_checkpoint(
     start = time.perf_counter()
     checkpoint = open_checkpoint(src)
     casts, chosen = _casts(checkpoint, manifest, reference, dtype)
-    tensors = {name: _lazy(name, stored, casts.get(name)) for name, stored in checkpoint.tensors.items()}
+    tensors = {name: _lazy(name, stored, casts.get(name, stored.dtype)) for name, stored in checkpoint.tensors.items()}
     if max_shard_size is None:
         files = {_as_safetensors(file): list(names) for file, names in checkpoint.files.items()}
     else:
@@ -131,7 +133,7 @@ def convert_checkpoint(
 
 
 def _casts(
-    checkpoint: Checkpoint,
+    checkpoint: SavedCheckpoint,
     manifest: Manifest | str | os.PathLike[str] | None,
     reference: str | os.PathLike[str] | None,
     dtype: torch.dtype | str | None,
@@ -154,26 +156,16 @@ def _casts(
     return casts_by_dtype(checkpoint, chosen), chosen
 
 
-def casts_by_manifest(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, torch.dtype]:
-    """Find what to cast so that a checkpoint has the dtypes of a manifest.
-
-    Args:
-        checkpoint: The checkpoint.
-        manifest: The record of its preparation.
-
-    Returns:
-        ``{name: dtype}`` of the stored tensors to cast.
-
-    Raises:
-        ManifestMismatchError: A tensor is not one of the manifest's, or has another shape or dtype.
-    """
+def casts_by_manifest(checkpoint: SavedCheckpoint, manifest: Manifest) -> dict[str, torch.dtype]:
+    """What to cast so that a checkpoint has a manifest's dtypes; raises where it is not of the manifest's model."""
     originals = {
-        fqn: Original(parse_dtype(record.original_dtype), tuple(record.shape))
+        fqn: KnownTensor(parse_dtype(record.original_dtype), tuple(record.shape))
         for fqn, record in manifest.tensors.items()
     }
     unexpected = _unexpected(checkpoint, originals)
-    if unexpected:
-        originals = {**_as_saved(checkpoint, originals), **originals}
+    model = checkpoint.meta_model() if unexpected else None
+    if model is not None:  # they may be saved under other names
+        originals = {**_renamed(model, originals), **originals}
         unexpected = _unexpected(checkpoint, originals)
     casts = {}
     different: dict[str, dict[str, tuple[Any, Any]]] = {}
@@ -189,9 +181,7 @@ def casts_by_manifest(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, t
             different[name] = {"dtype": (original.dtype, stored.dtype)}
     if unexpected or different:
         lines = [
-            f"{name}: {what}: expected {values[0]}, found {values[1]}"
-            for name, row in different.items()
-            for what, values in row.items()
+            f"{n}: {what}: expected {row[0]}, found {row[1]}" for n, d in different.items() for what, row in d.items()
         ]
         lines += [f"{name}: the manifest has no such tensor" for name in unexpected]
         more = f" (and {len(lines) - 3} more)" if len(lines) > 3 else ""
@@ -204,7 +194,7 @@ def casts_by_manifest(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, t
     return casts
 
 
-def _unexpected(checkpoint: Checkpoint, originals: Mapping[str, Original]) -> tuple[str, ...]:
+def _unexpected(checkpoint: SavedCheckpoint, originals: Mapping[str, KnownTensor]) -> tuple[str, ...]:
     return tuple(
         name
         for name in checkpoint.tensors
@@ -212,7 +202,7 @@ def _unexpected(checkpoint: Checkpoint, originals: Mapping[str, Original]) -> tu
     )
 
 
-def _original(name: str, originals: Mapping[str, Original]) -> Original | None:
+def _original(name: str, originals: Mapping[str, KnownTensor]) -> KnownTensor | None:
     """What is known of a stored tensor; of a trained copy, which is not the base's, nothing."""
     if is_trained_copy(name):
         return None
@@ -222,10 +212,10 @@ def _original(name: str, originals: Mapping[str, Original]) -> Original | None:
 
 
 def _casts_by_reference(
-    checkpoint: Checkpoint, reference: str | os.PathLike[str]
+    checkpoint: SavedCheckpoint, reference: str | os.PathLike[str]
 ) -> tuple[dict[str, torch.dtype], torch.dtype | None]:
     path = Path(reference)
-    originals: dict[str, Original] = {}
+    originals: dict[str, KnownTensor] = {}
     if path.suffix == ".json":
         config = read_json(path)
     elif os.path.isdir(path) and not any(path.glob("*.safetensors")) and (path / _CONFIG).is_file():
@@ -233,8 +223,10 @@ def _casts_by_reference(
     else:
         found = open_checkpoint(path)
         config = dict(found.config)
-        originals = {canonical_fqn(name): Original(stored.dtype, None) for name, stored in found.tensors.items()}
-    chosen = Checkpoint(path, path, {}, {}, None, config).dtype or checkpoint.dtype
+        originals = {
+            canonical_fqn(name): KnownTensor(stored.dtype, stored.shape) for name, stored in found.tensors.items()
+        }
+    chosen = config_dtype(config) or checkpoint.dtype
     default = casts_by_dtype(checkpoint, chosen) if chosen in HALF_DTYPES else {}
     casts = {}
     for name, stored in checkpoint.tensors.items():
@@ -245,18 +237,11 @@ def _casts_by_reference(
     return casts, chosen
 
 
-def casts_by_dtype(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Find what to cast so that a checkpoint is as a model loaded in a half dtype is saved.
+def casts_by_dtype(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """What to cast so that a checkpoint is as one that a model loaded in a half dtype saves.
 
     What the architecture keeps in float32 stays float32, as do buffers, adapters and the state of quantized weights.
     Of an architecture that transformers does not know, every other float32 tensor is cast.
-
-    Args:
-        checkpoint: The checkpoint.
-        dtype: The half dtype.
-
-    Returns:
-        ``{name: dtype}`` of the stored tensors to cast.
     """
     stored_names = {canonical_fqn(name): None for name in checkpoint.tensors}
     originals = _as_loaded(checkpoint, dtype)
@@ -270,48 +255,26 @@ def casts_by_dtype(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, torc
     return casts
 
 
-def _as_loaded(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Original]:
+def _as_loaded(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> dict[str, KnownTensor]:
     """The tensors of the model that the config describes, loaded in a half dtype, by the names they are saved under."""
-    if not checkpoint.config:
+    model = checkpoint.meta_model(dtype)
+    if model is None:
         return {}
-    try:
-        model = meta_model(checkpoint.folder, dtype=dtype)
-    except ConfigError:
-        return {}  # an architecture of somebody else's: nothing is known of it
-    originals = {fqn: Original(p.dtype, tuple(p.shape)) for fqn, p in model.named_parameters(remove_duplicate=False)}
+    originals = {fqn: KnownTensor(p.dtype, tuple(p.shape)) for fqn, p in model.named_parameters(remove_duplicate=False)}
     # No preparation casts buffers: a float32 one was float32.
-    originals |= {fqn: Original(torch.float32, tuple(b.shape)) for fqn, b in model.named_buffers()}
+    originals |= {fqn: KnownTensor(torch.float32, tuple(b.shape)) for fqn, b in model.named_buffers()}
     return {**_renamed(model, originals), **originals}
 
 
-def _as_saved(checkpoint: Checkpoint, originals: Mapping[str, Original]) -> dict[str, Original]:
-    """Tensors by the names that they are saved under, where transformers saves them under other names."""
-    if not checkpoint.config:
-        return {}
-    try:
-        model = meta_model(checkpoint.folder)
-    except ConfigError:
-        return {}
-    return _renamed(model, originals)
-
-
-def _renamed(model: Any, originals: Mapping[str, Original]) -> dict[str, Original]:
-    """Let transformers turn tensors into those of the checkpoint's format: renamed, split, merged."""
+def _renamed(model: Any, originals: Mapping[str, KnownTensor]) -> dict[str, KnownTensor]:
+    """The tensors by the names that transformers saves them under: renamed, split, merged."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # before version 5 they were saved as they were
         return {}
-    lazies: dict[str, torch.Tensor] = {
-        fqn: LazyTensor(original.shape, original.dtype, _no_values)
-        for fqn, original in originals.items()
-        if original.shape is not None
-    }
-    saved = revert_weight_conversion(model, lazies)
-    return {name: Original(tensor.dtype, tuple(tensor.shape)) for name, tensor in saved.items()}
-
-
-def _no_values() -> torch.Tensor:
-    raise RuntimeError("only shapes and dtypes are known here")
+    tensors = {fqn: torch.empty(known.shape, dtype=known.dtype, device="meta") for fqn, known in originals.items()}
+    saved = revert_weight_conversion(model, tensors)
+    return {name: KnownTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in saved.items()}
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -319,16 +282,17 @@ def _no_values() -> torch.Tensor:
 # ----------------------------------------------------------------------------------------------------
 
 
-def _lazy(name: str, stored: StoredTensor, dtype: torch.dtype | None) -> LazyTensor:
-    compute, pieces = functools.partial(stored.read, dtype), functools.partial(_pieces, name, stored, dtype)
-    return LazyTensor(stored.shape, dtype or stored.dtype, compute, pieces)
+def _lazy(name: str, stored: StoredTensor, dtype: torch.dtype) -> LazyTensor:
+    def pieces() -> Iterator[torch.Tensor]:
+        try:
+            yield from stored.pieces(dtype)
+        except OverflowError as error:
+            raise ExportError(f"{name}: {error}; convert to bfloat16", fqn=name) from error
 
+    def compute() -> torch.Tensor:
+        return torch.cat([torch.empty(0, dtype=dtype), *pieces()]).view(stored.shape)
 
-def _pieces(name: str, stored: StoredTensor, dtype: torch.dtype | None) -> Iterator[torch.Tensor]:
-    try:
-        yield from stored.read_pieces(dtype)
-    except OverflowError as error:
-        raise ExportError(f"{name}: {error}; convert to bfloat16", fqn=name) from error
+    return LazyTensor(stored.shape, dtype, compute, pieces)
 
 
 def _as_safetensors(file: str) -> str:
@@ -337,7 +301,7 @@ def _as_safetensors(file: str) -> str:
     return file if stem == file else f"{stem.removeprefix('pytorch_')}.safetensors"
 
 
-def _copy_rest(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype | None) -> None:
+def _copy_rest(checkpoint: SavedCheckpoint, folder: Path, dtype: torch.dtype | None) -> None:
     """Copy every file that is not written anew; the config gets the original dtype where that is known."""
     written = {*checkpoint.files, checkpoint.index}
     for path in sorted(checkpoint.folder.iterdir()):

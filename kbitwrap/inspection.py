@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .checkpoint import Checkpoint, is_beside, is_trained_copy, open_checkpoint
+from .checkpoint import SavedCheckpoint, is_beside, is_trained_copy, open_checkpoint
 from .convert import casts_by_dtype
 from .dtypes import HALF_DTYPES, dtype_name, find_dtype
 from .topology import canonical_fqn
@@ -131,7 +131,7 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
     )
 
 
-def _half_dtype(checkpoint: Checkpoint, beside: set[str]) -> torch.dtype | None:
+def _half_dtype(checkpoint: SavedCheckpoint, beside: set[str]) -> torch.dtype | None:
     """What the config names, or else most tensors of the base have, or else quantized layers compute in."""
     if checkpoint.dtype in HALF_DTYPES:
         return checkpoint.dtype
