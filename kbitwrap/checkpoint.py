@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .dtypes import SAFETENSORS_DTYPES, find_dtype
+from .dtypes import SAFETENSORS_DTYPES, TWO_A_BYTE, find_dtype
 from .errors import ConfigError
 from .pretrained import meta_model
 from .topology import canonical_fqn
@@ -271,8 +271,8 @@ def _read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str] | 
             raise ConfigError(f"{path}: {name}: torch {torch.__version__} has no dtype {entry['dtype']}")
         start, end = entry["data_offsets"]
         shape = list(entry["shape"])
-        if math.prod(shape) * dtype.itemsize == 2 * (end - start):
-            shape[-1] //= 2  # two values a byte, counted one by one
+        if entry["dtype"] == TWO_A_BYTE:
+            shape[-1] //= 2
         tensors[name] = StoredTensor(path, dtype, tuple(shape), 8 + length + start, end - start)
     return tensors, metadata
 

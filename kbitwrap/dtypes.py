@@ -8,6 +8,8 @@ from .errors import ConfigError
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
+TWO_A_BYTE = "F4"
+"""The code of the dtype that holds two values in a byte: safetensors counts the values, torch the bytes."""
 # In the order in which a safetensors file holds its tensors.
 _SAFETENSORS_CODES = (
     ("uint64", "U64"),
@@ -28,7 +30,7 @@ _SAFETENSORS_CODES = (
     ("float8_e5m2", "F8_E5M2"),
     ("int8", "I8"),
     ("uint8", "U8"),
-    ("float4_e2m1fn_x2", "F4"),
+    ("float4_e2m1fn_x2", TWO_A_BYTE),
     ("bool", "BOOL"),
 )
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from .dtypes import SAFETENSORS_DTYPES
+from .dtypes import SAFETENSORS_DTYPES, TWO_A_BYTE
 from .errors import ConfigError, ExportError
 from .lazy import LazyTensor, keeping_last, pieces
 from .staging import staged
@@ -25,7 +25,6 @@ INDEX_NAME = "model.safetensors.index.json"
 _FILE_PATTERN = "model{suffix}.safetensors"
 _CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
 _ORDER = {dtype: place for place, dtype in enumerate(_CODES)}
-_TWO_A_BYTE = "F4"
 _ALIGNMENT = 8  # of the first tensor's bytes, in bytes
 _PIECE = 16 << 20  # written at once, in bytes
 _SMALL = 1 << 20  # below it, writing takes less time than handing over to another thread, in bytes
@@ -169,7 +168,7 @@ def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | N
             found = f"layout {tensor.layout}"
         elif tensor.dtype not in _CODES:
             found = f"dtype {tensor.dtype}"
-        elif _CODES[tensor.dtype] == _TWO_A_BYTE and not tensor.shape:
+        elif _CODES[tensor.dtype] == TWO_A_BYTE and not tensor.shape:
             found = f"shape () and dtype {tensor.dtype}"
         if found:
             raise ExportError(f"{name}: safetensors files hold no tensors of {found}; convert it first", fqn=name)
@@ -182,8 +181,8 @@ def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | N
         tensor = tensors[name]
         shape = list(tensor.shape)
         code = _CODES[tensor.dtype]
-        if code == _TWO_A_BYTE:
-            shape[-1] *= 2  # the values are counted
+        if code == TWO_A_BYTE:
+            shape[-1] *= 2
         entries[name] = {"dtype": code, "shape": shape, "data_offsets": [start, start + tensor.nbytes]}
         offsets[name] = start
         start += tensor.nbytes

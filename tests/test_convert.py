@@ -316,6 +316,15 @@ def test_what_the_reference_has_in_float32_stays(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"dtype": "float16"}
 
 
+def test_shapes_stay_also_of_empty_tensors(tmp_path: Path) -> None:
+    shapes = [(0, 4), (2, 0), (0,), (), (3, 2)]
+    source = checkpoint(tmp_path / "in", {str(shape): torch.ones(shape) for shape in shapes})
+    convert_checkpoint(source, tmp_path / "out", dtype="bfloat16")
+    assert {name: str(tuple(t.shape)) for name, t in tensors_of(tmp_path / "out").items()} == {
+        str(shape): str(shape) for shape in shapes
+    }
+
+
 def test_the_own_config_is_enough_where_it_names_a_half_dtype(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "in", {"a.weight": torch.ones(2)}, torch_dtype="float16", model_type="of_nobody")
     assert convert_checkpoint(source, tmp_path / "out").converted == ("a.weight",)
