@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from .dtypes import SAFETENSORS_DTYPES, TWO_A_BYTE, find_dtype
-from .errors import ConfigError
+from .errors import ConfigError, ExportError
+from .lazy import LazyTensor
 from .pretrained import meta_model
 from .topology import canonical_fqn
 
@@ -44,6 +45,7 @@ class StoredTensor:
     """A tensor in a file.
 
     Attributes:
+        name: Its name.
         path: The file.
         dtype: Its dtype.
         shape: Its shape.
@@ -51,23 +53,32 @@ class StoredTensor:
         num_bytes: How many there are.
     """
 
+    name: str
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
     num_bytes: int
 
-    def pieces(self, dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
-        """Read it as flat tensors that follow one another, a few mebibytes at a time, rounded to a dtype.
+    def lazy(self, dtype: torch.dtype | None = None) -> LazyTensor:
+        """Its values, rounded to a dtype, and read when they are asked for.
 
-        They are read, not mapped: a mapped file counts as memory in use. Raises ``OverflowError`` for a finite value
-        that is too large for the dtype.
+        Reading raises ``ExportError`` for a finite value that is too large for the dtype.
         """
+        kept = dtype or self.dtype
+
+        def compute() -> torch.Tensor:
+            return torch.cat([torch.empty(0, dtype=kept), *self._pieces(kept)]).view(self.shape)
+
+        return LazyTensor(self.shape, kept, compute, functools.partial(self._pieces, kept))
+
+    def _pieces(self, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """Read a few mebibytes at a time. They are read, not mapped: a mapped file counts as memory in use."""
         left = math.prod(self.shape)
         with open(self.path, "rb", buffering=0) as file:
             file.seek(self.start)
             while left:
-                piece = torch.empty(min(left, _READ), dtype=dtype or self.dtype)
+                piece = torch.empty(min(left, _READ), dtype=dtype)
                 self._round(piece, file)
                 left -= len(piece)
                 yield piece
@@ -84,7 +95,10 @@ class StoredTensor:
             target.copy_(source)
             # bfloat16 has the range of float32, or nearly: what lies beyond rounds to infinity as it should.
             if flat.dtype == torch.float16 and not torch.equal(target.isinf(), source.isinf()):
-                raise OverflowError(f"a value is too large for {flat.dtype}, whose largest is 65504")
+                raise ExportError(
+                    f"{self.name}: a value is too large for {flat.dtype}, whose largest is 65504; convert to bfloat16",
+                    fqn=self.name,
+                )
 
     def _fill(self, target: torch.Tensor, file: io.FileIO) -> None:
         left = memoryview(target.view(torch.uint8).numpy().data)
@@ -273,7 +287,7 @@ def _read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str] | 
         shape = list(entry["shape"])
         if entry["dtype"] == TWO_A_BYTE:
             shape[-1] //= 2
-        tensors[name] = StoredTensor(path, dtype, tuple(shape), 8 + length + start, end - start)
+        tensors[name] = StoredTensor(name, path, dtype, tuple(shape), 8 + length + start, end - start)
     return tensors, metadata
 
 
@@ -304,7 +318,7 @@ def _read_pickled(path: Path) -> dict[str, StoredTensor]:
         start += tensor.storage_offset() * tensor.itemsize
         if start + tensor.nbytes > num_bytes:
             raise ConfigError(f"{path}: {name}: reaches beyond the end of the file")
-        tensors[name] = StoredTensor(path, tensor.dtype, tuple(tensor.shape), start, tensor.nbytes)
+        tensors[name] = StoredTensor(name, path, tensor.dtype, tuple(tensor.shape), start, tensor.nbytes)
     return dict(sorted(tensors.items(), key=lambda item: item[1].start))
 
 

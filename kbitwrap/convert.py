@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,6 @@ import torch
 
 from .checkpoint import (
     SavedCheckpoint,
-    StoredTensor,
     config_dtype,
     is_beside,
     is_trained_copy,
@@ -23,8 +22,7 @@ from .checkpoint import (
     read_json,
 )
 from .dtypes import HALF_DTYPES, dtype_name, find_dtype, parse_dtype
-from .errors import ConfigError, ExportError, ManifestMismatchError
-from .lazy import LazyTensor
+from .errors import ConfigError, ManifestMismatchError
 from .manifest import Manifest
 from .report import ExportReport
 from .topology import canonical_fqn
@@ -98,7 +96,7 @@ def convert_checkpoint(
     start = time.perf_counter()
     checkpoint = open_checkpoint(src)
     casts, chosen = _casts(checkpoint, manifest, reference, dtype)
-    tensors = {name: _lazy(name, stored, casts.get(name, stored.dtype)) for name, stored in checkpoint.tensors.items()}
+    tensors = {name: stored.lazy(casts.get(name)) for name, stored in checkpoint.tensors.items()}
     if max_shard_size is None:
         files = {_as_safetensors(file): list(names) for file, names in checkpoint.files.items()}
     else:
@@ -280,19 +278,6 @@ def _renamed(model: Any, originals: Mapping[str, KnownTensor]) -> dict[str, Know
 # ----------------------------------------------------------------------------------------------------
 # Writing.
 # ----------------------------------------------------------------------------------------------------
-
-
-def _lazy(name: str, stored: StoredTensor, dtype: torch.dtype) -> LazyTensor:
-    def pieces() -> Iterator[torch.Tensor]:
-        try:
-            yield from stored.pieces(dtype)
-        except OverflowError as error:
-            raise ExportError(f"{name}: {error}; convert to bfloat16", fqn=name) from error
-
-    def compute() -> torch.Tensor:
-        return torch.cat([torch.empty(0, dtype=dtype), *pieces()]).view(stored.shape)
-
-    return LazyTensor(stored.shape, dtype, compute, pieces)
 
 
 def _as_safetensors(file: str) -> str:

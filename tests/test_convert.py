@@ -31,6 +31,7 @@ from kbitwrap import (
     convert_checkpoint,
     inspect_checkpoint,
 )
+from kbitwrap.checkpoint import open_checkpoint
 from killing import ROOT, kill_at_random
 
 
@@ -339,6 +340,17 @@ def test_values_are_rounded_once_and_special_ones_stay(tmp_path: Path) -> None:
     found = tensors_of(tmp_path / "out")["a"]
     assert torch.equal(found.view(torch.int16), values.to(torch.bfloat16).view(torch.int16))
     assert found[:2].tolist() == [1.0, 1.0078125]  # ties to even, and what is above a tie up
+
+
+@pytest.mark.parametrize("shape", [(3, 700_001), (0, 2), ()])
+def test_a_stored_tensor_is_read_when_it_is_asked_for(shape: tuple[int, ...], tmp_path: Path) -> None:
+    values = torch.rand(shape)
+    source = checkpoint(tmp_path / "in", {"before": torch.ones(3), "a": values})
+    stored = open_checkpoint(source).tensors["a"]
+    for dtype in (None, torch.bfloat16):
+        found = stored.lazy(dtype).materialize()
+        assert found.dtype == (dtype or torch.float32)
+        assert torch.equal(found, values.to(found.dtype))
 
 
 def test_a_value_too_large_for_float16_is_refused(tmp_path: Path) -> None:
