@@ -11,7 +11,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -327,13 +327,13 @@ def is_trained_copy(name: str) -> bool:
     return _TRAINED_COPY.search(f".{name}") is not None
 
 
-def is_beside(name: str, known: Mapping[str, Any]) -> bool:
+def is_beside(name: str, known: Collection[str]) -> bool:
     """Whether a stored tensor, by its name, belongs to a known one: an adapter of its module, or its quantization.
 
     It does below a known tensor, or below a module whose weight is known; the known names are canonical.
 
     Example:
-        >>> known = {"model.q_proj.weight": None}
+        >>> known = {"model.q_proj.weight"}
         >>> is_beside("base_model.model.model.q_proj.lora_A.default.weight", known)
         True
         >>> is_beside("model.q_proj.weight.absmax", known), is_beside("model.q_proj.bias", known)

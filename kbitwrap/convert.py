@@ -241,7 +241,7 @@ def casts_by_dtype(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> dict[str,
     What the architecture keeps in float32 stays float32, as do buffers, adapters and the state of quantized weights.
     Of an architecture that transformers does not know, every other float32 tensor is cast.
     """
-    stored_names = {canonical_fqn(name): None for name in checkpoint.tensors}
+    stored_names = {canonical_fqn(name) for name in checkpoint.tensors}
     originals = _as_loaded(checkpoint, dtype)
     casts = {}
     for name, stored in checkpoint.tensors.items():

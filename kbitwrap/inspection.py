@@ -101,7 +101,7 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
         ({'norms': {'norm.weight': 8}}, 'bfloat16')
     """
     checkpoint = open_checkpoint(path)
-    names = {canonical_fqn(name): None for name in checkpoint.tensors}
+    names = {canonical_fqn(name) for name in checkpoint.tensors}
     beside = {name for name in checkpoint.tensors if is_trained_copy(name) or is_beside(name, names)}
     quantization = {name for name in beside if _is_quantization(name)}
     half = _half_dtype(checkpoint, beside)
@@ -141,8 +141,7 @@ def _half_dtype(checkpoint: SavedCheckpoint, beside: set[str]) -> torch.dtype | 
     if counts[most]:
         return most
     settings = checkpoint.config.get("quantization_config")
-    name = settings.get("bnb_4bit_compute_dtype") if isinstance(settings, dict) else None
-    found = find_dtype(name)
+    found = find_dtype(settings.get("bnb_4bit_compute_dtype")) if isinstance(settings, dict) else None
     return found if found in HALF_DTYPES else None
 
 

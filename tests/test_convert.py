@@ -138,7 +138,7 @@ def test_shards_stay_as_they_were(way: str, saved: Callable[..., Saved], tmp_pat
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", device_map={"": "cpu"})
 
 
-def test_other_shards_where_asked(saved: Callable[..., Saved], tmp_path: Path) -> None:
+def test_shards_have_the_size_that_is_asked_for(saved: Callable[..., Saved], tmp_path: Path) -> None:
     case = saved()
     convert_checkpoint(case.prepared, tmp_path / "many", case.manifest, max_shard_size="20KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 1
@@ -148,14 +148,14 @@ def test_other_shards_where_asked(saved: Callable[..., Saved], tmp_path: Path) -
         convert_checkpoint(case.prepared, tmp_path / "none", case.manifest, max_shard_size="5 apples")
 
 
-def test_what_is_not_prepared_is_copied(saved: Callable[..., Saved], tmp_path: Path) -> None:
+def test_an_unprepared_checkpoint_is_copied(saved: Callable[..., Saved], tmp_path: Path) -> None:
     case = saved()
     report = convert_checkpoint(case.original, tmp_path / "out", case.manifest)
     assert (report.converted, report.saved_bytes) == ((), 0)
     assert differing(case.original, tmp_path / "out") == []
 
 
-def test_in_place(saved: Callable[..., Saved], tmp_path: Path) -> None:
+def test_a_checkpoint_is_converted_in_place(saved: Callable[..., Saved], tmp_path: Path) -> None:
     case = saved()
     shutil.copytree(case.prepared, tmp_path / "model")
     with pytest.raises(ExportError, match="exists and is not empty"):
@@ -187,7 +187,7 @@ def test_everything_else_is_copied(saved: Callable[..., Saved], tmp_path: Path) 
     assert not (tmp_path / "out" / "README.md").is_symlink()
 
 
-def test_a_single_file(saved: Callable[..., Saved], tmp_path: Path) -> None:
+def test_a_single_file_is_converted_alone(saved: Callable[..., Saved], tmp_path: Path) -> None:
     case = saved()
     report = convert_checkpoint(case.prepared / "model.safetensors", tmp_path / "out", case.manifest)
     assert report.files == ("model.safetensors",)
@@ -234,7 +234,7 @@ def pickled(folder: Path, model_class: str, target: Path) -> None:
         ("gemma2", "nf4", {}),
     ],
 )
-def test_what_was_saved_before_safetensors(
+def test_pickled_checkpoints_become_the_same_safetensors_files(
     name: str, quant: str, options: dict[str, Any], way: str, saved: Callable[..., Saved], tmp_path: Path
 ) -> None:
     case = saved(name, quant, **options)
@@ -247,7 +247,7 @@ def test_what_was_saved_before_safetensors(
     assert (report.num_bytes, report.saved_bytes) == (expected.num_bytes, expected.saved_bytes)
 
 
-def test_a_single_older_file(tmp_path: Path) -> None:
+def test_a_single_pickled_file_becomes_a_safetensors_file(tmp_path: Path) -> None:
     torch.save({"a": torch.arange(12).view(3, 4)[1:].float(), "empty": torch.ones(0, 2)}, tmp_path / "weights.bin")
     report = convert_checkpoint(tmp_path / "weights.bin", tmp_path / "out", dtype="bfloat16")
     assert report.files == ("weights.safetensors",)
@@ -262,7 +262,9 @@ def test_a_single_older_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_state_dict_with_adapters(way: str, saved: Callable[..., Saved], tmp_path: Path) -> None:
+def test_a_state_dict_with_adapters_keeps_them_and_its_names(
+    way: str, saved: Callable[..., Saved], tmp_path: Path
+) -> None:
     case = saved()
     model = zoo.load("llama", "nf4")
     prepared = KbitPreparedModel(model, precision="full").prepare()
@@ -412,7 +414,7 @@ def test_a_tensor_that_the_manifest_has_not(name: str, saved: Callable[..., Save
     assert not (tmp_path / "out").exists()
 
 
-def test_another_models_manifest(saved: Callable[..., Saved], tmp_path: Path) -> None:
+def test_another_models_manifest_is_refused(saved: Callable[..., Saved], tmp_path: Path) -> None:
     with pytest.raises(ManifestMismatchError, match=r"and \d+ more"):
         convert_checkpoint(saved().prepared, tmp_path / "out", saved("gpt2").manifest)
 
@@ -427,7 +429,7 @@ def test_a_manifest_may_be_a_path(saved: Callable[..., Saved], tmp_path: Path) -
         convert_checkpoint(case.prepared, tmp_path / "none", case.prepared / "config.json")
 
 
-def test_one_source_of_dtypes(saved: Callable[..., Saved], tmp_path: Path) -> None:
+def test_there_is_one_source_of_dtypes_and_it_names_half_ones(saved: Callable[..., Saved], tmp_path: Path) -> None:
     case = saved()
     with pytest.raises(ConfigError, match="expected one of manifest, reference and dtype"):
         convert_checkpoint(case.prepared, tmp_path / "out", case.manifest, dtype="bfloat16")
@@ -535,7 +537,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("how", BROKEN)
-def test_what_is_no_checkpoint(how: str, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_refused(how: str, tmp_path: Path) -> None:
     source = broken(tmp_path / "in", how)
     with pytest.raises(ConfigError, match=BROKEN[how]):
         convert_checkpoint(source, tmp_path / "out", dtype="bfloat16")
@@ -546,7 +548,7 @@ def test_what_is_no_checkpoint(how: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["none", "file.txt", 300 * "n", "no\0name"])
-def test_where_there_is_no_checkpoint(place: str, tmp_path: Path) -> None:
+def test_a_place_without_a_checkpoint_is_refused(place: str, tmp_path: Path) -> None:
     (tmp_path / "file.txt").write_text("1")
     with pytest.raises(
         ConfigError, match=r"there is no checkpoint at|expected a folder, or a \.safetensors or \.bin file"
@@ -555,7 +557,7 @@ def test_where_there_is_no_checkpoint(place: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["out", "folder/out", "folder/inner/out"])
-def test_into_a_folder_of_its_own(place: str, tmp_path: Path) -> None:
+def test_a_checkpoint_is_converted_into_a_folder_of_its_own(place: str, tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "in", {"a": torch.ones(8)}, dtype="float32")
     (source / "folder" / "inner").mkdir(parents=True)
     (source / "folder" / "inner" / "file.txt").write_text("1")
@@ -576,7 +578,7 @@ def write(destination):
 """
 
 
-def test_killed_while_it_converts(tmp_path: Path) -> None:
+def test_a_kill_leaves_a_whole_checkpoint_or_none(tmp_path: Path) -> None:
     tensors = {f"t{i}": torch.full((300, 100), i + 1 / 3) for i in range(10)}
     source = checkpoint(tmp_path / "source", tensors)
     (source / "tokenizer.json").write_text("{}")

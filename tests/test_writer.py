@@ -50,7 +50,9 @@ def assert_as_the_library(tensors: dict[str, torch.Tensor], metadata: dict[str, 
 
 @pytest.mark.parametrize("dtype", LIBRARY_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 4), (3, 0, 2), (1, 1, 1, 6)], ids=str)
-def test_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path) -> None:
+def test_every_dtype_and_shape_is_written_as_by_the_library(
+    dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path
+) -> None:
     if dtype == getattr(torch, "float4_e2m1fn_x2", None) and shape == ():
         with pytest.raises(ExportError, match=r"b: .*no tensors of shape"):
             write_safetensors(tmp_path / "file", {"b": values(dtype)})
@@ -59,14 +61,16 @@ def test_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...], tmp_p
     assert_as_the_library(tensors, {"format": "pt"}, tmp_path / "file")
 
 
-def test_all_dtypes_in_one_file(tmp_path: Path) -> None:
+def test_all_dtypes_in_one_file_have_the_librarys_order(tmp_path: Path) -> None:
     tensors = {f"{i % 3}.{dtype}": values(dtype, 3, 2, seed=i) for i, dtype in enumerate(LIBRARY_DTYPES)}
     assert_as_the_library(tensors, None, tmp_path / "file")
 
 
 @pytest.mark.parametrize("metadata", [None, {}, {"format": "pt"}, {'é"\\\n\t\x01\x7f\u2028': "😀"}], ids=str)
 @pytest.mark.parametrize("names", [[], ["a"], ["ü", "z", "\U0001f600", "\uffff", 'q"\\/\b', "\x1f ", ""]], ids=str)
-def test_names_and_metadata(names: list[str], metadata: dict[str, str] | None, tmp_path: Path) -> None:
+def test_any_names_and_metadata_are_written_as_by_the_library(
+    names: list[str], metadata: dict[str, str] | None, tmp_path: Path
+) -> None:
     tensors = {name: values(torch.int16, 3, seed=i) for i, name in enumerate(names)}
     if not names and metadata == {}:
         # What the library writes here is no JSON, and it does not read it again.
@@ -78,7 +82,7 @@ def test_names_and_metadata(names: list[str], metadata: dict[str, str] | None, t
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_any_tensors(data: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_tensors_are_written_as_by_the_library(data: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
     shapes = st.lists(st.integers(0, 4), max_size=3)
     dtypes = st.sampled_from([dtype for dtype in LIBRARY_DTYPES if "float4" not in str(dtype)])
@@ -105,7 +109,7 @@ def test_tensors_of_other_layouts_are_made_contiguous(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tensor", [torch.ones(2).to_sparse(), torch.ones(2, dtype=torch.complex128)], ids=repr)
-def test_what_the_format_does_not_hold_is_refused(tensor: torch.Tensor, tmp_path: Path) -> None:
+def test_an_unsupported_layout_or_dtype_is_refused(tensor: torch.Tensor, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"model\.w: safetensors files hold no tensors of") as error:
         write_safetensors(tmp_path / "file", {"a": torch.ones(1), "model.w": tensor})
     assert error.value.fqn == "model.w"
@@ -158,7 +162,7 @@ def test_one_tensor_is_computed_at_a_time(
     assert len(load_file(tmp_path / "file")) == 5
 
 
-def test_what_is_cut_from_one_tensor_computes_it_once(tmp_path: Path) -> None:
+def test_tensors_cut_from_one_compute_it_once(tmp_path: Path) -> None:
     computed: list[str] = []
 
     def fused(name: str) -> LazyTensor:
