@@ -11,17 +11,18 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .errors import ConfigError
 from .model.pretrained import meta_model
 from .model.wrappers import canonical_fqn
-from .stream import DTYPES
+from .dtypes import SAFETENSORS_DTYPES, TWO_A_BYTE, find_dtype
+from .errors import ConfigError, ExportError
+from .lazy import LazyTensor
 
 # How weights are stored, the best way first: the file that holds all of them, and what the names of others begin with.
 _WAYS = (("model.safetensors", ""), ("pytorch_model.bin", "pytorch_model"))
@@ -44,6 +45,7 @@ class StoredTensor:
     """A tensor in a file.
 
     Attributes:
+        name: Its name.
         path: The file.
         dtype: Its dtype.
         shape: Its shape.
@@ -51,47 +53,32 @@ class StoredTensor:
         num_bytes: How many there are.
     """
 
+    name: str
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
     num_bytes: int
 
-    def read(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Read it into memory of its own: a mapped file would count as the process's memory too.
+    def lazy(self, dtype: torch.dtype | None = None) -> LazyTensor:
+        """Its values, rounded to a dtype, and read when they are asked for.
 
-        Args:
-            dtype: Round it to this dtype, piece by piece, so that no more than the result is in memory.
-
-        Returns:
-            The tensor.
-
-        Raises:
-            OverflowError: A value is finite, and too large for ``dtype``.
+        Reading raises ``ExportError`` for a finite value that is too large for the dtype.
         """
-        result = torch.empty(self.shape, dtype=dtype or self.dtype)
-        with open(self.path, "rb", buffering=0) as file:
-            file.seek(self.start)
-            self._round(result.reshape(-1), file)
-        return result
+        kept = dtype or self.dtype
 
-    def read_pieces(self, dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
-        """Read it a few mebibytes at a time.
+        def compute() -> torch.Tensor:
+            return torch.cat([torch.empty(0, dtype=kept), *self._pieces(kept)]).view(self.shape)
 
-        Args:
-            dtype: Round it to this dtype.
+        return LazyTensor(self.shape, kept, compute, functools.partial(self._pieces, kept))
 
-        Yields:
-            Flat tensors, which follow one another.
-
-        Raises:
-            OverflowError: A value is finite, and too large for ``dtype``.
-        """
+    def _pieces(self, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """Read a few mebibytes at a time. They are read, not mapped: a mapped file counts as memory in use."""
         left = math.prod(self.shape)
         with open(self.path, "rb", buffering=0) as file:
             file.seek(self.start)
             while left:
-                piece = torch.empty(min(left, _READ), dtype=dtype or self.dtype)
+                piece = torch.empty(min(left, _READ), dtype=dtype)
                 self._round(piece, file)
                 left -= len(piece)
                 yield piece
@@ -108,7 +95,10 @@ class StoredTensor:
             target.copy_(source)
             # bfloat16 has the range of float32, or nearly: what lies beyond rounds to infinity as it should.
             if flat.dtype == torch.float16 and not torch.equal(target.isinf(), source.isinf()):
-                raise OverflowError(f"a value is too large for {flat.dtype}, whose largest is 65504")
+                raise ExportError(
+                    f"{self.name}: a value is too large for {flat.dtype}, whose largest is 65504; convert to bfloat16",
+                    fqn=self.name,
+                )
 
     def _fill(self, target: torch.Tensor, file: io.FileIO) -> None:
         left = memoryview(target.view(torch.uint8).numpy().data)
@@ -120,8 +110,8 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint in safetensors files, or in older ones.
+class SavedCheckpoint:
+    """A checkpoint in safetensors files, or in those that ``torch.save`` wrote.
 
     Attributes:
         path: What was opened: a folder or a file.
@@ -147,25 +137,27 @@ class Checkpoint:
     @property
     def dtype(self) -> torch.dtype | None:
         """The dtype that the config names; ``None`` where it names none."""
-        for key in ("dtype", "torch_dtype"):
-            found = getattr(torch, str(self.config.get(key)), None)
-            if isinstance(found, torch.dtype):
-                return found
-        return None
+        return config_dtype(self.config)
+
+    def meta_model(self, dtype: torch.dtype | None = None) -> Any:
+        """The model that the config describes, on the meta device; ``None`` where transformers knows no such model."""
+        try:
+            return meta_model(self.folder, dtype=dtype) if self.config else None
+        except ConfigError:
+            return None
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def config_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype that the content of a ``config.json`` names; ``None`` where it names none."""
+    return find_dtype(config.get("dtype")) or find_dtype(config.get("torch_dtype"))
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
     """Read the headers of a checkpoint. Nothing in it is run, and no name in it is opened outside its folder.
 
-    Args:
-        path: A folder with ``model.safetensors``, or with an index and its shards, or with ``pytorch_model.bin`` or its
-            shards, which are unpickled by torch's unpickler of weights alone; or one such file.
-
-    Returns:
-        The checkpoint.
-
-    Raises:
-        ConfigError: There is none, or it is damaged or incomplete.
+    The path is a folder with ``model.safetensors``, an index and its shards, ``pytorch_model.bin`` or its shards (which
+    are unpickled by torch's unpickler of weights alone), or one such file. Raises ``ConfigError`` where there is none,
+    or it is damaged or incomplete.
     """
     found = Path(path)
     # Not by methods of ``Path``, which raise where a name is too long, or a folder may not be searched.
@@ -180,10 +172,10 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         raise ConfigError(f"there is no checkpoint at {str(found)!r}")
     files, metadata = {}, {}
     for name in names:
-        files[name], metadata[name] = read_header(folder / name)
+        files[name], metadata[name] = _read_header(folder / name)
     config_path = folder / "config.json"
     config = read_json(config_path) if config_path.is_file() else {}
-    checkpoint = Checkpoint(found, folder, files, metadata, index, config)
+    checkpoint = SavedCheckpoint(found, folder, files, metadata, index, config)
     num_tensors = sum(map(len, files.values()))
     if len(checkpoint.tensors) < num_tensors:
         raise ConfigError(f"{found}: {num_tensors - len(checkpoint.tensors)} tensors are in more than one file")
@@ -194,7 +186,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return _without_ties(checkpoint)
 
 
-def _without_ties(checkpoint: Checkpoint) -> Checkpoint:
+def _without_ties(checkpoint: SavedCheckpoint) -> SavedCheckpoint:
     """Leave out tensors that lie in another one's memory and are tied to it when the model is loaded.
 
     A file that ``torch.save`` wrote has such a tensor under both names, and its values once.
@@ -203,12 +195,9 @@ def _without_ties(checkpoint: Checkpoint) -> Checkpoint:
     for name, stored in checkpoint.tensors.items():
         sharing.setdefault((stored.path, stored.start, stored.shape, stored.dtype), set()).add(canonical_fqn(name))
     groups = [names for names in sharing.values() if len(names) > 1]
-    if not groups or not checkpoint.config:
+    model = checkpoint.meta_model() if groups else None
+    if model is None:  # nothing is known of its ties
         return checkpoint
-    try:
-        model = meta_model(checkpoint.folder)
-    except ConfigError:
-        return checkpoint  # nothing is known of its ties
     first_names: dict[int, str] = {}
     tied: set[str] = set()
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
@@ -263,17 +252,7 @@ def _weight_files_of(folder: Path, single: str, beginning: str) -> tuple[list[st
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a file that holds one JSON object.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The object.
-
-    Raises:
-        ConfigError: It cannot be read, or holds something else.
-    """
+    """Read a file that holds one JSON object; raises ``ConfigError`` where it holds something else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -283,18 +262,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str] | None]:
-    """Read the header of a safetensors file, or of one that ``torch.save`` wrote.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Its tensors by name, in the order of their bytes, and what it says about itself.
-
-    Raises:
-        ConfigError: It is damaged, has a dtype that this torch has not, or holds something else than tensors by name.
-    """
+def _read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str] | None]:
+    """The tensors of a file by name, in the order of their bytes, and what it says about itself."""
     if path.suffix == _PICKLED:
         return _read_pickled(path), {"format": "pt"}
     from safetensors import SafetensorError, safe_open
@@ -311,14 +280,14 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str] | N
     metadata = header.pop("__metadata__", None)
     tensors = {}
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        dtype = DTYPES.get(entry["dtype"])
+        dtype = SAFETENSORS_DTYPES.get(entry["dtype"])
         if dtype is None:
             raise ConfigError(f"{path}: {name}: torch {torch.__version__} has no dtype {entry['dtype']}")
         start, end = entry["data_offsets"]
         shape = list(entry["shape"])
-        if math.prod(shape) * dtype.itemsize == 2 * (end - start):
-            shape[-1] //= 2  # two values a byte, counted one by one
-        tensors[name] = StoredTensor(path, dtype, tuple(shape), 8 + length + start, end - start)
+        if entry["dtype"] == TWO_A_BYTE:
+            shape[-1] //= 2
+        tensors[name] = StoredTensor(name, path, dtype, tuple(shape), 8 + length + start, end - start)
     return tensors, metadata
 
 
@@ -349,34 +318,22 @@ def _read_pickled(path: Path) -> dict[str, StoredTensor]:
         start += tensor.storage_offset() * tensor.itemsize
         if start + tensor.nbytes > num_bytes:
             raise ConfigError(f"{path}: {name}: reaches beyond the end of the file")
-        tensors[name] = StoredTensor(path, tensor.dtype, tuple(tensor.shape), start, tensor.nbytes)
+        tensors[name] = StoredTensor(name, path, tensor.dtype, tuple(tensor.shape), start, tensor.nbytes)
     return dict(sorted(tensors.items(), key=lambda item: item[1].start))
 
 
 def is_trained_copy(name: str) -> bool:
-    """Whether a stored tensor is a copy of a base tensor that PEFT trained.
-
-    Args:
-        name: Its name in a checkpoint.
-
-    Returns:
-        Whether it is.
-    """
+    """Whether a stored tensor, by its name, is a copy of a base tensor that PEFT trained."""
     return _TRAINED_COPY.search(f".{name}") is not None
 
 
-def is_beside(name: str, known: Mapping[str, Any]) -> bool:
-    """Whether a stored tensor belongs to a known one: an adapter of its module, or its quantization.
+def is_beside(name: str, known: Collection[str]) -> bool:
+    """Whether a stored tensor, by its name, belongs to a known one: an adapter of its module, or its quantization.
 
-    Args:
-        name: Its name in a checkpoint.
-        known: The canonical names of the base's tensors.
-
-    Returns:
-        Whether it lies below a known tensor, or below a module whose weight is known.
+    It does below a known tensor, or below a module whose weight is known; the known names are canonical.
 
     Example:
-        >>> known = {"model.q_proj.weight": None}
+        >>> known = {"model.q_proj.weight"}
         >>> is_beside("base_model.model.model.q_proj.lora_A.default.weight", known)
         True
         >>> is_beside("model.q_proj.weight.absmax", known), is_beside("model.q_proj.bias", known)

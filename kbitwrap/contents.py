@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from .dtypes import dtype_name
 from .errors import ExportError, ManifestError, UnsupportedModelError
 from .export.twin import build_twin
 from .lazy import LazyTensor
@@ -166,7 +167,7 @@ def _ties(parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return dtype_name(dtype)
 
 
 def _model_record(

@@ -2,46 +2,42 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tqdm.auto import tqdm
 
-from .checkpoint import Checkpoint, StoredTensor, is_beside, is_trained_copy, open_checkpoint, read_json
-from .errors import ConfigError, ExportError, ManifestMismatchError
-from .lazy import LazyTensor
+from .checkpoint import (
+    SavedCheckpoint,
+    config_dtype,
+    is_beside,
+    is_trained_copy,
+    open_checkpoint,
+    read_json,
+)
+from .dtypes import HALF_DTYPES, dtype_name, find_dtype, parse_dtype
+from .errors import ConfigError, ManifestMismatchError
 from .manifest import Manifest
-from .model.pretrained import meta_model
 from .model.wrappers import canonical_fqn
 from .report import ExportReport
-from .stream import staged, write_safetensors
-from .tensors.bits import HALF_DTYPES
+from .writer import checkpoint_writer, split_into_files
 
 _CONFIG = "config.json"
-_INDEX = "model.safetensors.index.json"
-_PATTERN = "model{suffix}.safetensors"
 # Other checkpoints, which a run keeps in the folder of its last one, and what tools hide there.
 _NOT_COPIED = re.compile(r"checkpoint-\d+|\..*")
 
 
-class Original(NamedTuple):
-    """What is known of a tensor as it was before a preparation.
-
-    Attributes:
-        dtype: Its dtype.
-        shape: Its shape; ``None`` where that is not known.
-    """
+class KnownTensor(NamedTuple):
+    """The dtype and the shape of a tensor before a preparation."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...] | None
+    shape: tuple[int, ...]
 
 
 def convert_checkpoint(
@@ -79,7 +75,8 @@ def convert_checkpoint(
         What was written.
 
     Raises:
-        ConfigError: There is no checkpoint at ``src`` or ``reference``, it is damaged, or no dtype is known.
+        ConfigError: There is no checkpoint at ``src`` or ``reference``, it is damaged, no dtype is known, or
+            ``max_shard_size`` is invalid.
         ManifestError: The manifest cannot be read.
         ManifestMismatchError: A tensor is not one of the manifest's, or has another shape or dtype. Nothing was
             written.
@@ -99,29 +96,32 @@ def convert_checkpoint(
     start = time.perf_counter()
     checkpoint = open_checkpoint(src)
     casts, chosen = _casts(checkpoint, manifest, reference, dtype)
-    tensors = {name: _lazy(name, stored, casts.get(name)) for name, stored in checkpoint.tensors.items()}
-    files = _layout(checkpoint, tensors, max_shard_size)
+    tensors = {name: stored.lazy(casts.get(name)) for name, stored in checkpoint.tensors.items()}
+    if max_shard_size is None:
+        files = {_as_safetensors(file): list(names) for file, names in checkpoint.files.items()}
+    else:
+        files = split_into_files(tensors, max_shard_size)
+    first = next(iter(checkpoint.metadata.values()))
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    with staged(dst, overwrite=overwrite) as folder:
+    disable = None if progress else True
+    with checkpoint_writer(dst, "convert", overwrite=overwrite, num_bytes=num_bytes, disable=disable) as writer:
         if checkpoint.path.is_dir():
-            _copy_rest(checkpoint, folder)
-            if checkpoint.config:
-                _write_config(checkpoint, folder, chosen)
-        disable = None if progress else True  # None: where there is no terminal
-        with tqdm(total=num_bytes, desc="convert", unit="B", unit_scale=True, disable=disable, leave=False) as bar:
-            for file, names in files.items():
-                metadata = checkpoint.metadata.get(file, next(iter(checkpoint.metadata.values())))
-                write_safetensors(folder / file, {name: tensors[name] for name in names}, metadata, progress=bar.update)
-        _write_index(checkpoint, folder, files, num_bytes)
-        written = tuple(sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()))
+            _copy_rest(checkpoint, writer.folder, chosen)
+        writer.save(
+            tensors,
+            files,
+            {file: checkpoint.metadata.get(file, first) for file in files},
+            checkpoint.index if files.keys() == checkpoint.files.keys() else None,
+            read_json(checkpoint.folder / checkpoint.index) if checkpoint.index else None,
+        )
     return ExportReport(
         path=Path(dst),
-        files=written,
-        num_tensors=len(tensors),
-        num_bytes=num_bytes,
+        files=writer.files,
+        num_tensors=writer.num_tensors,
+        num_bytes=writer.num_bytes,
         converted=tuple(casts),
         seconds=time.perf_counter() - start,
-        saved_bytes=sum(stored.num_bytes for stored in checkpoint.tensors.values()) - num_bytes,
+        saved_bytes=sum(stored.num_bytes for stored in checkpoint.tensors.values()) - writer.num_bytes,
     )
 
 
@@ -131,7 +131,7 @@ def convert_checkpoint(
 
 
 def _casts(
-    checkpoint: Checkpoint,
+    checkpoint: SavedCheckpoint,
     manifest: Manifest | str | os.PathLike[str] | None,
     reference: str | os.PathLike[str] | None,
     dtype: torch.dtype | str | None,
@@ -141,10 +141,10 @@ def _casts(
         raise ConfigError("expected one of manifest, reference and dtype: each says what the dtypes were")
     if manifest is not None:
         record = manifest if isinstance(manifest, Manifest) else Manifest.load(manifest)
-        return casts_by_manifest(checkpoint, record), _as_dtype(record.model.dtype)
+        return casts_by_manifest(checkpoint, record), find_dtype(record.model.dtype)
     if reference is not None:
         return _casts_by_reference(checkpoint, reference)
-    chosen = _as_dtype(dtype) if dtype is not None else checkpoint.dtype
+    chosen = parse_dtype(dtype) if dtype is not None else checkpoint.dtype
     if chosen not in HALF_DTYPES:
         found = "its config names none" if chosen is None else f"found {chosen}"
         raise ConfigError(
@@ -154,33 +154,16 @@ def _casts(
     return casts_by_dtype(checkpoint, chosen), chosen
 
 
-def _as_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
-    found = getattr(torch, value, None) if isinstance(value, str) else value
-    if value is not None and not isinstance(found, torch.dtype):
-        raise ConfigError(f"dtype: expected a dtype such as torch.bfloat16 or 'bfloat16', found {value!r}")
-    return found
-
-
-def casts_by_manifest(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, torch.dtype]:
-    """Find what to cast so that a checkpoint has the dtypes of a manifest.
-
-    Args:
-        checkpoint: The checkpoint.
-        manifest: The record of its preparation.
-
-    Returns:
-        ``{name: dtype}`` of the stored tensors to cast.
-
-    Raises:
-        ManifestMismatchError: A tensor is not one of the manifest's, or has another shape or dtype.
-    """
+def casts_by_manifest(checkpoint: SavedCheckpoint, manifest: Manifest) -> dict[str, torch.dtype]:
+    """What to cast so that a checkpoint has a manifest's dtypes; raises where it is not of the manifest's model."""
     originals = {
-        fqn: Original(getattr(torch, record.original_dtype), tuple(record.shape))
+        fqn: KnownTensor(parse_dtype(record.original_dtype), tuple(record.shape))
         for fqn, record in manifest.tensors.items()
     }
     unexpected = _unexpected(checkpoint, originals)
-    if unexpected:
-        originals = {**_as_saved(checkpoint, originals), **originals}
+    model = checkpoint.meta_model() if unexpected else None
+    if model is not None:  # they may be saved under other names
+        originals = {**_renamed(model, originals), **originals}
         unexpected = _unexpected(checkpoint, originals)
     casts = {}
     different: dict[str, dict[str, tuple[Any, Any]]] = {}
@@ -196,9 +179,7 @@ def casts_by_manifest(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, t
             different[name] = {"dtype": (original.dtype, stored.dtype)}
     if unexpected or different:
         lines = [
-            f"{name}: {what}: expected {values[0]}, found {values[1]}"
-            for name, row in different.items()
-            for what, values in row.items()
+            f"{n}: {what}: expected {row[0]}, found {row[1]}" for n, d in different.items() for what, row in d.items()
         ]
         lines += [f"{name}: the manifest has no such tensor" for name in unexpected]
         more = f" (and {len(lines) - 3} more)" if len(lines) > 3 else ""
@@ -211,7 +192,7 @@ def casts_by_manifest(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, t
     return casts
 
 
-def _unexpected(checkpoint: Checkpoint, originals: Mapping[str, Original]) -> tuple[str, ...]:
+def _unexpected(checkpoint: SavedCheckpoint, originals: Mapping[str, KnownTensor]) -> tuple[str, ...]:
     return tuple(
         name
         for name in checkpoint.tensors
@@ -219,7 +200,7 @@ def _unexpected(checkpoint: Checkpoint, originals: Mapping[str, Original]) -> tu
     )
 
 
-def _original(name: str, originals: Mapping[str, Original]) -> Original | None:
+def _original(name: str, originals: Mapping[str, KnownTensor]) -> KnownTensor | None:
     """What is known of a stored tensor; of a trained copy, which is not the base's, nothing."""
     if is_trained_copy(name):
         return None
@@ -229,10 +210,10 @@ def _original(name: str, originals: Mapping[str, Original]) -> Original | None:
 
 
 def _casts_by_reference(
-    checkpoint: Checkpoint, reference: str | os.PathLike[str]
+    checkpoint: SavedCheckpoint, reference: str | os.PathLike[str]
 ) -> tuple[dict[str, torch.dtype], torch.dtype | None]:
     path = Path(reference)
-    originals: dict[str, Original] = {}
+    originals: dict[str, KnownTensor] = {}
     if path.suffix == ".json":
         config = read_json(path)
     elif os.path.isdir(path) and not any(path.glob("*.safetensors")) and (path / _CONFIG).is_file():
@@ -240,8 +221,10 @@ def _casts_by_reference(
     else:
         found = open_checkpoint(path)
         config = dict(found.config)
-        originals = {canonical_fqn(name): Original(stored.dtype, None) for name, stored in found.tensors.items()}
-    chosen = Checkpoint(path, path, {}, {}, None, config).dtype or checkpoint.dtype
+        originals = {
+            canonical_fqn(name): KnownTensor(stored.dtype, stored.shape) for name, stored in found.tensors.items()
+        }
+    chosen = config_dtype(config) or checkpoint.dtype
     default = casts_by_dtype(checkpoint, chosen) if chosen in HALF_DTYPES else {}
     casts = {}
     for name, stored in checkpoint.tensors.items():
@@ -252,20 +235,13 @@ def _casts_by_reference(
     return casts, chosen
 
 
-def casts_by_dtype(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Find what to cast so that a checkpoint is as a model loaded in a half dtype is saved.
+def casts_by_dtype(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """What to cast so that a checkpoint is as one that a model loaded in a half dtype saves.
 
     What the architecture keeps in float32 stays float32, as do buffers, adapters and the state of quantized weights.
     Of an architecture that transformers does not know, every other float32 tensor is cast.
-
-    Args:
-        checkpoint: The checkpoint.
-        dtype: The half dtype.
-
-    Returns:
-        ``{name: dtype}`` of the stored tensors to cast.
     """
-    stored_names = {canonical_fqn(name): None for name in checkpoint.tensors}
+    stored_names = {canonical_fqn(name) for name in checkpoint.tensors}
     originals = _as_loaded(checkpoint, dtype)
     casts = {}
     for name, stored in checkpoint.tensors.items():
@@ -277,65 +253,31 @@ def casts_by_dtype(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, torc
     return casts
 
 
-def _as_loaded(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Original]:
+def _as_loaded(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> dict[str, KnownTensor]:
     """The tensors of the model that the config describes, loaded in a half dtype, by the names they are saved under."""
-    if not checkpoint.config:
+    model = checkpoint.meta_model(dtype)
+    if model is None:
         return {}
-    try:
-        model = meta_model(checkpoint.folder, dtype=dtype)
-    except ConfigError:
-        return {}  # an architecture of somebody else's: nothing is known of it
-    originals = {fqn: Original(p.dtype, tuple(p.shape)) for fqn, p in model.named_parameters(remove_duplicate=False)}
+    originals = {fqn: KnownTensor(p.dtype, tuple(p.shape)) for fqn, p in model.named_parameters(remove_duplicate=False)}
     # No preparation casts buffers: a float32 one was float32.
-    originals |= {fqn: Original(torch.float32, tuple(b.shape)) for fqn, b in model.named_buffers()}
+    originals |= {fqn: KnownTensor(torch.float32, tuple(b.shape)) for fqn, b in model.named_buffers()}
     return {**_renamed(model, originals), **originals}
 
 
-def _as_saved(checkpoint: Checkpoint, originals: Mapping[str, Original]) -> dict[str, Original]:
-    """Tensors by the names that they are saved under, where transformers saves them under other names."""
-    if not checkpoint.config:
-        return {}
-    try:
-        model = meta_model(checkpoint.folder)
-    except ConfigError:
-        return {}
-    return _renamed(model, originals)
-
-
-def _renamed(model: Any, originals: Mapping[str, Original]) -> dict[str, Original]:
-    """Let transformers turn tensors into those of the checkpoint's format: renamed, split, merged."""
+def _renamed(model: Any, originals: Mapping[str, KnownTensor]) -> dict[str, KnownTensor]:
+    """The tensors by the names that transformers saves them under: renamed, split, merged."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # before version 5 they were saved as they were
         return {}
-    lazies: dict[str, torch.Tensor] = {
-        fqn: LazyTensor(original.shape, original.dtype, _no_values)
-        for fqn, original in originals.items()
-        if original.shape is not None
-    }
-    saved = revert_weight_conversion(model, lazies)
-    return {name: Original(tensor.dtype, tuple(tensor.shape)) for name, tensor in saved.items()}
-
-
-def _no_values() -> torch.Tensor:
-    raise RuntimeError("only shapes and dtypes are known here")
+    tensors = {fqn: torch.empty(known.shape, dtype=known.dtype, device="meta") for fqn, known in originals.items()}
+    saved = revert_weight_conversion(model, tensors)
+    return {name: KnownTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in saved.items()}
 
 
 # ----------------------------------------------------------------------------------------------------
 # Writing.
 # ----------------------------------------------------------------------------------------------------
-
-
-def _lazy(name: str, stored: StoredTensor, dtype: torch.dtype | None) -> LazyTensor:
-    compute, pieces = functools.partial(stored.read, dtype), functools.partial(_pieces, name, stored, dtype)
-    return LazyTensor(stored.shape, dtype or stored.dtype, compute, pieces)
-
-
-def _pieces(name: str, stored: StoredTensor, dtype: torch.dtype | None) -> Iterator[torch.Tensor]:
-    try:
-        yield from stored.read_pieces(dtype)
-    except OverflowError as error:
-        raise ExportError(f"{name}: {error}; convert to bfloat16", fqn=name) from error
 
 
 def _as_safetensors(file: str) -> str:
@@ -344,59 +286,20 @@ def _as_safetensors(file: str) -> str:
     return file if stem == file else f"{stem.removeprefix('pytorch_')}.safetensors"
 
 
-def _layout(
-    checkpoint: Checkpoint, tensors: Mapping[str, LazyTensor], max_shard_size: int | str | None
-) -> dict[str, list[str]]:
-    """Which file holds which tensors."""
-    if max_shard_size is None:
-        return {_as_safetensors(file): list(names) for file, names in checkpoint.files.items()}
-    from huggingface_hub import split_torch_state_dict_into_shards
-
-    try:
-        split = split_torch_state_dict_into_shards(
-            dict(tensors), filename_pattern=_PATTERN, max_shard_size=max_shard_size
-        )
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"max_shard_size: expected bytes or a string such as '5GB', found {max_shard_size!r}"
-        ) from error
-    return dict(split.filename_to_tensors)
-
-
-def _copy_rest(checkpoint: Checkpoint, folder: Path) -> None:
-    """Copy every file that is not written anew."""
-    written = {*checkpoint.files, checkpoint.index, _CONFIG}
+def _copy_rest(checkpoint: SavedCheckpoint, folder: Path, dtype: torch.dtype | None) -> None:
+    """Copy every file that is not written anew; the config gets the original dtype where that is known."""
+    written = {*checkpoint.files, checkpoint.index}
     for path in sorted(checkpoint.folder.iterdir()):
         if path.is_dir() and not _NOT_COPIED.fullmatch(path.name):
             shutil.copytree(path, folder / path.name, ignore=_ignored, copy_function=shutil.copyfile)
         elif path.is_file() and path.name not in written:
             shutil.copyfile(path, folder / path.name)
+    key = next((key for key in ("dtype", "torch_dtype") if key in checkpoint.config), None)
+    if key is not None and dtype is not None and checkpoint.dtype != dtype:
+        config = {**checkpoint.config, key: dtype_name(dtype)}
+        (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _ignored(folder: str, names: list[str]) -> list[str]:
     """What is not copied of a folder: what is being written may lie in it too."""
     return [name for name in names if _NOT_COPIED.fullmatch(name) and os.path.isdir(os.path.join(folder, name))]
-
-
-def _write_config(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype | None) -> None:
-    """Copy the config; where it names a dtype, it names the original one."""
-    key = next((key for key in ("dtype", "torch_dtype") if key in checkpoint.config), None)
-    if key is None or dtype is None or checkpoint.dtype == dtype:
-        shutil.copyfile(checkpoint.folder / _CONFIG, folder / _CONFIG)
-        return
-    config = {**checkpoint.config, key: str(dtype).removeprefix("torch.")}
-    (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _write_index(checkpoint: Checkpoint, folder: Path, files: Mapping[str, list[str]], num_bytes: int) -> None:
-    is_kept = files.keys() == checkpoint.files.keys()
-    if len(files) == 1 and not (is_kept and checkpoint.index):
-        return
-    old = read_json(checkpoint.folder / checkpoint.index) if checkpoint.index else {}
-    index = {
-        **old,
-        "metadata": {**old.get("metadata", {}), "total_size": num_bytes},
-        "weight_map": {name: file for file, names in files.items() for name in names},
-    }
-    name = checkpoint.index if checkpoint.index and is_kept else _INDEX
-    (folder / name).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")

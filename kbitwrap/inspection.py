@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from .checkpoint import Checkpoint, is_beside, is_trained_copy, open_checkpoint
+from .checkpoint import SavedCheckpoint, is_beside, is_trained_copy, open_checkpoint
 from .convert import casts_by_dtype
 from .model.wrappers import canonical_fqn
-from .tensors.bits import HALF_DTYPES
+from .dtypes import HALF_DTYPES, dtype_name, find_dtype
 
 # Where in a model a tensor is, as far as its name says; the first that matches.
 _KINDS = (
@@ -101,7 +101,7 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
         ({'norms': {'norm.weight': 8}}, 'bfloat16')
     """
     checkpoint = open_checkpoint(path)
-    names = {canonical_fqn(name): None for name in checkpoint.tensors}
+    names = {canonical_fqn(name) for name in checkpoint.tensors}
     beside = {name for name in checkpoint.tensors if is_trained_copy(name) or is_beside(name, names)}
     quantization = {name for name in beside if _is_quantization(name)}
     half = _half_dtype(checkpoint, beside)
@@ -112,15 +112,15 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
             leftovers.setdefault(_kind(name), {})[name] = stored.num_bytes // 2
     dtypes: dict[str, dict[str, int]] = {}
     for stored in checkpoint.tensors.values():
-        row = dtypes.setdefault(_name(stored.dtype), {"count": 0, "bytes": 0})
+        row = dtypes.setdefault(dtype_name(stored.dtype), {"count": 0, "bytes": 0})
         row["count"] += 1
         row["bytes"] += stored.num_bytes
     adapter_files = [file.name for file in checkpoint.folder.glob("adapter_model.*")]
     use_cache = checkpoint.config.get("use_cache")
     return CheckpointReport(
         path=checkpoint.path,
-        config_dtype=None if checkpoint.dtype is None else _name(checkpoint.dtype),
-        half_dtype=None if half is None else _name(half),
+        config_dtype=None if checkpoint.dtype is None else dtype_name(checkpoint.dtype),
+        half_dtype=None if half is None else dtype_name(half),
         is_quantized=bool(quantization),
         num_tensors=len(checkpoint.tensors),
         num_bytes=sum(stored.num_bytes for stored in checkpoint.tensors.values()),
@@ -131,7 +131,7 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
     )
 
 
-def _half_dtype(checkpoint: Checkpoint, beside: set[str]) -> torch.dtype | None:
+def _half_dtype(checkpoint: SavedCheckpoint, beside: set[str]) -> torch.dtype | None:
     """What the config names, or else most tensors of the base have, or else quantized layers compute in."""
     if checkpoint.dtype in HALF_DTYPES:
         return checkpoint.dtype
@@ -141,8 +141,7 @@ def _half_dtype(checkpoint: Checkpoint, beside: set[str]) -> torch.dtype | None:
     if counts[most]:
         return most
     settings = checkpoint.config.get("quantization_config")
-    name = settings.get("bnb_4bit_compute_dtype") if isinstance(settings, dict) else None
-    found = getattr(torch, str(name), None)
+    found = find_dtype(settings.get("bnb_4bit_compute_dtype")) if isinstance(settings, dict) else None
     return found if found in HALF_DTYPES else None
 
 
@@ -153,7 +152,3 @@ def _is_quantization(name: str) -> bool:
 
 def _kind(name: str) -> str:
     return next((kind for kind, pattern in _KINDS if pattern.search(canonical_fqn(name))), _OTHER)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -2,8 +2,8 @@
 
 A checkpoint is written one tensor at a time, but the functions that lay it out (which tensors are tied, which shard
 holds which, how fused experts are split into the tensors of the original format) take the whole state dict at once. A
-``LazyTensor`` has everything that they read, and no values: operations on it give lazy tensors again, and
-`materialize` computes one of them.
+``LazyTensor`` has everything that they read and no values: operations on it give lazy tensors again, and `materialize`
+computes one of them.
 """
 
 from __future__ import annotations
@@ -31,27 +31,23 @@ _addresses = itertools.count(1 << 62, 1 << 40)
 
 
 class LazyStorage:
-    """The memory that a lazy tensor does not have, told apart from that of any other tensor.
-
-    Args:
-        num_bytes: Its size, in bytes.
-    """
+    """The memory that a lazy tensor does not have: a size in bytes, and an address that no other tensor has."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
         self._address = next(_addresses)
 
     def data_ptr(self) -> int:
-        """An address that no other tensor has."""
+        """The address."""
         return self._address
 
     def nbytes(self) -> int:
-        """Its size, in bytes."""
+        """The size, in bytes."""
         return self._num_bytes
 
 
 class _Kept(threading.local):
-    """The values that are kept where `keeping_last` is active: of one lazy tensor, and of what it is made from."""
+    """Values that `keeping_last` keeps: of one lazy tensor, and of those it is made from."""
 
     def __init__(self) -> None:
         self.active = False
@@ -66,9 +62,9 @@ _kept = _Kept()
 
 @contextlib.contextmanager
 def keeping_last() -> Iterator[None]:
-    """Keep the last values computed, and what they were made from, until others are needed.
+    """Keep the last values computed, and those they were made from, until others are needed.
 
-    What is cut out of one lazy tensor, one piece after the other, is then computed once. Without it nothing is kept.
+    What is cut out of one lazy tensor, one piece after the other, is then computed once. Nothing is kept otherwise.
     """
     outer = _kept.active
     _kept.active = True
@@ -113,25 +109,12 @@ class LazyTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        compute: Callable[[], torch.Tensor],
-        pieces: Pieces | None = None,
+        cls, shape: Sequence[int], dtype: torch.dtype, compute: Callable[[], torch.Tensor], pieces: Pieces | None = None
     ) -> LazyTensor:
         """Make a contiguous tensor without storage."""
         made = cls._make(torch.empty(tuple(shape), dtype=dtype, device="meta"), compute)
         made._pieces = pieces
         return made
-
-    def __init__(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        compute: Callable[[], torch.Tensor],
-        pieces: Pieces | None = None,
-    ) -> None:
-        pass
 
     @classmethod
     def _make(
@@ -159,22 +142,18 @@ class LazyTensor(torch.Tensor):
 
     @property
     def lineage(self) -> tuple[LazyTensor, ...]:
-        """What its values are made from, one from the other: tensors with a storage of their own, the first one first.
+        """The lazy tensors with a storage of their own that its values are made from, in this order; the last has its.
 
-        Tensors with a long beginning in common are best computed one after the other, under `keeping_last`.
+        Tensors whose lineages begin alike are best computed one after the other, under `keeping_last`.
         """
         if self._view_of is not None:
             return self._view_of.lineage
         return (*(self._parent.lineage if self._parent is not None else ()), self)
 
     def values(self) -> torch.Tensor:
-        """Compute the values, in the layout that the operations give them.
+        """Compute the values on the CPU, in the layout that the operations give them, or take those that are kept.
 
-        Returns:
-            A tensor without gradient, on the CPU; what was kept by `keeping_last`, where it was. Not to be written to.
-
-        Raises:
-            RuntimeError: What was computed has another shape or dtype than was said.
+        They are not to be written to. Raises ``RuntimeError`` where they have another shape or dtype than was said.
         """
         if self in _kept.values:
             return _kept.values[self]
@@ -191,31 +170,15 @@ class LazyTensor(torch.Tensor):
         return computed
 
     def materialize(self) -> torch.Tensor:
-        """Compute the values.
-
-        Returns:
-            A plain, contiguous tensor of the same shape and dtype, on the CPU. It may share memory with what it was
-            computed from: it is not to be written to.
-
-        Raises:
-            RuntimeError: What was computed has another shape or dtype than was said.
-        """
+        """Compute the values as a plain, contiguous CPU tensor; not to be written to, for its memory may be shared."""
         return self.values().contiguous()
 
     def compute(self) -> torch.Tensor:
-        """Compute the values where they are: on the device of what they are computed from; nothing is kept of them.
-
-        Returns:
-            A tensor of the same shape and dtype, not to be written to.
-        """
+        """Compute the values on the device of what they are computed from, and keep none; not to be written to."""
         return self._compute().detach()
 
     def pieces(self) -> Iterator[torch.Tensor]:
-        """Compute the values in the order of the contiguous tensor, as few at a time as can be.
-
-        Yields:
-            Contiguous tensors on the CPU, which follow one another; not to be written to.
-        """
+        """Compute the values as contiguous CPU tensors that follow one another, as few at a time as can be."""
         if self._pieces is None or self in _kept.values:
             yield self.materialize()
             return
@@ -226,7 +189,7 @@ class LazyTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation on shapes alone, and promise the values."""
+        """Run the operation on shapes, and say how to compute the values."""
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             raise TypeError(f"{func} writes to a tensor whose values are not there yet; materialize it first")
@@ -271,14 +234,7 @@ class LazyTensor(torch.Tensor):
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Get a tensor's values as they can be written to a file, as few at a time as can be.
-
-    Args:
-        tensor: Any dense tensor, lazy or not, on any device.
-
-    Yields:
-        Contiguous tensors on the CPU, which follow one another.
-    """
+    """The values of any dense tensor, as contiguous CPU tensors that follow one another, as few at a time as can be."""
     if isinstance(tensor, LazyTensor):
         yield from tensor.pieces()
     else:
@@ -286,14 +242,7 @@ def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def materialize(tensor: torch.Tensor) -> torch.Tensor:
-    """Get a plain tensor that can be written to a file.
-
-    Args:
-        tensor: Any dense tensor, lazy or not, on any device.
-
-    Returns:
-        Its values, contiguous, on the CPU, without gradient; the very memory of the tensor where it is so already.
-    """
+    """The values of any dense tensor, contiguous, on the CPU, without gradient; in its own memory where that is so."""
     if isinstance(tensor, LazyTensor):
         return tensor.materialize()
     return tensor.detach().to(_CPU).contiguous()

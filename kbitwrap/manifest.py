@@ -38,7 +38,7 @@ from .schema import (
     Text,
     small_int,
 )
-from .stream import atomic_write
+from .staging import atomic_write
 
 FORMAT = "kbitwrap-manifest"
 VERSIONS = (1,)

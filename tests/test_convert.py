@@ -31,6 +31,7 @@ from kbitwrap import (
     convert_checkpoint,
     inspect_checkpoint,
 )
+from kbitwrap.checkpoint import open_checkpoint
 from killing import ROOT, kill_at_random
 
 
@@ -137,7 +138,7 @@ def test_shards_stay_as_they_were(way: str, saved: Callable[..., Saved], tmp_pat
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", device_map={"": "cpu"})
 
 
-def test_other_shards_where_asked(saved: Callable[..., Saved], tmp_path: Path) -> None:
+def test_shards_have_the_size_that_is_asked_for(saved: Callable[..., Saved], tmp_path: Path) -> None:
     case = saved()
     convert_checkpoint(case.prepared, tmp_path / "many", case.manifest, max_shard_size="20KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 1
@@ -147,14 +148,14 @@ def test_other_shards_where_asked(saved: Callable[..., Saved], tmp_path: Path) -
         convert_checkpoint(case.prepared, tmp_path / "none", case.manifest, max_shard_size="5 apples")
 
 
-def test_what_is_not_prepared_is_copied(saved: Callable[..., Saved], tmp_path: Path) -> None:
+def test_an_unprepared_checkpoint_is_copied(saved: Callable[..., Saved], tmp_path: Path) -> None:
     case = saved()
     report = convert_checkpoint(case.original, tmp_path / "out", case.manifest)
     assert (report.converted, report.saved_bytes) == ((), 0)
     assert differing(case.original, tmp_path / "out") == []
 
 
-def test_in_place(saved: Callable[..., Saved], tmp_path: Path) -> None:
+def test_a_checkpoint_is_converted_in_place(saved: Callable[..., Saved], tmp_path: Path) -> None:
     case = saved()
     shutil.copytree(case.prepared, tmp_path / "model")
     with pytest.raises(ExportError, match="exists and is not empty"):
@@ -186,7 +187,7 @@ def test_everything_else_is_copied(saved: Callable[..., Saved], tmp_path: Path) 
     assert not (tmp_path / "out" / "README.md").is_symlink()
 
 
-def test_a_single_file(saved: Callable[..., Saved], tmp_path: Path) -> None:
+def test_a_single_file_is_converted_alone(saved: Callable[..., Saved], tmp_path: Path) -> None:
     case = saved()
     report = convert_checkpoint(case.prepared / "model.safetensors", tmp_path / "out", case.manifest)
     assert report.files == ("model.safetensors",)
@@ -233,7 +234,7 @@ def pickled(folder: Path, model_class: str, target: Path) -> None:
         ("gemma2", "nf4", {}),
     ],
 )
-def test_what_was_saved_before_safetensors(
+def test_pickled_checkpoints_become_the_same_safetensors_files(
     name: str, quant: str, options: dict[str, Any], way: str, saved: Callable[..., Saved], tmp_path: Path
 ) -> None:
     case = saved(name, quant, **options)
@@ -246,7 +247,7 @@ def test_what_was_saved_before_safetensors(
     assert (report.num_bytes, report.saved_bytes) == (expected.num_bytes, expected.saved_bytes)
 
 
-def test_a_single_older_file(tmp_path: Path) -> None:
+def test_a_single_pickled_file_becomes_a_safetensors_file(tmp_path: Path) -> None:
     torch.save({"a": torch.arange(12).view(3, 4)[1:].float(), "empty": torch.ones(0, 2)}, tmp_path / "weights.bin")
     report = convert_checkpoint(tmp_path / "weights.bin", tmp_path / "out", dtype="bfloat16")
     assert report.files == ("weights.safetensors",)
@@ -261,7 +262,9 @@ def test_a_single_older_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_state_dict_with_adapters(way: str, saved: Callable[..., Saved], tmp_path: Path) -> None:
+def test_a_state_dict_with_adapters_keeps_them_and_its_names(
+    way: str, saved: Callable[..., Saved], tmp_path: Path
+) -> None:
     case = saved()
     model = zoo.load("llama", "nf4")
     prepared = KbitPreparedModel(model, precision="full").prepare()
@@ -316,6 +319,15 @@ def test_what_the_reference_has_in_float32_stays(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"dtype": "float16"}
 
 
+def test_shapes_stay_also_of_empty_tensors(tmp_path: Path) -> None:
+    shapes = [(0, 4), (2, 0), (0,), (), (3, 2)]
+    source = checkpoint(tmp_path / "in", {str(shape): torch.ones(shape) for shape in shapes})
+    convert_checkpoint(source, tmp_path / "out", dtype="bfloat16")
+    assert {name: str(tuple(t.shape)) for name, t in tensors_of(tmp_path / "out").items()} == {
+        str(shape): str(shape) for shape in shapes
+    }
+
+
 def test_the_own_config_is_enough_where_it_names_a_half_dtype(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "in", {"a.weight": torch.ones(2)}, torch_dtype="float16", model_type="of_nobody")
     assert convert_checkpoint(source, tmp_path / "out").converted == ("a.weight",)
@@ -330,6 +342,17 @@ def test_values_are_rounded_once_and_special_ones_stay(tmp_path: Path) -> None:
     found = tensors_of(tmp_path / "out")["a"]
     assert torch.equal(found.view(torch.int16), values.to(torch.bfloat16).view(torch.int16))
     assert found[:2].tolist() == [1.0, 1.0078125]  # ties to even, and what is above a tie up
+
+
+@pytest.mark.parametrize("shape", [(3, 700_001), (0, 2), ()])
+def test_a_stored_tensor_is_read_when_it_is_asked_for(shape: tuple[int, ...], tmp_path: Path) -> None:
+    values = torch.rand(shape)
+    source = checkpoint(tmp_path / "in", {"before": torch.ones(3), "a": values})
+    stored = open_checkpoint(source).tensors["a"]
+    for dtype in (None, torch.bfloat16):
+        found = stored.lazy(dtype).materialize()
+        assert found.dtype == (dtype or torch.float32)
+        assert torch.equal(found, values.to(found.dtype))
 
 
 def test_a_value_too_large_for_float16_is_refused(tmp_path: Path) -> None:
@@ -391,7 +414,7 @@ def test_a_tensor_that_the_manifest_has_not(name: str, saved: Callable[..., Save
     assert not (tmp_path / "out").exists()
 
 
-def test_another_models_manifest(saved: Callable[..., Saved], tmp_path: Path) -> None:
+def test_another_models_manifest_is_refused(saved: Callable[..., Saved], tmp_path: Path) -> None:
     with pytest.raises(ManifestMismatchError, match=r"and \d+ more"):
         convert_checkpoint(saved().prepared, tmp_path / "out", saved("gpt2").manifest)
 
@@ -406,7 +429,7 @@ def test_a_manifest_may_be_a_path(saved: Callable[..., Saved], tmp_path: Path) -
         convert_checkpoint(case.prepared, tmp_path / "none", case.prepared / "config.json")
 
 
-def test_one_source_of_dtypes(saved: Callable[..., Saved], tmp_path: Path) -> None:
+def test_there_is_one_source_of_dtypes_and_it_names_half_ones(saved: Callable[..., Saved], tmp_path: Path) -> None:
     case = saved()
     with pytest.raises(ConfigError, match="expected one of manifest, reference and dtype"):
         convert_checkpoint(case.prepared, tmp_path / "out", case.manifest, dtype="bfloat16")
@@ -514,7 +537,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("how", BROKEN)
-def test_what_is_no_checkpoint(how: str, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_refused(how: str, tmp_path: Path) -> None:
     source = broken(tmp_path / "in", how)
     with pytest.raises(ConfigError, match=BROKEN[how]):
         convert_checkpoint(source, tmp_path / "out", dtype="bfloat16")
@@ -525,7 +548,7 @@ def test_what_is_no_checkpoint(how: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["none", "file.txt", 300 * "n", "no\0name"])
-def test_where_there_is_no_checkpoint(place: str, tmp_path: Path) -> None:
+def test_a_place_without_a_checkpoint_is_refused(place: str, tmp_path: Path) -> None:
     (tmp_path / "file.txt").write_text("1")
     with pytest.raises(
         ConfigError, match=r"there is no checkpoint at|expected a folder, or a \.safetensors or \.bin file"
@@ -534,7 +557,7 @@ def test_where_there_is_no_checkpoint(place: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["out", "folder/out", "folder/inner/out"])
-def test_into_a_folder_of_its_own(place: str, tmp_path: Path) -> None:
+def test_a_checkpoint_is_converted_into_a_folder_of_its_own(place: str, tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "in", {"a": torch.ones(8)}, dtype="float32")
     (source / "folder" / "inner").mkdir(parents=True)
     (source / "folder" / "inner" / "file.txt").write_text("1")
@@ -555,7 +578,7 @@ def write(destination):
 """
 
 
-def test_killed_while_it_converts(tmp_path: Path) -> None:
+def test_a_kill_leaves_a_whole_checkpoint_or_none(tmp_path: Path) -> None:
     tensors = {f"t{i}": torch.full((300, 100), i + 1 / 3) for i in range(10)}
     source = checkpoint(tmp_path / "source", tensors)
     (source / "tokenizer.json").write_text("{}")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
 import sys
 import textwrap
+import types
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -21,8 +23,8 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import kbitwrap.export.export
 import kbitwrap.prepared
+import kbitwrap.writer
 import zoo
 from kbitwrap import (
     ConfigError,
@@ -34,6 +36,7 @@ from kbitwrap import (
     UnsupportedModelError,
 )
 from kbitwrap.lazy import LazyTensor
+from kbitwrap.writer import write_safetensors
 from killing import LOCKED_ALONE
 from snapshot import Snapshot
 from training import adapt, step
@@ -434,6 +437,28 @@ class LlamaForCausalLM(transformers.LlamaForCausalLM):
         Path(save_directory, "extra.txt").write_text("extra")
 
 
+def write_by_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give transformers' ``save_pretrained`` another name for the function that writes a file."""
+    own = transformers.PreTrainedModel.save_pretrained
+    names = tuple("write_file" if name == "safe_save_file" else name for name in own.__code__.co_names)
+    scope = {**own.__globals__, "write_file": own.__globals__["safe_save_file"]}
+    renamed = types.FunctionType(
+        own.__code__.replace(co_names=names), scope, own.__name__, own.__defaults__, own.__closure__
+    )
+    renamed.__kwdefaults__ = own.__kwdefaults__
+    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", renamed)
+
+
+def wrap_saving(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = transformers.PreTrainedModel.save_pretrained
+
+    @functools.wraps(own)
+    def wrapper(*args: object, **kwargs: object) -> None:
+        own(*args, **kwargs)
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", wrapper)
+
+
 def test_a_class_that_saves_in_its_own_way(tmp_path: Path) -> None:
     model = zoo.load("llama")
     model.__class__ = LlamaForCausalLM
@@ -441,16 +466,42 @@ def test_a_class_that_saves_in_its_own_way(tmp_path: Path) -> None:
     assert "extra.txt" in expected
     prepared = KbitPreparedModel(model, precision="full").prepare()
     before = Snapshot(model)
-    prepared.export(tmp_path / "export", max_shard_size=SHARD)
+    with pytest.warns(UserWarning, match="LlamaForCausalLM has a save_pretrained of its own, so .* at once"):
+        prepared.export(tmp_path / "export", max_shard_size=SHARD)
     assert before.diff(Snapshot(model)) == []
     assert read(tmp_path / "export") == expected
 
 
-def test_a_library_that_writes_by_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("change", [write_by_another_name, wrap_saving])
+def test_a_library_that_writes_files_in_another_way(
+    change: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = zoo.load("gemma2")
     expected = saved(model, tmp_path / "before")
     prepared = KbitPreparedModel(model, precision="full").prepare()
-    monkeypatch.setattr(kbitwrap.export.export, "_streaming", lambda function, write: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        streamed = prepared.export(tmp_path / "streamed", max_shard_size=SHARD)
+    change(monkeypatch)
+    with pytest.warns(UserWarning, match="cannot be computed and written one at a time") as caught:
+        report = prepared.export(tmp_path / "export", max_shard_size=SHARD)
+    (warning,) = caught
+    tensors = [t for path in (tmp_path / "export").glob("*.safetensors") for t in load_file(path).values()]
+    num_bytes = sum(tensor.nbytes for tensor in tensors if tensor.dtype == torch.bfloat16)
+    message = str(warning.message)
+    assert f"transformers {transformers.__version__} does not write files by calling safe_save_file" in message
+    assert f"{len(report.converted)} of them, {num_bytes:,} bytes, are held in memory at once" in message
+    assert warning.filename == __file__
+    assert read(tmp_path / "export") == expected
+    assert (report.num_tensors, report.num_bytes) == (streamed.num_tensors, streamed.num_bytes)
+    assert (report.num_tensors, report.num_bytes) == (len(tensors), sum(tensor.nbytes for tensor in tensors))
+
+
+def test_nothing_is_said_where_no_tensor_has_to_be_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.load("gemma2")
+    expected = saved(model, tmp_path / "before")
+    prepared = KbitPreparedModel(model, precision="norms").prepare()
+    write_by_another_name(monkeypatch)
     prepared.export(tmp_path / "export", max_shard_size=SHARD)
     assert read(tmp_path / "export") == expected
 
@@ -774,14 +825,12 @@ def test_tensors_are_written_one_at_a_time(tmp_path: Path, monkeypatch: pytest.M
     prepared = KbitPreparedModel(model, precision="full").prepare()
     written = []
 
-    def write(tensors: dict[str, torch.Tensor], path: str, metadata: object) -> None:
+    def write(path: str, tensors: dict[str, torch.Tensor], *arguments: object, **options: object) -> int:
         written.extend(tensors.items())
         # transformers goes on to write an index and nothing else.
-        kbitwrap.export.write_safetensors(path, tensors, metadata)
+        return write_safetensors(path, tensors, *arguments, **options)
 
-    monkeypatch.setattr(
-        kbitwrap.export.export, "_write", lambda bar, tensors, path, metadata: write(tensors, path, metadata)
-    )
+    monkeypatch.setattr(kbitwrap.writer, "write_safetensors", write)
     report = prepared.export(tmp_path / "export")
     assert report.num_tensors == len(written)
     lazy = {name for name, tensor in written if isinstance(tensor, LazyTensor)}

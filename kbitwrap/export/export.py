@@ -1,36 +1,30 @@
-"""Writing a twin to a folder: what the model's own ``save_pretrained`` would write, streamed."""
+"""Writing a twin to a folder: what the model's own ``save_pretrained`` would write, one tensor at a time."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 import os
 import sys
 import time
 import types
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 
-from ..checkpoint import read_header
-from ..errors import ConfigError, ExportError
+from ..errors import ExportError
 from ..lazy import LazyTensor, materialize
 from ..model.quantization import is_of_a_quantizer
 from ..report import ExportReport
-from ..stream import staged, write_safetensors
 from .twin import Twin
+from ..writer import CheckpointWriter, checkpoint_writer, split_into_files
 
-_WEIGHTS_PATTERN = "model{suffix}.safetensors"
-_INDEX_NAME = "model.safetensors.index.json"
 _METADATA = {"format": "pt"}
-
-Writer = Callable[..., None]
-"""Takes tensors by name, a path and ``metadata``, as ``safetensors.torch.save_file`` does."""
+_SAVE_FILE = "safe_save_file"  # safetensors.torch.save_file, as transformers' own save_pretrained calls it
 
 
 def export_twin(
@@ -44,8 +38,9 @@ def export_twin(
 ) -> ExportReport:
     """Write a twin as a checkpoint: a folder that is there whole, or not at all.
 
-    A transformers model is written by its own ``save_pretrained``, config and all, with tensors streamed one at a time
-    where it is the library's. Of any other model the state dict is written.
+    A transformers model is written by its own ``save_pretrained``, config and all. Tensors are computed and written one
+    at a time; where ``save_pretrained`` is not the library's they are computed at once, with a warning. Of any other
+    model the state dict is written.
 
     Args:
         twin: The twin; its config gets the fields that ``save_pretrained`` sets.
@@ -59,49 +54,27 @@ def export_twin(
         What was written.
 
     Raises:
-        ConfigError: ``max_shard_size`` cannot be meant.
+        ConfigError: Invalid ``max_shard_size``.
         ExportError: It could not be written; nothing was left at ``path``.
     """
     start = time.perf_counter()
-    _refuse_shard_size(max_shard_size)
-    name = type(twin.model).__name__
-    with staged(path, overwrite=overwrite) as folder:
+    split_into_files({}, max_shard_size)  # refuses an invalid size before anything is written
+    with checkpoint_writer(path, "export", overwrite=overwrite, disable=not progress) as writer:
         try:
-            with tqdm(desc="export", unit="B", unit_scale=True, disable=not progress, leave=False) as bar:
-                _save(twin.model, folder, max_shard_size, functools.partial(_write, bar))
+            _save(twin.model, writer, max_shard_size)
         except (ExportError, OSError):
             raise
         except Exception as error:
+            name = type(twin.model).__name__
             raise ExportError(f"{name} could not be saved: {error}; {os.fspath(path)} is as it was") from error
-        files = tuple(sorted(file.name for file in folder.iterdir()))
-        weights = [folder / file for file in files if file.endswith(".safetensors")]
-        sizes = [tensor.num_bytes for file in weights for tensor in read_header(file)[0].values()]
     seconds = time.perf_counter() - start
-    return ExportReport(Path(path), files, len(sizes), sum(sizes), twin.converted, merged, seconds)
+    return ExportReport(Path(path), writer.files, writer.num_tensors, writer.num_bytes, twin.converted, merged, seconds)
 
 
-def _write(
-    bar: tqdm[Any], tensors: Mapping[str, torch.Tensor], path: str, metadata: Mapping[str, str] | None = None
-) -> None:
-    write_safetensors(path, tensors, metadata, progress=bar.update)
-
-
-def _refuse_shard_size(max_shard_size: int | str) -> None:
-    from huggingface_hub import split_torch_state_dict_into_shards
-
-    is_meant = isinstance(max_shard_size, str) or (type(max_shard_size) is int and max_shard_size > 0)
-    try:
-        split_torch_state_dict_into_shards({}, max_shard_size=max_shard_size)
-    except (TypeError, ValueError):
-        is_meant = False
-    if not is_meant:
-        raise ConfigError(f"max_shard_size: expected bytes or a string such as '5GB', found {max_shard_size!r}")
-
-
-def _save(model: nn.Module, folder: Path, max_shard_size: int | str, write: Writer) -> None:
+def _save(model: nn.Module, writer: CheckpointWriter, max_shard_size: int | str) -> None:
     transformers = sys.modules.get("transformers.modeling_utils")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
-        _save_state_dict(model, folder, max_shard_size, write)
+        _save_state_dict(model, writer, max_shard_size)
         return
     fields = vars(model)
     # One process writes all of it, whichever rank it has.
@@ -109,51 +82,74 @@ def _save(model: nn.Module, folder: Path, max_shard_size: int | str, write: Writ
     if fields.get("_weight_conversions"):
         # What read a quantized checkpoint has no way back, and needs none: a state dict has the names of what it read.
         fields["_weight_conversions"] = [c for c in fields["_weight_conversions"] if not is_of_a_quantizer(c)]
-    function = _streaming(type(model).save_pretrained, write)
-    if function is None:
-        _materialize(model)
-        function = type(model).save_pretrained
-    function(model, folder, max_shard_size=max_shard_size)
+    function = type(model).save_pretrained
+    reason = _why_not_streamed(type(model))
+    if reason is None:
+        _streaming(function, writer.save_file)(model, writer.folder, max_shard_size=max_shard_size)
+        return
+    _materialize(model, reason)
+    function(model, writer.folder, max_shard_size=max_shard_size)
+    for file in writer.folder.glob("*.safetensors"):
+        _count(file, writer)
 
 
-def _streaming(function: Any, write: Writer) -> Callable[..., None] | None:
-    """The library's ``save_pretrained`` with our writer in the place of safetensors', and nothing patched.
+def _count(path: Path, writer: CheckpointWriter) -> None:
+    """Count the tensors of a file that the library wrote itself."""
+    with open(path, "rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    header.pop("__metadata__", None)
+    writer.num_tensors += len(header)
+    writer.num_bytes += sum(end - start for start, end in (entry["data_offsets"] for entry in header.values()))
 
-    Returns:
-        The function over a copy of its module's names; ``None`` where it is another function, which calls the
-        library's by name, or does not write by this name.
-    """
+
+def _why_not_streamed(model_class: Any) -> str | None:
+    """Why `_streaming` cannot take the place of a class's ``save_pretrained``; ``None`` where it can."""
     own = sys.modules["transformers.modeling_utils"].PreTrainedModel.save_pretrained
-    if function is not own or inspect.unwrap(own) is not own or "safe_save_file" not in own.__code__.co_names:
-        return None
-    names = {**own.__globals__, "safe_save_file": write}
-    rebuilt = types.FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
-    rebuilt.__kwdefaults__ = own.__kwdefaults__
+    if model_class.save_pretrained is not own:
+        return f"{model_class.__name__} has a save_pretrained of its own"
+    if inspect.unwrap(own) is not own or _SAVE_FILE not in own.__code__.co_names:
+        version = sys.modules["transformers"].__version__
+        return f"save_pretrained of transformers {version} does not write files by calling {_SAVE_FILE} itself"
+    return None
+
+
+def _streaming(function: Any, save_file: Callable[..., None]) -> Callable[..., None]:
+    """The library's ``save_pretrained`` over a copy of its module's names, one of them changed: nothing is patched."""
+    names = {**function.__globals__, _SAVE_FILE: save_file}
+    rebuilt = types.FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+    )
+    rebuilt.__kwdefaults__ = function.__kwdefaults__
     return rebuilt
 
 
-def _materialize(model: nn.Module) -> None:
-    """Compute every lazy tensor of a twin; those that are tied stay one."""
-    computed: dict[int, torch.Tensor] = {}
+def _materialize(model: nn.Module, reason: str) -> None:
+    """Compute every lazy tensor of a twin, with a warning that says why and what it costs; tied ones stay one."""
+    lazy: dict[int, Any] = {
+        id(tensor): tensor
+        for module in model.modules()
+        for tensor in module._parameters.values()
+        if isinstance(tensor, LazyTensor)
+    }
+    if not lazy:
+        return
+    num_bytes = sum(tensor.nbytes for tensor in lazy.values())
+    warnings.warn(
+        f"{reason}, so the tensors of {type(model).__name__} cannot be computed and written one at a time: "
+        f"{len(lazy)} of them, {num_bytes:,} bytes, are held in memory at once",
+        UserWarning,
+        stacklevel=5,  # the caller of KbitPreparedModel.export
+    )
+    computed = {key: materialize(tensor) for key, tensor in lazy.items()}
     for module in model.modules():
-        for name, tensor in module._parameters.items():
-            if isinstance(tensor, LazyTensor):
-                values = computed.setdefault(id(tensor), materialize(tensor))
-                vars(module)["_parameters"][name] = values
+        found = {name: computed[id(p)] for name, p in module._parameters.items() if id(p) in computed}
+        vars(module)["_parameters"].update(found)
 
 
-def _save_state_dict(model: nn.Module, folder: Path, max_shard_size: int | str, write: Writer) -> None:
-    from huggingface_hub import split_torch_state_dict_into_shards
-
+def _save_state_dict(model: nn.Module, writer: CheckpointWriter, max_shard_size: int | str) -> None:
     tensors = model.state_dict()
     for fqn, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise ExportError(f"{fqn}: expected a tensor in the state dict, found {type(tensor).__name__}", fqn=fqn)
-    split = split_torch_state_dict_into_shards(
-        tensors, filename_pattern=_WEIGHTS_PATTERN, max_shard_size=max_shard_size
-    )
-    for file, names in split.filename_to_tensors.items():
-        write({name: tensors[name] for name in names}, folder / file, metadata=_METADATA)
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / _INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    files = split_into_files(tensors, max_shard_size)
+    writer.save(tensors, files, dict.fromkeys(files, _METADATA))

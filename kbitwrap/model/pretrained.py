@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..dtypes import HALF_DTYPES, find_dtype
 from ..errors import ConfigError
-from ..tensors.bits import HALF_DTYPES
 from .quantization import is_quantized_parameter
 
 # Tried in this order where the config names no architecture.
@@ -103,7 +103,7 @@ def _as_dtype(dtype: Any, config: Any) -> torch.dtype:
     if dtype is None or dtype == "auto":
         # A composite config has its dtype in its parts.
         dtype = getattr(config, "dtype", None) or getattr(_text_config(config), "dtype", None) or torch.bfloat16
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    found = find_dtype(dtype) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ConfigError(
             f"dtype: expected a floating-point dtype such as torch.bfloat16 or 'bfloat16', found {dtype!r}"

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..dtypes import HALF_DTYPES, dtype_name
 from ..edits.base import HeldOriginal
 from ..edits.journal import Call
 from ..errors import StateError
@@ -84,15 +85,15 @@ def mixed_precision(device_type: str) -> MixedPrecision | None:
         state = accelerate.AcceleratorState._shared_state
     fsdp = getattr(state.get("fsdp_plugin"), "mixed_precision_policy", None)
     param_dtype = getattr(fsdp, "param_dtype", None)
-    if param_dtype in (torch.bfloat16, torch.float16):
-        return MixedPrecision(str(param_dtype).removeprefix("torch."), casts_parameters=True)
+    if param_dtype in HALF_DTYPES:
+        return MixedPrecision(dtype_name(param_dtype), casts_parameters=True)
     name = state.get("_mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if name in _HALF_NAMES:
         uses_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true")
         return MixedPrecision(_HALF_NAMES[name], casts_parameters=uses_fsdp and not state)
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
-        return MixedPrecision(str(dtype).removeprefix("torch."), casts_parameters=False)
+        return MixedPrecision(dtype_name(dtype), casts_parameters=False)
     return None
 
 

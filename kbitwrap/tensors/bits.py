@@ -10,7 +10,6 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-HALF_DTYPES = (torch.float16, torch.bfloat16)
 _CHUNK = 1 << 20  # elements compared at once: bounds what a comparison holds beside the tensors compared
 _ROW = 4096  # int64 words in a row of a fingerprint
 _SAMPLED = 2048  # elements of a sample, at the least

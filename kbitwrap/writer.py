@@ -1,0 +1,252 @@
+"""Writing a checkpoint: safetensors files one tensor at a time, in shards, with their index."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from .dtypes import SAFETENSORS_DTYPES, TWO_A_BYTE
+from .errors import ConfigError, ExportError
+from .lazy import LazyTensor, keeping_last, pieces
+from .staging import staged
+
+INDEX_NAME = "model.safetensors.index.json"
+_FILE_PATTERN = "model{suffix}.safetensors"
+_CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
+_ORDER = {dtype: place for place, dtype in enumerate(_CODES)}
+_ALIGNMENT = 8  # of the first tensor's bytes, in bytes
+_PIECE = 16 << 20  # written at once, in bytes
+_SMALL = 1 << 20  # below it, writing takes less time than handing over to another thread, in bytes
+
+Progress = Callable[[int], object]
+"""Called with a number of bytes each time that as many were written."""
+
+
+class CheckpointWriter:
+    """Writes the tensors of a checkpoint into a folder, and counts them.
+
+    Attributes:
+        folder: The folder.
+        num_tensors: How many tensors were written.
+        num_bytes: Their size, in bytes.
+        files: The paths of all files in the folder, relative to it and sorted; empty until the writing ends.
+    """
+
+    def __init__(self, folder: Path, progress: Progress | None = None) -> None:
+        self.folder = folder
+        self.num_tensors = 0
+        self.num_bytes = 0
+        self.files: tuple[str, ...] = ()
+        self._progress = progress
+
+    def save_file(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        path: str | os.PathLike[str],
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        """Write one file and count it; called as ``safetensors.torch.save_file`` is."""
+        self.num_bytes += write_safetensors(path, tensors, metadata, progress=self._progress)
+        self.num_tensors += len(tensors)
+
+    def save(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        files: Mapping[str, Iterable[str]],
+        metadata: Mapping[str, Mapping[str, str] | None],
+        index_name: str | None = None,
+        index: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write tensors into files, given by the names in each, and an index where there are several or it is named."""
+        for file, names in files.items():
+            self.save_file({name: tensors[name] for name in names}, self.folder / file, metadata[file])
+        if index_name is None and len(files) < 2:
+            return
+        old = dict(index or {})
+        content = {
+            **old,
+            "metadata": {**old.get("metadata", {}), "total_size": self.num_bytes},
+            "weight_map": {name: file for file, names in files.items() for name in names},
+        }
+        text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+        (self.folder / (index_name or INDEX_NAME)).write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def checkpoint_writer(
+    path: str | os.PathLike[str],
+    task: str,
+    *,
+    overwrite: bool,
+    num_bytes: int | None = None,
+    disable: bool | None,
+) -> Iterator[CheckpointWriter]:
+    """Write a checkpoint as `staged` writes a folder, with a bar of the bytes (``disable`` is tqdm's)."""
+    with staged(path, overwrite=overwrite) as folder:
+        with tqdm(total=num_bytes, desc=task, unit="B", unit_scale=True, disable=disable, leave=False) as bar:
+            writer = CheckpointWriter(folder, bar.update)
+            yield writer
+        writer.files = tuple(sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()))
+
+
+def split_into_files(tensors: Mapping[str, torch.Tensor], max_shard_size: int | str) -> dict[str, list[str]]:
+    """The names of each file's tensors; raises ``ConfigError`` for a size that is neither bytes nor like ``"5GB"``."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    if isinstance(max_shard_size, str) or (type(max_shard_size) is int and max_shard_size > 0):
+        with contextlib.suppress(ValueError):  # of the string
+            split = split_torch_state_dict_into_shards(
+                dict(tensors), filename_pattern=_FILE_PATTERN, max_shard_size=max_shard_size
+            )
+            return dict(split.filename_to_tensors)
+    raise ConfigError(f"max_shard_size: expected bytes or a string such as '5GB', found {max_shard_size!r}")
+
+
+def write_safetensors(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    progress: Progress | None = None,
+) -> int:
+    """Write a safetensors file, with the values of two tensors in memory at most: one is written, the next computed.
+
+    The file is, byte for byte, what ``safetensors.torch.save_file`` writes, with the entries of ``metadata`` sorted.
+    Tensors may have any layout in memory, and share it: each is written by itself. What is cut from one lazy tensor is
+    computed from it once. No file is left after an error. Returns the size of the tensors, in bytes.
+    """
+    header, offsets = _header(tensors, metadata)
+    announced = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    try:
+        with open(path, "wb", buffering=0) as file, keeping_last():
+            _reserve(file, len(header) + num_bytes)
+            _write_at(file, 0, [memoryview(header)], None)
+            with _in_background(file, progress) as write:
+                for name in _by_lineage(tensors, offsets):
+                    offset = len(header) + offsets[name]
+                    dtype, shape = announced[name]
+                    left = shape.numel()
+                    is_as_announced = tensors[name].shape == shape
+                    for piece in pieces(tensors[name]):
+                        left -= piece.numel()
+                        is_as_announced &= piece.dtype == dtype and left >= 0
+                        if not is_as_announced:  # it would be written over the next tensor, or as something else
+                            break
+                        write(offset, _bytes_of(piece))
+                        offset += piece.nbytes
+                        del piece  # it is not kept while the next one is computed
+                    if left or not is_as_announced:
+                        raise ExportError(
+                            f"{name}: expected {shape.numel()} values of {dtype} in the shape {tuple(shape)}, found "
+                            "others: it changed while it was exported; export while nothing replaces or resizes it",
+                            fqn=name,
+                        )
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
+    return num_bytes
+
+
+def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> tuple[bytes, dict[str, int]]:
+    """The bytes before the tensors, and where in what follows each tensor starts, in the order of the file."""
+    for name, tensor in tensors.items():
+        found = ""
+        if tensor.layout != torch.strided:
+            found = f"layout {tensor.layout}"
+        elif tensor.dtype not in _CODES:
+            found = f"dtype {tensor.dtype}"
+        elif _CODES[tensor.dtype] == TWO_A_BYTE and not tensor.shape:
+            found = f"shape () and dtype {tensor.dtype}"
+        if found:
+            raise ExportError(f"{name}: safetensors files hold no tensors of {found}; convert it first", fqn=name)
+    entries: dict[str, object] = {}
+    if metadata is not None:
+        entries["__metadata__"] = dict(sorted(metadata.items()))
+    offsets = {}
+    start = 0
+    for name in sorted(tensors, key=lambda name: (_ORDER[tensors[name].dtype], name)):
+        tensor = tensors[name]
+        shape = list(tensor.shape)
+        code = _CODES[tensor.dtype]
+        if code == TWO_A_BYTE:
+            shape[-1] *= 2
+        entries[name] = {"dtype": code, "shape": shape, "data_offsets": [start, start + tensor.nbytes]}
+        offsets[name] = start
+        start += tensor.nbytes
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text, offsets
+
+
+def _by_lineage(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> list[str]:
+    """The names, those together whose tensors are made from the same lazy tensor."""
+    places: dict[int, int] = {}
+    keys = {}
+    for name in names:
+        tensor = tensors[name]
+        lineage = tensor.lineage if isinstance(tensor, LazyTensor) else (tensor,)
+        keys[name] = [places.setdefault(id(part), len(places)) for part in lineage]
+    return sorted(keys, key=lambda name: keys[name])
+
+
+def _bytes_of(values: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, without a copy."""
+    if sys.byteorder == "big":
+        raise ExportError("safetensors files can be written on little-endian machines only")
+    return memoryview(values.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _reserve(file: io.FileIO, num_bytes: int) -> None:
+    """Reserve the blocks of a file: a disk that is too full is noticed before anything is computed."""
+    if sys.platform != "linux":
+        return
+    try:
+        os.posix_fallocate(file.fileno(), 0, num_bytes)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):  # what a file system without it says
+            raise
+
+
+@contextlib.contextmanager
+def _in_background(file: io.FileIO, progress: Progress | None) -> Iterator[Callable[[int, memoryview], None]]:
+    """Write at offsets of a file while the next values are computed; what is written is one tensor at most."""
+    pending: list[Future[None]] = []
+
+    def wait() -> None:
+        while pending:
+            pending.pop().result()
+
+    def write(offset: int, data: memoryview) -> None:
+        wait()
+        if len(data) < _SMALL:
+            _write_at(file, offset, [data], progress)
+        else:
+            pending.append(thread.submit(_write_at, file, offset, [data], progress))
+
+    with ThreadPoolExecutor(1, thread_name_prefix="kbitwrap-write") as thread:
+        yield write
+        wait()
+
+
+def _write_at(file: io.FileIO, offset: int, data: list[memoryview], progress: Progress | None) -> None:
+    """Write what is taken out of a list: a thread holds its arguments for a while after it is done with them."""
+    left = data.pop()
+    file.seek(offset)
+    while left:
+        num_bytes = file.write(left[:_PIECE])
+        left = left[num_bytes:]
+        if progress is not None:
+            progress(num_bytes)

@@ -1,0 +1,393 @@
+"""Files and folders that are there whole or not at all, also after a kill."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kbitwrap import ExportError
+from kbitwrap import staging as staging_module
+from kbitwrap.staging import atomic_write, staged
+from killing import ROOT, kill_at_random
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# ----------------------------------------------------------------------------------------------------
+# Folders.
+# ----------------------------------------------------------------------------------------------------
+
+
+def write_folder(destination: Path, content: str, **options: Any) -> None:
+    with staged(destination, **options) as folder:
+        (folder / "a").write_text(content)
+        (folder / "b").write_text(content)
+
+
+def content_of(destination: Path) -> list[str]:
+    return [(destination / name).read_text() for name in names_in(destination)]
+
+
+def test_a_folder_is_there_when_the_body_ends_and_not_before(tmp_path: Path) -> None:
+    destination = tmp_path / "out"
+    with staged(destination) as folder:
+        (folder / "a").write_text("1")
+        assert folder.parent.parent == tmp_path
+        assert folder.parent.name.startswith(".")
+        assert names_in(tmp_path) == [folder.parent.name]
+    assert names_in(tmp_path) == ["out"]
+    assert content_of(destination) == ["1"]
+
+
+def test_a_folder_has_the_mode_of_any_new_folder(tmp_path: Path) -> None:
+    (tmp_path / "usual").mkdir()
+    write_folder(tmp_path / "out", "1")
+    assert (tmp_path / "out").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+def test_parents_are_made_and_removed_again_on_an_error(tmp_path: Path) -> None:
+    write_folder(tmp_path / "a" / "b" / "out", "1")
+    assert content_of(tmp_path / "a" / "b" / "out") == ["1", "1"]
+    with pytest.raises(ZeroDivisionError), staged(tmp_path / "c" / "d" / "out"):
+        raise ZeroDivisionError
+    assert names_in(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_error_in_the_body_leaves_everything_as_it_was(
+    tmp_path: Path, error: type[BaseException], overwrite: bool
+) -> None:
+    destination = tmp_path / "out"
+    if overwrite:
+        write_folder(destination, "old")
+    before = names_in(tmp_path)
+
+    def fail() -> None:
+        with staged(destination, overwrite=overwrite) as folder:
+            (folder / "a").write_text("new")
+            raise error
+
+    with pytest.raises(error):
+        fail()
+    assert names_in(tmp_path) == before
+    assert not overwrite or content_of(destination) == ["old", "old"]
+
+
+def test_an_existing_folder_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    write_folder(tmp_path / "out", "old")
+    with pytest.raises(ExportError, match="exists and is not empty; choose another folder, or"):
+        write_folder(tmp_path / "out", "new")
+    assert content_of(tmp_path / "out") == ["old", "old"]
+    assert names_in(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_empty_folder_may_stand_at_the_destination(tmp_path: Path, overwrite: bool) -> None:
+    (tmp_path / "out").mkdir()
+    write_folder(tmp_path / "out", "new", overwrite=overwrite)
+    assert content_of(tmp_path / "out") == ["new", "new"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_file_at_the_destination_is_refused(tmp_path: Path, overwrite: bool) -> None:
+    (tmp_path / "out").write_text("old")
+    with pytest.raises(ExportError, match="expected a folder or nothing, found a file"):
+        write_folder(tmp_path / "out", "new", overwrite=overwrite)
+    assert (tmp_path / "out").read_text() == "old"
+
+
+def test_what_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    destination = tmp_path / "out"
+
+    def write_twice() -> None:
+        with staged(destination) as folder:
+            (folder / "a").write_text("new")
+            write_folder(destination, "theirs")
+
+    with pytest.raises(ExportError, match="exists and is not empty"):
+        write_twice()
+    assert content_of(destination) == ["theirs", "theirs"]
+    assert names_in(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_overwriting_replaces_the_whole_folder(
+    tmp_path: Path, exchanges: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exchanges:
+        monkeypatch.setattr(staging_module, "_exchange", lambda first, second: False)
+    write_folder(tmp_path / "out", "old")
+    (tmp_path / "out" / "c").write_text("old")
+    write_folder(tmp_path / "out", "new", overwrite=True)
+    assert content_of(tmp_path / "out") == ["new", "new"]
+    assert names_in(tmp_path) == ["out"]
+
+
+def test_linux_exchanges_folders_in_one_step(tmp_path: Path) -> None:
+    write_folder(tmp_path / "a", "a")
+    write_folder(tmp_path / "b", "b")
+    assert staging_module._exchange(tmp_path / "a", tmp_path / "b")
+    assert (content_of(tmp_path / "a"), content_of(tmp_path / "b")) == (["b", "b"], ["a", "a"])
+    assert not staging_module._exchange(tmp_path / "a", tmp_path / "none")
+
+
+def test_overwriting_gives_up_when_the_second_rename_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_folder(tmp_path / "out", "old")
+    monkeypatch.setattr(staging_module, "_exchange", lambda first, second: False)
+    rename = os.rename
+
+    def fail(source: Path, destination: Path) -> None:
+        if Path(destination) == tmp_path / "out" and Path(source).name == "new":
+            raise OSError(5, "Input/output error")
+        rename(source, destination)
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(ExportError, match="Input/output error"):
+        write_folder(tmp_path / "out", "new", overwrite=True)
+    assert content_of(tmp_path / "out") == ["old", "old"]
+    assert names_in(tmp_path) == ["out"]
+
+
+def test_a_folder_with_folders_is_not_replaced(tmp_path: Path) -> None:
+    write_folder(tmp_path / "out", "old")
+    (tmp_path / "out" / "checkpoint-500").mkdir()
+    with pytest.raises(ExportError, match=r"holds the folder 'checkpoint-500'.*remove it yourself"):
+        write_folder(tmp_path / "out", "new", overwrite=True)
+    assert "checkpoint-500" in names_in(tmp_path / "out")
+
+
+def test_a_symbolic_link_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    write_folder(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink()
+    assert content_of(tmp_path / "real") == ["new", "new"]
+
+
+def test_a_name_may_be_as_long_as_the_file_system_allows(tmp_path: Path) -> None:
+    write_folder(tmp_path / ("n" * 255), "new")
+    assert names_in(tmp_path) == ["n" * 255]
+
+
+@pytest.mark.parametrize("place", ["n" * 256, "file/out", "file/deep/out", "/proc/none/out"])
+def test_a_place_that_cannot_be_written_stays_as_it_was(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("1")
+    with pytest.raises(ExportError, match=r"cannot be written: .*nothing was left there") as error:
+        write_folder(tmp_path / place, "new")
+    assert isinstance(error.value.__cause__, OSError)
+    assert names_in(tmp_path) == ["file"]
+    with pytest.raises(ExportError, match="cannot be written"):
+        atomic_write(tmp_path / place, b"new")
+    assert names_in(tmp_path) == ["file"]
+
+
+FULL_DISK = """
+import os, resource, sys
+from pathlib import Path
+import torch
+from kbitwrap import ExportError
+from kbitwrap.staging import atomic_write, staged
+from kbitwrap.writer import write_safetensors
+
+folder = Path(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+tensors = {f"t{i}": torch.ones(20_000) for i in range(4)}
+for number, write in enumerate([lambda: atomic_write(folder / "file", bytes(200_000)), lambda: in_folder()]):
+    def in_folder():
+        with staged(folder / "out") as out:
+            (out / "small").write_text("1")
+            write_safetensors(out / "model.safetensors", tensors)
+    try:
+        write()
+    except ExportError as error:
+        print(error)
+print(os.listdir(folder))
+"""
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    # A limit on the size of files fails writes half-way, as a full disk does, and no privilege lifts it.
+    found = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    lines = found.stdout.splitlines()
+    assert lines[0].startswith(f"{tmp_path / 'file'}: cannot be written: File too large")
+    assert lines[1].startswith(f"{tmp_path / 'out'}: cannot be written: File too large")
+    assert lines[2] == "[]"
+
+
+# ----------------------------------------------------------------------------------------------------
+# Files.
+# ----------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    atomic_write(tmp_path / "deep" / "file", b"old")
+    (tmp_path / "link").symlink_to("deep/file")
+    atomic_write(tmp_path / "link", b"new")
+    assert (tmp_path / "deep" / "file").read_bytes() == b"new"
+    assert names_in(tmp_path / "deep") == ["file"]
+
+
+def test_a_file_does_not_replace_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").mkdir()
+    with pytest.raises(ExportError, match="Is a directory"):
+        atomic_write(tmp_path / "file", b"new")
+    assert names_in(tmp_path) == ["file"]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Killed.
+# ----------------------------------------------------------------------------------------------------
+
+STAGED = """
+import torch
+from kbitwrap.staging import staged
+from kbitwrap.writer import write_safetensors
+tensors = {f"t{i}": torch.full((1000, 100), float(i)) for i in range(10)}
+def write(destination):
+    with staged(destination) as out:
+        (out / "config.json").write_text("{}")
+        write_safetensors(out / "model.safetensors", tensors)
+"""
+
+
+def test_a_kill_leaves_a_whole_folder_or_none(tmp_path: Path) -> None:
+    expected = {f"t{i}": torch.full((1000, 100), float(i)) for i in range(10)}
+
+    def check(destination: Path) -> None:
+        assert names_in(destination) == ["config.json", "model.safetensors"]
+        found = load_file(destination / "model.safetensors")
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        shutil.rmtree(destination)
+
+    # Some kills must have hit a write, or nothing was tested.
+    assert kill_at_random(STAGED, tmp_path, 50, check) > 5
+
+
+OVERWRITTEN = """
+from kbitwrap.staging import staged
+target = folder / "target"
+def write(destination):
+    with staged(target, overwrite=True) as out:
+        for name in "abcdef":
+            (out / name).write_text(destination.name)
+"""
+
+
+def test_a_kill_while_overwriting_leaves_the_old_or_the_new_folder(tmp_path: Path) -> None:
+    seen = []
+
+    def check(destination: Path) -> None:
+        found = content_of(destination)
+        assert len(found) == 6
+        assert len(set(found)) == 1
+        seen.append(found[0])
+
+    kill_at_random(OVERWRITTEN, tmp_path, 50, check)
+    # It was there after every kill, and what killed runs left behind was cleaned up by later ones.
+    assert len(seen) == 50
+    assert len(set(seen)) > 5
+    write_folder(tmp_path / "target", "last", overwrite=True)
+    assert names_in(tmp_path) == ["target"]
+
+
+def test_a_kill_while_overwriting_by_two_renames_loses_no_folder(tmp_path: Path) -> None:
+    # Where folders cannot be exchanged the old one may be out of sight after a kill, until the next write.
+    program = f"from kbitwrap import staging\nstaging._exchange = lambda first, second: False\n{OVERWRITTEN}"
+
+    def check(destination: Path) -> None:
+        found = content_of(destination)
+        assert len(found) == 6
+        assert len(set(found)) == 1
+
+    kill_at_random(program, tmp_path, 25, check)
+    with pytest.raises(ExportError, match="exists and is not empty"):
+        write_folder(tmp_path / "target", "last")
+    assert names_in(tmp_path) == ["target"]
+    check(tmp_path / "target")
+
+
+def leave_behind(destination: Path) -> Path:
+    """The hidden folder of a killed process, with what it had written until then."""
+    with staged(destination) as folder:
+        hidden = folder.parent
+    if destination.exists():
+        destination.rmdir()
+    hidden.mkdir()
+    (hidden / "new").mkdir()
+    (hidden / "new" / "half").write_text("1")
+    return hidden
+
+
+def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp_path: Path) -> None:
+    destination = tmp_path / "out"
+    dead, other = leave_behind(destination), leave_behind(tmp_path / "other")
+    with staged(destination) as alive:
+        assert names_in(tmp_path) == sorted([alive.parent.name, other.name])
+        dead.mkdir()
+        atomic_write(destination, b"1")
+        assert names_in(tmp_path) == sorted([alive.parent.name, other.name, "out"])
+        destination.unlink()
+    assert names_in(tmp_path) == sorted([other.name, "out"])
+
+
+def test_the_old_folder_comes_back_after_a_kill_between_two_renames(tmp_path: Path) -> None:
+    # Where folders cannot be exchanged in one step.
+    destination = tmp_path / "out"
+    write_folder(leave_behind(destination) / "old", "old")
+    with pytest.raises(ExportError, match="exists and is not empty"):
+        write_folder(destination, "new")
+    assert content_of(destination) == ["old", "old"]
+    assert names_in(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize(("renamed", "expected"), [(1, "old"), (2, "new")])
+def test_an_interrupt_between_two_renames_leaves_a_whole_folder(
+    tmp_path: Path, renamed: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(tmp_path / "out", "old")
+    monkeypatch.setattr(staging_module, "_exchange", lambda first, second: False)
+    rename, calls = os.rename, []
+
+    def interrupted(source: Path, destination: Path) -> None:
+        rename(source, destination)
+        calls.append(source)
+        if len(calls) == renamed:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_folder(tmp_path / "out", "new", overwrite=True)
+    assert content_of(tmp_path / "out") == [expected, expected]
+    assert names_in(tmp_path) == ["out"]
+
+
+def test_a_replaced_folder_does_not_come_back(tmp_path: Path) -> None:
+    # Killed after the second rename, where folders cannot be exchanged in one step.
+    destination = tmp_path / "out"
+    write_folder(leave_behind(destination) / "old", "old")
+    destination.mkdir()
+    write_folder(destination, "new", overwrite=True)
+    assert content_of(destination) == ["new", "new"]
+    assert names_in(tmp_path) == ["out"]
+
+
+def test_an_invalid_path_is_refused() -> None:
+    with pytest.raises(ExportError, match="cannot be a path"):
+        atomic_write("a\0b", b"")
+    with pytest.raises(ExportError, match="cannot be a path"), staged("a\0b"):
+        pass
+    with pytest.raises(ExportError, match="expected a path"), staged("", overwrite=True):
+        pass
