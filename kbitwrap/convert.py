@@ -21,7 +21,7 @@ from .lazy import LazyTensor
 from .manifest import Manifest
 from .pretrained import meta_model
 from .quantization import HALF_DTYPES
-from .report import ExportReport
+from .reports import ExportReport
 from .stream import staged, write_safetensors
 from .topology import canonical_fqn
 

@@ -13,7 +13,7 @@ from .errors import StateError
 from .prepared import KbitPreparedModel, TrainedPolicy, prepared_of
 from .process import empty_cache
 from .quantization import detect_as_peft
-from .report import RestoreReport
+from .reports import RestoreReport
 
 
 # TRL reads the names of this function's parameters, and of its local variables too: it takes no others.

@@ -21,7 +21,7 @@ from .checkpoint import read_header
 from .errors import ConfigError, ExportError
 from .lazy import LazyTensor, materialize
 from .quantization import is_of_a_quantizer
-from .report import ExportReport
+from .reports import ExportReport
 from .stream import staged, write_safetensors
 from .twin import Twin
 

@@ -19,11 +19,12 @@ from pydantic import Field, StringConstraints, ValidationError, model_validator
 from torch import nn
 
 from .baseline import Baseline
-from .comparison import ManifestDiff, compare, flat, shown
+from .comparison import ManifestDiff, compare
 from .config import PrepareConfig, format_bytes
 from .errors import ManifestError, ManifestMismatchError, ManifestVersionError
 from .plan import Plan
 from .record import read_contents, versions
+from .reports import shown
 from .schema import (
     ConfigRecord,
     Kind,
@@ -181,30 +182,23 @@ class Manifest(Record):
             kbitwrap.errors.ManifestMismatchError: ... bias: digest: expected ..., found '...'...
         """
         contents = read_contents(model, progress=self.config.progress)
-        ours, theirs = (flat({"model": m}) for m in (self.model.model_dump(by_alias=True), contents.model))
-        what = ("type", "shape", "original_dtype", "digest")
-        found = compare(self.tensors, contents.tensors, what, ours, theirs, ignored=("model.name_or_path",))
-        of_model = dict(found.different.get("", {}))
+        ignored = ["model.name_or_path"]
         recorded, current = (v.get("transformers") for v in (self.versions, versions()))
-        if recorded != current and "model.config_sha256" in of_model:
-            del of_model["model.config_sha256"]
+        if recorded != current and self.model.config_sha256 != contents.model["config_sha256"]:
+            ignored.append("model.config_sha256")
             warnings.warn(
                 f"the model's config is not the recorded one, as far as transformers {current} can tell; the manifest "
                 f"was written with {recorded}",
                 UserWarning,
                 stacklevel=2,
             )
-            rest = {fqn: rows for fqn, rows in found.different.items() if fqn}
-            found = dataclasses.replace(found, different={**({"": of_model} if of_model else {}), **rest})
+        ours, theirs = ({"model": m} for m in (self.model.model_dump(by_alias=True), contents.model))
+        found = compare(self.tensors, contents.tensors, _as_loaded, ours, theirs, ignored)
         if found:
-            lines = found.lines()
-            more = f"; and {len(lines) - 5} more differences" if len(lines) > 5 else ""
             raise ManifestMismatchError(
-                f"this {contents.model['class']} is not the model that was prepared: {'; '.join(lines[:5])}{more}. "
+                f"this {contents.model['class']} is not the model that was prepared: {found.summary()}. "
                 f"Load the one recorded: {self.model.class_name} from {self.model.name_or_path!r}",
-                missing=found.missing,
-                unexpected=found.unexpected,
-                different=found.different,
+                **vars(found),
             )
 
     def diff(self, other: Manifest) -> ManifestDiff:
@@ -216,15 +210,14 @@ class Manifest(Record):
         Returns:
             How it differs from this one.
         """
-        what = tuple(f.name for f in dataclasses.fields(TensorRecord) if f.name not in ("fqn", "tie_group"))
-        return compare(self.tensors, other.tensors, what, self._header(), other._header())
+        return compare(self.tensors, other.tensors, _all, self._header(), other._header())
 
     def _header(self) -> dict[str, Any]:
         parts = {"created", "kinds", "ties", "rows"}
         data = self.model_dump(mode="json", by_alias=True, exclude=parts)
         for moment in ("before", "after"):
             del data[moment]["memory"]
-        return flat(data)
+        return data
 
     def to_json(self) -> str:
         """Write the manifest as JSON: indented, one tensor a line.
@@ -333,6 +326,16 @@ class Manifest(Record):
         except UnicodeDecodeError as error:
             raise ManifestError(f"{name} is no manifest: expected UTF-8: {error}") from error
         return cls._read(text, name)
+
+
+def _all(tensor: TensorRecord) -> dict[str, Any]:
+    """The values of a tensor that `Manifest.diff` compares."""
+    return {name: value for name, value in vars(tensor).items() if name not in ("fqn", "tie_group")}
+
+
+def _as_loaded(tensor: TensorRecord) -> dict[str, Any]:
+    """The values of a tensor that `Manifest.check` compares with a model's."""
+    return {name: getattr(tensor, name) for name in ("type", "shape", "original_dtype", "digest")}
 
 
 class _Tensors(Mapping[str, TensorRecord]):

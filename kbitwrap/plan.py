@@ -14,6 +14,7 @@ from .errors import MemoryBudgetError
 from .planner import Planner, peak_bytes
 from .pretrained import meta_model
 from .quantization import detect
+from .reports import table
 from .storage import Store
 from .topology import only_reading, refuse_unsupported_tensors
 
@@ -119,11 +120,7 @@ class Plan:
             )
         total = {key: sum(row[key] for row in self.by_role.values()) for key in ("count", "bytes")}
         rows.append(("total", str(total["count"]), format_bytes(total["bytes"]), format_bytes(self.added_bytes)))
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = [f"precision {self.config.precision.value!r}, quantization {self.quantization or 'none'}"]
-        for row in rows:
-            cells = [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
-            lines.append("  ".join(cells))
+        lines = [f"precision {self.config.precision.value!r}, quantization {self.quantization or 'none'}", table(rows)]
         lines.append(
             f"peak while preparing {format_bytes(self.peak_bytes)}; "
             f"PEFT's way leaves {format_bytes(self.cache_bytes)} in the allocator's cache"

@@ -30,7 +30,7 @@ from .plan import Plan, plan_as_detected, write_plan
 from .planner import Planner
 from .process import LARGE_BLOCK_BYTES, empty_cache, plain_mode, random_state, refuse_retyping_under_ddp
 from .quantization import detect, detect_as_peft
-from .report import ExportReport, RestoreReport, StateDiff
+from .reports import ExportReport, RestoreReport, StateDiff
 from .sharding import Gathering
 from .storage import CopyChange, SharedStorageChange, StorageChange, TrainedError
 from .topology import (

@@ -15,7 +15,7 @@ from .checkpointing import CHECKPOINTING_ATTRIBUTES, input_gradient_hooks
 from .journal import MISSING
 from .precision import Float32Forward
 from .quantization import is_quantized_layer
-from .report import StateDiff
+from .reports import StateDiff
 from .topology import base_modules, canonical_fqn, is_adapter_module, named_modules, named_tensors, only_reading
 from .upcast import UpcastTensor
 

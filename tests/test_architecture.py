@@ -25,6 +25,7 @@ PACKAGE = Path(kbitwrap.__file__).parent
 ROOMS = (
     "errors",
     "config",
+    "reports",
     "journal",
     "topology",
     "quantization",
@@ -40,7 +41,6 @@ ROOMS = (
     "pretrained",
     "planner",
     "plan",
-    "report",
     "lazy",
     "sharding",
     "stream",
@@ -126,7 +126,7 @@ def test_the_walk_sees_every_kind_of_import(tmp_path: Path, monkeypatch: pytest.
     file = package / "room.py"
     file.write_text(
         "from .plan import Plan\nfrom . import roles\nimport kbitwrap.storage\nfrom kbitwrap import Plan\n"
-        "from kbitwrap.report import StateDiff\nimport torch\n"
+        "from kbitwrap.reports import StateDiff\nimport torch\n"
         "def late():\n    from .prepared import prepared_of\n"
     )
     monkeypatch.setitem(globals(), "PACKAGE", package)
@@ -135,7 +135,7 @@ def test_the_walk_sees_every_kind_of_import(tmp_path: Path, monkeypatch: pytest.
         ("", "roles"),
         ("storage", ""),
         ("", "Plan"),
-        ("report", "StateDiff"),
+        ("reports", "StateDiff"),
         ("prepared", "prepared_of"),
     }
 
@@ -151,7 +151,7 @@ def imported_roots(room: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("room", ["errors", "config", "journal"])
+@pytest.mark.parametrize("room", ["errors", "config", "reports", "journal"])
 def test_the_first_rooms_know_nothing_of_torch(room: str) -> None:
     assert imported_roots(room) <= set(sys.stdlib_module_names)
 
