@@ -1,4 +1,4 @@
-"""What a preparation is asked to do: ``Precision`` and ``PrepareConfig``."""
+"""The settings of a preparation: ``Precision`` and ``PrepareConfig``."""
 
 from __future__ import annotations
 
@@ -123,13 +123,15 @@ class PrepareConfig:
         norm_modules: Further norms: classes, or class-name patterns (regular expressions, matched in full).
         memory_budget: Bytes, or a string such as ``"512MiB"``. A plan whose peak is over it raises
             ``MemoryBudgetError`` before anything changes.
+        audit: Record a whole digest of every unquantized tensor when preparing, so that ``verify``, ``export``,
+            ``manifest`` and ``restore`` know of every change to it. Without it they compare a sampled fingerprint.
         keep_originals: Keep a host copy of every parameter that is cast, so that ``restore(trained="discard")`` can
             put values back that training changed. Costs the parameters' original bytes in host memory.
         empty_cache: Return freed blocks to the device after preparing and restoring.
         progress: Show a progress bar over long work, on standard error.
 
     Raises:
-        ConfigError: A value that cannot be meant.
+        ConfigError: A value is invalid.
 
     Example:
         >>> from kbitwrap import PrepareConfig
@@ -145,13 +147,14 @@ class PrepareConfig:
     head_chunk_bytes: int | None = None
     norm_modules: tuple[type | str, ...] = ()
     memory_budget: int | str | None = None
+    audit: bool = False
     keep_originals: bool = False
     empty_cache: bool = True
     progress: bool = False
 
     def __post_init__(self) -> None:
         self._set("precision", self._as_precision(self.precision))
-        for name in ("freeze", "gradient_checkpointing", "keep_originals", "empty_cache", "progress"):
+        for name in ("freeze", "gradient_checkpointing", "audit", "keep_originals", "empty_cache", "progress"):
             self._expect(name, isinstance(getattr(self, name), bool), "True or False")
         hooks = self.input_require_grads
         self._expect("input_require_grads", hooks is None or isinstance(hooks, bool), "None, True or False")
@@ -214,7 +217,7 @@ class PrepareConfig:
             The merged config.
 
         Raises:
-            ConfigError: A name is no field, or a value cannot be meant.
+            ConfigError: A name is not that of a field, or a value is invalid.
         """
         if config is not None and not isinstance(config, PrepareConfig):
             raise ConfigError(

@@ -6,8 +6,9 @@ names it.
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import functools
+import hashlib
 import json
 import os
 import warnings
@@ -22,6 +23,7 @@ from .baseline import Baseline
 from .comparison import ManifestDiff, compare
 from .config import PrepareConfig, format_bytes
 from .errors import ManifestError, ManifestMismatchError, ManifestVersionError
+from .payloads import MomentRecord, PlanRecord, Record, Text
 from .plan import Plan
 from .record import read_contents, versions
 from .reports import shown
@@ -29,19 +31,17 @@ from .schema import (
     ConfigRecord,
     Kind,
     ModelRecord,
-    MomentRecord,
     Name,
-    PlanRecord,
-    Record,
     Row,
     TensorRecord,
-    Text,
     small_int,
 )
 from .stream import atomic_write
 
 FORMAT = "kbitwrap-manifest"
-VERSIONS = (1,)
+VERSIONS = (1, 2)
+# Settings that change neither what is computed nor what is stored.
+_OPERATIONAL = {"memory_budget", "audit", "keep_originals", "empty_cache", "progress"}
 MAX_BYTES = 128 << 20
 """The largest manifest that is read, in bytes: about a million tensors."""
 
@@ -65,7 +65,7 @@ class Manifest(Record):
     """
 
     format: Literal["kbitwrap-manifest"]
-    version: Literal[1]
+    version: Literal[1, 2]
     created: Annotated[str, StringConstraints(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00$")]
     versions: dict[Text, Text]
     model: ModelRecord
@@ -88,6 +88,9 @@ class Manifest(Record):
         for names in self.ties:
             if len({self.rows.get(name) for name in names}) != 1 or names[0] not in self.rows:
                 raise ValueError(f"{names[0]} and {names[1]} are tied, and not the same")
+        new = self.config.new_fields().keys() & self.config.model_fields_set
+        if new and self.version == 1:
+            raise ValueError(f"version 1 has no field config.{min(new)}")
         return self
 
     @functools.cached_property
@@ -113,38 +116,36 @@ class Manifest(Record):
         """
         baseline = Baseline.find(model)
         assert baseline is not None
-        assert baseline.before is not None
-        assert baseline.after is not None
-        config = {f.name: getattr(plan.config, f.name) for f in dataclasses.fields(plan.config)}
-        config["precision"] = plan.config.precision.value
-        config["norm_modules"] = [m if isinstance(m, str) else m.__name__ for m in plan.config.norm_modules]
-        contents = read_contents(model, progress=plan.config.progress)
-        kinds: dict[tuple[Any, ...], int] = {}
-        ties: dict[int, list[str]] = {}
-        rows = {}
-        for fqn, tensor in contents.tensors.items():
-            kind = tuple(getattr(tensor, name) for name in Kind.model_fields)
-            rows[fqn] = (kinds.setdefault(kind, len(kinds)), tensor.digest)
-            if tensor.tie_group is not None:
-                ties.setdefault(tensor.tie_group, []).append(fqn)
-        data = {
-            "format": FORMAT,
-            "version": VERSIONS[-1],
-            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "versions": versions(),
-            "model": contents.model,
-            "config": config,
-            "before": dataclasses.asdict(baseline.before),
-            "after": dataclasses.asdict(baseline.after),
-            "plan": {name: getattr(plan, name) for name in PlanRecord.model_fields},
-            "kinds": [dict(zip(Kind.model_fields, kind, strict=True)) for kind in kinds],
-            "ties": list(ties.values()),
-            "tensors": rows,
-        }
-        try:
-            return cls.model_validate(data)
-        except ValidationError as error:
-            raise ManifestError(f"cannot record this preparation: {_summary(error)}") from error
+        with _refusing("cannot record this preparation"):
+            contents = read_contents(model, progress=plan.config.progress)
+            kinds: dict[tuple[Any, ...], int] = {}
+            ties: dict[int, list[str]] = {}
+            rows = {}
+            for fqn, tensor in contents.tensors.items():
+                kind = tuple(getattr(tensor, name) for name in Kind.model_fields)
+                rows[fqn] = (kinds.setdefault(kind, len(kinds)), tensor.digest)
+                if tensor.tie_group is not None:
+                    ties.setdefault(tensor.tie_group, []).append(fqn)
+            data = {
+                "format": FORMAT,
+                "version": VERSIONS[-1],
+                "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                "versions": versions(),
+                "model": ModelRecord.model_validate(contents.model),
+                "config": ConfigRecord.of(plan.config),
+                "before": MomentRecord.model_validate(baseline.before, from_attributes=True),
+                "after": MomentRecord.model_validate(baseline.after, from_attributes=True),
+                "plan": PlanRecord.model_validate(plan, from_attributes=True),
+                "kinds": [Kind(**dict(zip(Kind.model_fields, kind, strict=True))) for kind in kinds],
+                "ties": list(ties.values()),
+                "tensors": rows,
+            }
+            return cls.model_validate(data)._of_lowest_version()
+
+    def _of_lowest_version(self) -> Manifest:
+        """This manifest with the lowest version that has a place for all of it."""
+        is_new = any(getattr(self.config, name) != default for name, default in self.config.new_fields().items())
+        return self.model_copy(update={"version": 2 if is_new else 1})
 
     def prepare_config(self) -> PrepareConfig:
         """The settings of the preparation, as a ``PrepareConfig``."""
@@ -181,22 +182,24 @@ class Manifest(Record):
             ...
             kbitwrap.errors.ManifestMismatchError: ... bias: digest: expected ..., found '...'...
         """
-        contents = read_contents(model, progress=self.config.progress)
+        with _refusing("cannot compare this model"):
+            contents = read_contents(model, progress=self.config.progress)
+            current = ModelRecord.model_validate(contents.model)
         ignored = ["model.name_or_path"]
-        recorded, current = (v.get("transformers") for v in (self.versions, versions()))
-        if recorded != current and self.model.config_sha256 != contents.model["config_sha256"]:
+        recorded_with, installed = (found.get("transformers") for found in (self.versions, versions()))
+        if recorded_with != installed and self.model.config_sha256 != current.config_sha256:
             ignored.append("model.config_sha256")
             warnings.warn(
-                f"the model's config is not the recorded one, as far as transformers {current} can tell; the manifest "
-                f"was written with {recorded}",
+                f"the model's config is not the recorded one, as far as transformers {installed} can tell; the "
+                f"manifest was written with {recorded_with}",
                 UserWarning,
                 stacklevel=2,
             )
-        ours, theirs = ({"model": m} for m in (self.model.model_dump(by_alias=True), contents.model))
+        ours, theirs = ({"model": record.model_dump(by_alias=True)} for record in (self.model, current))
         found = compare(self.tensors, contents.tensors, _as_loaded, ours, theirs, ignored)
         if found:
             raise ManifestMismatchError(
-                f"this {contents.model['class']} is not the model that was prepared: {found.summary()}. "
+                f"this {current.class_name} is not the model that was prepared: {found.summary()}. "
                 f"Load the one recorded: {self.model.class_name} from {self.model.name_or_path!r}",
                 **vars(found),
             )
@@ -213,11 +216,46 @@ class Manifest(Record):
         return compare(self.tensors, other.tensors, _all, self._header(), other._header())
 
     def _header(self) -> dict[str, Any]:
-        parts = {"created", "kinds", "ties", "rows"}
-        data = self.model_dump(mode="json", by_alias=True, exclude=parts)
-        for moment in ("before", "after"):
-            del data[moment]["memory"]
-        return data
+        """All but the tensors, when the manifest was made, its version and what memory was measured."""
+        whole = dict.fromkeys(("version", "created", "kinds", "ties", "rows"), True)
+        exclude: Any = {**whole, "before": {"memory"}, "after": {"memory"}}
+        return self.model_dump(mode="json", by_alias=True, exclude=exclude)
+
+    def essence(self) -> dict[str, Any]:
+        """The parts that training depends on, as plain JSON: preparations with the same essence train alike.
+
+        Returns:
+            ``"config"`` and ``"model"`` as in the manifest, without settings that change no number and without
+            ``name_or_path``; ``"tensors"``, a SHA-256 (hex) over all tensors, without the content of trainable ones;
+            ``"transformers"``, its version.
+        """
+        digest = hashlib.sha256()
+        for fqn, tensor in sorted(self.tensors.items()):
+            digest.update(json.dumps([fqn, *_for_training(tensor).values()]).encode())
+        exclude = {"config": _OPERATIONAL, "model": {"name_or_path"}}
+        data = self.model_dump(
+            mode="json", by_alias=True, exclude_defaults=True, include={"config", "model"}, exclude=exclude
+        )
+        return {**data, "tensors": digest.hexdigest(), "transformers": self.versions.get("transformers")}
+
+    def diff_essence(self, expected: Mapping[str, Any], recorded: Manifest | None = None) -> ManifestDiff:
+        """Compare an essence that was recorded with this manifest's.
+
+        A config that differs is no difference where it was recorded with another version of transformers, which may
+        write the same config differently.
+
+        Args:
+            expected: The recorded essence.
+            recorded: The manifest that it is the essence of, to name the tensors that differ; ``None`` names none.
+
+        Returns:
+            How this manifest differs. What differs in the essence is at the name ``""``.
+        """
+        found = self.essence()
+        ignored = ["transformers"]
+        if expected.get("transformers") != found["transformers"]:
+            ignored.append("model.config_sha256")
+        return compare((recorded or self).tensors, self.tensors, _for_training, expected, found, ignored)
 
     def to_json(self) -> str:
         """Write the manifest as JSON: indented, one tensor a line.
@@ -225,7 +263,7 @@ class Manifest(Record):
         Returns:
             The text, in ASCII.
         """
-        data = self.model_dump(mode="json", by_alias=True)
+        data = self.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         parts = []
         for key, value in data.items():
             if key in ("kinds", "ties"):
@@ -280,10 +318,8 @@ class Manifest(Record):
                 found=version,
                 supported=VERSIONS,
             )
-        try:
-            return cls.model_validate(data)
-        except ValidationError as error:
-            raise ManifestError(f"{source} cannot be meant: {_summary(error)}") from error
+        with _refusing(f"{source} is invalid"):
+            return cls.model_validate(data)._of_lowest_version()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the manifest to a file: all of it, or the file stays as it was.
@@ -338,6 +374,16 @@ def _as_loaded(tensor: TensorRecord) -> dict[str, Any]:
     return {name: getattr(tensor, name) for name in ("type", "shape", "original_dtype", "digest")}
 
 
+def _for_training(tensor: TensorRecord) -> dict[str, Any]:
+    """The values of a tensor that training depends on, in the order in which an essence hashes them.
+
+    Not the flag from before: it depends on whether the adapter or the preparation came first.
+    """
+    names = ("type", "shape", "original_dtype", "prepared_dtype", "prepared_requires_grad")
+    content = {} if tensor.prepared_requires_grad else {"digest": tensor.digest}  # training changes it
+    return {**{name: getattr(tensor, name) for name in names}, **content}
+
+
 class _Tensors(Mapping[str, TensorRecord]):
     """Makes each record when it is asked for: a manifest of 100,000 tensors loads in the time of its text."""
 
@@ -389,6 +435,17 @@ def _finite(text: str) -> float:
     if value in (float("inf"), float("-inf")):
         raise ValueError(f"{shown(text)} is too large a number")
     return value
+
+
+@contextlib.contextmanager
+def _refusing(complaint: str) -> Iterator[None]:
+    """Raise what pydantic refuses as a `ManifestError`, with the tensor's name where it is one."""
+    try:
+        yield
+    except ValidationError as error:
+        where = error.errors(include_url=False, include_context=False, include_input=False)[0]["loc"]
+        fqn = str(where[1]) if where[:1] == ("tensors",) and len(where) > 1 else ""
+        raise ManifestError(f"{complaint}: {_summary(error)}", fqn=fqn) from error
 
 
 def _summary(error: ValidationError) -> str:

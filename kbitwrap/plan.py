@@ -69,7 +69,7 @@ class Plan:
             The plan.
 
         Raises:
-            ConfigError: There is no such config, no model can be built from it, or a setting cannot be meant.
+            ConfigError: There is no such config, no model can be built from it, or a setting is invalid.
             UnsupportedModelError: The model cannot be prepared so.
             MemoryBudgetError: The plan's peak is over ``memory_budget``.
 
@@ -141,7 +141,7 @@ def build_plan(model: nn.Module, config: PrepareConfig | None = None, **fields: 
         The plan.
 
     Raises:
-        ConfigError: A setting that cannot be meant.
+        ConfigError: A setting is invalid.
         UnsupportedModelError: The model cannot be prepared so.
         MemoryBudgetError: The plan's peak is over ``memory_budget``.
 

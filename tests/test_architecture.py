@@ -26,6 +26,7 @@ ROOMS = (
     "errors",
     "config",
     "reports",
+    "payloads",
     "journal",
     "topology",
     "quantization",
