@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -18,14 +16,14 @@ from kbitwrap import (
     KbitPreparedModel,
     LifecycleState,
     Manifest,
+    ManifestDiff,
     ManifestError,
     ManifestMismatchError,
     StateError,
     prepared_of,
 )
 
-# Settings that change neither what is computed nor what is stored.
-_OPERATIONAL = {"memory_budget", "keep_originals", "empty_cache", "progress"}
+_Model = nn.Module | None
 
 
 class KbitTrainerCallback(TrainerCallback, ExportableState):
@@ -83,29 +81,19 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """What goes into ``trainer_state.json``: the callback's arguments, and what the manifest comes to."""
-        record = None if self._manifest is None else _essence(self._manifest)
+        record = None if self._manifest is None else self._manifest.essence()
         args = {"manifest_name": self.manifest_name, "suspend_evaluation": self.suspend_evaluation}
         return {"args": args, "attributes": {}, "preparation": record}
 
     def on_init_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: _Model = None, **kwargs: Any
     ) -> None:
         """Adopt what was made of the prepared model."""
         if self._wrapper(model) is not None:
             _adopt(model)
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: _Model = None, **kwargs: Any
     ) -> None:
         """Make the manifest; where training is resumed, compare it with the checkpoint's."""
         # Before the first step there is none but a resumed one.
@@ -132,7 +120,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         self._manifest = prepared.manifest() if args.should_save or state.global_step else None
         if expected is not None:
             assert self._manifest is not None
-            if _differences(expected, _essence(self._manifest)):
+            if self._manifest.diff_essence(expected):
                 self._refuse(args, state, expected, self._manifest)
         elif state.global_step:
             warnings.warn(
@@ -146,12 +134,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         self._suspend_for(args.eval_on_start, model)
 
     def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: _Model = None, **kwargs: Any
     ) -> None:
         """Refuse to go on with a suspended model."""
         self._expect_evaluated(state, model)
@@ -159,12 +142,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
     on_train_end = on_step_begin
 
     def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: _Model = None, **kwargs: Any
     ) -> None:
         """Suspend where an evaluation comes next."""
         self._expect_evaluated(state, model)
@@ -173,15 +151,10 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
     on_epoch_end = on_step_end
 
     def on_prediction_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: _Model = None, **kwargs: Any
     ) -> None:
         """Refuse to evaluate the prepared model where the original state was asked for."""
-        prepared = None if model is None else prepared_of(model)
+        prepared = _prepared(model)
         if self.suspend_evaluation and prepared is not None and prepared.state is LifecycleState.PREPARED:
             raise StateError(
                 "KbitTrainerCallback(suspend_evaluation=True): the model is evaluated, and is not in its original "
@@ -199,12 +172,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             self._resume = None
 
     def on_save(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: _Model = None, **kwargs: Any
     ) -> None:
         """Write the manifest into the checkpoint folder."""
         self._expect_evaluated(state, model)
@@ -245,7 +213,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         )
 
     def _wrapper(self, model: nn.Module | None) -> KbitPreparedModel | None:
-        found = None if model is None else prepared_of(model)
+        found = _prepared(model)
         return found if self.prepared is None or found is self.prepared else None
 
     def _expected(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any] | None:
@@ -256,7 +224,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
                 if isinstance(record, dict):
                     return record
         path = self._manifest_path(args, state)
-        return None if path is None else _essence(Manifest.load(path))
+        return None if path is None else Manifest.load(path).essence()
 
     def _manifest_path(self, args: TrainingArguments, state: TrainerState) -> Path | None:
         """The manifest in the folder that was probably resumed from, where there is one."""
@@ -266,39 +234,24 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
 
     def _refuse(
         self, args: TrainingArguments, state: TrainerState, expected: dict[str, Any], manifest: Manifest | None
-    ) -> None:
-        """Raise, naming what differs: tensors too, where the checkpoint's own manifest is found."""
-        rows = {"prepared": (True, False)}
-        if manifest is not None:
-            rows = _differences(expected, _essence(manifest))
+    ) -> NoReturn:
+        """Raise with what differs, the tensors among it where the checkpoint's own manifest is found."""
         path = self._manifest_path(args, state)
         try:
             recorded = None if path is None else Manifest.load(path)
         except ManifestError:
             recorded = None  # damaged: what differs is known without it
-        if recorded is None or _differences(expected, _essence(recorded)):
+        if recorded is None or recorded.diff_essence(expected):
             path = recorded = None  # another checkpoint's
-        missing: tuple[str, ...] = ()
-        unexpected: tuple[str, ...] = ()
-        different: dict[str, dict[str, tuple[Any, Any]]] = {"": rows}
-        if recorded is not None and manifest is not None:
-            diff = recorded.diff(manifest)
-            missing, unexpected = diff.missing, diff.unexpected
-            for fqn, found in diff.different.items():
-                if fqn and (compared := {what: pair for what, pair in found.items() if what in _COMPARED}):
-                    different[fqn] = compared
-        lines = [f"{name}: expected {pair[0]!r}, found {pair[1]!r}" for name, pair in rows.items()]
-        tensors = [*(fqn for fqn in different if fqn), *missing, *unexpected]
-        if tensors:
-            lines.append(f"{len(tensors)} tensors, {tensors[0]} among them")
+        found = ManifestDiff({"": {"prepared": (True, False)}})
+        if manifest is not None:
+            found = manifest.diff_essence(expected, recorded)
         where = f"{str(path)!r}" if path is not None else f"the checkpoint's {self.manifest_name}"
         raise ManifestMismatchError(
             f"the checkpoint of step {state.global_step} was trained on a base that was prepared otherwise; "
-            f"{'; '.join(lines)}. No step was taken. Load that base anew and prepare it with "
+            f"{found.summary()}. No step was taken. Load that base anew and prepare it with "
             f"KbitPreparedModel.from_manifest(model, {where}), or train without resuming",
-            missing=missing,
-            unexpected=unexpected,
-            different=different,
+            **vars(found),
         )
 
 
@@ -318,7 +271,7 @@ class SuspendedEvaluation(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        prepared = None if self.model is None else prepared_of(self.model)
+        prepared = _prepared(self.model)
         if prepared is not None and prepared.state is LifecycleState.PREPARED:
             _adopt(self.model)
 
@@ -335,57 +288,23 @@ class SuspendedEvaluation(Trainer):
         Raises:
             StateError: Several processes train, and a trained parameter would change its dtype.
         """
-        prepared = None if self.model is None else prepared_of(self.model)
+        prepared = _prepared(self.model)
         if prepared is None or prepared.state is not LifecycleState.PREPARED:
             return super().evaluation_loop(*args, **kwargs)
         with prepared.suspended():
             return super().evaluation_loop(*args, **kwargs)
 
 
-def _adopt(model: nn.Module | None) -> None:
+def _prepared(model: _Model) -> KbitPreparedModel | None:
+    """The wrapper that holds a model, where there is one."""
+    return None if model is None else prepared_of(model)
+
+
+def _adopt(model: _Model) -> None:
     """Tell the wrapper of a prepared model of the adapters that were put on it."""
-    prepared = None if model is None else prepared_of(model)
+    prepared = _prepared(model)
     if model is not None and prepared is not None and getattr(model, "peft_config", None):
         prepared.adopt(model)
-
-
-# Of a tensor: not the flag from before, which depends on whether the adapter or the preparation came first.
-_COMPARED = ("type", "shape", "original_dtype", "prepared_dtype", "prepared_requires_grad", "digest")
-
-
-def _essence(manifest: Manifest) -> dict[str, Any]:
-    """What two preparations have in common when training goes on alike after either of them, as plain JSON."""
-    digest = hashlib.sha256()
-    for fqn, tensor in sorted(manifest.tensors.items()):
-        # Training changes what is trainable.
-        what = [getattr(tensor, name) for name in _COMPARED if name != "digest" or not tensor.prepared_requires_grad]
-        digest.update(json.dumps([fqn, *what]).encode())
-    return {
-        "config": manifest.config.model_dump(mode="json", exclude=_OPERATIONAL),
-        "model": manifest.model.model_dump(mode="json", by_alias=True, exclude={"name_or_path"}),
-        "tensors": digest.hexdigest(),
-        "transformers": manifest.versions.get("transformers"),
-    }
-
-
-def _differences(expected: Any, found: Any) -> dict[str, tuple[Any, Any]]:
-    """The parts of two essences that differ, by dotted name."""
-    one, other = _flat(expected), _flat(found)
-    pairs = {name: (one.get(name), other.get(name)) for name in (*one, *other)}
-    versions = pairs.pop("transformers", (None, None))
-    if versions[0] != versions[1]:
-        pairs.pop("model.config_sha256", None)  # another version may write the same config differently
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted names."""
-    if not isinstance(value, Mapping):
-        return {name: value}
-    flat: dict[str, Any] = {}
-    for key, part in value.items():
-        flat |= _flat(part, f"{name}.{key}" if name else key)
-    return flat
 
 
 def _callback_states(state: TrainerState) -> dict[str, Any]:
