@@ -28,19 +28,7 @@ def compare(
     other_header: Mapping[str, Any],
     ignored: Collection[str] = (),
 ) -> ManifestDiff:
-    """Compare two sets of tensors, and two headers.
-
-    Args:
-        first: Tensors by name.
-        second: The others.
-        read: The values of a tensor that are compared, where both tensors have them; ties always are.
-        header: Nested values that describe the first as a whole.
-        other_header: Nested values that describe the second.
-        ignored: Dotted names of values in the headers that are not compared.
-
-    Returns:
-        The differences.
-    """
+    """Compare two sets of tensors, by the values that `read` gives of both, and two headers of nested values."""
     one, other = flat(header), flat(other_header)
     pairs = {key: (one.get(key), other.get(key)) for key in (*one, *other) if key not in ignored}
     different = {"": _unequal(pairs)}
@@ -48,6 +36,7 @@ def compare(
     for fqn in (fqn for fqn in first if fqn in second):
         values, others = read(first[fqn]), read(second[fqn])
         pairs = {name: (value, others[name]) for name, value in values.items() if name in others}
+        pairs.pop("tie_group", None)  # a number that may differ where the group does not
         different[fqn] = _unequal({**pairs, "tied": (ties.get(fqn, ()), other_ties.get(fqn, ()))})
     return ManifestDiff(
         {fqn: rows for fqn, rows in different.items() if rows},
@@ -70,20 +59,21 @@ def _tied(tensors: Mapping[str, TensorRecord]) -> dict[str, tuple[str, ...]]:
 
 
 def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Write nested mappings as one.
-
-    Args:
-        data: The mapping.
-        prefix: The beginning of every key.
-
-    Returns:
-        Its values by dotted keys.
-
-    Example:
-        >>> flat({"model": {"dtype": "bfloat16"}})
-        {'model.dtype': 'bfloat16'}
-    """
+    """Write nested mappings as one, with dotted keys."""
     found: dict[str, Any] = {}
     for key, value in data.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return found
+
+
+def as_loaded(tensor: TensorRecord) -> dict[str, Any]:
+    """The values of a tensor that are compared with a live model's."""
+    return {name: getattr(tensor, name) for name in ("type", "shape", "original_dtype", "digest")}
+
+
+def for_training(tensor: TensorRecord) -> dict[str, Any]:
+    """The values of a tensor that training depends on, in the order in which an essence hashes them."""
+    # Not the flag from before, which depends on whether the adapter or the preparation came first; and not the content
+    # of what is trainable, which training changes.
+    names = ["type", "shape", "original_dtype", "prepared_dtype", "prepared_requires_grad", "digest"]
+    return {name: getattr(tensor, name) for name in names[: 5 if tensor.prepared_requires_grad else 6]}

@@ -1,7 +1,6 @@
 """``Manifest``: the record of a preparation, versioned and validated, as JSON.
 
-Reading one parses text and compares values. Nothing is imported, executed, opened or unpickled because a manifest
-names it.
+Reading one parses text and compares values. Nothing named in a manifest is imported, executed, opened or unpickled.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
 
@@ -20,7 +19,7 @@ from pydantic import Field, StringConstraints, ValidationError, model_validator
 from torch import nn
 
 from .baseline import Baseline
-from .comparison import ManifestDiff, compare
+from .comparison import ManifestDiff, as_loaded, compare, for_training
 from .config import PrepareConfig, format_bytes
 from .errors import ManifestError, ManifestMismatchError, ManifestVersionError
 from .payloads import MomentRecord, PlanRecord, Record, Text
@@ -34,7 +33,7 @@ from .schema import (
     Name,
     Row,
     TensorRecord,
-    small_int,
+    parse_json,
 )
 from .stream import atomic_write
 
@@ -47,19 +46,20 @@ MAX_BYTES = 128 << 20
 
 
 class Manifest(Record):
-    """The record of a preparation: which model, how it was prepared, and every tensor's original content by digest.
+    """The record of a preparation: the model, the settings, and the digest of every tensor's original content.
 
     ``KbitPreparedModel.manifest()`` makes one. In JSON ``rows`` is called ``"tensors"``.
 
     Attributes:
-        created: When, in UTC, as ISO 8601.
+        version: 1, or 2 where ``config.audit`` is true.
+        created: The time in UTC, as ISO 8601.
         versions: ``{distribution: version}`` of the libraries that were installed.
-        model: Which model was prepared.
+        model: The model that was prepared.
         config: The settings; ``prepare_config()`` makes a ``PrepareConfig`` of them.
         before: The model's hooks, flags, modes and memory before preparation.
-        after: The same when it was prepared.
-        plan: What the plan said, in bytes.
-        kinds: What tensors share.
+        after: The same at the end of preparation.
+        plan: The figures of the plan, in bytes.
+        kinds: The values that tensors share.
         ties: Groups of names that are one tensor.
         rows: ``{fqn: (index of the kind, digest)}``; ``tensors`` reads them.
     """
@@ -100,11 +100,11 @@ class Manifest(Record):
 
     @classmethod
     def of(cls, model: nn.Module, plan: Plan) -> Manifest:
-        """Record a preparation.
+        """Record the preparation of a model.
 
         Args:
             model: The model, prepared or suspended; it is left untouched.
-            plan: What was done to it.
+            plan: The plan of its preparation.
 
         Returns:
             The manifest.
@@ -182,7 +182,7 @@ class Manifest(Record):
             ...
             kbitwrap.errors.ManifestMismatchError: ... bias: digest: expected ..., found '...'...
         """
-        with _refusing("cannot compare this model"):
+        with _refusing("this is not the model that was prepared", ManifestMismatchError):
             contents = read_contents(model, progress=self.config.progress)
             current = ModelRecord.model_validate(contents.model)
         ignored = ["model.name_or_path"]
@@ -196,7 +196,7 @@ class Manifest(Record):
                 stacklevel=2,
             )
         ours, theirs = ({"model": record.model_dump(by_alias=True)} for record in (self.model, current))
-        found = compare(self.tensors, contents.tensors, _as_loaded, ours, theirs, ignored)
+        found = compare(self.tensors, contents.tensors, as_loaded, ours, theirs, ignored)
         if found:
             raise ManifestMismatchError(
                 f"this {current.class_name} is not the model that was prepared: {found.summary()}. "
@@ -213,7 +213,7 @@ class Manifest(Record):
         Returns:
             How it differs from this one.
         """
-        return compare(self.tensors, other.tensors, _all, self._header(), other._header())
+        return compare(self.tensors, other.tensors, vars, self._header(), other._header())
 
     def _header(self) -> dict[str, Any]:
         """All but the tensors, when the manifest was made, its version and what memory was measured."""
@@ -231,7 +231,7 @@ class Manifest(Record):
         """
         digest = hashlib.sha256()
         for fqn, tensor in sorted(self.tensors.items()):
-            digest.update(json.dumps([fqn, *_for_training(tensor).values()]).encode())
+            digest.update(json.dumps([fqn, *for_training(tensor).values()]).encode())
         exclude = {"config": _OPERATIONAL, "model": {"name_or_path"}}
         data = self.model_dump(
             mode="json", by_alias=True, exclude_defaults=True, include={"config", "model"}, exclude=exclude
@@ -255,14 +255,10 @@ class Manifest(Record):
         ignored = ["transformers"]
         if expected.get("transformers") != found["transformers"]:
             ignored.append("model.config_sha256")
-        return compare((recorded or self).tensors, self.tensors, _for_training, expected, found, ignored)
+        return compare((recorded or self).tensors, self.tensors, for_training, expected, found, ignored)
 
     def to_json(self) -> str:
-        """Write the manifest as JSON: indented, one tensor a line.
-
-        Returns:
-            The text, in ASCII.
-        """
+        """The manifest as JSON text, in ASCII: indented, one tensor a line."""
         data = self.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         parts = []
         for key, value in data.items():
@@ -286,27 +282,21 @@ class Manifest(Record):
             The manifest.
 
         Raises:
-            ManifestError: It is no JSON, no manifest, or says what cannot be meant.
-            ManifestVersionError: It is of a version that this kbitwrap does not read.
+            ManifestError: It is no JSON, no manifest, or an invalid one.
+            ManifestVersionError: It has a version that this kbitwrap does not read.
         """
-        return cls._read(text, "the manifest")
+        return cls._read(text.encode(errors="surrogatepass"), "the manifest")
 
     @classmethod
-    def _read(cls, text: str, source: str) -> Manifest:
+    def _read(cls, text: bytes, source: str) -> Manifest:
         if len(text) > MAX_BYTES:
             raise ManifestError(
-                f"expected a manifest of at most {format_bytes(MAX_BYTES)}, found {len(text)} characters"
+                f"{source}: expected a manifest of at most {format_bytes(MAX_BYTES)}, found a larger one"
             )
         try:
-            data = json.loads(
-                text,
-                object_pairs_hook=_unique,
-                parse_constant=_refuse_constant,
-                parse_float=_finite,
-                parse_int=small_int,
-            )
+            data = parse_json(text.decode())
         except (ValueError, RecursionError) as error:
-            raise ManifestError(f"{source} is not JSON that can be read: {error}") from error
+            raise ManifestError(f"{source}: expected JSON in UTF-8: {error}") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, dict) else data
             raise ManifestError(f'{source}: expected JSON with "format": "{FORMAT}", found {shown(found)}')
@@ -322,7 +312,7 @@ class Manifest(Record):
             return cls.model_validate(data)._of_lowest_version()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the manifest to a file: all of it, or the file stays as it was.
+        """Write the manifest to a file, atomically: if it cannot be written whole, the file stays as it was.
 
         Args:
             path: The file; one that exists is replaced.
@@ -343,45 +333,16 @@ class Manifest(Record):
             The manifest.
 
         Raises:
-            ManifestError: The file cannot be read, is larger than 128 MiB, is no JSON, no manifest, or says what
-                cannot be meant.
-            ManifestVersionError: It is of a version that this kbitwrap does not read.
+            ManifestError: The file cannot be read, is larger than 128 MiB, is no JSON, no manifest, or an invalid one.
+            ManifestVersionError: It has a version that this kbitwrap does not read.
         """
         name = repr(os.fspath(path))
         try:
             with open(path, "rb") as file:
-                data = file.read(MAX_BYTES + 1)
+                text = file.read(MAX_BYTES + 1)
         except (OSError, ValueError) as error:
             raise ManifestError(f"cannot read the manifest {name}: {error}") from error
-        if len(data) > MAX_BYTES:
-            raise ManifestError(
-                f"{name}: expected a manifest of at most {format_bytes(MAX_BYTES)}, found a larger file"
-            )
-        try:
-            text = data.decode()
-        except UnicodeDecodeError as error:
-            raise ManifestError(f"{name} is no manifest: expected UTF-8: {error}") from error
         return cls._read(text, name)
-
-
-def _all(tensor: TensorRecord) -> dict[str, Any]:
-    """The values of a tensor that `Manifest.diff` compares."""
-    return {name: value for name, value in vars(tensor).items() if name not in ("fqn", "tie_group")}
-
-
-def _as_loaded(tensor: TensorRecord) -> dict[str, Any]:
-    """The values of a tensor that `Manifest.check` compares with a model's."""
-    return {name: getattr(tensor, name) for name in ("type", "shape", "original_dtype", "digest")}
-
-
-def _for_training(tensor: TensorRecord) -> dict[str, Any]:
-    """The values of a tensor that training depends on, in the order in which an essence hashes them.
-
-    Not the flag from before: it depends on whether the adapter or the preparation came first.
-    """
-    names = ("type", "shape", "original_dtype", "prepared_dtype", "prepared_requires_grad")
-    content = {} if tensor.prepared_requires_grad else {"digest": tensor.digest}  # training changes it
-    return {**{name: getattr(tensor, name) for name in names}, **content}
 
 
 class _Tensors(Mapping[str, TensorRecord]):
@@ -394,18 +355,7 @@ class _Tensors(Mapping[str, TensorRecord]):
 
     def __getitem__(self, fqn: str) -> TensorRecord:
         index, digest = self._rows[fqn]
-        kind = self._kinds[index]
-        return TensorRecord(
-            fqn,
-            kind.type,
-            kind.shape,
-            kind.original_dtype,
-            kind.prepared_dtype,
-            kind.requires_grad,
-            kind.prepared_requires_grad,
-            digest,
-            self._ties.get(fqn),
-        )
+        return TensorRecord(fqn=fqn, **vars(self._kinds[index]), digest=digest, tie_group=self._ties.get(fqn))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
@@ -419,41 +369,19 @@ def _lines(opening: str, items: Iterator[str], closing: str) -> str:
     return f"{opening}\n    {body}\n  {closing}" if body else opening + closing
 
 
-def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key is there twice in one object")
-    return found
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if value in (float("inf"), float("-inf")):
-        raise ValueError(f"{shown(text)} is too large a number")
-    return value
-
-
 @contextlib.contextmanager
-def _refusing(complaint: str) -> Iterator[None]:
-    """Raise what pydantic refuses as a `ManifestError`, with the tensor's name where it is one."""
+def _refusing(complaint: str, kind: type[ManifestError] = ManifestError) -> Iterator[None]:
+    """Raise what pydantic refuses as an error of the tree, with the first few complaints and the first one's tensor."""
     try:
         yield
     except ValidationError as error:
-        where = error.errors(include_url=False, include_context=False, include_input=False)[0]["loc"]
-        fqn = str(where[1]) if where[:1] == ("tensors",) and len(where) > 1 else ""
-        raise ManifestError(f"{complaint}: {_summary(error)}", fqn=fqn) from error
-
-
-def _summary(error: ValidationError) -> str:
-    """The first errors of a validation, one after the other."""
-    found = error.errors(include_url=False, include_context=False)
-    lines = []
-    for entry in found[:3]:
-        where = ".".join(repr(str(part))[1:-1][:80] for part in entry["loc"])
-        lines.append(f"{where or 'as a whole'}: {entry['msg']}, found {shown(entry['input'])}")
-    more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
-    return "; ".join(lines) + more
+        found = error.errors(include_url=False, include_context=False)
+        lines = []
+        for entry in found[:3]:
+            where = ".".join(repr(str(part))[1:-1][:80] for part in entry["loc"])
+            lines.append(f"{where or 'as a whole'}: {entry['msg']}, found {shown(entry['input'])}")
+        more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
+        refusal = kind(f"{complaint}: {'; '.join(lines)}{more}")
+        first = found[0]["loc"]
+        refusal.fqn = str(first[1]) if first[:1] == ("tensors",) and len(first) > 1 else ""
+        raise refusal from error

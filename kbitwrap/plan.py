@@ -1,4 +1,4 @@
-"""The plan: the edits in order and their exact bytes. Read-only; works on the meta device."""
+"""The plan of a preparation: its edits in order and their exact bytes. Read-only; works on the meta device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .topology import only_reading, refuse_unsupported_tensors
 
 @dataclass(frozen=True)
 class Plan:
-    """What a preparation will do, and what it costs, before anything is done.
+    """The edits of a preparation and their cost in memory, before anything is changed.
 
     ``print(plan)`` is a table by role.
 
@@ -32,13 +32,13 @@ class Plan:
         by_role: ``{role: {"count", "bytes", "added_bytes"}}``: parameters, the bytes they hold now, and those added.
         added_bytes: Live bytes that the prepared parameters hold beyond the loaded ones, until they are restored.
         peak_bytes: The most bytes live at any moment of ``prepare``, above those at its start.
-        cache_bytes: What PEFT's way would leave in a caching allocator: the half originals, freed and kept.
-        record_bytes: What the record itself holds beyond that: biases that bitsandbytes rewrites and, of a model on an
-            accelerator with ``keep_originals``, host copies of all that is cast. (On the CPU those are the originals
-            themselves, and count in ``added_bytes``.)
-        warnings: What a reader should know before going on.
-        is_quantized: Whether the model is quantized: one that is not is never checkpointed.
-        casts: Whether half parameters may be cast: not where the method manages its own precision.
+        cache_bytes: The bytes that PEFT's way would leave in a caching allocator: the half originals, freed and kept.
+        record_bytes: The bytes that the record itself holds beyond that: biases that bitsandbytes rewrites and, of a
+            model on an accelerator with ``keep_originals``, host copies of all that is cast. (On the CPU those are the
+            originals themselves, and count in ``added_bytes``.)
+        warnings: Consequences of these settings that need attention.
+        is_quantized: Whether the model is quantized; an unquantized one is never checkpointed.
+        casts: Whether half parameters may be cast: false where the quantization method manages its own precision.
     """
 
     config: PrepareConfig
@@ -60,8 +60,8 @@ class Plan:
         """Plan from a config alone: no weight is read or allocated. The bytes are those of the loaded model.
 
         Args:
-            name_or_path: What ``from_pretrained`` takes, a ``config.json``, or a config object of transformers.
-            quantization_config: As for ``from_pretrained``; ``None`` for what the config itself says.
+            name_or_path: A name or path as for ``from_pretrained``, a ``config.json``, or a config of transformers.
+            quantization_config: As for ``from_pretrained``; ``None`` for the config's own.
             dtype: The dtype to load in, or its name; ``None`` for the config's, or else bfloat16.
             **fields: Fields of ``PrepareConfig``.
 
@@ -70,7 +70,7 @@ class Plan:
 
         Raises:
             ConfigError: There is no such config, no model can be built from it, or a setting is invalid.
-            UnsupportedModelError: The model cannot be prepared so.
+            UnsupportedModelError: The model cannot be prepared with these settings.
             MemoryBudgetError: The plan's peak is over ``memory_budget``.
 
         Example:
@@ -142,7 +142,7 @@ def build_plan(model: nn.Module, config: PrepareConfig | None = None, **fields: 
 
     Raises:
         ConfigError: A setting is invalid.
-        UnsupportedModelError: The model cannot be prepared so.
+        UnsupportedModelError: The model cannot be prepared with these settings.
         MemoryBudgetError: The plan's peak is over ``memory_budget``.
 
     Example:
@@ -159,19 +159,7 @@ def build_plan(model: nn.Module, config: PrepareConfig | None = None, **fields: 
 
 
 def plan_as_detected(model: nn.Module, config: PrepareConfig) -> Plan:
-    """Plan for a model that is known to be supported.
-
-    Args:
-        model: The model.
-        config: The settings.
-
-    Returns:
-        The plan.
-
-    Raises:
-        UnsupportedModelError: It cannot be prepared so.
-        MemoryBudgetError: The plan's peak is over ``memory_budget``.
-    """
+    """Plan for a model that is known to be supported."""
     with only_reading():
         plan = write_plan(Planner(model, config, detect(model)))
     budget = config.memory_budget_bytes
@@ -198,17 +186,7 @@ def _refuse_over_budget(model: nn.Module, plan: Plan, budget_bytes: int) -> None
 
 
 def write_plan(planner: Planner) -> Plan:
-    """Write down what a planner finds.
-
-    Args:
-        planner: The planner.
-
-    Returns:
-        The plan.
-
-    Raises:
-        UnsupportedModelError: The model cannot be prepared so.
-    """
+    """Make a plan of the edits that a planner finds."""
     edits = planner.edits()
     stores = [edit for edit in edits if isinstance(edit, Store)]
     return Plan(

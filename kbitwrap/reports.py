@@ -19,19 +19,7 @@ def shown(value: Any) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Write rows as aligned columns, the first to the left and the others to the right.
-
-    Args:
-        rows: The rows, all of the same length; the first one may be a header.
-
-    Returns:
-        The text, one line a row.
-
-    Example:
-        >>> print(table([("role", "bytes"), ("norm", "512")]))
-        role  bytes
-        norm    512
-    """
+    """Write rows as aligned columns, the first to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
 
@@ -99,11 +87,7 @@ class Differences:
         ]
 
     def summary(self, limit: int = 5) -> str:
-        """The differences as one line of text.
-
-        Args:
-            limit: The number of differences to write out; the others are counted.
-        """
+        """The differences as one line of text: the first ``limit`` of them, and the number of the others."""
         lines = self.lines()
         more = [f"and {len(lines) - limit} more differences"] if len(lines) > limit else []
         return "; ".join(lines[:limit] + more)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -11,11 +12,32 @@ from pydantic import AfterValidator, Field, JsonValue, StringConstraints, model_
 from .config import PrepareConfig
 from .errors import ConfigError
 from .payloads import MAX_COUNT, Count, Record, Text
+from .reports import shown
 
 
-def small_int(text: str) -> int:
-    """Read an integer of at most 20 characters: Python itself takes quadratic time to read a long one."""
-    if len(text) > 20:
+def parse_json(text: str) -> Any:
+    """Parse JSON; numbers that are not finite, long integers and doubled keys are a ``ValueError``."""
+    return json.loads(
+        text, object_pairs_hook=_unique, parse_constant=_finite, parse_float=_finite, parse_int=_small_int
+    )
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key occurs twice in one object")
+    return found
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{shown(text)} is not a finite number")
+    return value
+
+
+def _small_int(text: str) -> int:
+    if len(text) > 20:  # Python takes quadratic time to read a long one
         raise ValueError(f"an integer of {len(text)} characters is too large")
     return int(text)
 
@@ -24,7 +46,7 @@ def _readable(value: dict[str, Any]) -> dict[str, Any]:
     """Refuse a lone surrogate or a long integer at any depth: JSON can hold them, and no manifest is read with them."""
     text = json.dumps(value, ensure_ascii=False)
     text.encode()
-    json.loads(text, parse_int=small_int)
+    parse_json(text)
     return value
 
 

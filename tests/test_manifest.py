@@ -565,6 +565,13 @@ def test_another_compute_dtype_is_another_model(llama: Manifest) -> None:
     assert caught.value.different == {"": {key: ("bfloat16", "float16")}}
 
 
+def test_a_setting_that_no_manifest_can_hold_is_another_model(llama: Manifest) -> None:
+    model = zoo.load("llama")
+    model.config.quantization_config.llm_int8_threshold = float("inf")
+    with pytest.raises(ManifestMismatchError, match="llm_int8_threshold"):
+        llama.check(model)
+
+
 def test_another_dtype_is_another_model(llama: Manifest) -> None:
     with pytest.raises(ManifestMismatchError) as caught:
         llama.check(zoo.load("llama", dtype=torch.float16))

@@ -1,4 +1,4 @@
-"""For transformers' ``Trainer`` and what derives from it, such as TRL's ``SFTTrainer``."""
+"""Integration with transformers' ``Trainer`` and trainers derived from it, such as TRL's ``SFTTrainer``."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ _Model = nn.Module | None
 
 
 class KbitTrainerCallback(TrainerCallback, ExportableState):
-    """Keeps the record of the preparation with the checkpoints, refuses to resume on another, suspends for evaluation.
+    """Records the preparation in every checkpoint, refuses to resume on another one, and can suspend for evaluation.
 
-    Each checkpoint folder gets the manifest, written by the processes that save. What it comes to (the settings, the
-    model, one digest over all tensors) goes into the checkpoint's own ``trainer_state.json`` too, and is what a resumed
-    training is compared with: a callback is told that state, and not the folder. The base is digested once, when
-    training begins.
+    Each checkpoint folder gets the manifest, written by the processes that save. Its essence (the settings, the model,
+    one digest over all tensors) goes into the checkpoint's own ``trainer_state.json`` too. A resumed training is
+    compared with that: a callback is given the state, and not the folder. The base is digested once, when training
+    begins.
 
-    The model that is trained is adopted when the ``Trainer`` is made: under ``"adapted"`` the adapted blocks' norms
+    The model that is trained is adopted when the ``Trainer`` is made: under ``"adapted"`` the norms of adapted blocks
     compute in float32 from there on, and ``restore`` takes back what accelerate sets on the ``PeftModel``. A callback
     that is added to a ``Trainer`` later comes too late for that: ``adopt`` the model before.
 
-    With ``suspend_evaluation``, what is evaluated in the course of training is the base in its original state, as it
-    will be after ``restore``; training goes on as though there had been no evaluation, bit for bit. The callback
-    suspends when it learns that there is an evaluation to come, at the end of a step or an epoch, and resumes when that
-    is over. Put it last: callbacks after it find the model suspended, and an evaluation that they ask for is refused.
-    So is any other that would run on the prepared model: several evaluation datasets, ``evaluate`` and ``predict``
-    outside training, for which there is no event before. `SuspendedEvaluation` covers these too. An evaluation that
-    raises leaves the model suspended, until the end of its with-block or until ``prepared.resume()``.
+    With ``suspend_evaluation``, evaluations during training run on the base in its original state, as it will be after
+    ``restore``; training goes on bit for bit as without an evaluation. The callback suspends at the end of a step or an
+    epoch, when it learns that an evaluation follows, and resumes when that is over. Put it last: callbacks after it
+    find the model suspended, and an evaluation that they ask for is refused. So is any other that would run on the
+    prepared model: several evaluation datasets, and ``evaluate`` and ``predict`` outside training, which no event
+    announces. `SuspendedEvaluation` covers these too. An evaluation that raises leaves the model suspended, until the
+    end of its with-block or until ``prepared.resume()``.
 
     Args:
         prepared: The wrapper of the model that is trained; ``None`` finds it from the model.
         manifest_name: The name of the manifest's file in a checkpoint folder.
-        suspend_evaluation: Evaluate in the original state.
+        suspend_evaluation: Whether to evaluate in the original state.
 
     Raises:
         StateError: When training begins: the model is not prepared, or not by ``prepared``, or it is suspended. When
-            the model is evaluated: it is not suspended and should be, or cannot be, because several processes train and
+            the model is evaluated: it should be suspended and is not, or cannot be, because several processes train and
             a trained parameter would change its dtype. After a step: an evaluation was called off.
-        ManifestMismatchError: When training begins: the checkpoint resumed from was trained on another base, or on one
-            prepared otherwise. No step was taken.
+        ManifestMismatchError: When training begins: the checkpoint to resume from was trained on another base, or on
+            one that was prepared otherwise. No step was taken.
         ExportError: A manifest could not be written.
 
     Example:
@@ -80,7 +80,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         self._resume: Callable[[], bool] | None = None
 
     def state(self) -> dict[str, Any]:
-        """What goes into ``trainer_state.json``: the callback's arguments, and what the manifest comes to."""
+        """The callback's state for ``trainer_state.json``: its arguments, and the manifest's essence."""
         record = None if self._manifest is None else self._manifest.essence()
         args = {"manifest_name": self.manifest_name, "suspend_evaluation": self.suspend_evaluation}
         return {"args": args, "attributes": {}, "preparation": record}
@@ -88,7 +88,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: _Model = None, **kwargs: Any
     ) -> None:
-        """Adopt what was made of the prepared model."""
+        """Adopt the model that was made of the prepared one."""
         if self._wrapper(model) is not None:
             _adopt(model)
 
@@ -96,7 +96,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: _Model = None, **kwargs: Any
     ) -> None:
         """Make the manifest; where training is resumed, compare it with the checkpoint's."""
-        # Before the first step there is none but a resumed one.
+        # A step above 0 is one of a resumed training.
         expected = self._expected(args, state) if state.global_step else None
         prepared = self._wrapper(model)
         if prepared is None:
@@ -144,7 +144,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: _Model = None, **kwargs: Any
     ) -> None:
-        """Suspend where an evaluation comes next."""
+        """Suspend where an evaluation follows."""
         self._expect_evaluated(state, model)
         self._suspend_for(control.should_evaluate, model)
 
@@ -153,7 +153,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: _Model = None, **kwargs: Any
     ) -> None:
-        """Refuse to evaluate the prepared model where the original state was asked for."""
+        """Refuse to evaluate the prepared model where evaluation is to be in the original state."""
         prepared = _prepared(model)
         if self.suspend_evaluation and prepared is not None and prepared.state is LifecycleState.PREPARED:
             raise StateError(
@@ -166,7 +166,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             )
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Resume."""
+        """Resume after the evaluation."""
         if self._resume is not None:
             self._resume()
             self._resume = None
@@ -196,7 +196,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             self._resume = prepared.suspend()
 
     def _expect_evaluated(self, state: TrainerState, model: nn.Module | None) -> None:
-        """Refuse to go on while the model is suspended; what this callback suspended, it resumes."""
+        """Refuse to go on while the model is suspended; a model that this callback suspended is resumed."""
         resume, self._resume = self._resume, None
         prepared = self._wrapper(model)
         if prepared is None or prepared.state is not LifecycleState.SUSPENDED:
@@ -217,7 +217,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         return found if self.prepared is None or found is self.prepared else None
 
     def _expected(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any] | None:
-        """What the checkpoint resumed from says of its preparation."""
+        """The essence that is recorded with the checkpoint resumed from, where there is one."""
         for saved in _callback_states(state).values():  # under the name of a class, which may have been derived
             for one in saved if isinstance(saved, list) else [saved]:
                 record = one.get("preparation") if isinstance(one, Mapping) else None
@@ -235,7 +235,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
     def _refuse(
         self, args: TrainingArguments, state: TrainerState, expected: dict[str, Any], manifest: Manifest | None
     ) -> NoReturn:
-        """Raise with what differs, the tensors among it where the checkpoint's own manifest is found."""
+        """Raise with the differences, the tensors among them where the checkpoint's own manifest is found."""
         path = self._manifest_path(args, state)
         try:
             recorded = None if path is None else Manifest.load(path)
@@ -259,8 +259,8 @@ class SuspendedEvaluation(Trainer):
     """A ``Trainer`` that evaluates and predicts with the base in its original state, as it will be after ``restore``.
 
     ``evaluate`` and ``predict``, in training or not, of several datasets, with generation or without, run their loop
-    inside ``suspended()``; training goes on as though there had been no evaluation, bit for bit. The model is adopted,
-    as by the callback. Put it before another trainer's class to get the same of that one.
+    inside ``suspended()``; training goes on bit for bit as without an evaluation. The model is adopted, as by the
+    callback. Other trainers get the same: put this class before theirs.
 
     Example:
         >>> from transformers import Seq2SeqTrainer
@@ -279,11 +279,11 @@ class SuspendedEvaluation(Trainer):
         """Run the loop that ``evaluate`` and ``predict`` share, suspended where the model is prepared.
 
         Args:
-            *args: The loop's arguments.
-            **kwargs: The loop's arguments.
+            *args: Positional arguments of the loop.
+            **kwargs: Keyword arguments of the loop.
 
         Returns:
-            What the loop returns.
+            The result of the loop.
 
         Raises:
             StateError: Several processes train, and a trained parameter would change its dtype.
@@ -301,19 +301,19 @@ def _prepared(model: _Model) -> KbitPreparedModel | None:
 
 
 def _adopt(model: _Model) -> None:
-    """Tell the wrapper of a prepared model of the adapters that were put on it."""
+    """Adopt a model with adapters on a prepared base."""
     prepared = _prepared(model)
     if model is not None and prepared is not None and getattr(model, "peft_config", None):
         prepared.adopt(model)
 
 
 def _callback_states(state: TrainerState) -> dict[str, Any]:
-    """The states of callbacks by class; transformers annotates the field as what it is made of."""
+    """The states of callbacks by class; transformers annotates the field otherwise."""
     return cast("dict[str, Any]", state.stateful_callbacks)
 
 
 def _checkpoint_folders(args: TrainingArguments, state: TrainerState) -> list[Path]:
-    """Where the ``Trainer`` saves the checkpoint of this step, newest first: a search has a folder for each trial."""
+    """The folders of this step's checkpoint, newest first: a search has one for each trial."""
     name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
     folders = Path(args.output_dir or ".").glob(f"*/{name}" if state.is_hyper_param_search else name)
     return sorted((f for f in folders if f.is_dir()), key=lambda folder: folder.stat().st_mtime, reverse=True)
