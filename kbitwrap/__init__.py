@@ -25,7 +25,7 @@ from .inspection import CheckpointReport, inspect_checkpoint
 from .manifest import Manifest
 from .preparation.plan import Plan, build_plan
 from .prepared import KbitPreparedModel, LifecycleState, prepared_of
-from .report import ExportReport, RestoreReport, StateDiff
+from .reports import ExportReport, RestoreReport, StateDiff
 from .schema import TensorRecord
 
 __all__ = [

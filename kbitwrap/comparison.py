@@ -1,18 +1,16 @@
-"""How two records of a model differ."""
+"""Comparison of two records of a model."""
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from .reports import Differences
 from .schema import TensorRecord
 
 
-@dataclass(frozen=True)
-class ManifestDiff:
-    """How two manifests differ, or a manifest and a model. Empty, and false, where they do not.
+class ManifestDiff(Differences):
+    """Differences between two manifests, or between a manifest and a model. Empty, and false, where there are none.
 
     Attributes:
         missing: Names of tensors that only the first has.
@@ -21,79 +19,34 @@ class ManifestDiff:
             differs there has names such as ``"model.class"`` or ``"config.precision"``.
     """
 
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    different: Mapping[str, Mapping[str, tuple[Any, Any]]] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.missing or self.unexpected or self.different)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The difference as plain values, ready for JSON."""
-        return {
-            "missing": list(self.missing),
-            "unexpected": list(self.unexpected),
-            "different": {
-                fqn: {what: [_plain(value) for value in values] for what, values in found.items()}
-                for fqn, found in self.different.items()
-            },
-        }
-
-    def lines(self) -> list[str]:
-        """One line a difference."""
-        return [
-            *(
-                f"{fqn + ': ' if fqn else ''}{what}: expected {shown(expected)}, found {shown(found)}"
-                for fqn, rows in self.different.items()
-                for what, (expected, found) in rows.items()
-            ),
-            *(f"{fqn}: missing" for fqn in self.missing),
-            *(f"{fqn}: unexpected" for fqn in self.unexpected),
-        ]
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines()) or "no difference"
-
 
 def compare(
     first: Mapping[str, TensorRecord],
     second: Mapping[str, TensorRecord],
-    what: Collection[str],
+    read: Callable[[TensorRecord], Mapping[str, Any]],
     header: Mapping[str, Any],
     other_header: Mapping[str, Any],
     ignored: Collection[str] = (),
 ) -> ManifestDiff:
-    """Compare two sets of tensors, and what is said about each as a whole.
+    """Compare two sets of tensors, by the values that `read` gives of both, and two headers of nested values."""
+    one, other = flat(header), flat(other_header)
+    pairs = {key: (one.get(key), other.get(key)) for key in (*one, *other) if key not in ignored}
+    different = {"": _unequal(pairs)}
+    ties, other_ties = _tied(first), _tied(second)
+    for fqn in (fqn for fqn in first if fqn in second):
+        values, others = read(first[fqn]), read(second[fqn])
+        pairs = {name: (value, others[name]) for name, value in values.items() if name in others}
+        pairs.pop("tie_group", None)  # a number that may differ where the group does not
+        different[fqn] = _unequal({**pairs, "tied": (ties.get(fqn, ()), other_ties.get(fqn, ()))})
+    return ManifestDiff(
+        {fqn: rows for fqn, rows in different.items() if rows},
+        missing=tuple(fqn for fqn in first if fqn not in second),
+        unexpected=tuple(fqn for fqn in second if fqn not in first),
+    )
 
-    Args:
-        first: Tensors by name.
-        second: The others.
-        what: Which of their attributes are compared; which tensors are tied to which always is.
-        header: What is said about the first, flat.
-        other_header: What is said about the second.
-        ignored: What of that is not compared.
 
-    Returns:
-        How they differ.
-    """
-    different: dict[str, dict[str, tuple[Any, Any]]] = {}
-    for key in dict.fromkeys((*header, *other_header)):
-        pair = header.get(key), other_header.get(key)
-        if pair[0] != pair[1] and key not in ignored:
-            different.setdefault("", {})[key] = pair
-    our_ties, their_ties = _tied(first), _tied(second)
-    for fqn, record in first.items():
-        other = second.get(fqn)
-        if other is None:
-            continue
-        rows = {name: pair for name in what if (pair := (getattr(record, name), getattr(other, name)))[0] != pair[1]}
-        tied = our_ties.get(fqn, ()), their_ties.get(fqn, ())
-        if tied[0] != tied[1]:
-            rows["tied"] = tied
-        if rows:
-            different[fqn] = rows
-    missing = tuple(fqn for fqn in first if fqn not in second)
-    return ManifestDiff(missing, tuple(fqn for fqn in second if fqn not in first), different)
+def _unequal(pairs: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _tied(tensors: Mapping[str, TensorRecord]) -> dict[str, tuple[str, ...]]:
@@ -106,34 +59,21 @@ def _tied(tensors: Mapping[str, TensorRecord]) -> dict[str, tuple[str, ...]]:
 
 
 def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Write nested mappings as one.
-
-    Args:
-        data: The mapping.
-        prefix: What every key begins with.
-
-    Returns:
-        Its values by dotted keys.
-
-    Example:
-        >>> flat({"model": {"dtype": "bfloat16"}})
-        {'model.dtype': 'bfloat16'}
-    """
+    """Write nested mappings as one, with dotted keys."""
     found: dict[str, Any] = {}
     for key, value in data.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return found
 
 
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+def as_loaded(tensor: TensorRecord) -> dict[str, Any]:
+    """The values of a tensor that are compared with a live model's."""
+    return {name: getattr(tensor, name) for name in ("type", "shape", "original_dtype", "digest")}
 
 
-_repr = reprlib.Repr()
-_repr.maxstring = _repr.maxother = 80
-_repr.maxtuple = _repr.maxlist = 12
-
-
-def shown(value: Any) -> str:
-    """Write a value for a message, cut short: it may come from outside."""
-    return _repr.repr(value)
+def for_training(tensor: TensorRecord) -> dict[str, Any]:
+    """The values of a tensor that training depends on, in the order in which an essence hashes them."""
+    # Not the flag from before, which depends on whether the adapter or the preparation came first; and not the content
+    # of what is trainable, which training changes.
+    names = ["type", "shape", "original_dtype", "prepared_dtype", "prepared_requires_grad", "digest"]
+    return {name: getattr(tensor, name) for name in names[: 5 if tensor.prepared_requires_grad else 6]}

@@ -1,4 +1,4 @@
-"""What a preparation is asked to do: ``Precision`` and ``PrepareConfig``."""
+"""The settings of a preparation: ``Precision`` and ``PrepareConfig``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _UNITS = {
 
 
 class Precision(str, Enum):
-    """Where float32 is used in a prepared model, and what it costs.
+    """Use of float32 in a prepared model, and its cost in memory.
 
     Example:
         >>> from kbitwrap import Precision
@@ -40,7 +40,7 @@ class Precision(str, Enum):
     """PEFT's: every unquantized half-precision parameter is *stored* in float32, twice its bytes."""
     COMPUTE = "compute"
     """Bit-identical to ``"full"``: embeddings, head and experts are *upcast as they are used* and stay stored in half;
-    what is used in other ways (norms, biases, convolutions) is stored in float32, and the plan says why."""
+    parameters used in other ways (norms, biases, convolutions) are stored in float32, and the plan gives the reason."""
     NORMS = "norms"
     """Norms compute in float32 and return what the unprepared norm returns; nothing more is stored."""
     ADAPTED = "adapted"
@@ -57,21 +57,7 @@ class Precision(str, Enum):
 
 
 def parse_bytes(value: int | str) -> int:
-    """Read a number of bytes.
-
-    Args:
-        value: An integer in bytes, or a string such as ``"512MiB"`` (powers of 1024) or ``"8 GB"`` (powers of 1000).
-
-    Returns:
-        The number of bytes.
-
-    Raises:
-        ConfigError: It is neither, or it is negative.
-
-    Example:
-        >>> parse_bytes("512MiB")
-        536870912
-    """
+    """Read a number of bytes: an integer, or a string such as ``"512MiB"`` (powers of 1024) or ``"8 GB"`` (of 1000)."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     if isinstance(value, str):
@@ -85,18 +71,7 @@ def parse_bytes(value: int | str) -> int:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Write a number of bytes in binary units.
-
-    Args:
-        num_bytes: The number of bytes.
-
-    Returns:
-        Such as ``"512.5 MiB"``.
-
-    Example:
-        >>> format_bytes(537395200)
-        '512.5 MiB'
-    """
+    """Write a number of bytes in binary units, such as ``"512.5 MiB"``."""
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
@@ -123,15 +98,15 @@ class PrepareConfig:
         norm_modules: Further norms: classes, or class-name patterns (regular expressions, matched in full).
         memory_budget: Bytes, or a string such as ``"512MiB"``. A plan whose peak is over it raises
             ``MemoryBudgetError`` before anything changes.
-        audit: Record a digest of the whole of every unquantized parameter, so that ``verify``, ``export``, ``manifest``
-            and ``restore`` know of every change to it. Without it they compare some thousands of its elements.
+        audit: Record a whole digest of every unquantized tensor when preparing, so that ``verify``, ``export``,
+            ``manifest`` and ``restore`` know of every change to it. Without it they compare a sampled fingerprint.
         keep_originals: Keep a host copy of every parameter that is cast, so that ``restore(trained="discard")`` can
             put values back that training changed. Costs the parameters' original bytes in host memory.
         empty_cache: Return freed blocks to the device after preparing and restoring.
         progress: Show a progress bar over long work, on standard error.
 
     Raises:
-        ConfigError: A value that cannot be meant.
+        ConfigError: A value is invalid.
 
     Example:
         >>> from kbitwrap import PrepareConfig
@@ -217,7 +192,7 @@ class PrepareConfig:
             The merged config.
 
         Raises:
-            ConfigError: A name is no field, or a value cannot be meant.
+            ConfigError: A name is not that of a field, or a value is invalid.
         """
         if config is not None and not isinstance(config, PrepareConfig):
             raise ConfigError(

@@ -24,7 +24,7 @@ from .model.quantization import DISTRIBUTIONS, is_quantized_parameter
 from .model.tree import ModelTree, join
 from .preparation.preparation import Preparation
 from .preparation.process import plain_mode
-from .schema import TensorRecord
+from .schema import ModelRecord, QuantizationRecord, TensorRecord
 from .tensors.bits import content_digest, is_dense
 
 # What use, saving or another version of transformers changes in a config, at any depth; names that begin with an
@@ -53,13 +53,13 @@ class Contents:
     """What a model is, whatever was made of it since it was loaded.
 
     Attributes:
-        model: As ``ModelRecord`` in JSON.
+        model: Which model it is.
         tensors: Every base parameter, persistent buffer and statistic of a quantized weight, by the name that it has
             in the state dict of the unwrapped model. Dtypes, flags and digests are the original's.
         trained: Names of parameters that a preparation holds and that training has changed.
     """
 
-    model: dict[str, Any]
+    model: ModelRecord
     tensors: dict[str, TensorRecord]
     trained: tuple[str, ...] = ()
 
@@ -124,8 +124,8 @@ def read_contents(model: nn.Module, *, progress: bool = False) -> Contents:
                 fqn=fqn,
                 type=kind,
                 shape=tuple(shape),
-                original_dtype=_name(dtype),
-                prepared_dtype=_name(prepared_dtype),
+                original_dtype=dtype_name(dtype),
+                prepared_dtype=dtype_name(prepared_dtype),
                 requires_grad=flag,
                 prepared_requires_grad=prepared_flag,
                 digest=f"{digest:016x}",
@@ -166,13 +166,9 @@ def _ties(parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
     return {name: number for number, names in enumerate(tied) for name in names}
 
 
-def _name(dtype: torch.dtype) -> str:
-    return dtype_name(dtype)
-
-
 def _model_record(
     twin: nn.Module, live: Mapping[str, tuple[nn.Module, str]], tensors: Mapping[str, TensorRecord]
-) -> dict[str, Any]:
+) -> ModelRecord:
     config = getattr(twin, "config", None)
     configs = {"": config} if config is not None else dict(_inner_configs(twin))
     settled = {fqn: _settled(_as_dict(found), _VOLATILE) for fqn, found in configs.items()}
@@ -188,16 +184,16 @@ def _model_record(
         and parameter.is_floating_point()
         and not is_quantized_parameter(parameter)
     )
-    return {
-        "class": type(twin).__name__,
-        "name_or_path": str(getattr(config, "_name_or_path", "")),
-        "config_sha256": _sha256(settled.get("", settled)) if settled else None,
-        "dtype": next(numbers, None),
-        "quantization": {
-            "method": ModelTree(twin).quantization.method,
-            "config": quantizations.get("", quantizations),
-        },
-    }
+    quantization = QuantizationRecord(
+        method=ModelTree(twin).quantization.method, config=quantizations.get("", quantizations)
+    )
+    return ModelRecord.of(
+        class_name=type(twin).__name__,
+        name_or_path=str(getattr(config, "_name_or_path", "")),
+        config_sha256=_sha256(settled.get("", settled)) if settled else None,
+        dtype=next(numbers, None),
+        quantization=quantization,
+    )
 
 
 def _inner_configs(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -234,7 +230,7 @@ def _settled(value: Any, volatile: tuple[str, ...]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_settled(item, volatile) for item in value]
     if isinstance(value, torch.dtype):
-        return _name(value)
+        return dtype_name(value)
     value = getattr(value, "value", value)  # of an enumeration
     return value if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
 

@@ -25,7 +25,7 @@ from .dtypes import HALF_DTYPES, dtype_name, find_dtype, parse_dtype
 from .errors import ConfigError, ManifestMismatchError
 from .manifest import Manifest
 from .model.wrappers import canonical_fqn
-from .report import ExportReport
+from .reports import ExportReport
 from .writer import checkpoint_writer, split_into_files
 
 _CONFIG = "config.json"

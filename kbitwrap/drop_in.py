@@ -14,7 +14,7 @@ from .errors import StateError
 from .model.quantization import detect_as_peft
 from .preparation.process import empty_cache
 from .prepared import KbitPreparedModel, prepared_of
-from .report import RestoreReport
+from .reports import RestoreReport
 
 
 # TRL reads the names of this function's parameters, and of its local variables too: it takes no others.

@@ -3,14 +3,14 @@
 ::
 
     KbitWrapError(Exception)
-    ├ ConfigError(ValueError)            a setting that cannot be meant
+    ├ ConfigError(ValueError)            an invalid setting
     ├ UnsupportedModelError(TypeError)   .fqn  what was found where, and what to do instead
-    ├ MemoryBudgetError(MemoryError)     .plan .budget_bytes, and the precisions that would fit
+    ├ MemoryBudgetError(MemoryError)     .plan .budget_bytes .fitting  the precisions that would fit
     ├ StateError(RuntimeError)           .state .expected
-    ├ EditError(RuntimeError)            .edit  the model is as it was; __cause__ says why
-    ├ RestoreError(RuntimeError)         .failures  everything else was restored all the same
-    ├ ExportError(RuntimeError)          nothing was left at the destination
-    └ ManifestError(ValueError)          no manifest, or one that cannot be meant
+    ├ EditError(RuntimeError)            .edit  the model is unchanged; __cause__ is the reason
+    ├ RestoreError(RuntimeError)         .failures  everything else was restored
+    ├ ExportError(RuntimeError)          .fqn  nothing was left at the destination
+    └ ManifestError(ValueError)          .fqn  an invalid manifest, or none can be made
       ├ ManifestVersionError             .found .supported
       └ ManifestMismatchError            .missing .unexpected .different
 
@@ -24,11 +24,11 @@ from typing import Any
 
 
 class KbitWrapError(Exception):
-    """The base of every error that kbitwrap raises on purpose."""
+    """The base class of all errors that kbitwrap raises."""
 
 
 class ConfigError(KbitWrapError, ValueError):
-    """A setting that cannot be meant: an unknown field, an unknown value, a contradiction."""
+    """Invalid setting: an unknown field, an unknown value, or a contradiction."""
 
 
 class UnsupportedModelError(KbitWrapError, TypeError):
@@ -48,7 +48,7 @@ class MemoryBudgetError(KbitWrapError, MemoryError):
 
     Attributes:
         plan: The ``Plan`` that does not fit.
-        budget_bytes: What was allowed, in bytes.
+        budget_bytes: The budget, in bytes.
         fitting: The values of the precisions whose plan would fit, leanest last.
     """
 
@@ -60,11 +60,11 @@ class MemoryBudgetError(KbitWrapError, MemoryError):
 
 
 class StateError(KbitWrapError, RuntimeError):
-    """The call does not fit the state that the wrapper, or the model, is in.
+    """The call is not possible in the state that the wrapper, or the model, is in.
 
     Attributes:
         state: The state found, or ``None`` where another wrapper holds the model.
-        expected: The states in which the call is meant.
+        expected: The states in which the call is possible.
     """
 
     def __init__(self, message: str, *, state: Any = None, expected: tuple[Any, ...] = ()) -> None:
@@ -74,7 +74,7 @@ class StateError(KbitWrapError, RuntimeError):
 
 
 class EditError(KbitWrapError, RuntimeError):
-    """An edit failed while preparing. Every edit before it was undone; ``__cause__`` says why.
+    """An edit failed while preparing. Every edit before it was undone; ``__cause__`` is the reason.
 
     Attributes:
         edit: The edit that failed.
@@ -86,10 +86,10 @@ class EditError(KbitWrapError, RuntimeError):
 
 
 class RestoreError(KbitWrapError, RuntimeError):
-    """Something could not be put back. Everything else was.
+    """A part of the model could not be restored. Everything else was.
 
     Attributes:
-        failures: What failed, by description or fully qualified name, with the exception that says why.
+        failures: The exceptions, by a description or the fully qualified name of what was not restored.
     """
 
     def __init__(self, message: str, *, failures: Mapping[str, Exception]) -> None:
@@ -98,7 +98,7 @@ class RestoreError(KbitWrapError, RuntimeError):
 
 
 class ExportError(KbitWrapError, RuntimeError):
-    """A checkpoint could not be written. Nothing was left at the destination; ``__cause__`` says why, if there is one.
+    """A checkpoint could not be written. Nothing was left at the destination; ``__cause__``, if any, is the reason.
 
     Attributes:
         fqn: The fully qualified name of the tensor or module in the way; ``""`` where it is none in particular.
@@ -110,11 +110,19 @@ class ExportError(KbitWrapError, RuntimeError):
 
 
 class ManifestError(KbitWrapError, ValueError):
-    """What was given is no manifest, or says what cannot be meant."""
+    """Invalid manifest, or a model that none can be made of.
+
+    Attributes:
+        fqn: The fully qualified name of the tensor in the way; ``""`` where it is none in particular.
+    """
+
+    def __init__(self, message: str, *, fqn: str = "") -> None:
+        super().__init__(message)
+        self.fqn = fqn
 
 
 class ManifestVersionError(ManifestError):
-    """The manifest is of a version that this kbitwrap does not read.
+    """The manifest has a version that this kbitwrap does not read.
 
     Attributes:
         found: The version found.
@@ -133,7 +141,7 @@ class ManifestMismatchError(ManifestError):
     Attributes:
         missing: Names that the manifest has and the model has not.
         unexpected: Names that the model has and the manifest has not.
-        different: ``{name: {what: (expected, found)}}``; the name ``""`` is the model itself.
+        different: ``{fqn: {what: (expected, found)}}``; the name ``""`` is the model itself.
     """
 
     def __init__(

@@ -13,8 +13,8 @@ import torch
 
 from .checkpoint import SavedCheckpoint, is_beside, is_trained_copy, open_checkpoint
 from .convert import casts_by_dtype
-from .model.wrappers import canonical_fqn
 from .dtypes import HALF_DTYPES, dtype_name, find_dtype
+from .model.wrappers import canonical_fqn
 
 # Where in a model a tensor is, as far as its name says; the first that matches.
 _KINDS = (

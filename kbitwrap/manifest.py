@@ -1,71 +1,72 @@
 """``Manifest``: the record of a preparation, versioned and validated, as JSON.
 
-Reading one parses text and compares values. Nothing is imported, executed, opened or unpickled because a manifest
-names it.
+Reading one parses text and compares values. Nothing named in a manifest is imported, executed, opened or unpickled.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import functools
+import hashlib
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, ValidationError, model_validator
 from torch import nn
 
-from .comparison import ManifestDiff, compare, flat, shown
+from .comparison import ManifestDiff, as_loaded, compare, for_training
 from .config import PrepareConfig, format_bytes
 from .contents import read_contents, versions
 from .errors import ManifestError, ManifestMismatchError, ManifestVersionError
 from .model.tree import ModelTree
+from .payloads import MomentRecord, PlanRecord, Record, Text
 from .preparation.plan import Plan
 from .preparation.preparation import Preparation
+from .reports import shown
 from .schema import (
     ConfigRecord,
     Kind,
     ModelRecord,
-    MomentRecord,
     Name,
-    PlanRecord,
-    Record,
     Row,
     TensorRecord,
-    Text,
-    small_int,
+    parse_json,
 )
 from .staging import atomic_write
 
 FORMAT = "kbitwrap-manifest"
-VERSIONS = (1,)
+VERSIONS = (1, 2)
+# Settings that change neither what is computed nor what is stored.
+_OPERATIONAL = {"memory_budget", "audit", "keep_originals", "empty_cache", "progress"}
 MAX_BYTES = 128 << 20
 """The largest manifest that is read, in bytes: about a million tensors."""
 
 
 class Manifest(Record):
-    """The record of a preparation: which model, how it was prepared, and every tensor's original content by digest.
+    """The record of a preparation: the model, the settings, and the digest of every tensor's original content.
 
     ``KbitPreparedModel.manifest()`` makes one. In JSON ``rows`` is called ``"tensors"``.
 
     Attributes:
-        created: When, in UTC, as ISO 8601.
+        version: 1, or 2 where ``config.audit`` is true.
+        created: The time in UTC, as ISO 8601.
         versions: ``{distribution: version}`` of the libraries that were installed.
-        model: Which model was prepared.
+        model: The model that was prepared.
         config: The settings; ``prepare_config()`` makes a ``PrepareConfig`` of them.
         before: The model's hooks, flags, modes and memory before preparation.
-        after: The same when it was prepared.
-        plan: What the plan said, in bytes.
-        kinds: What tensors share.
+        after: The same at the end of preparation.
+        plan: The figures of the plan, in bytes.
+        kinds: The values that tensors share.
         ties: Groups of names that are one tensor.
         rows: ``{fqn: (index of the kind, digest)}``; ``tensors`` reads them.
     """
 
     format: Literal["kbitwrap-manifest"]
-    version: Literal[1]
+    version: Literal[1, 2]
     created: Annotated[str, StringConstraints(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00$")]
     versions: dict[Text, Text]
     model: ModelRecord
@@ -88,6 +89,9 @@ class Manifest(Record):
         for names in self.ties:
             if len({self.rows.get(name) for name in names}) != 1 or names[0] not in self.rows:
                 raise ValueError(f"{names[0]} and {names[1]} are tied, and not the same")
+        new = self.config.new_fields().keys() & self.config.model_fields_set
+        if new and self.version == 1:
+            raise ValueError(f"version 1 has no field config.{min(new)}")
         return self
 
     @functools.cached_property
@@ -97,11 +101,11 @@ class Manifest(Record):
 
     @classmethod
     def of(cls, model: nn.Module, plan: Plan) -> Manifest:
-        """Record a preparation.
+        """Record the preparation of a model.
 
         Args:
             model: The model, prepared or suspended; it is left untouched.
-            plan: What was done to it.
+            plan: The plan of its preparation.
 
         Returns:
             The manifest.
@@ -113,41 +117,42 @@ class Manifest(Record):
         """
         preparation = Preparation.find(ModelTree(model))
         assert preparation is not None
-        config = {f.name: getattr(plan.config, f.name) for f in dataclasses.fields(plan.config)}
-        config["precision"] = plan.config.precision.value
-        config["norm_modules"] = [m if isinstance(m, str) else m.__name__ for m in plan.config.norm_modules]
-        contents = read_contents(model, progress=plan.config.progress)
-        for fqn in contents.trained:
-            raise ManifestError(
-                f"{fqn} was trained since the model was prepared, so a manifest of now would record the trained value "
-                "as the original; make the manifest before training"
-            )
-        kinds: dict[tuple[Any, ...], int] = {}
-        ties: dict[int, list[str]] = {}
-        rows = {}
-        for fqn, tensor in contents.tensors.items():
-            kind = tuple(getattr(tensor, name) for name in Kind.model_fields)
-            rows[fqn] = (kinds.setdefault(kind, len(kinds)), tensor.digest)
-            if tensor.tie_group is not None:
-                ties.setdefault(tensor.tie_group, []).append(fqn)
-        data = {
-            "format": FORMAT,
-            "version": VERSIONS[-1],
-            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "versions": versions(),
-            "model": contents.model,
-            "config": config,
-            "before": dataclasses.asdict(preparation.original.before),
-            "after": dataclasses.asdict(preparation.after),
-            "plan": {name: getattr(plan, name) for name in PlanRecord.model_fields},
-            "kinds": [dict(zip(Kind.model_fields, kind, strict=True)) for kind in kinds],
-            "ties": list(ties.values()),
-            "tensors": rows,
-        }
-        try:
-            return cls.model_validate(data)
-        except ValidationError as error:
-            raise ManifestError(f"cannot record this preparation: {_summary(error)}") from error
+        with _refusing("cannot record this preparation"):
+            contents = read_contents(model, progress=plan.config.progress)
+            for fqn in contents.trained:
+                raise ManifestError(
+                    f"{fqn} was trained since the model was prepared, so that a manifest made now would record the "
+                    "trained value as the original; make the manifest before training",
+                    fqn=fqn,
+                )
+            kinds: dict[tuple[Any, ...], int] = {}
+            ties: dict[int, list[str]] = {}
+            rows = {}
+            for fqn, tensor in contents.tensors.items():
+                kind = tuple(getattr(tensor, name) for name in Kind.model_fields)
+                rows[fqn] = (kinds.setdefault(kind, len(kinds)), tensor.digest)
+                if tensor.tie_group is not None:
+                    ties.setdefault(tensor.tie_group, []).append(fqn)
+            data = {
+                "format": FORMAT,
+                "version": VERSIONS[-1],
+                "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                "versions": versions(),
+                "model": contents.model,
+                "config": ConfigRecord.of(plan.config),
+                "before": preparation.original.before,
+                "after": preparation.after,
+                "plan": PlanRecord.model_validate(plan, from_attributes=True),
+                "kinds": [Kind(**dict(zip(Kind.model_fields, kind, strict=True))) for kind in kinds],
+                "ties": list(ties.values()),
+                "tensors": rows,
+            }
+            return cls.model_validate(data)._of_lowest_version()
+
+    def _of_lowest_version(self) -> Manifest:
+        """This manifest with the lowest version that has a place for all of it."""
+        is_new = any(getattr(self.config, name) != default for name, default in self.config.new_fields().items())
+        return self.model_copy(update={"version": 2 if is_new else 1})
 
     def prepare_config(self) -> PrepareConfig:
         """The settings of the preparation, as a ``PrepareConfig``."""
@@ -184,31 +189,26 @@ class Manifest(Record):
             ...
             kbitwrap.errors.ManifestMismatchError: ... bias: digest: expected ..., found '...'...
         """
-        contents = read_contents(model, progress=self.config.progress)
-        ours, theirs = (flat({"model": m}) for m in (self.model.model_dump(by_alias=True), contents.model))
-        what = ("type", "shape", "original_dtype", "digest")
-        found = compare(self.tensors, contents.tensors, what, ours, theirs, ignored=("model.name_or_path",))
-        of_model = dict(found.different.get("", {}))
-        recorded, current = (v.get("transformers") for v in (self.versions, versions()))
-        if recorded != current and "model.config_sha256" in of_model:
-            del of_model["model.config_sha256"]
+        with _refusing("this is not the model that was prepared", ManifestMismatchError):
+            contents = read_contents(model, progress=self.config.progress)
+            current = contents.model
+        ignored = ["model.name_or_path"]
+        recorded_with, installed = (found.get("transformers") for found in (self.versions, versions()))
+        if recorded_with != installed and self.model.config_sha256 != current.config_sha256:
+            ignored.append("model.config_sha256")
             warnings.warn(
-                f"the model's config is not the recorded one, as far as transformers {current} can tell; the manifest "
-                f"was written with {recorded}",
+                f"the model's config is not the recorded one, as far as transformers {installed} can tell; the "
+                f"manifest was written with {recorded_with}",
                 UserWarning,
                 stacklevel=2,
             )
-            rest = {fqn: rows for fqn, rows in found.different.items() if fqn}
-            found = dataclasses.replace(found, different={**({"": of_model} if of_model else {}), **rest})
+        ours, theirs = ({"model": record.model_dump(by_alias=True)} for record in (self.model, current))
+        found = compare(self.tensors, contents.tensors, as_loaded, ours, theirs, ignored)
         if found:
-            lines = found.lines()
-            more = f"; and {len(lines) - 5} more differences" if len(lines) > 5 else ""
             raise ManifestMismatchError(
-                f"this {contents.model['class']} is not the model that was prepared: {'; '.join(lines[:5])}{more}. "
+                f"this {current.class_name} is not the model that was prepared: {found.summary()}. "
                 f"Load the one recorded: {self.model.class_name} from {self.model.name_or_path!r}",
-                missing=found.missing,
-                unexpected=found.unexpected,
-                different=found.different,
+                **vars(found),
             )
 
     def diff(self, other: Manifest) -> ManifestDiff:
@@ -220,23 +220,53 @@ class Manifest(Record):
         Returns:
             How it differs from this one.
         """
-        what = tuple(f.name for f in dataclasses.fields(TensorRecord) if f.name not in ("fqn", "tie_group"))
-        return compare(self.tensors, other.tensors, what, self._header(), other._header())
+        return compare(self.tensors, other.tensors, vars, self._header(), other._header())
 
     def _header(self) -> dict[str, Any]:
-        parts = {"created", "kinds", "ties", "rows"}
-        data = self.model_dump(mode="json", by_alias=True, exclude=parts)
-        for moment in ("before", "after"):
-            del data[moment]["memory"]
-        return flat(data)
+        """All but the tensors, when the manifest was made, its version and what memory was measured."""
+        whole = dict.fromkeys(("version", "created", "kinds", "ties", "rows"), True)
+        exclude: Any = {**whole, "before": {"memory"}, "after": {"memory"}}
+        return self.model_dump(mode="json", by_alias=True, exclude=exclude)
 
-    def to_json(self) -> str:
-        """Write the manifest as JSON: indented, one tensor a line.
+    def essence(self) -> dict[str, Any]:
+        """The parts that training depends on, as plain JSON: preparations with the same essence train alike.
 
         Returns:
-            The text, in ASCII.
+            ``"config"`` and ``"model"`` as in the manifest, without settings that change no number and without
+            ``name_or_path``; ``"tensors"``, a SHA-256 (hex) over all tensors, without the content of trainable ones;
+            ``"transformers"``, its version.
         """
-        data = self.model_dump(mode="json", by_alias=True)
+        digest = hashlib.sha256()
+        for fqn, tensor in sorted(self.tensors.items()):
+            digest.update(json.dumps([fqn, *for_training(tensor).values()]).encode())
+        exclude = {"config": _OPERATIONAL, "model": {"name_or_path"}}
+        data = self.model_dump(
+            mode="json", by_alias=True, exclude_defaults=True, include={"config", "model"}, exclude=exclude
+        )
+        return {**data, "tensors": digest.hexdigest(), "transformers": self.versions.get("transformers")}
+
+    def diff_essence(self, expected: Mapping[str, Any], recorded: Manifest | None = None) -> ManifestDiff:
+        """Compare an essence that was recorded with this manifest's.
+
+        A config that differs is no difference where it was recorded with another version of transformers, which may
+        write the same config differently.
+
+        Args:
+            expected: The recorded essence.
+            recorded: The manifest that it is the essence of, to name the tensors that differ; ``None`` names none.
+
+        Returns:
+            How this manifest differs. What differs in the essence is at the name ``""``.
+        """
+        found = self.essence()
+        ignored = ["transformers"]
+        if expected.get("transformers") != found["transformers"]:
+            ignored.append("model.config_sha256")
+        return compare((recorded or self).tensors, self.tensors, for_training, expected, found, ignored)
+
+    def to_json(self) -> str:
+        """The manifest as JSON text, in ASCII: indented, one tensor a line."""
+        data = self.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         parts = []
         for key, value in data.items():
             if key in ("kinds", "ties"):
@@ -259,27 +289,21 @@ class Manifest(Record):
             The manifest.
 
         Raises:
-            ManifestError: It is no JSON, no manifest, or says what cannot be meant.
-            ManifestVersionError: It is of a version that this kbitwrap does not read.
+            ManifestError: It is no JSON, no manifest, or an invalid one.
+            ManifestVersionError: It has a version that this kbitwrap does not read.
         """
-        return cls._read(text, "the manifest")
+        return cls._read(text.encode(errors="surrogatepass"), "the manifest")
 
     @classmethod
-    def _read(cls, text: str, source: str) -> Manifest:
+    def _read(cls, text: bytes, source: str) -> Manifest:
         if len(text) > MAX_BYTES:
             raise ManifestError(
-                f"expected a manifest of at most {format_bytes(MAX_BYTES)}, found {len(text)} characters"
+                f"{source}: expected a manifest of at most {format_bytes(MAX_BYTES)}, found a larger one"
             )
         try:
-            data = json.loads(
-                text,
-                object_pairs_hook=_unique,
-                parse_constant=_refuse_constant,
-                parse_float=_finite,
-                parse_int=small_int,
-            )
+            data = parse_json(text.decode())
         except (ValueError, RecursionError) as error:
-            raise ManifestError(f"{source} is not JSON that can be read: {error}") from error
+            raise ManifestError(f"{source}: expected JSON in UTF-8: {error}") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, dict) else data
             raise ManifestError(f'{source}: expected JSON with "format": "{FORMAT}", found {shown(found)}')
@@ -291,13 +315,11 @@ class Manifest(Record):
                 found=version,
                 supported=VERSIONS,
             )
-        try:
-            return cls.model_validate(data)
-        except ValidationError as error:
-            raise ManifestError(f"{source} cannot be meant: {_summary(error)}") from error
+        with _refusing(f"{source} is invalid"):
+            return cls.model_validate(data)._of_lowest_version()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the manifest to a file: all of it, or the file stays as it was.
+        """Write the manifest to a file, atomically: if it cannot be written whole, the file stays as it was.
 
         Args:
             path: The file; one that exists is replaced.
@@ -318,24 +340,15 @@ class Manifest(Record):
             The manifest.
 
         Raises:
-            ManifestError: The file cannot be read, is larger than 128 MiB, is no JSON, no manifest, or says what
-                cannot be meant.
-            ManifestVersionError: It is of a version that this kbitwrap does not read.
+            ManifestError: The file cannot be read, is larger than 128 MiB, is no JSON, no manifest, or an invalid one.
+            ManifestVersionError: It has a version that this kbitwrap does not read.
         """
         name = repr(os.fspath(path))
         try:
             with open(path, "rb") as file:
-                data = file.read(MAX_BYTES + 1)
+                text = file.read(MAX_BYTES + 1)
         except (OSError, ValueError) as error:
             raise ManifestError(f"cannot read the manifest {name}: {error}") from error
-        if len(data) > MAX_BYTES:
-            raise ManifestError(
-                f"{name}: expected a manifest of at most {format_bytes(MAX_BYTES)}, found a larger file"
-            )
-        try:
-            text = data.decode()
-        except UnicodeDecodeError as error:
-            raise ManifestError(f"{name} is no manifest: expected UTF-8: {error}") from error
         return cls._read(text, name)
 
 
@@ -349,18 +362,7 @@ class _Tensors(Mapping[str, TensorRecord]):
 
     def __getitem__(self, fqn: str) -> TensorRecord:
         index, digest = self._rows[fqn]
-        kind = self._kinds[index]
-        return TensorRecord(
-            fqn,
-            kind.type,
-            kind.shape,
-            kind.original_dtype,
-            kind.prepared_dtype,
-            kind.requires_grad,
-            kind.prepared_requires_grad,
-            digest,
-            self._ties.get(fqn),
-        )
+        return TensorRecord(fqn=fqn, **vars(self._kinds[index]), digest=digest, tie_group=self._ties.get(fqn))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
@@ -374,30 +376,19 @@ def _lines(opening: str, items: Iterator[str], closing: str) -> str:
     return f"{opening}\n    {body}\n  {closing}" if body else opening + closing
 
 
-def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key is there twice in one object")
-    return found
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if value in (float("inf"), float("-inf")):
-        raise ValueError(f"{shown(text)} is too large a number")
-    return value
-
-
-def _summary(error: ValidationError) -> str:
-    """The first errors of a validation, one after the other."""
-    found = error.errors(include_url=False, include_context=False)
-    lines = []
-    for entry in found[:3]:
-        where = ".".join(repr(str(part))[1:-1][:80] for part in entry["loc"])
-        lines.append(f"{where or 'as a whole'}: {entry['msg']}, found {shown(entry['input'])}")
-    more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
-    return "; ".join(lines) + more
+@contextlib.contextmanager
+def _refusing(complaint: str, kind: type[ManifestError] = ManifestError) -> Iterator[None]:
+    """Raise what pydantic refuses as an error of the tree, with the first few complaints and the first one's tensor."""
+    try:
+        yield
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False)
+        lines = []
+        for entry in found[:3]:
+            where = ".".join(repr(str(part))[1:-1][:80] for part in entry["loc"])
+            lines.append(f"{where or 'as a whole'}: {entry['msg']}, found {shown(entry['input'])}")
+        more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
+        refusal = kind(f"{complaint}: {'; '.join(lines)}{more}")
+        first = found[0]["loc"]
+        refusal.fqn = str(first[1]) if first[:1] == ("tensors",) and len(first) > 1 else ""
+        raise refusal from error

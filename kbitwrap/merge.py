@@ -27,13 +27,14 @@ from .adapters import (
     shallow_copy,
     trained_copy,
 )
+from .dtypes import HALF_DTYPES
 from .errors import ExportError
 from .export.twin import Twin
 from .lazy import LazyTensor, materialize
 from .model.quantization import Rows, dequantizer, is_quantized_layer, is_quantized_parameter
 from .model.tree import ModelTree, named_modules
 from .model.wrappers import is_adapter_module
-from .tensors.bits import HALF_DTYPES, fingerprint
+from .tensors.bits import fingerprint
 
 # What a quantized load leaves on a model, and on its configs.
 _MODEL_ATTRIBUTES = (

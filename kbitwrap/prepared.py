@@ -34,7 +34,7 @@ from .preparation.plan import Plan, plan_as_detected, write_plan
 from .preparation.planner import Planner
 from .preparation.preparation import Preparation
 from .preparation.process import empty_cache, plain_mode
-from .report import ExportReport, RestoreReport, StateDiff
+from .reports import ExportReport, RestoreReport, StateDiff
 
 _logger = logging.getLogger(__name__)
 

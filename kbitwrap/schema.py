@@ -1,43 +1,60 @@
-"""The schema of a manifest: what its JSON may hold, and nothing else. Types alone; ``Manifest`` is in its own room."""
+"""The types of what a manifest's JSON may hold. ``Manifest`` itself is in its own room."""
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, StringConstraints, model_validator
+from pydantic import AfterValidator, Field, JsonValue, StringConstraints, model_validator
 
 from .config import PrepareConfig
 from .errors import ConfigError
+from .payloads import MAX_COUNT, Count, Record, Text
+from .reports import shown
 
-_MAX_COUNT = (1 << 63) - 1
+
+def parse_json(text: str) -> Any:
+    """Parse JSON; numbers that are not finite, long integers and doubled keys are a ``ValueError``."""
+    return json.loads(
+        text, object_pairs_hook=_unique, parse_constant=_finite, parse_float=_finite, parse_int=_small_int
+    )
 
 
-def small_int(text: str) -> int:
-    """Read an integer of at most 20 characters: Python itself takes quadratic time to read a long one."""
-    if len(text) > 20:
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key occurs twice in one object")
+    return found
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{shown(text)} is not a finite number")
+    return value
+
+
+def _small_int(text: str) -> int:
+    if len(text) > 20:  # Python takes quadratic time to read a long one
         raise ValueError(f"an integer of {len(text)} characters is too large")
     return int(text)
 
 
-def _can_be_read(value: dict[str, Any]) -> dict[str, Any]:
-    """Raise for a lone surrogate or a long integer at any depth, which JSON can hold and no manifest is read with."""
+def _readable(value: dict[str, Any]) -> dict[str, Any]:
+    """Refuse a lone surrogate or a long integer at any depth: JSON can hold them, and no manifest is read with them."""
     text = json.dumps(value, ensure_ascii=False)
     text.encode()
-    json.loads(text, parse_int=small_int)
+    parse_json(text)
     return value
 
 
-Text = Annotated[str, StringConstraints(max_length=4096, pattern=r"^[^\x00-\x1f\x7f]*$")]
-# A tensor's name is used as a key and never as a path; what could be taken for one is refused all the same.
+# A tensor's name is used as a key and never as a path; names that look like paths are refused all the same.
 Name = Annotated[str, StringConstraints(max_length=1024, pattern=r"^[^\p{C}/\\.:]+(\.[^\p{C}/\\.:]+)*$")]
-ModuleName = Annotated[str, StringConstraints(max_length=1024, pattern=r"^([^\p{C}/\\.:]+(\.[^\p{C}/\\.:]+)*)?$")]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-Settings = Annotated[dict[Text, JsonValue], AfterValidator(_can_be_read)]
-Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
-SignedCount = Annotated[int, Field(ge=-_MAX_COUNT, le=_MAX_COUNT)]
+Settings = Annotated[dict[Text, JsonValue], AfterValidator(_readable)]
 DType = Literal[
     "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
     "float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128",
@@ -45,18 +62,12 @@ DType = Literal[
 ]  # fmt: skip
 
 
-class Record(BaseModel):
-    """What every part of a manifest is: frozen, nothing converted, no field unknown."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
-
-
 class QuantizationRecord(Record):
     """How the model is quantized.
 
     Attributes:
         method: ``"bitsandbytes_4bit"``, ``"bitsandbytes_8bit"``, another method's name, or ``None``.
-        config: Its settings, as the model's config says them.
+        config: Its settings, as the model's config has them.
     """
 
     method: Text | None
@@ -64,12 +75,13 @@ class QuantizationRecord(Record):
 
 
 class ModelRecord(Record):
-    """Which model was prepared.
+    """The model that was prepared.
 
     Attributes:
         class_name: Its class (``"class"`` in JSON).
         name_or_path: Where it was loaded from; a note to the reader, never opened and not compared with a model.
-        config_sha256: SHA-256 (hex) of its config without what changes by use; ``None`` for a model without config.
+        config_sha256: SHA-256 (hex) of its config without the values that change by use; ``None`` where
+            there is no config.
         dtype: The original dtype of its first floating-point parameter that is not quantized.
         quantization: How it is quantized.
     """
@@ -80,16 +92,24 @@ class ModelRecord(Record):
     dtype: DType | None
     quantization: QuantizationRecord
 
+    @classmethod
+    def of(cls, *, class_name: str, **fields: Any) -> ModelRecord:
+        """Make a record by keywords: its key for the class, ``"class"``, cannot be one."""
+        return cls(**{"class": class_name, **fields})
+
 
 class ConfigRecord(Record):
-    """The fields of ``PrepareConfig``. A class among ``norm_modules`` is recorded by its name, and matches by name."""
+    """The fields of ``PrepareConfig``. A class among ``norm_modules`` is recorded by its name, and matches by name.
+
+    A field with a default is one that version 1 of the manifest does not have.
+    """
 
     precision: Literal["full", "compute", "norms", "adapted", "none"]
     freeze: bool
     gradient_checkpointing: bool
     gradient_checkpointing_kwargs: Settings
     input_require_grads: bool | None
-    head_chunk_bytes: Annotated[int, Field(ge=1, le=_MAX_COUNT)] | None
+    head_chunk_bytes: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None
     norm_modules: tuple[Text, ...] = Field(strict=False, max_length=256)
     memory_budget: Count | Annotated[str, StringConstraints(max_length=64)] | None
     audit: bool = False
@@ -98,15 +118,26 @@ class ConfigRecord(Record):
     progress: bool
 
     @model_validator(mode="after")
-    def _can_be_meant(self) -> ConfigRecord:
+    def _is_valid(self) -> ConfigRecord:
         self.prepare_config()
         return self
+
+    @classmethod
+    def of(cls, config: PrepareConfig) -> ConfigRecord:
+        """The record of some settings."""
+        norms = [norm if isinstance(norm, str) else norm.__name__ for norm in config.norm_modules]
+        return cls(**{**vars(config), "precision": config.precision.value, "norm_modules": norms})
+
+    @classmethod
+    def new_fields(cls) -> dict[str, Any]:
+        """The fields that version 1 of the manifest does not have, with their defaults."""
+        return {name: field.default for name, field in cls.model_fields.items() if not field.is_required()}
 
     def prepare_config(self) -> PrepareConfig:
         """The settings as a ``PrepareConfig``.
 
         Raises:
-            ConfigError: They cannot be meant.
+            ConfigError: A setting is invalid.
         """
         try:
             return PrepareConfig(**self.model_dump())
@@ -114,65 +145,8 @@ class ConfigRecord(Record):
             raise ConfigError(f"norm_modules: not a regular expression that can be compiled: {error}") from error
 
 
-class StateRecord(Record):
-    """Hooks, flags and modes at one moment. Modules are named by their canonical names; ``""`` is the model itself.
-
-    Attributes:
-        input_gradient_hooks: ``{module: number of hooks}`` where there are any.
-        checkpointing: Modules whose ``gradient_checkpointing`` is true.
-        use_cache: ``config.use_cache``; ``None`` where there is none.
-        num_modules: Modules of the base.
-        num_training: How many of them are in train mode.
-    """
-
-    input_gradient_hooks: dict[ModuleName, Count]
-    checkpointing: tuple[ModuleName, ...] = Field(strict=False)
-    use_cache: bool | None
-    num_modules: Count
-    num_training: Count
-
-
-class RoleBytes(Record):
-    """A row of a plan's table: parameters, their bytes as loaded, and the bytes added."""
-
-    count: Count
-    bytes: Count
-    added_bytes: SignedCount
-
-
-class PlanRecord(Record):
-    """What the plan said, in bytes. Names as in ``Plan``."""
-
-    added_bytes: SignedCount
-    peak_bytes: Count
-    cache_bytes: Count
-    record_bytes: Count
-    by_role: dict[Text, RoleBytes]
-
-
-class MemoryRecord(Record):
-    """What was measured at one moment, in bytes.
-
-    Attributes:
-        parameter_bytes: Held by the parameters' storages, each counted once.
-        allocated_bytes: ``torch.cuda.memory_allocated`` over all devices that hold parameters; ``None`` without CUDA.
-        reserved_bytes: ``torch.cuda.memory_reserved``, likewise.
-    """
-
-    parameter_bytes: Count
-    allocated_bytes: Count | None
-    reserved_bytes: Count | None
-
-
-class MomentRecord(Record):
-    """The model's state and memory at one moment."""
-
-    state: StateRecord
-    memory: MemoryRecord
-
-
 class Kind(Record):
-    """What many tensors share.
+    """The values that many tensors share.
 
     Attributes:
         type: ``"parameter"``, ``"quantization"`` (the statistics of a quantized weight) or ``"buffer"`` (persistent).

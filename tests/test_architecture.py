@@ -26,7 +26,8 @@ ROOMS = (
     "errors",
     "config",
     "dtypes",
-    "report",
+    "reports",
+    "payloads",
     "tensors",
     "lazy",
     "model",
@@ -113,7 +114,7 @@ def test_the_walk_sees_every_kind_of_import(tmp_path: Path, monkeypatch: pytest.
     file = package / "room.py"
     file.write_text(
         "from .plan import Plan\nfrom . import roles\nimport kbitwrap.storage\nfrom kbitwrap import Plan\n"
-        "from kbitwrap.report import StateDiff\nimport torch\n"
+        "from kbitwrap.reports import StateDiff\nimport torch\n"
         "def late():\n    from .prepared import prepared_of\n"
     )
     monkeypatch.setitem(globals(), "PACKAGE", package)
@@ -122,7 +123,7 @@ def test_the_walk_sees_every_kind_of_import(tmp_path: Path, monkeypatch: pytest.
         ("", "roles"),
         ("storage", ""),
         ("", "Plan"),
-        ("report", "StateDiff"),
+        ("reports", "StateDiff"),
         ("prepared", "prepared_of"),
     }
 
@@ -138,7 +139,7 @@ def imported_roots(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", ["errors.py", "config.py", "report.py", "edits/journal.py"])
+@pytest.mark.parametrize("path", ["errors.py", "config.py", "reports.py", "edits/journal.py"])
 def test_errors_settings_reports_and_the_journal_know_nothing_of_torch(path: str) -> None:
     assert imported_roots(PACKAGE / path) <= set(sys.stdlib_module_names)
 

@@ -1,4 +1,4 @@
-"""The settings: each is validated, and a mistake says what was meant."""
+"""The settings: each is validated, and a mistake names what is valid."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def test_the_defaults() -> None:
         "head_chunk_bytes": None,
         "norm_modules": (),
         "memory_budget": None,
+        "audit": False,
         "keep_originals": False,
         "empty_cache": True,
         "progress": False,
@@ -42,7 +43,7 @@ def test_the_defaults() -> None:
         *(("precision", value) for value in ("half", "FULL", "", None, 0, True, ["full"])),
         *(
             (field, value)
-            for field in ("freeze", "gradient_checkpointing", "keep_originals", "empty_cache", "progress")
+            for field in ("freeze", "gradient_checkpointing", "audit", "keep_originals", "empty_cache", "progress")
             for value in (None, 0, 1, "yes", [])
         ),
         *(("gradient_checkpointing_kwargs", value) for value in (None, True, "use_reentrant", [("a", 1)], {1: 2})),
@@ -51,7 +52,7 @@ def test_the_defaults() -> None:
         *(("memory_budget", value) for value in (-1, 1.5, True, "", "much", "12 parsecs", "-1MiB", "1e9", [1])),
     ],
 )
-def test_a_value_that_cannot_be_meant_is_refused_by_name(field: str, value: Any) -> None:
+def test_an_invalid_value_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         PrepareConfig(**{field: value})
     assert isinstance(caught.value, ValueError)
@@ -66,7 +67,7 @@ def test_a_value_that_cannot_be_meant_is_refused_by_name(field: str, value: Any)
         *(("precision", value) for value in ("full", "norms", "none", *Precision)),
         *(
             (field, value)
-            for field in ("freeze", "gradient_checkpointing", "keep_originals", "empty_cache", "progress")
+            for field in ("freeze", "gradient_checkpointing", "audit", "keep_originals", "empty_cache", "progress")
             for value in (True, False)
         ),
         *(("gradient_checkpointing_kwargs", value) for value in ({}, {"use_reentrant": True}, {"a": None})),
@@ -75,7 +76,7 @@ def test_a_value_that_cannot_be_meant_is_refused_by_name(field: str, value: Any)
         *(("memory_budget", value) for value in (None, 0, 1, "0", "512MiB")),
     ],
 )
-def test_a_value_that_can_be_meant_is_kept(field: str, value: Any) -> None:
+def test_a_valid_value_is_kept(field: str, value: Any) -> None:
     assert getattr(PrepareConfig(**{field: value}), field) == value
 
 

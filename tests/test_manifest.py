@@ -417,8 +417,9 @@ def test_what_cannot_be_recorded_is_named() -> None:
         prepared.manifest()
     odd = nn.Sequential()
     odd.add_module("a/b", nn.LayerNorm(2).bfloat16())
-    with KbitPreparedModel(odd) as prepared, pytest.raises(ManifestError, match=r"a/b\.weight"):
+    with KbitPreparedModel(odd) as prepared, pytest.raises(ManifestError, match=r"a/b\.weight") as caught:
         prepared.manifest()
+    assert caught.value.fqn == "a/b.weight"
 
 
 # Making one that is quantized is deprecated.
@@ -564,6 +565,13 @@ def test_another_compute_dtype_is_another_model(llama: Manifest) -> None:
     assert caught.value.different == {"": {key: ("bfloat16", "float16")}}
 
 
+def test_a_setting_that_no_manifest_can_hold_is_another_model(llama: Manifest) -> None:
+    model = zoo.load("llama")
+    model.config.quantization_config.llm_int8_threshold = float("inf")
+    with pytest.raises(ManifestMismatchError, match="llm_int8_threshold"):
+        llama.check(model)
+
+
 def test_another_dtype_is_another_model(llama: Manifest) -> None:
     with pytest.raises(ManifestMismatchError) as caught:
         llama.check(zoo.load("llama", dtype=torch.float16))
@@ -700,6 +708,58 @@ def test_diff_says_what_differs() -> None:
     assert first.diff(less).missing == less.diff(first).unexpected == ("norm.weight",)
 
 
+def test_an_essence_is_what_was_recorded_with_checkpoints_before_there_was_the_method() -> None:
+    assert Manifest.load(Path(__file__).with_name("manifest-version-1.json")).essence() == {
+        "config": {
+            "precision": "norms",
+            "freeze": True,
+            "gradient_checkpointing": True,
+            "gradient_checkpointing_kwargs": {"use_reentrant": True},
+            "input_require_grads": None,
+            "head_chunk_bytes": None,
+            "norm_modules": [],
+        },
+        "model": {
+            "class": "Tied",
+            "config_sha256": None,
+            "dtype": "bfloat16",
+            "quantization": {"method": None, "config": {}},
+        },
+        "tensors": "500c7ff4eed7512d4535b09b513ac1811d1315726db909a1b7ae53eef39c6c36",
+        "transformers": "5.23.0",
+    }
+
+
+def test_an_essence_compares_what_training_depends_on() -> None:
+    first = small_manifest()
+    essence = json.loads(json.dumps(first.essence()))
+    same = small_manifest(memory_budget="1GiB", audit=True, keep_originals=True, empty_cache=False)
+    assert not same.diff_essence(essence)
+    assert not same.diff_essence(essence, first)
+    second = small_manifest(precision="none")
+    rows = second.diff_essence(essence).different
+    assert list(rows) == [""]
+    assert rows[""]["config.precision"] == ("full", "none")
+    assert rows[""]["tensors"] == (essence["tensors"], second.essence()["tensors"])
+    named = second.diff_essence(essence, first).different
+    assert named[""] == rows[""]
+    assert named["norm.weight"] == {"prepared_dtype": ("float32", "bfloat16")}
+
+
+def test_the_content_of_what_is_trained_is_no_part_of_an_essence() -> None:
+    first = small_manifest(freeze=False)
+    data = json.loads(first.to_json())
+    data["tensors"]["norm.weight"][1] = "0" * 16
+    trained = Manifest.from_json(json.dumps(data))
+    assert not trained.diff_essence(first.essence(), first)
+    data["tensors"]["bn.running_mean"][1] = "0" * 16
+    other = Manifest.from_json(json.dumps(data)).diff_essence(first.essence(), first)
+    assert {fqn: list(rows) for fqn, rows in other.different.items()} == {
+        "": ["tensors"],
+        "bn.running_mean": ["digest"],
+    }
+
+
 # ----------------------------------------------------------------------------------------------------
 # From a manifest.
 # ----------------------------------------------------------------------------------------------------
@@ -718,6 +778,7 @@ def test_every_setting_comes_back(tmp_path: Path) -> None:
         "head_chunk_bytes": 4096,
         "norm_modules": (OddNorm, "Scale.*"),
         "memory_budget": "3GiB",
+        "audit": True,
         "keep_originals": True,
         "empty_cache": False,
     }

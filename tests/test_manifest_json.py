@@ -1,4 +1,4 @@
-"""Manifests as files and as JSON: what is written comes back, and what cannot be meant is refused."""
+"""Manifests as files and as JSON: what is written comes back, and what is invalid is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from kbitwrap import ExportError, Manifest, ManifestError, ManifestVersionError
+from kbitwrap import ExportError, Manifest, ManifestError, ManifestVersionError, PrepareConfig
 from plain import small_manifest
 
 # The plain model of these tests is not quantized, and preparing it says so.
@@ -110,6 +110,46 @@ def test_the_published_schema_is_the_one_that_is_used() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------
+# Versions.
+# ----------------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_version_1_is_read_and_written_as_it_was() -> None:
+    path = HERE / "manifest-version-1.json"  # of kbitwrap 0.1.0, before there was another version
+    manifest = Manifest.load(path)
+    assert manifest.to_json() == path.read_text()
+    assert manifest.prepare_config() == PrepareConfig(gradient_checkpointing_kwargs={"use_reentrant": True})
+
+
+def test_a_new_field_makes_it_version_2_only_where_it_is_used() -> None:
+    manifest, audited = small_manifest(audit=False), small_manifest(audit=True)
+    assert manifest.version == 1
+    assert '"audit"' not in manifest.to_json()
+    assert audited.version == json.loads(audited.to_json())["version"] == 2
+    assert audited.prepare_config().audit
+    assert Manifest.from_json(audited.to_json()) == audited
+    assert manifest.diff(audited).different == {"": {"config.audit": (False, True)}}
+
+
+@pytest.mark.parametrize("config", [{}, {"audit": False}])
+def test_a_file_of_version_2_without_a_new_field_is_one_of_version_1(config: dict[str, Any]) -> None:
+    manifest = small_manifest()
+    data = json.loads(manifest.to_json())
+    data["version"] = 2
+    data["config"] |= config
+    read = Manifest.from_json(json.dumps(data))
+    assert read == manifest
+    assert read.to_json() == manifest.to_json()
+
+
+@pytest.mark.parametrize("audit", [None, 0, 1, "yes", []])
+def test_a_new_field_is_validated(audit: Any) -> None:
+    data = json.loads(small_manifest(audit=True).to_json())
+    data["config"]["audit"] = audit
+    assert "config.audit" in str(refuse(json.dumps(data)))
+
+
+# ----------------------------------------------------------------------------------------------------
 # Bad manifests.
 # ----------------------------------------------------------------------------------------------------
 
@@ -144,13 +184,13 @@ def replaced(data: Any, path: tuple[Any, ...], value: Any) -> Any:
     return data
 
 
-@pytest.mark.parametrize("version", [0, 2, 99, "1", 1.0, True, None, [], {}, -1])
+@pytest.mark.parametrize("version", [0, 3, 99, "1", 1.0, True, None, [], {}, -1])
 def test_another_version_is_said_first(text: str, version: Any) -> None:
     # Before anything else of it is looked at: a later version may hold what this one does not know.
     error = refuse(json.dumps({"format": "kbitwrap-manifest", "version": version, "news": 1}))
     assert isinstance(error, ManifestVersionError)
     assert error.found == version
-    assert error.supported == (1,)
+    assert error.supported == (1, 2)
 
 
 @pytest.mark.parametrize("bad", ["", "null", "[]", "1", '"x"', "{}", '{"format": "other"}', "\ufeff{}", "{", "\0"])
@@ -231,6 +271,8 @@ MUST_REFUSE: dict[str, tuple[tuple[Any, ...], Any]] = {
     "budget in words": (("config", "memory_budget"), "much"),
     "negative budget": (("config", "memory_budget"), -1),
     "chunk of nothing": (("config", "head_chunk_bytes"), 0),
+    "audit in version 1": (("config", "audit"), True),
+    "default audit in version 1": (("config", "audit"), False),
     "no regular expression": (("config", "norm_modules"), ["("]),
     "a repetition too large": (("config", "norm_modules"), ["a{99999999999999}"]),
     "an expression too deep": (("config", "norm_modules"), ["(" * 4000 + ")" * 4000]),
@@ -247,7 +289,7 @@ MUST_REFUSE: dict[str, tuple[tuple[Any, ...], Any]] = {
 
 
 @pytest.mark.parametrize("case", MUST_REFUSE)
-def test_what_cannot_be_meant_is_refused(case: str, text: str) -> None:
+def test_an_invalid_value_is_refused(case: str, text: str) -> None:
     path, value = MUST_REFUSE[case]
     refuse(json.dumps(replaced(json.loads(text), path, value)))
 
@@ -260,7 +302,7 @@ BAD_NAMES += ("\ud800", "\u202ea", "a\u2028b\u0085", "x" * 1025)
 def test_names_that_could_be_paths_are_refused(name: str, text: str) -> None:
     data = json.loads(text)
     data["tensors"][name] = data["tensors"]["norm.weight"]
-    refuse(json.dumps(data))
+    assert refuse(json.dumps(data)).fqn == name.encode(errors="surrogatepass").decode(errors="replace")
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "9" * 30, "9" * 100_000, "01"])
@@ -382,6 +424,7 @@ model = torch.nn.LayerNorm(2)
 def use(path):
     manifest = Manifest.load(path)
     manifest.prepare_config(), str(manifest), repr(manifest), manifest.to_json(), manifest.diff(manifest)
+    manifest.diff_essence(manifest.essence(), manifest)
     list(manifest.tensors.values())
     try:
         manifest.check(model)

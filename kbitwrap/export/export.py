@@ -19,9 +19,9 @@ from torch import nn
 from ..errors import ExportError
 from ..lazy import LazyTensor, materialize
 from ..model.quantization import is_of_a_quantizer
-from ..report import ExportReport
-from .twin import Twin
+from ..reports import ExportReport
 from ..writer import CheckpointWriter, checkpoint_writer, split_into_files
+from .twin import Twin
 
 _METADATA = {"format": "pt"}
 _SAVE_FILE = "safe_save_file"  # safetensors.torch.save_file, as transformers' own save_pretrained calls it

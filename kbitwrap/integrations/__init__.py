@@ -1,4 +1,4 @@
-"""For the libraries that train: one file each.
+"""Integrations with the libraries that train: one file each.
 
 Importing this package imports transformers; ``import kbitwrap`` does not import this package.
 

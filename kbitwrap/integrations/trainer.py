@@ -1,13 +1,11 @@
-"""For transformers' ``Trainer`` and what derives from it, such as TRL's ``SFTTrainer``."""
+"""Integration with transformers' ``Trainer`` and trainers derived from it, such as TRL's ``SFTTrainer``."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -18,47 +16,47 @@ from kbitwrap import (
     KbitPreparedModel,
     LifecycleState,
     Manifest,
+    ManifestDiff,
     ManifestError,
     ManifestMismatchError,
     StateError,
     prepared_of,
 )
 
-# Settings that change neither what is computed nor what is stored.
-_OPERATIONAL = {"memory_budget", "keep_originals", "empty_cache", "progress"}
+_Model = nn.Module | None
 
 
 class KbitTrainerCallback(TrainerCallback, ExportableState):
-    """Keeps the record of the preparation with the checkpoints, refuses to resume on another, suspends for evaluation.
+    """Records the preparation in every checkpoint, refuses to resume on another one, and can suspend for evaluation.
 
-    Each checkpoint folder gets the manifest, written by the processes that save. What it comes to (the settings, the
-    model, one digest over all tensors) goes into the checkpoint's own ``trainer_state.json`` too, and is what a resumed
-    training is compared with: a callback is told that state, and not the folder. The base is digested once, when
-    training begins.
+    Each checkpoint folder gets the manifest, written by the processes that save. Its essence (the settings, the model,
+    one digest over all tensors) goes into the checkpoint's own ``trainer_state.json`` too. A resumed training is
+    compared with that: a callback is given the state, and not the folder. The base is digested once, when training
+    begins.
 
-    The model that is trained is adopted when the ``Trainer`` is made: under ``"adapted"`` the adapted blocks' norms
+    The model that is trained is adopted when the ``Trainer`` is made: under ``"adapted"`` the norms of adapted blocks
     compute in float32 from there on, and ``restore`` takes back what accelerate sets on the ``PeftModel``. A callback
     that is added to a ``Trainer`` later comes too late for that: ``adopt`` the model before.
 
-    With ``suspend_evaluation``, what is evaluated in the course of training is the base in its original state, as it
-    will be after ``restore``; training goes on as though there had been no evaluation, bit for bit. The callback
-    suspends when it learns that there is an evaluation to come, at the end of a step or an epoch, and resumes when that
-    is over. Put it last: callbacks after it find the model suspended, and an evaluation that they ask for is refused.
-    So is any other that would run on the prepared model: several evaluation datasets, ``evaluate`` and ``predict``
-    outside training, for which there is no event before. `SuspendedEvaluation` covers these too. An evaluation that
-    raises leaves the model suspended, until the end of its with-block or until ``prepared.resume()``.
+    With ``suspend_evaluation``, evaluations during training run on the base in its original state, as it will be after
+    ``restore``; training goes on bit for bit as without an evaluation. The callback suspends at the end of a step or an
+    epoch, when it learns that an evaluation follows, and resumes when that is over. Put it last: callbacks after it
+    find the model suspended, and an evaluation that they ask for is refused. So is any other that would run on the
+    prepared model: several evaluation datasets, and ``evaluate`` and ``predict`` outside training, which no event
+    announces. `SuspendedEvaluation` covers these too. An evaluation that raises leaves the model suspended, until the
+    end of its with-block or until ``prepared.resume()``.
 
     Args:
         prepared: The wrapper of the model that is trained; ``None`` finds it from the model.
         manifest_name: The name of the manifest's file in a checkpoint folder.
-        suspend_evaluation: Evaluate in the original state.
+        suspend_evaluation: Whether to evaluate in the original state.
 
     Raises:
         StateError: When training begins: the model is not prepared, or not by ``prepared``, or it is suspended. When
-            the model is evaluated: it is not suspended and should be, or cannot be, because several processes train and
+            the model is evaluated: it should be suspended and is not, or cannot be, because several processes train and
             a trained parameter would change its dtype. After a step: an evaluation was called off.
-        ManifestMismatchError: When training begins: the checkpoint resumed from was trained on another base, or on one
-            prepared otherwise. No step was taken.
+        ManifestMismatchError: When training begins: the checkpoint to resume from was trained on another base, or on
+            one that was prepared otherwise. No step was taken.
         ExportError: A manifest could not be written.
 
     Example:
@@ -82,33 +80,23 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         self._resume: Callable[[], bool] | None = None
 
     def state(self) -> dict[str, Any]:
-        """What goes into ``trainer_state.json``: the callback's arguments, and what the manifest comes to."""
-        record = None if self._manifest is None else _essence(self._manifest)
+        """The callback's state for ``trainer_state.json``: its arguments, and the manifest's essence."""
+        record = None if self._manifest is None else self._manifest.essence()
         args = {"manifest_name": self.manifest_name, "suspend_evaluation": self.suspend_evaluation}
         return {"args": args, "attributes": {}, "preparation": record}
 
     def on_init_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: _Model = None, **kwargs: Any
     ) -> None:
-        """Adopt what was made of the prepared model."""
+        """Adopt the model that was made of the prepared one."""
         if self._wrapper(model) is not None:
             _adopt(model)
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: _Model = None, **kwargs: Any
     ) -> None:
         """Make the manifest; where training is resumed, compare it with the checkpoint's."""
-        # Before the first step there is none but a resumed one.
+        # A step above 0 is one of a resumed training.
         expected = self._expected(args, state) if state.global_step else None
         prepared = self._wrapper(model)
         if prepared is None:
@@ -132,7 +120,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         self._manifest = prepared.manifest() if args.should_save or state.global_step else None
         if expected is not None:
             assert self._manifest is not None
-            if _differences(expected, _essence(self._manifest)):
+            if self._manifest.diff_essence(expected):
                 self._refuse(args, state, expected, self._manifest)
         elif state.global_step:
             warnings.warn(
@@ -146,12 +134,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         self._suspend_for(args.eval_on_start, model)
 
     def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: _Model = None, **kwargs: Any
     ) -> None:
         """Refuse to go on with a suspended model."""
         self._expect_evaluated(state, model)
@@ -159,29 +142,19 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
     on_train_end = on_step_begin
 
     def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: _Model = None, **kwargs: Any
     ) -> None:
-        """Suspend where an evaluation comes next."""
+        """Suspend where an evaluation follows."""
         self._expect_evaluated(state, model)
         self._suspend_for(control.should_evaluate, model)
 
     on_epoch_end = on_step_end
 
     def on_prediction_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: _Model = None, **kwargs: Any
     ) -> None:
-        """Refuse to evaluate the prepared model where the original state was asked for."""
-        prepared = None if model is None else prepared_of(model)
+        """Refuse to evaluate the prepared model where evaluation is to be in the original state."""
+        prepared = _prepared(model)
         if self.suspend_evaluation and prepared is not None and prepared.state is LifecycleState.PREPARED:
             raise StateError(
                 "KbitTrainerCallback(suspend_evaluation=True): the model is evaluated, and is not in its original "
@@ -193,18 +166,13 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             )
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Resume."""
+        """Resume after the evaluation."""
         if self._resume is not None:
             self._resume()
             self._resume = None
 
     def on_save(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: _Model = None, **kwargs: Any
     ) -> None:
         """Write the manifest into the checkpoint folder."""
         self._expect_evaluated(state, model)
@@ -228,7 +196,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             self._resume = prepared.suspend()
 
     def _expect_evaluated(self, state: TrainerState, model: nn.Module | None) -> None:
-        """Refuse to go on while the model is suspended; what this callback suspended, it resumes."""
+        """Refuse to go on while the model is suspended; a model that this callback suspended is resumed."""
         resume, self._resume = self._resume, None
         prepared = self._wrapper(model)
         if prepared is None or prepared.state is not LifecycleState.SUSPENDED:
@@ -245,18 +213,18 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         )
 
     def _wrapper(self, model: nn.Module | None) -> KbitPreparedModel | None:
-        found = None if model is None else prepared_of(model)
+        found = _prepared(model)
         return found if self.prepared is None or found is self.prepared else None
 
     def _expected(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any] | None:
-        """What the checkpoint resumed from says of its preparation."""
+        """The essence that is recorded with the checkpoint resumed from, where there is one."""
         for saved in _callback_states(state).values():  # under the name of a class, which may have been derived
             for one in saved if isinstance(saved, list) else [saved]:
                 record = one.get("preparation") if isinstance(one, Mapping) else None
                 if isinstance(record, dict):
                     return record
         path = self._manifest_path(args, state)
-        return None if path is None else _essence(Manifest.load(path))
+        return None if path is None else Manifest.load(path).essence()
 
     def _manifest_path(self, args: TrainingArguments, state: TrainerState) -> Path | None:
         """The manifest in the folder that was probably resumed from, where there is one."""
@@ -266,39 +234,24 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
 
     def _refuse(
         self, args: TrainingArguments, state: TrainerState, expected: dict[str, Any], manifest: Manifest | None
-    ) -> None:
-        """Raise, naming what differs: tensors too, where the checkpoint's own manifest is found."""
-        rows = {"prepared": (True, False)}
-        if manifest is not None:
-            rows = _differences(expected, _essence(manifest))
+    ) -> NoReturn:
+        """Raise with the differences, the tensors among them where the checkpoint's own manifest is found."""
         path = self._manifest_path(args, state)
         try:
             recorded = None if path is None else Manifest.load(path)
         except ManifestError:
             recorded = None  # damaged: what differs is known without it
-        if recorded is None or _differences(expected, _essence(recorded)):
+        if recorded is None or recorded.diff_essence(expected):
             path = recorded = None  # another checkpoint's
-        missing: tuple[str, ...] = ()
-        unexpected: tuple[str, ...] = ()
-        different: dict[str, dict[str, tuple[Any, Any]]] = {"": rows}
-        if recorded is not None and manifest is not None:
-            diff = recorded.diff(manifest)
-            missing, unexpected = diff.missing, diff.unexpected
-            for fqn, found in diff.different.items():
-                if fqn and (compared := {what: pair for what, pair in found.items() if what in _COMPARED}):
-                    different[fqn] = compared
-        lines = [f"{name}: expected {pair[0]!r}, found {pair[1]!r}" for name, pair in rows.items()]
-        tensors = [*(fqn for fqn in different if fqn), *missing, *unexpected]
-        if tensors:
-            lines.append(f"{len(tensors)} tensors, {tensors[0]} among them")
+        found = ManifestDiff({"": {"prepared": (True, False)}})
+        if manifest is not None:
+            found = manifest.diff_essence(expected, recorded)
         where = f"{str(path)!r}" if path is not None else f"the checkpoint's {self.manifest_name}"
         raise ManifestMismatchError(
             f"the checkpoint of step {state.global_step} was trained on a base that was prepared otherwise; "
-            f"{'; '.join(lines)}. No step was taken. Load that base anew and prepare it with "
+            f"{found.summary()}. No step was taken. Load that base anew and prepare it with "
             f"KbitPreparedModel.from_manifest(model, {where}), or train without resuming",
-            missing=missing,
-            unexpected=unexpected,
-            different=different,
+            **vars(found),
         )
 
 
@@ -306,8 +259,8 @@ class SuspendedEvaluation(Trainer):
     """A ``Trainer`` that evaluates and predicts with the base in its original state, as it will be after ``restore``.
 
     ``evaluate`` and ``predict``, in training or not, of several datasets, with generation or without, run their loop
-    inside ``suspended()``; training goes on as though there had been no evaluation, bit for bit. The model is adopted,
-    as by the callback. Put it before another trainer's class to get the same of that one.
+    inside ``suspended()``; training goes on bit for bit as without an evaluation. The model is adopted, as by the
+    callback. Other trainers get the same: put this class before theirs.
 
     Example:
         >>> from transformers import Seq2SeqTrainer
@@ -318,7 +271,7 @@ class SuspendedEvaluation(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        prepared = None if self.model is None else prepared_of(self.model)
+        prepared = _prepared(self.model)
         if prepared is not None and prepared.state is LifecycleState.PREPARED:
             _adopt(self.model)
 
@@ -326,75 +279,41 @@ class SuspendedEvaluation(Trainer):
         """Run the loop that ``evaluate`` and ``predict`` share, suspended where the model is prepared.
 
         Args:
-            *args: The loop's arguments.
-            **kwargs: The loop's arguments.
+            *args: Positional arguments of the loop.
+            **kwargs: Keyword arguments of the loop.
 
         Returns:
-            What the loop returns.
+            The result of the loop.
 
         Raises:
             StateError: Several processes train, and a trained parameter would change its dtype.
         """
-        prepared = None if self.model is None else prepared_of(self.model)
+        prepared = _prepared(self.model)
         if prepared is None or prepared.state is not LifecycleState.PREPARED:
             return super().evaluation_loop(*args, **kwargs)
         with prepared.suspended():
             return super().evaluation_loop(*args, **kwargs)
 
 
-def _adopt(model: nn.Module | None) -> None:
-    """Tell the wrapper of a prepared model of the adapters that were put on it."""
-    prepared = None if model is None else prepared_of(model)
+def _prepared(model: _Model) -> KbitPreparedModel | None:
+    """The wrapper that holds a model, where there is one."""
+    return None if model is None else prepared_of(model)
+
+
+def _adopt(model: _Model) -> None:
+    """Adopt a model with adapters on a prepared base."""
+    prepared = _prepared(model)
     if model is not None and prepared is not None and getattr(model, "peft_config", None):
         prepared.adopt(model)
 
 
-# Of a tensor: not the flag from before, which depends on whether the adapter or the preparation came first.
-_COMPARED = ("type", "shape", "original_dtype", "prepared_dtype", "prepared_requires_grad", "digest")
-
-
-def _essence(manifest: Manifest) -> dict[str, Any]:
-    """What two preparations have in common when training goes on alike after either of them, as plain JSON."""
-    digest = hashlib.sha256()
-    for fqn, tensor in sorted(manifest.tensors.items()):
-        # Training changes what is trainable.
-        what = [getattr(tensor, name) for name in _COMPARED if name != "digest" or not tensor.prepared_requires_grad]
-        digest.update(json.dumps([fqn, *what]).encode())
-    return {
-        "config": manifest.config.model_dump(mode="json", exclude=_OPERATIONAL),
-        "model": manifest.model.model_dump(mode="json", by_alias=True, exclude={"name_or_path"}),
-        "tensors": digest.hexdigest(),
-        "transformers": manifest.versions.get("transformers"),
-    }
-
-
-def _differences(expected: Any, found: Any) -> dict[str, tuple[Any, Any]]:
-    """The parts of two essences that differ, by dotted name."""
-    one, other = _flat(expected), _flat(found)
-    pairs = {name: (one.get(name), other.get(name)) for name in (*one, *other)}
-    versions = pairs.pop("transformers", (None, None))
-    if versions[0] != versions[1]:
-        pairs.pop("model.config_sha256", None)  # another version may write the same config differently
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted names."""
-    if not isinstance(value, Mapping):
-        return {name: value}
-    flat: dict[str, Any] = {}
-    for key, part in value.items():
-        flat |= _flat(part, f"{name}.{key}" if name else key)
-    return flat
-
-
 def _callback_states(state: TrainerState) -> dict[str, Any]:
-    """The states of callbacks by class; transformers annotates the field as what it is made of."""
+    """The states of callbacks by class; transformers annotates the field otherwise."""
     return cast("dict[str, Any]", state.stateful_callbacks)
 
 
 def _checkpoint_folders(args: TrainingArguments, state: TrainerState) -> list[Path]:
-    """Where the ``Trainer`` saves the checkpoint of this step, newest first: a search has a folder for each trial."""
+    """The folders of this step's checkpoint, newest first: a search has one for each trial."""
     name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
     folders = Path(args.output_dir or ".").glob(f"*/{name}" if state.is_hyper_param_search else name)
     return sorted((f for f in folders if f.is_dir()), key=lambda folder: folder.stat().st_mtime, reverse=True)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..dtypes import HALF_DTYPES
 from ..edits.base import HeldOriginal
 from ..edits.checkpointing import input_gradient_hooks
 from ..edits.storage import CopyChange
@@ -21,9 +22,9 @@ from ..model.checks import is_sharded_tensor
 from ..model.quantization import quant_state_of
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, join, only_reading
-from ..tensors.bits import HALF_DTYPES, content_digest, is_dense
+from ..tensors.bits import content_digest, is_dense
 from .fingerprints import Fingerprints
-from .moment import Moment
+from .moment import read_moment
 
 Buffer = tuple[torch.dtype, torch.Size, int]
 """Dtype, shape and digest."""
@@ -88,7 +89,7 @@ class Original:
     def __init__(self, tree: ModelTree, *, audit: bool = False) -> None:
         self.model = weakref.ref(tree.model)
         self.records = tree.records
-        self.before = Moment.of(tree)
+        self.before = read_moment(tree)
         with only_reading():
             self._modules = {node.fqn: weakref.ref(node.module) for node in tree.base}
             records = [(tree.record(tensor), tensor) for tensor in tree.base_tensors]

@@ -1,4 +1,4 @@
-"""The plan: the edits in order and their exact bytes. Read-only; works on the meta device."""
+"""The plan of a preparation: its edits in order and their exact bytes. Read-only; works on the meta device."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from ..errors import MemoryBudgetError
 from ..model.checks import refuse_unsupported_tensors, tree_of
 from ..model.pretrained import meta_model
 from ..model.tree import ModelTree, only_reading
+from ..reports import table
 from .planner import Planner, peak_bytes
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a preparation will do, and what it costs, before anything is done.
+    """The edits of a preparation and their cost in memory, before anything is changed.
 
     ``print(plan)`` is a table by role.
 
@@ -31,13 +32,13 @@ class Plan:
         by_role: ``{role: {"count", "bytes", "added_bytes"}}``: parameters, the bytes they hold now, and those added.
         added_bytes: Live bytes that the prepared parameters hold beyond the loaded ones, until they are restored.
         peak_bytes: The most bytes live at any moment of ``prepare``, above those at its start.
-        cache_bytes: What PEFT's way would leave in a caching allocator: the half originals, freed and kept.
-        record_bytes: What the record itself holds beyond that: biases that bitsandbytes rewrites and, of a model on an
-            accelerator with ``keep_originals``, host copies of all that is cast. (On the CPU those are the originals
-            themselves, and count in ``added_bytes``.)
-        warnings: What a reader should know before going on.
-        is_quantized: Whether the model is quantized: one that is not is never checkpointed.
-        casts: Whether half parameters may be cast: not where the method manages its own precision.
+        cache_bytes: The bytes that PEFT's way would leave in a caching allocator: the half originals, freed and kept.
+        record_bytes: The bytes that the record itself holds beyond that: biases that bitsandbytes rewrites and, of a
+            model on an accelerator with ``keep_originals``, host copies of all that is cast. (On the CPU those are the
+            originals themselves, and count in ``added_bytes``.)
+        warnings: Consequences of these settings that need attention.
+        is_quantized: Whether the model is quantized; an unquantized one is never checkpointed.
+        casts: Whether half parameters may be cast: false where the quantization method manages its own precision.
     """
 
     config: PrepareConfig
@@ -59,8 +60,8 @@ class Plan:
         """Plan from a config alone: no weight is read or allocated. The bytes are those of the loaded model.
 
         Args:
-            name_or_path: What ``from_pretrained`` takes, a ``config.json``, or a config object of transformers.
-            quantization_config: As for ``from_pretrained``; ``None`` for what the config itself says.
+            name_or_path: A name or path as for ``from_pretrained``, a ``config.json``, or a config of transformers.
+            quantization_config: As for ``from_pretrained``; ``None`` for the config's own.
             dtype: The dtype to load in, or its name; ``None`` for the config's, or else bfloat16.
             **fields: Fields of ``PrepareConfig``.
 
@@ -68,8 +69,8 @@ class Plan:
             The plan.
 
         Raises:
-            ConfigError: There is no such config, no model can be built from it, or a setting cannot be meant.
-            UnsupportedModelError: The model cannot be prepared so.
+            ConfigError: There is no such config, no model can be built from it, or a setting is invalid.
+            UnsupportedModelError: The model cannot be prepared with these settings.
             MemoryBudgetError: The plan's peak is over ``memory_budget``.
 
         Example:
@@ -119,11 +120,7 @@ class Plan:
             )
         total = {key: sum(row[key] for row in self.by_role.values()) for key in ("count", "bytes")}
         rows.append(("total", str(total["count"]), format_bytes(total["bytes"]), format_bytes(self.added_bytes)))
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = [f"precision {self.config.precision.value!r}, quantization {self.quantization or 'none'}"]
-        for row in rows:
-            cells = [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
-            lines.append("  ".join(cells))
+        lines = [f"precision {self.config.precision.value!r}, quantization {self.quantization or 'none'}", table(rows)]
         lines.append(
             f"peak while preparing {format_bytes(self.peak_bytes)}; "
             f"PEFT's way leaves {format_bytes(self.cache_bytes)} in the allocator's cache"
@@ -144,8 +141,8 @@ def build_plan(model: nn.Module, config: PrepareConfig | None = None, **fields: 
         The plan.
 
     Raises:
-        ConfigError: A setting that cannot be meant.
-        UnsupportedModelError: The model cannot be prepared so.
+        ConfigError: A setting is invalid.
+        UnsupportedModelError: The model cannot be prepared with these settings.
         MemoryBudgetError: The plan's peak is over ``memory_budget``.
 
     Example:
@@ -202,17 +199,7 @@ def _refuse_over_budget(tree: ModelTree, plan: Plan, budget_bytes: int) -> None:
 
 
 def write_plan(planner: Planner) -> Plan:
-    """Write down what a planner finds.
-
-    Args:
-        planner: The planner.
-
-    Returns:
-        The plan.
-
-    Raises:
-        UnsupportedModelError: The model cannot be prepared so.
-    """
+    """Make a plan of the edits that a planner finds."""
     edits = planner.edits()
     stores = [edit for edit in edits if isinstance(edit, Store)]
     return Plan(

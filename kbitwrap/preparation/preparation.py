@@ -18,8 +18,9 @@ from ..edits.training import FollowTrainMode, RecordAccelerate
 from ..errors import EditError
 from ..model.tree import ModelTree
 from ..model.wrappers import unwrap
-from ..report import RestoreReport, StateDiff
-from .moment import Moment
+from ..payloads import MomentRecord
+from ..reports import RestoreReport, StateDiff
+from .moment import read_moment
 from .original import Changes, Original
 from .plan import Plan
 from .planner import Planner
@@ -49,7 +50,7 @@ class Preparation:
 
     original: Original
     left: PreparedState
-    after: Moment
+    after: MomentRecord
     plan: Plan
 
     def __init__(self, holder: object) -> None:
@@ -99,7 +100,7 @@ class Preparation:
                 if plan.config.empty_cache:
                     empty_cache()
                 tree = tree.again()
-                left, after = PreparedState(tree), Moment.of(tree)
+                left, after = PreparedState(tree), read_moment(tree)
         except BaseException as error:
             with plain_mode():
                 self.journal.undo(tree.again(), since=start)

@@ -15,7 +15,7 @@ from ..edits.norms import Float32Forward
 from ..model.quantization import is_quantized_layer
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, only_reading
-from ..report import StateDiff
+from ..reports import StateDiff
 from ..tensors.upcast import UpcastTensor
 
 Differences = dict[str, dict[str, tuple[Any, Any]]]

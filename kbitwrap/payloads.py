@@ -1,0 +1,83 @@
+"""The parts of a manifest that are read while preparing: hooks, flags, modes, memory and the plan's figures."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+MAX_COUNT = (1 << 63) - 1
+
+Text = Annotated[str, StringConstraints(max_length=4096, pattern=r"^[^\x00-\x1f\x7f]*$")]
+ModuleName = Annotated[str, StringConstraints(max_length=1024, pattern=r"^([^\p{C}/\\.:]+(\.[^\p{C}/\\.:]+)*)?$")]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+SignedCount = Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)]
+
+
+class Record(BaseModel):
+    """The base of every part of a manifest: frozen, strict about types, without unknown fields."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class StateRecord(Record):
+    """Hooks, flags and modes at one moment. Modules are named by their canonical names; ``""`` is the model itself.
+
+    Attributes:
+        input_gradient_hooks: ``{module: number of hooks}`` where there are any.
+        checkpointing: Modules whose ``gradient_checkpointing`` is true.
+        use_cache: ``config.use_cache``; ``None`` where there is none.
+        num_modules: The number of modules of the base.
+        num_training: The number of them in train mode.
+    """
+
+    # A preparation makes it with `model_construct`, so that no module's name stops it; the manifest validates it.
+    model_config = ConfigDict(revalidate_instances="always")
+
+    input_gradient_hooks: dict[ModuleName, Count]
+    checkpointing: tuple[ModuleName, ...] = Field(strict=False)
+    use_cache: bool | None
+    num_modules: Count
+    num_training: Count
+
+
+class MemoryRecord(Record):
+    """Memory at one moment, in bytes.
+
+    Attributes:
+        parameter_bytes: Held by the parameters' storages, each counted once.
+        allocated_bytes: ``torch.cuda.memory_allocated`` over all devices that hold parameters; ``None`` without CUDA.
+        reserved_bytes: ``torch.cuda.memory_reserved``, likewise.
+    """
+
+    parameter_bytes: Count
+    allocated_bytes: Count | None
+    reserved_bytes: Count | None
+
+
+class MomentRecord(Record):
+    """State and memory of a model at one moment."""
+
+    # As in `StateRecord`.
+    model_config = ConfigDict(revalidate_instances="always")
+
+    state: StateRecord
+    memory: MemoryRecord
+
+
+class RoleBytes(Record):
+    """A row of a plan's table: the number of parameters, their bytes as loaded, and the bytes added."""
+
+    count: Count
+    bytes: Count
+    added_bytes: SignedCount
+
+
+class PlanRecord(Record):
+    """The figures of a plan, in bytes. Names as in ``Plan``."""
+
+    added_bytes: SignedCount
+    peak_bytes: Count
+    cache_bytes: Count
+    record_bytes: Count
+    by_role: dict[Text, RoleBytes]

@@ -1,0 +1,170 @@
+"""What the library's calls return: differences and reports. And how these, and every table, are written as text."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = 80
+_repr.maxtuple = _repr.maxlist = 12
+
+
+def shown(value: Any) -> str:
+    """Write a value for a message, cut short: it may come from outside."""
+    return _repr.repr(value)
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Write rows as aligned columns, the first to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+
+
+@dataclass(frozen=True)
+class RestoreReport:
+    """The changes by others that a restore found. Names are those of the unprepared model, where it has one.
+
+    Attributes:
+        trained: Parameters whose value changed while they were stored upcast, the float32 copies that PEFT made of
+            base modules included. ``restore(trained=...)`` decided whether they kept that value.
+        replaced: Names at which another parameter stands than the one that was prepared: after a merge, for
+            ``modules_to_save``, after a replaced embedding.
+        foreign: Modules, hooks and attributes that others added, by their present names; they were left alone.
+    """
+
+    trained: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, list[str]]:
+        """The report as plain values, ready for JSON."""
+        return {"trained": list(self.trained), "replaced": list(self.replaced), "foreign": list(self.foreign)}
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {', '.join(names)}" for name, names in self.to_dict().items() if names]
+        return "\n".join(["restored", *lines])
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Differences between what was expected and what was found. False where there are none.
+
+    Attributes:
+        different: ``{fqn: {what: (expected, found)}}``; the name ``""`` stands for the whole.
+        missing: Names that were expected and not found.
+        unexpected: Names that were found and not expected.
+    """
+
+    different: Mapping[str, Mapping[str, tuple[Any, Any]]] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+    _empty = "no difference"
+    _whole = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.different or self.missing or self.unexpected)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The differences as plain values, ready for JSON."""
+        different = self._rows(lambda value: list(value) if isinstance(value, tuple) else value)
+        return {"missing": list(self.missing), "unexpected": list(self.unexpected), "different": different}
+
+    def lines(self) -> list[str]:
+        """The differences as text, one line each."""
+        return [
+            *(
+                f"{f'{fqn}: ' if fqn else self._whole}{what}: expected {expected}, found {found}"
+                for fqn, rows in self._rows(self._text).items()
+                for what, (expected, found) in rows.items()
+            ),
+            *(f"{fqn}: missing" for fqn in self.missing),
+            *(f"{fqn}: unexpected" for fqn in self.unexpected),
+        ]
+
+    def summary(self, limit: int = 5) -> str:
+        """The differences as one line of text: the first ``limit`` of them, and the number of the others."""
+        lines = self.lines()
+        more = [f"and {len(lines) - limit} more differences"] if len(lines) > limit else []
+        return "; ".join(lines[:limit] + more)
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines()) or self._empty
+
+    def _text(self, value: Any) -> str:
+        """A value as a message shows it."""
+        return shown(value)
+
+    def _rows(self, read: Callable[[Any], Any]) -> dict[str, dict[str, list[Any]]]:
+        """``different`` with every value read by a function."""
+        return {
+            fqn: {what: [read(value) for value in pair] for what, pair in rows.items()}
+            for fqn, rows in self.different.items()
+        }
+
+
+class StateDiff(Differences):
+    """Differences of a live model from what its preparation left. Empty, and false, where there are none.
+
+    Attributes:
+        differences: ``{fqn: {what: (expected, found)}}``. What is ``"parameter"``, ``"dtype"``, ``"shape"``,
+            ``"requires_grad"``, ``"writes"`` (in-place writes since; not compared where several processes train,
+            because DistributedDataParallel writes every parameter once), ``"forward"``, an attribute of
+            checkpointing, or ``"input_gradient_hooks"``.
+    """
+
+    _empty = "as preparation left it"
+    _whole = "the model: "
+
+    def _text(self, value: Any) -> str:
+        return str(value)
+
+    @property
+    def differences(self) -> Mapping[str, Mapping[str, tuple[Any, Any]]]:
+        """``{fqn: {what: (expected, found)}}``."""
+        return self.different
+
+    def to_dict(self) -> dict[str, Any]:
+        """The differences as strings, ready for JSON: ``{fqn: {what: [expected, found]}}``."""
+        return self._rows(str)
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """The checkpoint that an export wrote.
+
+    Attributes:
+        path: The folder written.
+        files: The names of the files in it, sorted.
+        num_tensors: The number of tensors written.
+        num_bytes: Their size, in bytes.
+        converted: The fqns of the tensors written in another dtype than they had.
+        merged: The fqns of the layers that adapters were merged into.
+        seconds: The time it took, in seconds.
+        saved_bytes: The bytes by which the tensors are smaller than in the checkpoint that was read.
+    """
+
+    path: Path
+    files: tuple[str, ...]
+    num_tensors: int
+    num_bytes: int
+    converted: tuple[str, ...] = ()
+    merged: tuple[str, ...] = ()
+    seconds: float = 0.0
+    saved_bytes: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values, ready for JSON."""
+        lists = {name: list(getattr(self, name)) for name in ("files", "converted", "merged")}
+        return {**asdict(self), "path": str(self.path), **lists}
+
+    def __str__(self) -> str:
+        parts = [f"{self.num_tensors} tensors", f"{self.num_bytes:,} bytes", f"{self.seconds:.1f} s"]
+        parts += [f"{len(self.converted)} converted"] if self.converted else []
+        parts += [f"{self.saved_bytes:,} bytes saved"] if self.saved_bytes else []
+        parts += [f"{len(self.merged)} layers merged"] if self.merged else []
+        return f"{self.path}: {', '.join(parts)}"
