@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from .errors import ExportError
 from .quantization import Rows, is_quantized_layer
+from .topology import shallow_copy
 
 # The largest difference allowed between what a layer and its merge compute, relative to the largest output, adapted or
 # not. Rounding in float32 stays below it; half a unit in the last place of float16, the finer half dtype, is 2**-12.
@@ -329,14 +330,6 @@ def _probe(plain: nn.Module) -> torch.Tensor:
 # ----------------------------------------------------------------------------------------------------
 # Plain modules.
 # ----------------------------------------------------------------------------------------------------
-
-
-def shallow_copy(module: nn.Module) -> nn.Module:
-    """A module of the same class that shares everything but the dictionary of its parameters."""
-    made: nn.Module = object.__new__(type(module))
-    made.__dict__.update(module.__dict__)
-    made.__dict__["_parameters"] = dict(module._parameters)
-    return made
 
 
 def is_transposed(module: nn.Module) -> bool:

@@ -24,14 +24,13 @@ from .adapters import (
     plain_layer,
     refusal,
     refuse_unmergeable,
-    shallow_copy,
     trained_copy,
 )
 from .errors import ExportError
 from .lazy import LazyTensor, materialize
 from .quantization import HALF_DTYPES, Rows, dequantizer, detect, is_quantized_layer, is_quantized_parameter
 from .storage import fingerprint
-from .topology import is_adapter_module, named_modules
+from .topology import is_adapter_module, named_modules, shallow_copy
 from .twin import Twin
 
 # What a quantized load leaves on a model, and on its configs.

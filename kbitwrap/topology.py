@@ -166,6 +166,15 @@ def named_modules(model: nn.Module, *, remove_duplicate: bool = True) -> list[tu
     return found
 
 
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """A module of the same class whose parameters, buffers and children can be replaced; all else is shared."""
+    made: nn.Module = object.__new__(type(module))
+    fields = made.__dict__
+    fields.update(module.__dict__)
+    fields.update({name: dict(fields[name]) for name in ("_parameters", "_buffers", "_modules")})
+    return made
+
+
 def owners(model: nn.Module) -> set[int]:
     """Find the modules that hold parameters themselves, by which models are told apart.
 
