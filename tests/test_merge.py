@@ -443,6 +443,20 @@ def test_a_dora_that_put_another_parameter_over_the_same_memory(quant: str, tmp_
     assert (tmp_path / "base/model.safetensors").read_bytes() == (tmp_path / "original/model.safetensors").read_bytes()
 
 
+def test_an_8_bit_layer_whose_scales_are_gone_is_refused(tmp_path: Path) -> None:
+    adapted = get_peft_model(zoo.load("llama", "int8"), peft.LoraConfig(target_modules=["v_proj"], use_dora=True))
+    training.step("llama", adapted)
+    # On a CPU, PEFT's DoRA has put a weight without scales into the layer, and bitsandbytes takes them from there.
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'unsqueeze'"):
+        training.step("llama", adapted)
+    before = Snapshot(adapted)
+    with pytest.raises(ExportError, match="the scales of its 8-bit weight are gone") as caught:
+        export(adapted, tmp_path / "merged")
+    assert caught.value.fqn == "model.layers.0.self_attn.v_proj"
+    assert not (tmp_path / "merged").exists()
+    assert before.diff(Snapshot(adapted)) == []
+
+
 @pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")  # PEFT does not know RMS norms
 def test_layer_norm_tuning(tmp_path: Path) -> None:
     model = zoo.load("llama")
