@@ -1,7 +1,7 @@
-"""PEFT's layers: which of their adapters are active, and what a layer is when they are merged in float32.
+"""PEFT's layers: which of their adapters are active, and one layer's merge in float32.
 
-The merge is PEFT's own, on a copy of PEFT's layer over a plain float32 base. Whether a method can be merged is not
-looked up in a list: the copy's forward says what the layer computes, and the merged layer must compute the same.
+The merge is PEFT's own, on a copy of PEFT's layer over a plain float32 base. No list says which methods can be merged:
+the copy's forward shows what the layer computes, and the merged layer must compute the same.
 """
 
 from __future__ import annotations
@@ -19,39 +19,32 @@ from torch.utils._pytree import tree_leaves
 
 from .errors import ExportError
 from .model.quantization import Rows, is_quantized_layer
+from .model.tree import shallow_copy
 
 # The largest difference allowed between what a layer and its merge compute, relative to the largest output, adapted or
 # not. Rounding in float32 stays below it; half a unit in the last place of float16, the finer half dtype, is 2**-12.
 _TOLERANCE = 2.0**-15
 _QUANTIZED_MODULE = ".bnb"  # where PEFT has a method's layers for bitsandbytes, beside ``.layer``
-_QUANTIZED_SUFFIX = re.compile(r"(4bit|8bitLt)$")
-# Methods that merge row by row: their tensors that have a row, or an element, for each row of a linear layer's weight.
-_WITH_ROWS = {
-    "adalora": ("lora_B",),
-    "hira": ("hira_B",),
-    "ia3": ("ia3_l",),
-    "loha": ("hada_w1_a", "hada_w2_a"),
-    "lora": ("lora_B", "lora_magnitude_vector"),
-    "vera": ("vera_B", "vera_lambda_b"),
+_KIND = re.compile(r"peft\.tuners\.(\w+)\.(?:layer|bnb)\.(\w+?)(?:4bit|8bitLt)?")
+# The methods and layers that merge row by row. Each names the containers whose tensors have the rows of the base's
+# weight, and in which dimension. A whole layer takes 6 to 12 times its bytes in half, a few rows as much of theirs.
+_ROWS = {
+    "adalora.SVDLinear": {"lora_B": 0},
+    "hira.Linear": {"hira_B": 0},
+    "ia3.Linear": {"ia3_l": 0},
+    "loha.Linear": {"hada_w1_a": 0, "hada_w2_a": 0},
+    "lora.Embedding": {"lora_embedding_A": 1},
+    "lora.Linear": {"lora_B": 0, "lora_magnitude_vector": 0},
+    "trainable_tokens.TrainableTokensLayer": {},
+    "vera.Linear": {"vera_B": 0, "vera_lambda_b": 0},
 }
-_LINEAR_LAYERS = ("Linear", "SVDLinear")
-_VARIANTS_WITH_ROWS = ("DoraLinearVariant",)  # of LoRA
+_VARIANTS_WITH_ROWS = {"DoraLinearVariant"}  # of LoRA
 # accelerate's: the forward between its hooks, what it calls, and the hook.
 _HOOKED_FORWARD = ("forward", "_old_forward", "_hf_hook")
 
 
 def refusal(fqn: str, layer: nn.Module, active: Sequence[str], why: object) -> ExportError:
-    """The error that says which adapters cannot be merged, and what to do.
-
-    Args:
-        fqn: The name of the module that they adapt; ``""`` is the model itself.
-        layer: PEFT's module around it.
-        active: The names of the adapters.
-        why: What is in the way.
-
-    Returns:
-        The error.
-    """
+    """The error that says which adapters cannot be merged, and what to do; ``fqn`` ``""`` is the model itself."""
     cls = type(layer)
     method = re.sub(r"^peft\.(?:tuners\.)?", "", cls.__module__).partition(".")[0]
     adapters = f" with the adapters {list(active)}" if active else ""
@@ -87,15 +80,7 @@ def trained_copy(wrapper: Any) -> nn.Module | None:
 
 
 def refuse_unmergeable(fqn: str, wrapper: Any) -> None:
-    """Raise unless one of PEFT's modules that is no layer is only the frame around layers.
-
-    Args:
-        fqn: The name of the module that it is around.
-        wrapper: PEFT's module.
-
-    Raises:
-        ExportError: It changes what is computed otherwise than by layers: prompt learning, gates, adapted attention.
-    """
+    """Raise `ExportError` unless one of PEFT's modules that is no layer is only the frame around layers."""
     from peft import PeftMixedModel, PeftModel
     from peft.tuners.tuners_utils import BaseTuner
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -114,23 +99,18 @@ def refuse_unmergeable(fqn: str, wrapper: Any) -> None:
 
 
 def merge_layer(
-    fqn: str,
-    layer: Any,
-    active: tuple[str, ...],
-    plain: nn.Module,
-    stored: torch.Tensor | None = None,
-    rows: Rows = ...,
+    fqn: str, layer: Any, active: tuple[str, ...], plain: nn.Module, stored: torch.Tensor | None, rows: Rows
 ) -> nn.Module:
-    """Merge a layer's active adapters into a plain float32 base, and make sure that it computes what the layer does.
+    """Merge a layer's active adapters into a plain float32 base, and check that it computes what the layer does.
 
     Args:
         fqn: The name of the module that is adapted.
         layer: PEFT's layer; it is only read.
         active: The adapters to merge.
         plain: The float32 base, from `float32_module`; it may be changed.
-        stored: Where the base is quantized, the storage of its weight, which is what a method that does not know of
-            quantization reads.
-        rows: Which rows of the weight the base has, where `merges_by_rows` says that it need not have all.
+        stored: The storage of the weight where the base is quantized: a method that does not know of quantization
+            reads it.
+        rows: The rows of the weight that the base has; all, unless `merges_by_rows` says that they need not be.
 
     Returns:
         The merged module, in float32.
@@ -138,9 +118,10 @@ def merge_layer(
     Raises:
         ExportError: It cannot be merged exactly.
     """
-    active = _those_with_rows(layer, active, rows)
-    if not active:
-        return plain
+    if isinstance(rows, slice) and "token_indices" in vars(layer):
+        active = tuple(name for name in active if _trained_rows(layer, name, rows))
+        if not active:
+            return plain
     is_by_name = parameter_name(layer) is not None
     if plain._modules and not is_by_name:
         raise refusal(fqn, layer, active, f"it adapts several modules of {type(plain).__name__} at once")
@@ -183,76 +164,53 @@ def _knows_quantization(layer: Any) -> bool:
     return type(layer).__module__.endswith(_QUANTIZED_MODULE) or layer.quantization_backend is not None
 
 
+def _kind(layer: Any) -> str:
+    """One of PEFT's methods, and its layer's class for a base that is not quantized: ``"lora.Linear"``."""
+    found = _KIND.fullmatch(f"{type(layer).__module__}.{type(layer).__name__}")
+    return ".".join(found.groups()) if found else ""
+
+
 def merges_by_rows(source: nn.Module, layer: Any, active: Sequence[str]) -> bool:
-    """Whether each row of a merged weight is made of the same row of the base's, so that some can be merged alone.
+    """Whether each row of a merged weight is made of the same row of the base's alone; other layers are merged whole.
 
-    So it is with LoRA, its weight-decomposed kind and a few methods more on linear layers, with LoRA on embeddings and
-    on stacks of experts, and with trained rows of embeddings. Other methods may be alike; they are merged as a whole.
-
-    Args:
-        source: The module that is adapted.
-        layer: PEFT's layer around it.
-        active: The adapters to merge.
+    So it is with the methods in ``_ROWS`` on linear layers and embeddings, and with LoRA on stacks of experts.
     """
     if parameter_name(layer) is not None:
-        return _method_and_kind(layer) == ("lora", "ParamWrapper") and layer.num_experts > 1
+        return _kind(layer) == "lora.ParamWrapper" and layer.num_experts > 1
     if not is_quantized_layer(source) and type(source).forward not in (nn.Linear.forward, nn.Embedding.forward):
         return False  # it may do anything with what it computes
     num_rows = vars(source).get("num_embeddings", vars(source).get("out_features", 0))
     indices = [index for name in active for index in vars(layer).get("token_indices", {}).get(name, ())]
-    if not all(0 <= index < num_rows for index in indices):
-        return False  # PEFT refuses when it merges the whole
     variants = vars(layer).get("lora_variant", {})
-    names = {type(variants[name]).__name__ for name in active if name in variants}
-    match _method_and_kind(layer):
-        case method, kind if method in _WITH_ROWS and kind in _LINEAR_LAYERS:
-            return names.issubset(_VARIANTS_WITH_ROWS)
-        case "lora", "Embedding":
-            return not names
-        case "trainable_tokens", "TrainableTokensLayer":
-            return True
-    return False
+    return (
+        _kind(layer) in _ROWS
+        and {type(variants[name]).__name__ for name in active if name in variants} <= _VARIANTS_WITH_ROWS
+        and all(0 <= index < num_rows for index in indices)  # PEFT refuses others when it merges the whole
+    )
 
 
-def _method_and_kind(layer: Any) -> tuple[str, str]:
-    """The names of one of PEFT's methods, and of its layer's class for a base that is not quantized."""
-    cls = type(layer)
-    method = cls.__module__.removeprefix("peft.tuners.").removesuffix(".layer").removesuffix(_QUANTIZED_MODULE)
-    return method, _QUANTIZED_SUFFIX.sub("", cls.__name__)
+def _trained_rows(layer: Any, name: str, rows: slice) -> list[int]:
+    """The positions of those of an adapter's ``token_indices`` that are among some rows."""
+    return [position for position, index in enumerate(layer.token_indices[name]) if rows.start <= index < rows.stop]
 
 
-def _those_with_rows(layer: Any, active: tuple[str, ...], rows: Rows) -> tuple[str, ...]:
-    """The adapters that change any of some rows: all of them, unless they say which rows they train."""
-    indices = vars(layer).get("token_indices")
-    if indices is None or not isinstance(rows, slice):
-        return active
-    return tuple(name for name in active if any(rows.start <= index < rows.stop for index in indices[name]))
-
-
-def _cut_to_rows(layer: Any, active: Sequence[str], rows: Rows) -> dict[int, Any]:
-    """What takes the place of what in a copy of a layer that has some rows only: a memo of ``copy.deepcopy``."""
-    if not isinstance(rows, slice):
-        return {}
+def _cut_to_rows(layer: Any, active: Sequence[str], rows: slice) -> dict[int, Any]:
+    """A memo of ``copy.deepcopy`` that puts some rows in the place of a layer's tensors."""
     cut: list[tuple[Any, Any]] = []
+    for container, dim in _ROWS.get(_kind(layer), {}).items():
+        holder = getattr(layer, container)
+        tensors = [*holder.parameters(), *holder.buffers()]
+        # A tensor with a single row, as IA3's that scales the input, has it for all.
+        cut += [(t, t.narrow(dim, rows.start, rows.stop - rows.start)) for t in tensors if t.shape[dim] > 1]
     for name in active:
         if "token_indices" in vars(layer):
             indices, delta = layer.token_indices[name], layer.trainable_tokens_delta[name]
-            places = [place for place, index in enumerate(indices) if rows.start <= index < rows.stop]
-            cut += [(indices, [indices[place] - rows.start for place in places]), (delta, delta[places])]
+            trained = _trained_rows(layer, name, rows)
+            cut += [(indices, [indices[i] - rows.start for i in trained]), (delta, delta[trained])]
         elif parameter_name(layer) is not None:
             a, b, num_experts = layer.lora_A[name].weight, layer.lora_B[name].weight, layer.num_experts
             cut.append((a, a.reshape(num_experts, -1, a.shape[1])[rows].flatten(0, 1)))
             cut.append((b, b.reshape(b.shape[0], -1, num_experts)[:, :, rows].flatten(1)))
-        elif name in getattr(layer, "lora_embedding_A", ()):
-            cut.append((layer.lora_embedding_A[name], layer.lora_embedding_A[name][:, rows]))
-        else:
-            holders = [getattr(layer, container) for container in _WITH_ROWS[_method_and_kind(layer)[0]]]
-            for part in [holder[name] for holder in holders if name in holder]:
-                tensors: list[Any] = (
-                    [part.weight, getattr(part, "bias", None)] if isinstance(part, nn.Module) else [part]
-                )
-                # What has a single row, as what IA3 scales an input by, has it for all.
-                cut += [(tensor, tensor[rows]) for tensor in tensors if tensor is not None and len(tensor) > 1]
     return {
         id(whole): nn.Parameter(part.detach().clone()) if isinstance(part, torch.Tensor) else part
         for whole, part in cut
@@ -271,15 +229,14 @@ def _float32_layer(layer: Any, active: Sequence[str], plain: nn.Module, rows: Ro
     # Hooks, accelerate's forward and the adapter that another one is tied to reach far beyond the layer.
     memo |= {id(vars(layer)[name]): None for name in _HOOKED_FORWARD if name in vars(layer)}
     memo |= {id(tied): [] for name, tied in vars(layer).items() if name == "_tied_adapter"}
-    stack: list[nn.Module] = [layer]
-    while stack:
-        module = stack.pop()
+    for _, module in layer.named_modules(memo={base}):
         memo |= {id(hooks): OrderedDict() for name, hooks in vars(module).items() if name.endswith("_hooks")}
         # Of an adapter that is tied to another it keeps views with a history, which cannot be copied.
         tensors = [value for value in tree_leaves(dict(vars(module))) if isinstance(value, torch.Tensor)]
         memo |= {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf}
-        stack += [child for child in module._modules.values() if child is not None and child is not base]
-    copied = copy.deepcopy(layer, memo | _cut_to_rows(layer, active, rows))
+    if isinstance(rows, slice):
+        memo |= _cut_to_rows(layer, active, rows)
+    copied = copy.deepcopy(layer, memo)
     copied._active_adapter = [*active]
     if isinstance(rows, slice) and "num_experts" in vars(copied):
         copied.num_experts = rows.stop - rows.start
@@ -289,10 +246,9 @@ def _float32_layer(layer: Any, active: Sequence[str], plain: nn.Module, rows: Ro
         vars(magnitude).get("_dora_cache", {}).clear()  # of the whole layer's
     for name in _HOOKED_FORWARD:
         vars(copied).pop(name, None)
-    cls = type(copied)
-    if cls.__module__.endswith(_QUANTIZED_MODULE):
-        plain_module = importlib.import_module(cls.__module__.removesuffix(_QUANTIZED_MODULE) + ".layer")
-        copied.__class__ = getattr(plain_module, _QUANTIZED_SUFFIX.sub("", cls.__name__))
+    if type(copied).__module__.endswith(_QUANTIZED_MODULE):
+        method, _, name = _kind(copied).partition(".")
+        copied.__class__ = getattr(importlib.import_module(f"peft.tuners.{method}.layer"), name)
         # A layer for bitsandbytes need not know: its weights are stored as those of ``nn.Linear``.
         vars(copied).setdefault("fan_in_fan_out", False)
     copied.quantization_backend = None
@@ -313,8 +269,7 @@ def _as_stored(plain: nn.Module, stored: torch.Tensor, rows: Rows) -> nn.Module:
 
 def _probe(plain: nn.Module) -> torch.Tensor:
     """An input for a plain module, always the same one; no generator of torch's is drawn from."""
-    weight = plain._parameters["weight"]
-    assert weight is not None
+    weight = plain.get_parameter("weight")
     drawn: dict[str, Any] = {"generator": torch.Generator().manual_seed(0), "device": "cpu"}
     if isinstance(plain, nn.Embedding):
         return torch.randint(0, plain.num_embeddings, (2, 8), **drawn).to(weight.device)
@@ -331,28 +286,15 @@ def _probe(plain: nn.Module) -> torch.Tensor:
 # ----------------------------------------------------------------------------------------------------
 
 
-def shallow_copy(module: nn.Module) -> nn.Module:
-    """A module of the same class that shares everything but the dictionary of its parameters."""
-    made: nn.Module = object.__new__(type(module))
-    made.__dict__.update(module.__dict__)
-    made.__dict__["_parameters"] = dict(module._parameters)
-    return made
-
-
 def is_transposed(module: nn.Module) -> bool:
     """Whether a quantized layer was made of transformers' ``Conv1D``, whose weight is that of a linear, transposed."""
     return is_quantized_layer(module) and getattr(vars(module).get("source_cls"), "__name__", "") == "Conv1D"
 
 
 def plain_layer(module: nn.Module, *, as_linear: bool = False) -> nn.Module:
-    """Make the layer that a quantized one was made from.
+    """The layer that a 4-bit or 8-bit one was made from, on the meta device.
 
-    Args:
-        module: A 4-bit or 8-bit layer.
-        as_linear: Make an ``nn.Linear`` of a ``Conv1D`` too, which is how the quantized layer computes.
-
-    Returns:
-        The plain layer, its parameters on the meta device.
+    ``as_linear`` makes an ``nn.Linear`` of a ``Conv1D`` too, which is how the quantized layer computes.
     """
     with torch.device("meta"):
         if isinstance(module, nn.Embedding):
@@ -365,14 +307,9 @@ def plain_layer(module: nn.Module, *, as_linear: bool = False) -> nn.Module:
 
 
 def float32_module(source: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:
-    """Make a plain module that computes what another does, in float32 and without hooks.
+    """A plain module that computes what another does, in float32, in evaluation mode and without hooks.
 
-    Args:
-        source: The module, quantized or not.
-        values: Its parameters by name, in float32; the module takes hold of them. Those left out are ``None``.
-
-    Returns:
-        The module, in evaluation mode.
+    ``values`` holds its parameters by name, all rows or some; the module keeps them. Those left out are ``None``.
     """
     made = plain_layer(source, as_linear=True) if is_quantized_layer(source) else shallow_copy(source)
     fields = vars(made)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,7 +23,6 @@ from .adapters import (
     plain_layer,
     refusal,
     refuse_unmergeable,
-    shallow_copy,
     trained_copy,
 )
 from .dtypes import HALF_DTYPES
@@ -32,11 +30,11 @@ from .errors import ExportError
 from .export.twin import Twin
 from .lazy import LazyTensor, materialize
 from .model.quantization import Rows, dequantizer, is_quantized_layer, is_quantized_parameter
-from .model.tree import ModelTree, named_modules
+from .model.tree import ModelTree, named_modules, shallow_copy
 from .model.wrappers import is_adapter_module
 from .tensors.bits import fingerprint
 
-# What a quantized load leaves on a model, and on its configs.
+# The attributes that a quantized load leaves on a model, and on its configs.
 _MODEL_ATTRIBUTES = (
     "hf_quantizer",
     "is_quantized",
@@ -48,7 +46,7 @@ _MODEL_ATTRIBUTES = (
 )
 _CONFIG_ATTRIBUTES = ("quantization_config", "_pre_quantization_dtype")
 
-# What can be merged by rows is merged in so many blocks, of so many bytes of float32 values: merging one takes several
+# A layer that merges by rows is merged in so many blocks, of so many bytes of float32 values: merging one takes several
 # times its bytes, and some time whatever its size.
 _NUM_BLOCKS = 32
 _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 1 << 20, 4 << 20
@@ -61,20 +59,20 @@ _Places = list[list[tuple[nn.Module, str]]]
 def merge_into(twin: Twin) -> tuple[str, ...]:
     """Make a twin the plain model that its live model computes. Its tensors become lazy; the live model is only read.
 
-    What is active is merged: the adapters of each layer, in their order, and the copies that ``modules_to_save`` and
-    layer-norm tuning train. Where nothing is active, the plain base is left. Tied weights stay tied where they are
-    still equal; otherwise all that were tied are written, and ``tie_word_embeddings`` is set false.
+    The active adapters of each layer are merged in their order; the active copies of ``modules_to_save`` and layer-norm
+    tuning take the place of their originals. Tied weights stay tied where they are still equal; otherwise all that were
+    tied are written, and ``tie_word_embeddings`` is set false.
 
     Args:
         twin: The twin; its modules and configs are changed in place.
 
     Returns:
-        The names of the modules that adapters were merged into, or a trained copy put in the place of.
+        The names of the modules that adapters were merged into, or that a trained copy took the place of.
 
     Raises:
         ExportError: Something cannot be merged exactly (prompt learning, gating by the input, a method or a combination
-            whose merge is not what its layer computes), or the base is quantized by a library other than bitsandbytes.
-            ``fqn`` names the module.
+            whose merge is not what its layer computes), the scales of an 8-bit layer are gone, or the base is quantized
+            by a library other than bitsandbytes. ``fqn`` names the module.
     """
     quantization = ModelTree(twin.model).quantization
     if not quantization.casts:
@@ -84,7 +82,7 @@ def merge_into(twin: Twin) -> tuple[str, ...]:
         )
     places = _shared_places(twin.model)
     merges = _plan(twin)
-    # What cannot be merged is found before anything is written, by one layer of each kind.
+    # All refusals come before anything is written. Of layers that are alike, one is tried out.
     for merge in {merge.kind: merge for merge in reversed(merges)}.values():
         merge.try_out()
     for merge in merges:
@@ -102,8 +100,8 @@ class _Merge:
         fqn: The module's name.
         shell: The twin's module.
         original: The shell as it was.
-        dtype: Of a quantized weight that does not say its own (8 bits), dequantized.
-        copy: An active copy of ``modules_to_save``, which runs instead of the original.
+        dtype: The dtype of a dequantized weight that does not say its own (8 bits).
+        copy: The active copy of ``modules_to_save``, which runs instead of the original.
         layers: PEFT's layers around the module, the innermost first, each with its active adapters.
     """
 
@@ -126,16 +124,12 @@ class _Merge:
 
     @property
     def kind(self) -> Any:
-        """What decides whether the module can be merged: equal for modules that are alike."""
+        """A key that modules share which are alike: if one can be merged, all can."""
         variants = [tuple(map(type, getattr(layer, "lora_variant", {}).values())) for layer, _ in self.layers]
         return type(self.source), tuple((type(layer), active) for layer, active in self.layers), tuple(variants)
 
     def try_out(self) -> None:
-        """Merge once, or the first rows, and throw the result away.
-
-        Raises:
-            ExportError: It cannot be merged exactly.
-        """
+        """Merge the whole or the first rows and throw the result away; raise what cannot be merged exactly."""
         for layer, active in self.layers:
             name = parameter_name(layer) or "weight"
             if self.source._parameters.get(name) is None:
@@ -157,10 +151,9 @@ class _Merge:
             if self.copy is None and not self._layers_of(name) and not is_quantized_parameter(value):
                 parameters[name] = value
                 continue
-            dtype = self._dtype(name)
             shape = parameters[name].shape if is_quantized_parameter(value) else value.shape
-            pieces = None if self._is_transposed(name) else functools.partial(self.blocks, name)
-            parameters[name] = LazyTensor(shape, dtype, functools.partial(self.compute, name), pieces)
+            pieces = None if self._is_transposed(name) else functools.partial(self._pieces, name)
+            parameters[name] = LazyTensor(shape, self._dtype(name), functools.partial(self.compute, name), pieces)
         for name, buffer in self.source._buffers.items():
             before = self.original._buffers.get(name)
             buffers[name] = buffer if buffer is None or before is None else buffer.to(before.dtype)
@@ -181,38 +174,23 @@ class _Merge:
 
     @torch.no_grad()
     def compute(self, name: str) -> torch.Tensor:
-        """Compute a parameter of the plain model.
-
-        Args:
-            name: Its name in the module.
-
-        Returns:
-            The parameter, rounded to its original dtype, in the plain module's layout.
-
-        Raises:
-            ExportError: It cannot be merged exactly, or the dtype cannot hold it.
-        """
-        blocks = self.blocks(name)
-        whole = first = next(blocks)
-        if first.shape != self._shape(name):
-            whole, start = first.new_empty(self._shape(name)), 0
-            for block in itertools.chain((first,), blocks):
-                whole[start : start + len(block)] = block
-                start += len(block)
+        """A parameter of the plain model, in the plain module's layout and its original dtype."""
+        whole: torch.Tensor | None = None
+        for rows, block in self.blocks(name):
+            whole = block.new_empty(self._shape(name)) if whole is None else whole
+            whole[rows] = block
+        assert whole is not None
         return whole.t() if self._is_transposed(name) else whole
 
+    def _pieces(self, name: str) -> Iterator[torch.Tensor]:
+        return (block for _, block in self.blocks(name))
+
     @torch.no_grad()
-    def blocks(self, name: str) -> Iterator[torch.Tensor]:
-        """Compute a parameter a few rows at a time, or as a whole where what is merged needs the whole of it.
+    def blocks(self, name: str) -> Iterator[tuple[Rows, torch.Tensor]]:
+        """Compute a parameter a few rows at a time, or whole where what is merged needs the whole of it.
 
-        Args:
-            name: Its name in the module.
-
-        Yields:
-            The rows, rounded to the original dtype; the columns, where the plain module has its weight transposed.
-
-        Raises:
-            ExportError: They cannot be merged exactly, or the dtype cannot hold them.
+        Rows are the plain module's columns where it has its weight transposed. They are rounded to the original dtype;
+        `ExportError` is raised where that cannot hold them, or they cannot be merged exactly.
         """
         dtype, layers = self._dtype(name), self._layers_of(name)
         is_by_name = all(parameter_name(layer) for layer, _ in layers)
@@ -220,8 +198,7 @@ class _Merge:
         readers = {n: self._reader(n) for n in names}
         for rows in self._blocks_of_rows(names, layers):
             values = {n: read(rows) for n, read in readers.items()}
-            value = self._merged(values, layers, rows)._parameters[name] if layers else values[name]
-            assert value is not None
+            value = _parameter(self._merged(values, layers, rows), name) if layers else values[name]
             rounded = value.detach().to(dtype)
             if self.is_adapted and not torch.isfinite(rounded).all():
                 what = f"beyond the range of {dtype}" if torch.isfinite(value).all() else "not finite"
@@ -231,7 +208,7 @@ class _Merge:
                     fqn=self.fqn,
                 )
             del values, value
-            yield rounded
+            yield rows, rounded
 
     def _is_transposed(self, name: str) -> bool:
         return name == "weight" and is_transposed(self.source)
@@ -239,30 +216,24 @@ class _Merge:
     def _shape(self, name: str) -> torch.Size:
         """The shape in which a parameter is computed."""
         module = plain_layer(self.source, as_linear=True) if is_quantized_layer(self.source) else self.source
-        parameter = module._parameters[name]
-        assert parameter is not None
-        return parameter.shape
+        return _parameter(module, name).shape
 
     def _blocks_of_rows(self, names: list[str], layers: _Layers) -> list[Rows]:
-        """The rows that are computed together: few enough of the parameters' float32 values, where that can be."""
+        """The rows that are computed together: few of them, where rows can be merged alone."""
         shapes = [self._shape(name) for name in names]
-        num_rows = {shape[:1] for shape in shapes}
-        if len(num_rows) > 1 or not all(merges_by_rows(self.source, *layer) for layer in layers):
-            return [...]
+        heights = {shape[:1] for shape in shapes}
         num_bytes = torch.float32.itemsize * sum(shape.numel() for shape in shapes)
         num_blocks = math.ceil(num_bytes / max(_MIN_BLOCK_BYTES, min(num_bytes // _NUM_BLOCKS, _MAX_BLOCK_BYTES)))
-        if num_blocks <= 1 or () in num_rows:
+        is_whole = num_blocks <= 1 or len(heights) > 1 or () in heights
+        if is_whole or not all(merges_by_rows(self.source, *layer) for layer in layers):
             return [...]
-        (rows,) = num_rows.pop()
-        starts = [*range(0, rows, max(math.ceil(rows / num_blocks), _MIN_ROWS))]
-        if rows - starts[-1] < _MIN_ROWS:
-            starts = starts[:-1] or [0]
-        return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], rows], strict=True)]
+        (num_rows,) = heights.pop()
+        starts = [*range(0, max(num_rows - _MIN_ROWS, 0) + 1, max(math.ceil(num_rows / num_blocks), _MIN_ROWS))]
+        return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], num_rows], strict=True)]
 
     def _reader(self, name: str) -> Callable[[Rows], torch.Tensor]:
-        """Reads rows of a parameter into which nothing is merged."""
-        value = self.source._parameters[name]
-        assert value is not None
+        """A function that reads rows of a parameter into which nothing is merged."""
+        value = _parameter(self.source, name)
         if is_quantized_parameter(value):
             return dequantizer(self.source)
         return (value.materialize() if isinstance(value, LazyTensor) else value.detach()).__getitem__
@@ -277,8 +248,15 @@ class _Merge:
         return plain
 
 
+def _parameter(module: nn.Module, name: str) -> torch.Tensor:
+    """A parameter that a module has; of the twin's, it may be a lazy tensor."""
+    parameter = module._parameters[name]
+    assert parameter is not None
+    return parameter
+
+
 def _plan(twin: Twin) -> list[_Merge]:
-    """Everything that has to be computed: adapted modules, trained copies and quantized layers."""
+    """List the modules whose tensors have to be computed: adapted ones, trained copies and quantized layers."""
     dtype = _half_dtype(twin.model)
     merges: dict[int, _Merge] = {}
 
@@ -316,7 +294,7 @@ def _half_dtype(model: nn.Module) -> torch.dtype:
 
 
 def _shared_places(model: nn.Module) -> _Places:
-    """Where each parameter is that has several places: modules, and its name in them."""
+    """The places of each parameter that has several: modules, and its name in them."""
     found: dict[int, list[tuple[nn.Module, str]]] = {}
     for _, module in named_modules(model):
         for name, parameter in module._parameters.items():
@@ -326,7 +304,7 @@ def _shared_places(model: nn.Module) -> _Places:
 
 
 def _settle_ties(model: nn.Module, places: _Places) -> None:
-    """Tie again what was tied and is still equal; where something is not, write all of it and say so in the configs."""
+    """Tie again what was tied and is still equal; if something is not, write all of it and say so in the configs."""
     is_untied = False
     for group in places:
         tensors = {id(tensor): tensor for module, name in group if (tensor := module._parameters[name]) is not None}
@@ -340,9 +318,8 @@ def _settle_ties(model: nn.Module, places: _Places) -> None:
     if not is_untied:
         return
     for module, name in (place for group in places for place in group[1:]):
-        tensor = module._parameters[name]
-        assert tensor is not None
-        own = LazyTensor(tensor.shape, tensor.dtype, functools.partial(materialize, tensor))
+        tied = _parameter(module, name)
+        own = LazyTensor(tied.shape, tied.dtype, functools.partial(materialize, tied))
         vars(module)["_parameters"][name] = own
     for config in _configs(model):
         if getattr(config, "tie_word_embeddings", False):

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 
 import torch
 
 
-def peak_bytes(call: Callable[[], object]) -> int:
-    """The most that was live at any moment of a call beyond what was live at its start, in bytes."""
+def allocations(call: Callable[[], object]) -> list[int]:
+    """What is allocated, and negative what is freed, while something runs, in order and in bytes; mapped files too."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         call()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
+    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+
+
+def peak(sizes: Iterable[int]) -> int:
+    """The most that is live at any moment."""
+    return max(itertools.accumulate(sizes, initial=0))
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """The most that was live at any moment of a call beyond what was live at its start, in bytes."""
+    return peak(allocations(call))

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..dtypes import HALF_DTYPES
 from ..model.quantization import is_quantized_parameter
-from ..model.tree import ModelTree
+from ..model.tree import ModelTree, shallow_copy
 from .base import ChangeBase, EditBase, write_attribute
 from .journal import MISSING, Call, WayBack
 
@@ -109,13 +109,13 @@ def _to_float32(value: Any) -> Any:
 
 def _float32_shell(module: nn.Module) -> nn.Module:
     """An object of the module's class that shares its attributes, with half parameters upcast, its children's too."""
-    shell: nn.Module = object.__new__(type(module))
-    shell.__dict__.update(module.__dict__)
-    shell.__dict__["_parameters"] = {
+    shell = shallow_copy(module)
+    fields = shell.__dict__
+    fields["_parameters"] = {
         name: p if p is None or is_quantized_parameter(p) else _to_float32(p) for name, p in module._parameters.items()
     }
     if module._modules:
-        shell.__dict__["_modules"] = {n: child and _float32_shell(child) for n, child in module._modules.items()}
+        fields["_modules"] = {n: child and _float32_shell(child) for n, child in module._modules.items()}
     return shell
 
 

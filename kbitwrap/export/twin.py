@@ -22,7 +22,7 @@ from ..edits.storage import SharedStorageChange, StorageChange
 from ..errors import ExportError
 from ..model.checks import is_sharded_tensor
 from ..model.quantization import has_runtime_state, lacks_statistics, unpacked_copy
-from ..model.tree import ModelTree, join
+from ..model.tree import ModelTree, join, shallow_copy
 from ..model.wrappers import class_before_sharding, unwrap
 from ..preparation.original import Changes, Original, configs_of
 from ..preparation.preparation import Preparation
@@ -100,11 +100,10 @@ class _Copier:
         is_new = shell is None
         if shell is None:
             if lacks_statistics(base):
-                name = join(fqn, "weight")
                 raise ExportError(
-                    f"{name}: its quantization statistics are gone (PEFT's DoRA on 8-bit layers loses them on a CPU), "
-                    "so that nothing can run what would be written; load the base anew",
-                    fqn=name,
+                    f"{fqn}: the scales of its quantized weight are gone, so its values cannot be computed (PEFT's "
+                    "DoRA on 8-bit layers loses them in training on a CPU); load the base anew",
+                    fqn=fqn,
                 )
             shell = self.shells[id(base)] = self._shell(base)
         if wrappers:
@@ -117,15 +116,16 @@ class _Copier:
         return shell
 
     def _shell(self, module: nn.Module) -> nn.Module:
-        shell: nn.Module = object.__new__(class_before_sharding(module))
+        shell = shallow_copy(module)
+        shell.__class__ = class_before_sharding(module)
         fields = shell.__dict__
-        fields.update({name: value for name, value in vars(module).items() if not isinstance(value, _STAND_INS)})
+        for name in [name for name, value in fields.items() if isinstance(value, _STAND_INS)]:
+            del fields[name]
         for name in _ADAPTER_ATTRIBUTES:
             fields.pop(name, None)
         for name, config in configs_of(module):
             recorded = config if self.original is None else self.original.config(config)
             fields[name] = copy.deepcopy(recorded, self.memo)
-        fields["_buffers"] = dict(module._buffers)
         fields["_parameters"] = {name: self._original(module, name, p) for name, p in module._parameters.items()}
         return shell
 

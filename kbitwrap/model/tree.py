@@ -204,6 +204,15 @@ def _tensors_of(nodes: list[Node]) -> list[NamedTensor]:
     ]
 
 
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """A module of the same class whose parameters, buffers and children can be replaced; all else is shared."""
+    made: nn.Module = object.__new__(type(module))
+    fields = made.__dict__
+    fields.update(module.__dict__)
+    fields.update({name: dict(fields[name]) for name in ("_parameters", "_buffers", "_modules")})
+    return made
+
+
 class ModuleIndex:
     """The modules of a tree, numbered and held weakly, to be found again through wrappers, copies and merges.
 
