@@ -1,32 +1,67 @@
 """Reversible preparation of quantized models for training.
 
+Importing it loads no torch: each public name is loaded when it is first used.
+
 Example:
     >>> from kbitwrap import KbitPreparedModel, Precision
 """
 
-from .comparison import ManifestDiff
-from .config import Precision, PrepareConfig
-from .convert import convert_checkpoint
-from .drop_in import prepare_model_for_kbit_training, restore
-from .errors import (
-    ConfigError,
-    EditError,
-    ExportError,
-    KbitWrapError,
-    ManifestError,
-    ManifestMismatchError,
-    ManifestVersionError,
-    MemoryBudgetError,
-    RestoreError,
-    StateError,
-    UnsupportedModelError,
-)
-from .inspection import CheckpointReport, inspect_checkpoint
-from .manifest import Manifest
-from .preparation.plan import Plan, build_plan
-from .prepared import KbitPreparedModel, LifecycleState, prepared_of
-from .reports import ExportReport, RestoreReport, StateDiff
-from .schema import TensorRecord
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .checkpoints.convert import convert_checkpoint
+    from .checkpoints.inspection import CheckpointReport, inspect_checkpoint
+    from .config import Precision, PrepareConfig
+    from .drop_in import prepare_model_for_kbit_training, restore
+    from .errors import (
+        ConfigError,
+        EditError,
+        ExportError,
+        KbitWrapError,
+        ManifestError,
+        ManifestMismatchError,
+        ManifestVersionError,
+        MemoryBudgetError,
+        RestoreError,
+        StateError,
+        UnsupportedModelError,
+    )
+    from .manifest.diff import ManifestDiff
+    from .manifest.manifest import Manifest
+    from .manifest.schema import TensorRecord
+    from .preparation.plan import Plan, build_plan
+    from .prepared import KbitPreparedModel, LifecycleState, prepared_of
+    from .reports import ExportReport, RestoreReport, StateDiff
+
+_HOMES = {
+    "checkpoints.convert": ("convert_checkpoint",),
+    "checkpoints.inspection": ("CheckpointReport", "inspect_checkpoint"),
+    "config": ("Precision", "PrepareConfig"),
+    "drop_in": ("prepare_model_for_kbit_training", "restore"),
+    "errors": (
+        "ConfigError",
+        "EditError",
+        "ExportError",
+        "KbitWrapError",
+        "ManifestError",
+        "ManifestMismatchError",
+        "ManifestVersionError",
+        "MemoryBudgetError",
+        "RestoreError",
+        "StateError",
+        "UnsupportedModelError",
+    ),
+    "manifest.diff": ("ManifestDiff",),
+    "manifest.manifest": ("Manifest",),
+    "manifest.schema": ("TensorRecord",),
+    "preparation.plan": ("Plan", "build_plan"),
+    "prepared": ("KbitPreparedModel", "LifecycleState", "prepared_of"),
+    "reports": ("ExportReport", "RestoreReport", "StateDiff"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "CheckpointReport",
@@ -59,3 +94,17 @@ __all__ = [
     "prepared_of",
     "restore",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name (PEP 562)."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOME_OF[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names, loaded or not."""
+    return sorted({*globals(), *__all__})

@@ -21,10 +21,10 @@ from .edits.journal import Journal
 from .edits.storage import TrainedError
 from .errors import ConfigError, ManifestError, RestoreError, StateError, UnsupportedModelError
 from .export.export import export_twin
+from .export.merge import merge_into
 from .export.sharding import Gathering
 from .export.twin import Twin, build_twin
-from .manifest import Manifest
-from .merge import merge_into
+from .manifest.manifest import Manifest
 from .model.checks import refuse_unsupported_tensors, tree_of
 from .model.quantization import detect_as_peft
 from .model.tree import ModelTree, only_reading

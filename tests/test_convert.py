@@ -31,7 +31,7 @@ from kbitwrap import (
     convert_checkpoint,
     inspect_checkpoint,
 )
-from kbitwrap.checkpoint import open_checkpoint
+from kbitwrap.checkpoints.reader import open_checkpoint
 from killing import ROOT, kill_at_random
 
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import _SIZE as LIBRARY_SIZES
 
 from kbitwrap import ConfigError
-from kbitwrap.dtypes import SAFETENSORS_DTYPES, dtype_name, find_dtype, parse_dtype
+from kbitwrap.tensors.dtypes import SAFETENSORS_DTYPES, dtype_name, find_dtype, parse_dtype
 
 ALL = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
 

@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import kbitwrap.export.writer
 import kbitwrap.prepared
-import kbitwrap.writer
 import zoo
 from kbitwrap import (
     ConfigError,
@@ -35,8 +35,8 @@ from kbitwrap import (
     Precision,
     UnsupportedModelError,
 )
-from kbitwrap.lazy import LazyTensor
-from kbitwrap.writer import write_safetensors
+from kbitwrap.export.writer import write_safetensors
+from kbitwrap.tensors.lazy import LazyTensor
 from killing import LOCKED_ALONE
 from snapshot import Snapshot
 from training import adapt, step
@@ -830,7 +830,7 @@ def test_tensors_are_written_one_at_a_time(tmp_path: Path, monkeypatch: pytest.M
         # transformers goes on to write an index and nothing else.
         return write_safetensors(path, tensors, *arguments, **options)
 
-    monkeypatch.setattr(kbitwrap.writer, "write_safetensors", write)
+    monkeypatch.setattr(kbitwrap.export.writer, "write_safetensors", write)
     report = prepared.export(tmp_path / "export")
     assert report.num_tensors == len(written)
     lazy = {name for name, tensor in written if isinstance(tensor, LazyTensor)}

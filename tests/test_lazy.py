@@ -15,7 +15,7 @@ from torch import nn
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 import zoo
-from kbitwrap.lazy import LazyTensor, keeping_last, materialize, pieces
+from kbitwrap.tensors.lazy import LazyTensor, keeping_last, materialize, pieces
 
 
 class Counted:

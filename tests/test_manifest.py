@@ -32,7 +32,7 @@ from kbitwrap import (
     prepare_model_for_kbit_training,
     prepared_of,
 )
-from kbitwrap.contents import _VOLATILE
+from kbitwrap.manifest.contents import _VOLATILE
 from kbitwrap.tensors.bits import content_digest
 from memory import peak_bytes
 from plain import Shadowed, Tied, small_manifest, tied

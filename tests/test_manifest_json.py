@@ -70,7 +70,7 @@ def test_what_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.Monke
         file.truncate(1 << 40)  # sparse
     with pytest.raises(ManifestError, match=r"at most 128.0 MiB"):
         Manifest.load(path)
-    monkeypatch.setattr("kbitwrap.manifest.MAX_BYTES", 100)
+    monkeypatch.setattr("kbitwrap.manifest.manifest.MAX_BYTES", 100)
     with pytest.raises(ManifestError, match="at most 100 B"):
         Manifest.from_json(small_manifest().to_json())
 

@@ -31,7 +31,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
-import kbitwrap.merge as merge_module
+import kbitwrap.export.merge as merge_module
 import training
 import zoo
 from kbitwrap import ExportError, ExportReport, KbitPreparedModel

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from kbitwrap import ExportError
-from kbitwrap import staging as staging_module
-from kbitwrap.staging import atomic_write, staged
+from kbitwrap.export import staging as staging_module
+from kbitwrap.export.staging import atomic_write, staged
 from killing import ROOT, kill_at_random
 
 
@@ -197,8 +197,8 @@ import os, resource, sys
 from pathlib import Path
 import torch
 from kbitwrap import ExportError
-from kbitwrap.staging import atomic_write, staged
-from kbitwrap.writer import write_safetensors
+from kbitwrap.export.staging import atomic_write, staged
+from kbitwrap.export.writer import write_safetensors
 
 folder = Path(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -253,8 +253,8 @@ def test_a_file_does_not_replace_a_folder(tmp_path: Path) -> None:
 
 STAGED = """
 import torch
-from kbitwrap.staging import staged
-from kbitwrap.writer import write_safetensors
+from kbitwrap.export.staging import staged
+from kbitwrap.export.writer import write_safetensors
 tensors = {f"t{i}": torch.full((1000, 100), float(i)) for i in range(10)}
 def write(destination):
     with staged(destination) as out:
@@ -277,7 +277,7 @@ def test_a_kill_leaves_a_whole_folder_or_none(tmp_path: Path) -> None:
 
 
 OVERWRITTEN = """
-from kbitwrap.staging import staged
+from kbitwrap.export.staging import staged
 target = folder / "target"
 def write(destination):
     with staged(target, overwrite=True) as out:

@@ -399,10 +399,7 @@ def results(name: str, quant: str, dtype: torch.dtype, precision: str, mode: str
         gradient_checkpointing_kwargs={"use_reentrant": mode == "reentrant"},
     ) as prepared:
         assert prepared.plan.added_bytes == sum(
-            p.numel() * 2
-            for edit in prepared.plan.edits
-            if edit.action == "store"
-            for p in (ref() for ref in edit.refs)
+            ref().numel() * 2 for edit in prepared.plan.edits if edit.action == "store" for ref in edit.refs
         )
         tokens = {"trainable_token_indices": [1, 2, 5]} if mode == "tokens" else {}
         peft_model = adapt(name, model, modules_to_save=mode == "modules_to_save", **tokens)

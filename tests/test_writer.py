@@ -19,9 +19,9 @@ from safetensors.torch import _SIZE as LIBRARY_SIZES
 from safetensors.torch import load_file, save
 
 from kbitwrap import ExportError
-from kbitwrap import writer as writer_module
-from kbitwrap.lazy import LazyTensor
-from kbitwrap.writer import write_safetensors
+from kbitwrap.export import writer as writer_module
+from kbitwrap.export.writer import write_safetensors
+from kbitwrap.tensors.lazy import LazyTensor
 
 LIBRARY_DTYPES = [dtype for dtype in LIBRARY_SIZES if dtype is not None]
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..dtypes import HALF_DTYPES
 from ..model.quantization import is_quantized_parameter
 from ..model.tree import ModelTree, shallow_copy
+from ..tensors.dtypes import HALF_DTYPES
 from .base import ChangeBase, EditBase, write_attribute
 from .journal import MISSING, Call, WayBack
 

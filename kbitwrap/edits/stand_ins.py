@@ -14,10 +14,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 
-from ..dtypes import HALF_DTYPES
 from ..model.quantization import is_quantized_parameter
 from ..model.records import TensorRef
 from ..model.tree import ModelTree, only_reading
+from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.upcast import UpcastTensor
 from .base import ChangeBase, EditBase, write_attribute
 from .journal import MISSING, Call, WayBack

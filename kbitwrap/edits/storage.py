@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..dtypes import HALF_DTYPES
-from ..lazy import LazyTensor
 from ..model.records import ParameterRecord, TensorRef
 from ..model.tree import ModelTree, NamedTensor
 from ..tensors.bits import Layout, NanPayloads, fingerprint, same_values
+from ..tensors.dtypes import HALF_DTYPES
+from ..tensors.lazy import LazyTensor
 from .base import ChangeBase, EditBase, TrainedPolicy, all_of
 from .journal import Call, WayBack
 

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from ..errors import ExportError
-from ..lazy import LazyTensor, materialize
 from ..model.quantization import is_of_a_quantizer
 from ..reports import ExportReport
-from ..writer import CheckpointWriter, checkpoint_writer, split_into_files
+from ..tensors.lazy import LazyTensor, materialize
 from .twin import Twin
+from .writer import CheckpointWriter, checkpoint_writer, split_into_files
 
 _METADATA = {"format": "pt"}
 _SAVE_FILE = "safe_save_file"  # safetensors.torch.save_file, as transformers' own save_pretrained calls it

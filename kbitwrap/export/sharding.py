@@ -19,10 +19,10 @@ from ..edits.base import HeldOriginal
 from ..edits.storage import StorageChange
 from ..edits.training import RuntimeChange
 from ..errors import ConfigError, ExportError
-from ..lazy import LazyTensor
 from ..model.checks import is_sharded_tensor
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree
+from ..tensors.lazy import LazyTensor
 
 T = TypeVar("T")
 

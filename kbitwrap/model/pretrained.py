@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..dtypes import HALF_DTYPES, find_dtype
 from ..errors import ConfigError
+from ..tensors.dtypes import HALF_DTYPES, find_dtype
 from .quantization import is_quantized_parameter
 
 # Tried in this order where the config names no architecture.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..dtypes import HALF_DTYPES
+from ..tensors.dtypes import HALF_DTYPES
 from .quantization import is_quantized_parameter
 from .tree import ModelTree
 

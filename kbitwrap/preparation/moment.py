@@ -6,7 +6,7 @@ import torch
 
 from ..edits.checkpointing import input_gradient_hooks
 from ..model.tree import ModelTree, only_reading
-from ..payloads import MemoryRecord, MomentRecord, StateRecord
+from .payloads import MemoryRecord, MomentRecord, StateRecord
 
 
 def read_moment(tree: ModelTree) -> MomentRecord:

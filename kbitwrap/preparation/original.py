@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..dtypes import HALF_DTYPES
 from ..edits.base import HeldOriginal
 from ..edits.checkpointing import input_gradient_hooks
 from ..edits.storage import CopyChange
@@ -23,6 +22,7 @@ from ..model.quantization import quant_state_of
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, join, only_reading
 from ..tensors.bits import content_digest, is_dense
+from ..tensors.dtypes import HALF_DTYPES
 from .fingerprints import Fingerprints
 from .moment import read_moment
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ..config import Precision, PrepareConfig, format_bytes
-from ..dtypes import HALF_DTYPES
 from ..edits.base import EditBase
 from ..edits.checkpointing import Checkpoint, refuse_without_checkpointing, refuse_without_embeddings
 from ..edits.flags import Freeze, prepared_tensors
@@ -21,6 +20,7 @@ from ..model.quantization import Quantization, is_quantized_layer, is_quantized_
 from ..model.records import TensorRef
 from ..model.roles import Role, computes_in_half, is_norm, parameter_roles
 from ..model.tree import ModelTree, NamedTensor, Node, storage_key
+from ..tensors.dtypes import HALF_DTYPES
 from .process import mixed_precision
 
 

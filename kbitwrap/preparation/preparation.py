@@ -18,10 +18,10 @@ from ..edits.training import FollowTrainMode, RecordAccelerate
 from ..errors import EditError
 from ..model.tree import ModelTree
 from ..model.wrappers import unwrap
-from ..payloads import MomentRecord
 from ..reports import RestoreReport, StateDiff
 from .moment import read_moment
 from .original import Changes, Original
+from .payloads import MomentRecord
 from .plan import Plan
 from .planner import Planner
 from .prepared_state import PreparedState

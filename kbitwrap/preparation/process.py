@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..dtypes import HALF_DTYPES, dtype_name
 from ..edits.base import HeldOriginal
 from ..edits.journal import Call
 from ..errors import StateError
 from ..model.tree import ModelTree
+from ..tensors.dtypes import HALF_DTYPES, dtype_name
 
 # From here on torch's CUDA allocator gives a block a segment of its own (kMinLargeAlloc).
 LARGE_BLOCK_BYTES = 10 << 20

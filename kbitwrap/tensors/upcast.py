@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..dtypes import HALF_DTYPES
+from .dtypes import HALF_DTYPES
 
 aten = torch.ops.aten
 

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from .dtypes import SAFETENSORS_DTYPES, TWO_A_BYTE, find_dtype
-from .errors import ConfigError, ExportError
-from .lazy import LazyTensor
-from .model.pretrained import meta_model
-from .model.wrappers import canonical_fqn
+from ..errors import ConfigError, ExportError
+from ..model.pretrained import meta_model
+from ..model.wrappers import canonical_fqn
+from ..tensors.dtypes import SAFETENSORS_DTYPES, TWO_A_BYTE, find_dtype
+from ..tensors.lazy import LazyTensor
 
 # How weights are stored, the best way first: the file that holds all of them, and what the names of others begin with.
 _WAYS = (("model.safetensors", ""), ("pytorch_model.bin", "pytorch_model"))

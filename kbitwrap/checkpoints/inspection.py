@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from .checkpoint import SavedCheckpoint, is_beside, is_trained_copy, open_checkpoint
+from ..model.wrappers import canonical_fqn
+from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype
 from .convert import casts_by_dtype
-from .dtypes import HALF_DTYPES, dtype_name, find_dtype
-from .model.wrappers import canonical_fqn
+from .reader import SavedCheckpoint, is_beside, is_trained_copy, open_checkpoint
 
 # Where in a model a tensor is, as far as its name says; the first that matches.
 _KINDS = (

@@ -18,15 +18,16 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, ValidationError, model_validator
 from torch import nn
 
-from .comparison import ManifestDiff, as_loaded, compare, for_training
-from .config import PrepareConfig, format_bytes
+from ..config import PrepareConfig, format_bytes
+from ..errors import ManifestError, ManifestMismatchError, ManifestVersionError
+from ..export.staging import atomic_write
+from ..model.tree import ModelTree
+from ..preparation.payloads import MomentRecord, PlanRecord, Record, Text
+from ..preparation.plan import Plan
+from ..preparation.preparation import Preparation
+from ..reports import shown
 from .contents import read_contents, versions
-from .errors import ManifestError, ManifestMismatchError, ManifestVersionError
-from .model.tree import ModelTree
-from .payloads import MomentRecord, PlanRecord, Record, Text
-from .preparation.plan import Plan
-from .preparation.preparation import Preparation
-from .reports import shown
+from .diff import ManifestDiff, as_loaded, compare, for_training
 from .schema import (
     ConfigRecord,
     Kind,
@@ -36,7 +37,6 @@ from .schema import (
     TensorRecord,
     parse_json,
 )
-from .staging import atomic_write
 
 FORMAT = "kbitwrap-manifest"
 VERSIONS = (1, 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 

@@ -15,17 +15,17 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from .dtypes import dtype_name
-from .errors import ExportError, ManifestError, UnsupportedModelError
-from .export.twin import build_twin
-from .lazy import LazyTensor
-from .model.checks import refuse_unsupported_tensors, tree_of
-from .model.quantization import DISTRIBUTIONS, is_quantized_parameter
-from .model.tree import ModelTree, join
-from .preparation.preparation import Preparation
-from .preparation.process import plain_mode
+from ..errors import ExportError, ManifestError, UnsupportedModelError
+from ..export.twin import build_twin
+from ..model.checks import refuse_unsupported_tensors, tree_of
+from ..model.quantization import DISTRIBUTIONS, is_quantized_parameter
+from ..model.tree import ModelTree, join
+from ..preparation.preparation import Preparation
+from ..preparation.process import plain_mode
+from ..tensors.bits import content_digest, is_dense
+from ..tensors.dtypes import dtype_name
+from ..tensors.lazy import LazyTensor
 from .schema import ModelRecord, QuantizationRecord, TensorRecord
-from .tensors.bits import content_digest, is_dense
 
 # What use, saving or another version of transformers changes in a config, at any depth; names that begin with an
 # underscore too.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from .reports import Differences
+from ..reports import Differences
 from .schema import TensorRecord
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from .errors import ExportError
-from .model.quantization import Rows, is_quantized_layer
-from .model.tree import shallow_copy
+from ..errors import ExportError
+from ..model.quantization import Rows, is_quantized_layer
+from ..model.tree import shallow_copy
 
 # The largest difference allowed between what a layer and its merge compute, relative to the largest output, adapted or
 # not. Rounding in float32 stays below it; half a unit in the last place of float16, the finer half dtype, is 2**-12.

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from .dtypes import SAFETENSORS_DTYPES, TWO_A_BYTE
-from .errors import ConfigError, ExportError
-from .lazy import LazyTensor, keeping_last, pieces
+from ..errors import ConfigError, ExportError
+from ..tensors.dtypes import SAFETENSORS_DTYPES, TWO_A_BYTE
+from ..tensors.lazy import LazyTensor, keeping_last, pieces
 from .staging import staged
 
 INDEX_NAME = "model.safetensors.index.json"

@@ -12,6 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import ExportError
+from ..model.quantization import Rows, dequantizer, is_quantized_layer, is_quantized_parameter
+from ..model.tree import ModelTree, named_modules, shallow_copy
+from ..model.wrappers import is_adapter_module
+from ..tensors.bits import fingerprint
+from ..tensors.dtypes import HALF_DTYPES
+from ..tensors.lazy import LazyTensor, materialize
 from .adapters import (
     active_adapters,
     float32_module,
@@ -25,14 +32,7 @@ from .adapters import (
     refuse_unmergeable,
     trained_copy,
 )
-from .dtypes import HALF_DTYPES
-from .errors import ExportError
-from .export.twin import Twin
-from .lazy import LazyTensor, materialize
-from .model.quantization import Rows, dequantizer, is_quantized_layer, is_quantized_parameter
-from .model.tree import ModelTree, named_modules, shallow_copy
-from .model.wrappers import is_adapter_module
-from .tensors.bits import fingerprint
+from .twin import Twin
 
 # The attributes that a quantized load leaves on a model, and on its configs.
 _MODEL_ATTRIBUTES = (

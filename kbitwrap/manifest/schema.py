@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, JsonValue, StringConstraints, model_validator
 
-from .config import PrepareConfig
-from .errors import ConfigError
-from .payloads import MAX_COUNT, Count, Record, Text
-from .reports import shown
+from ..config import PrepareConfig
+from ..errors import ConfigError
+from ..preparation.payloads import MAX_COUNT, Count, Record, Text
+from ..reports import shown
 
 
 def parse_json(text: str) -> Any:

@@ -15,7 +15,7 @@ from pathlib import Path
 if sys.platform != "win32":
     import fcntl
 
-from .errors import ExportError
+from ..errors import ExportError
 
 # In the hidden folder beside a destination: what takes its place, and what stood there and was moved out of the way.
 _NEW, _OLD = "new", "old"

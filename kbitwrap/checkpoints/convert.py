@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .checkpoint import (
+from ..errors import ConfigError, ManifestMismatchError
+from ..export.writer import checkpoint_writer, split_into_files
+from ..manifest.manifest import Manifest
+from ..model.wrappers import canonical_fqn
+from ..reports import ExportReport
+from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype, parse_dtype
+from .reader import (
     SavedCheckpoint,
     config_dtype,
     is_beside,
@@ -21,12 +27,6 @@ from .checkpoint import (
     open_checkpoint,
     read_json,
 )
-from .dtypes import HALF_DTYPES, dtype_name, find_dtype, parse_dtype
-from .errors import ConfigError, ManifestMismatchError
-from .manifest import Manifest
-from .model.wrappers import canonical_fqn
-from .reports import ExportReport
-from .writer import checkpoint_writer, split_into_files
 
 _CONFIG = "config.json"
 # Other checkpoints, which a run keeps in the folder of its last one, and what tools hide there.

@@ -1,0 +1,1 @@
+"""Checkpoints that were saved while a model was prepared: read, inspected and converted."""
