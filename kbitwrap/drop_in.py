@@ -31,8 +31,9 @@ def prepare_model_for_kbit_training(
     Every parameter is frozen, adapters included; half parameters outside the quantized storage are cast to float32;
     a model that is quantized, by the attributes that PEFT reads, is checkpointed. ``kbitwrap.restore(model)`` undoes
     it, ``kbitwrap.prepared_of(model)`` finds its record. A second call on the same model is applied on top of the
-    first; ``restore`` returns to before the first. The one difference from PEFT: no input-gradient hook is left
-    orphaned, and none is installed where checkpointing is not reentrant.
+    first; ``restore`` returns to before the first. Two differences from PEFT: no input-gradient hook is left orphaned,
+    and none is installed where checkpointing is not reentrant; on CPUs with AVX512-BF16, 4-bit layers keep the layout
+    that has a backward, where bitsandbytes would end gradients at every layer that once ran in eval mode.
 
     What it costs: ``"full"``, as PEFT, twice the bytes of every unquantized half parameter; ``"compute"`` that of
     norms, biases and the like alone; ``"norms"``, ``"adapted"`` and ``"none"`` nothing.

@@ -1,12 +1,43 @@
 """Settings that every test shares."""
 
+import copy
 import os
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import pytest
 import torch
 import transformers
+from bitsandbytes import functional
+from bitsandbytes.nn import modules
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
+
+# On a CPU with AVX512-BF16, bitsandbytes' 4-bit layers repack their weights when they run in eval mode, and compute in
+# bfloat16 from then on, without a backward and for some shapes alone. A test must hold on every CPU, so none repacks
+# but those that ask for it by the fixture below, and these do on every CPU.
+modules.has_avx512bf16 = lambda: False
+
+
+@pytest.fixture
+def repacking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4-bit layers that are made from here on repack their weights when they run in eval mode."""
+    monkeypatch.setattr(modules, "has_avx512bf16", lambda: True)
+    if not functional.has_avx512bf16():
+        monkeypatch.setattr(functional, "gemv_4bit", _multiply_by_repacked)
+
+
+@torch.no_grad()
+def _multiply_by_repacked(
+    inputs: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None, state: Any = None
+) -> torch.Tensor:
+    """What bitsandbytes' kernel computes, where the CPU cannot run it: in bfloat16, without a backward."""
+    unpacked = copy.copy(state)
+    unpacked.original_nested = False
+    data, unpacked = functional._convert_weight_packed_for_cpu_inverse(weight.data, unpacked)
+    unpacked.absmax = state.absmax.T.reshape(-1).float()
+    values = functional.dequantize_4bit(data, unpacked).bfloat16()
+    return torch.nn.functional.linear(inputs.bfloat16(), values).to(inputs.dtype)

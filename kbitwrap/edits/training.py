@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
 from dataclasses import dataclass, field
@@ -14,12 +13,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..model.quantization import (
     DISTRIBUTIONS,
+    REPACKS,
     RUNTIME_ATTRIBUTES,
+    in_other_layout,
     is_repacked,
     quant_state_of,
     state_owners,
-    unpacked,
+    unpack_statistics,
     unpacked_copy,
+    unpacked_state,
 )
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree
@@ -192,7 +194,8 @@ class RuntimeChange(ChangeBase):
     ``Linear4bit`` fills in ``compute_dtype``, and on some CPUs repacks its weight in eval mode; ``Linear8bitLt`` moves
     its weight's statistics into ``state``. Nothing is kept alive but the layer's small quantization statistics, and
     these on the CPU only, where repacking replaces them by an approximation. A weight that was replaced since (a
-    merge) keeps its own state.
+    merge) keeps its own state. A repacked weight holds the same nibbles in another order, so either layout is made of
+    the other exactly.
 
     Args:
         module: The layer.
@@ -208,9 +211,25 @@ class RuntimeChange(ChangeBase):
         self._attributes = {name: vars(module).get(name, MISSING) for name in RUNTIME_ATTRIBUTES}
         self._state = {name: _recorded(vars(owner), keys) for name, owner, keys in state_owners(module, weight)}
 
-    @property
-    def _was_repacked(self) -> bool:
-        return bool(self._state.get("quant_state", {}).get("packing_format_for_cpu", False))
+    def keep_unpacked(self) -> None:
+        """Have the layer keep the layout in which it can be trained, in eval mode too.
+
+        ``Linear4bit`` computes with a repacked weight in train mode as well once it ran in eval mode, by a kernel that
+        has no backward: gradients would end at the layer, silently.
+        """
+        module = self._module()
+        weight = None if module is None else module._parameters.get("weight")
+        state = getattr(weight, "quant_state", None)
+        if weight is not None and state is not None and is_repacked(vars(state)):
+            self._write_weight(weight, in_other_layout(weight, state))
+            unpack_statistics(state)
+        if module is not None and vars(module).get(REPACKS):
+            vars(module)[REPACKS] = False
+
+    def _write_weight(self, weight: torch.Tensor, data: torch.Tensor) -> None:
+        self.record.expects(data)
+        weight.data = data
+        self.record.saw(weight)
 
     def undo(self, tree: ModelTree) -> None:
         """Put the recorded fields back."""
@@ -222,11 +241,9 @@ class RuntimeChange(ChangeBase):
         if weight is None or not self._state or not self.record.is_seen(weight):
             return
         quant_state = getattr(weight, "quant_state", None)
-        if is_repacked(quant_state) and not self._was_repacked:
-            data = unpacked(weight, quant_state)
-            self.record.expects(data)
-            weight.data = data
-            self.record.saw(weight)
+        was_repacked = is_repacked(self._state.get("quant_state", {}))
+        if quant_state is not None and is_repacked(vars(quant_state)) != was_repacked:
+            self._write_weight(weight, in_other_layout(weight, quant_state))
         owners = state_owners(module, weight)
         # All values are looked up before any is written: one field may be all that holds another's value.
         found = [value for _, owner, _ in owners for value in vars(owner).values() if isinstance(value, torch.Tensor)]
@@ -238,14 +255,10 @@ class RuntimeChange(ChangeBase):
                 _write(vars(owner), values[name], keys)
 
     def now(self, tree: ModelTree) -> RuntimeChange:
-        """Record the layer as it is now. A repacked weight is unpacked for good: the layer repacks it when it runs."""
+        """Record the layer as it is now; of one that is gone, this record."""
         module = self._module()
-        if module is None or module._parameters.get("weight") is None:
-            return self
-        change = RuntimeChange(module, self.record)
-        if change._was_repacked and not self._was_repacked:
-            change._state = {}
-        return change
+        is_gone = module is None or module._parameters.get("weight") is None
+        return self if module is None or is_gone else RuntimeChange(module, self.record)
 
     def originals(self) -> tuple[RuntimeChange, ...]:
         """The weight, where the layer has repacked it."""
@@ -262,26 +275,18 @@ class RuntimeChange(ChangeBase):
         return parameter if copied is None else copied
 
     def _settle(self, fields: dict[str, Any]) -> None:
-        """Make the fields of copied 4-bit statistics what they were."""
-        held = self._state.get("quant_state", {})
-        if not self._was_repacked:
+        """Make the fields of copied 4-bit statistics the recorded ones, where there is a record."""
+        held = self._state.get("quant_state")
+        if held is not None:
             _write(fields, _values(held, fields, [v for v in fields.values() if isinstance(v, torch.Tensor)]), None)
 
     def original_quant_state(self, parameter: torch.Tensor) -> Any:
         """The 4-bit statistics as they were before the layer repacked its weight, for a weight that lost them.
 
         Sharding makes a 4-bit weight a plain tensor; its layer still holds the statistics.
-
-        Returns:
-            The ``QuantState``, a copy where the layer has changed it; ``None`` where there is none.
         """
         module = self._module()
-        state = None if module is None else quant_state_of(module, parameter)
-        if not is_repacked(state) or self._was_repacked:
-            return state
-        state = copy.copy(state)
-        self._settle(vars(state))
-        return state
+        return None if module is None else unpacked_state(quant_state_of(module, parameter), self._settle)
 
 
 class _HeldWeakly:
@@ -340,7 +345,7 @@ def _configs(tree: ModelTree) -> list[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Record(EditBase):
-    """Record what training rewrites on its own; changes nothing.
+    """Record what training rewrites on its own, and have no layer rewrite what could not be trained then.
 
     Attributes:
         layers: The quantized layers that rewrite fields of their own, weakly.
@@ -361,4 +366,7 @@ class Record(EditBase):
         )
 
     def apply(self, change: Together) -> None:
-        """Change nothing."""
+        """Have 4-bit layers keep the layout in which they can be trained."""
+        for held in change.originals():
+            if isinstance(held, RuntimeChange):
+                held.keep_unpacked()

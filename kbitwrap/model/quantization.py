@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,8 +172,10 @@ def is_of_a_quantizer(conversion: Any) -> bool:
     return any("hf_quantizer" in vars(operation) for operation in getattr(conversion, "operations", ()))
 
 
-RUNTIME_ATTRIBUTES = ("compute_dtype", "compute_type_is_set")
-"""The attributes that a bitsandbytes layer fills in on itself when it runs."""
+REPACKS = "support_avx512bf16_for_cpu"
+"""The attribute of a ``Linear4bit`` that says whether it repacks its weight when it runs in eval mode on the CPU."""
+RUNTIME_ATTRIBUTES = ("compute_dtype", "compute_type_is_set", REPACKS)
+"""The attributes that a bitsandbytes layer fills in on itself when it runs, or that say what it does then."""
 
 
 def state_owners(module: nn.Module, weight: torch.Tensor) -> list[tuple[str, Any, tuple[str, ...] | None]]:
@@ -202,34 +204,64 @@ def lacks_statistics(module: nn.Module) -> bool:
     return type(weight).__name__ == "Params4bit" and quant_state_of(module, weight) is None
 
 
-def is_repacked(quant_state: Any) -> bool:
-    """Whether a layer has repacked its 4-bit weight for CPUs with AVX512-BF16."""
-    return bool(getattr(quant_state, "packing_format_for_cpu", False))
+def is_repacked(fields: Mapping[str, Any]) -> bool:
+    """Whether 4-bit statistics are those of a weight that its layer has repacked for CPUs with AVX512-BF16."""
+    return bool(fields.get("packing_format_for_cpu", False))
 
 
-def unpacked_copy(weight: torch.Tensor, settle: Callable[[dict[str, Any]], None] | None = None) -> torch.Tensor | None:
-    """A copy of a weight as it was before its layer repacked it for the CPU.
+def was_ever_repacked(quant_state: Any) -> bool:
+    """Whether a layer has ever repacked its 4-bit weight.
 
-    Args:
-        weight: The live weight.
-        settle: Gets the fields of the copied statistics, to make them what they were.
-
-    Returns:
-        The copy; ``None`` where the weight is not repacked.
+    ``Linear4bit.state_dict`` takes it back, and leaves the statistics rounded and, if they are not nested, transposed.
     """
-    quant_state = getattr(weight, "quant_state", None)
-    if not is_repacked(quant_state):
-        return None
-    state = copy.copy(quant_state)  # bitsandbytes unpacks into the state that it is given
-    copied = torch.Tensor._make_subclass(type(weight), unpacked(weight, state))
+    return quant_state is not None and "packing_format_for_cpu" in vars(quant_state)
+
+
+def in_other_layout(weight: torch.Tensor, quant_state: Any) -> torch.Tensor:
+    """The bytes of a 4-bit weight in the other one of its two layouts: a permutation of nibbles, hence exact."""
+    functional: Any = sys.modules["bitsandbytes.functional"]
+    state = copy.copy(quant_state)  # bitsandbytes writes into the state that it is given
+    state.nested = state.original_nested = False  # and would compute statistics, which nobody reads
+    inverse = "_inverse" if is_repacked(vars(state)) else ""
+    data: torch.Tensor = getattr(functional, f"_convert_weight_packed_for_cpu{inverse}")(weight.data, state)[0]
+    return data
+
+
+def unpack_statistics(state: Any) -> None:
+    """Make the statistics of a repacked weight those of the other layout, in place; their rounding stays."""
+    functional: Any = sys.modules["bitsandbytes.functional"]
+    absmax = state.absmax.T.reshape(-1).float()
+    if state.original_nested:
+        state.offset = absmax.mean()
+        absmax, state.state2 = functional.quantize_blockwise(absmax - state.offset, blocksize=256)
+    state.absmax, state.nested, state.dtype = absmax, state.original_nested, state.original_dtype
+    for name in ("packing_format_for_cpu", "original_dtype", "original_nested", "original_qshape"):
+        vars(state).pop(name)
+    vars(state).pop("original_storage_type", None)
+
+
+Settle = Callable[[dict[str, Any]], None]
+"""Gets the fields of copied statistics, to make them the recorded ones."""
+
+
+def unpacked_state(quant_state: Any, settle: Settle | None = None) -> Any:
+    """The 4-bit statistics of a weight that is not repacked: those given, or a copy where its layer has repacked it."""
+    if not was_ever_repacked(quant_state):
+        return quant_state
+    state = copy.copy(quant_state)
     if settle is not None:
         settle(vars(state))
-    vars(copied).update({**vars(weight), "quant_state": state})
+    if is_repacked(vars(state)):
+        unpack_statistics(state)
+    return state
+
+
+def unpacked_copy(weight: torch.Tensor, settle: Settle | None = None) -> torch.Tensor | None:
+    """A copy of a weight as it was before its layer repacked it for the CPU; ``None`` where it never did."""
+    quant_state = getattr(weight, "quant_state", None)
+    if not was_ever_repacked(quant_state):
+        return None
+    data = in_other_layout(weight, quant_state) if is_repacked(vars(quant_state)) else weight.data
+    copied = torch.Tensor._make_subclass(type(weight), data)
+    vars(copied).update({**vars(weight), "quant_state": unpacked_state(quant_state, settle)})
     return copied
-
-
-def unpacked(weight: torch.Tensor, quant_state: Any) -> torch.Tensor:
-    """The bytes of a repacked weight as they were before: a permutation of nibbles, hence exact."""
-    functional: Any = sys.modules["bitsandbytes.functional"]
-    data: torch.Tensor = functional._convert_weight_packed_for_cpu_inverse(weight.data, quant_state)[0]
-    return data

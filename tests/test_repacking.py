@@ -1,0 +1,259 @@
+"""4-bit layers that repack their weights in eval mode, as bitsandbytes has them do on CPUs with AVX512-BF16.
+
+Every test runs twice, with layers that repack and with layers that do not: what is promised is the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+import kbitwrap
+import zoo
+from kbitwrap import KbitPreparedModel
+from kbitwrap.cli import main
+from snapshot import Snapshot, tensor_digest
+from training import adapt, step
+
+LAYOUTS = ("repacking", "plain")
+SHARD = "20kB"
+QUANTS = ("nf4", "nf4-double", "fp4")
+
+
+@pytest.fixture(params=LAYOUTS, autouse=True)
+def repacks(request: pytest.FixtureRequest) -> bool:
+    if request.param == "repacking":
+        request.getfixturevalue("repacking")
+    return request.param == "repacking"
+
+
+def read(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def saved(model: PreTrainedModel, folder: Path) -> dict[str, bytes]:
+    model.save_pretrained(folder, max_shard_size=SHARD)
+    return read(folder)
+
+
+def evaluate(model: nn.Module, name: str = "llama") -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(**zoo.inputs(name, model)).logits
+
+
+def num_packed(model: nn.Module) -> int:
+    states = [getattr(parameter, "quant_state", None) for parameter in model.parameters()]
+    return sum(getattr(state, "packing_format_for_cpu", False) for state in states)
+
+
+def num_quantized(model: nn.Module) -> int:
+    return sum(type(parameter).__name__ == "Params4bit" for parameter in model.parameters())
+
+
+def bytes_of(model: nn.Module) -> dict[str, tuple[object, ...]]:
+    return {fqn: tensor_digest(parameter) for fqn, parameter in model.named_parameters()}
+
+
+def round_statistics(model: nn.Module) -> None:
+    """Give each block a scale that bfloat16 can hold, which repacking does not change."""
+    for parameter in model.parameters():
+        state = getattr(parameter, "quant_state", None)
+        if state is not None:
+            state.absmax = state.absmax.bfloat16().float()
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_layers_repack_in_eval_mode_where_this_says_so(quant: str, repacks: bool) -> None:
+    model = zoo.load("llama", quant)
+    before = bytes_of(model)
+    evaluate(model)
+    assert num_packed(model) == (num_quantized(model) if repacks else 0)
+    assert (bytes_of(model) == before) is not repacks
+
+
+@pytest.mark.parametrize("precision", ["full", "compute", "norms", "none"])
+@pytest.mark.parametrize("quant", QUANTS)
+def test_evaluation_while_prepared_changes_nothing(quant: str, precision: str) -> None:
+    model = zoo.load("llama", quant)
+    original = Snapshot(model)
+    prepared = KbitPreparedModel(model, precision=precision).prepare()
+    before = bytes_of(model)
+    evaluate(model)
+    assert num_packed(model) == 0
+    assert bytes_of(model) == before
+    assert not prepared.verify()
+    prepared.restore()
+    assert original.diff(Snapshot(model), moved=precision in ("full", "compute")) == []
+
+
+@pytest.mark.parametrize("first", ["before", "prepared", "suspended"])
+def test_gradients_after_an_evaluation_are_those_without_it(first: str) -> None:
+    def gradients(evaluated: str | None) -> dict[str, torch.Tensor]:
+        model = zoo.load("llama", "nf4")  # scales that are bfloat16, as the weights were: repacking rounds none of them
+        if evaluated == "before":
+            evaluate(model)
+        prepared = KbitPreparedModel(model).prepare()
+        adapted = adapt("llama", model)
+        if evaluated == "prepared":
+            evaluate(adapted)
+        if evaluated == "suspended":
+            with prepared.suspended():
+                evaluate(adapted)
+        return step("llama", adapted)[1]
+
+    expected, found = gradients(None), gradients(first)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[fqn], expected[fqn]) for fqn in expected)
+
+
+@pytest.mark.parametrize("precision", ["full", "compute", "norms"])
+@pytest.mark.parametrize("quant", QUANTS)
+def test_a_suspended_model_evaluates_as_the_original_and_resumes_exactly(
+    quant: str, precision: str, repacks: bool
+) -> None:
+    expected = evaluate(zoo.load("llama", quant))
+    model = zoo.load("llama", quant)
+    original, loaded = Snapshot(model), bytes_of(model)
+    prepared = KbitPreparedModel(model, precision=precision).prepare()
+    step_before, logits = bytes_of(model), evaluate(model)
+    during = Snapshot(model)
+    for _ in range(2):
+        with prepared.suspended():
+            assert original.diff(Snapshot(model), moved=True) == []
+            assert bytes_of(model) == loaded
+            assert torch.equal(evaluate(model), expected)
+            assert num_packed(model) == (num_quantized(model) if repacks else 0)
+        assert bytes_of(model) == step_before
+        assert during.diff(Snapshot(model), moved=True, ignore=(": attributes",)) == []
+        assert torch.equal(evaluate(model), logits)
+        assert not prepared.verify()
+    prepared.restore()
+    assert original.diff(Snapshot(model), moved=True) == []
+    assert torch.equal(evaluate(model), expected)
+
+
+# Taking the adapter off is what follows, so that nothing is trained on with the flags restored.
+@pytest.mark.filterwarnings(r"ignore:restore\(\) made \d+ base parameters trainable again:UserWarning")
+@pytest.mark.parametrize("asks_for_state", [False, True], ids=["", "state-dict"])
+@pytest.mark.parametrize("quant", QUANTS)
+def test_a_base_that_ran_before_is_put_back_as_it_was(quant: str, asks_for_state: bool, repacks: bool) -> None:
+    model = zoo.load("llama", quant)
+    expected = evaluate(model)
+    before = Snapshot(model)
+    prepared = KbitPreparedModel(model, precision="norms").prepare()
+    assert num_packed(model) == 0
+    adapted = adapt("llama", model)
+    step("llama", adapted)
+    evaluate(adapted)
+    with prepared.suspended(), adapted.disable_adapter():
+        assert num_packed(model) == (num_quantized(model) if repacks else 0)
+        assert torch.equal(evaluate(adapted), expected)
+        if asks_for_state:
+            model.state_dict()  # where bitsandbytes unpacks
+    if asks_for_state:
+        model.state_dict()
+    assert num_packed(model) == 0
+    prepared.restore()
+    adapted.unload()
+    assert before.diff(Snapshot(model), moved=True) == []
+    assert torch.equal(evaluate(model), expected)
+
+
+@pytest.mark.parametrize("quant", ["nf4", "nf4-double"])
+@pytest.mark.parametrize("when", ["prepared", "suspended", "restored"])
+def test_an_export_is_of_the_weights_as_loaded(quant: str, when: str, tmp_path: Path) -> None:
+    expected = saved(zoo.load("llama", quant), tmp_path / "before")
+    model = zoo.load("llama", quant)
+    prepared = KbitPreparedModel(model, precision="norms").prepare()
+    plain = tmp_path / "plain"
+    prepared.export(plain, merge_adapters=True)
+    if when == "suspended":
+        with prepared.suspended():
+            evaluate(model)
+            prepared.export(tmp_path / "export", max_shard_size=SHARD)
+            model.state_dict()  # bitsandbytes unpacks the weights for it, and leaves its approximate statistics
+            prepared.export(tmp_path / "again", max_shard_size=SHARD)
+            prepared.export(tmp_path / "merged", merge_adapters=True)
+    else:
+        evaluate(model)
+        with prepared.suspended():
+            evaluate(model)
+        if when == "restored":
+            prepared.restore()
+        for folder in ("export", "again"):
+            prepared.export(tmp_path / folder, max_shard_size=SHARD)
+        prepared.export(tmp_path / "merged", merge_adapters=True)
+    assert read(tmp_path / "export") == read(tmp_path / "again") == expected
+    file = "model.safetensors"
+    assert (tmp_path / "merged" / file).read_bytes() == (plain / file).read_bytes()
+
+
+@pytest.mark.parametrize("quant", ["nf4", "fp4"])
+def test_a_base_that_ran_before_is_exported_as_if_it_had_not(quant: str, tmp_path: Path) -> None:
+    fresh, model = zoo.load("llama", quant, torch.float16), zoo.load("llama", quant, torch.float16)
+    round_statistics(fresh)
+    round_statistics(model)
+    expected = saved(fresh, tmp_path / "before")
+    evaluate(model)
+    before = Snapshot(model)
+    prepared = KbitPreparedModel(model)
+    prepared.export(tmp_path / "new", max_shard_size=SHARD)
+    prepared.export(tmp_path / "merged new", merge_adapters=True)
+    assert before.diff(Snapshot(model)) == []
+    prepared.prepare()
+    prepared.export(tmp_path / "prepared", max_shard_size=SHARD)
+    with prepared.suspended():
+        prepared.export(tmp_path / "suspended", max_shard_size=SHARD)
+    KbitPreparedModel(fresh).export(tmp_path / "merged", merge_adapters=True)
+    assert all(read(tmp_path / folder) == expected for folder in ("new", "prepared", "suspended"))
+    file = "model.safetensors"
+    assert (tmp_path / "merged new" / file).read_bytes() == (tmp_path / "merged" / file).read_bytes()
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_a_manifest_is_of_the_weights_as_loaded(quant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.load("llama", quant)
+    prepared = KbitPreparedModel(model).prepare()
+    first = prepared.manifest()
+    evaluate(model)
+    second = prepared.manifest()
+    with prepared.suspended():
+        evaluate(model)
+        third = prepared.manifest()
+        third.check(model)
+    prepared.restore()
+    assert not first.diff(second)
+    assert not first.diff(third)
+    first.check(model)
+    monkeypatch.undo()  # layers that do not repack
+    first.check(zoo.load("llama", quant))
+
+
+def test_the_drop_in_trains_after_an_evaluation_as_after_none() -> None:
+    def gradients(prepare: Callable[..., nn.Module], *, is_evaluated: bool = False) -> dict[str, torch.Tensor]:
+        model = zoo.load("llama", "nf4")
+        if is_evaluated:
+            evaluate(model)
+        prepare(model, gradient_checkpointing_kwargs={"use_reentrant": False})
+        adapted = adapt("llama", model)
+        if is_evaluated:
+            evaluate(adapted)
+        return step("llama", adapted)[1]
+
+    expected = gradients(peft.prepare_model_for_kbit_training)
+    found = gradients(kbitwrap.prepare_model_for_kbit_training, is_evaluated=True)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[fqn], expected[fqn]) for fqn in expected)
+
+
+@pytest.mark.parametrize("precision", ["full", "compute", "norms"])
+def test_every_check_of_the_demonstration_passes(capsys: pytest.CaptureFixture[str], precision: str) -> None:
+    assert main(["demo", "--json", "--precision", precision, "--steps", "2"]) == 0
+    assert all(check["passed"] for check in json.loads(capsys.readouterr().out)["checks"])
