@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from .manifest.manifest import Manifest
     from .manifest.schema import TensorRecord
     from .preparation.plan import Plan, build_plan
-    from .prepared import KbitPreparedModel, LifecycleState, prepared_of
-    from .reports import ExportReport, RestoreReport, StateDiff
+    from .prepared import KbitPreparedModel, prepared_of
+    from .reports import ExportReport, LifecycleState, RestoreReport, StateDiff
 
 _HOMES = {
     "checkpoints.convert": ("convert_checkpoint",),
@@ -58,8 +58,8 @@ _HOMES = {
     "manifest.manifest": ("Manifest",),
     "manifest.schema": ("TensorRecord",),
     "preparation.plan": ("Plan", "build_plan"),
-    "prepared": ("KbitPreparedModel", "LifecycleState", "prepared_of"),
-    "reports": ("ExportReport", "RestoreReport", "StateDiff"),
+    "prepared": ("KbitPreparedModel", "prepared_of"),
+    "reports": ("ExportReport", "LifecycleState", "RestoreReport", "StateDiff"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -7,57 +7,28 @@ import functools
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from enum import Enum
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
-from tqdm.auto import tqdm
 
 from .config import PrepareConfig
 from .edits.base import TrainedPolicy
 from .edits.journal import Journal
-from .edits.storage import TrainedError
-from .errors import ConfigError, ManifestError, RestoreError, StateError, UnsupportedModelError
-from .export.export import export_twin
-from .export.merge import merge_into
-from .export.sharding import Gathering
-from .export.twin import Twin, build_twin
+from .errors import ConfigError, StateError
+from .export.export import export_model
 from .manifest.manifest import Manifest
-from .model.checks import refuse_unsupported_tensors, tree_of
+from .model.checks import refuse_sharded_since, refuse_unsupported_tensors, tree_of
 from .model.quantization import detect_as_peft
 from .model.tree import ModelTree, only_reading
-from .model.wrappers import unwrap
 from .preparation.original import signature
 from .preparation.plan import Plan, plan_as_detected, write_plan
 from .preparation.planner import Planner
 from .preparation.preparation import Preparation
-from .preparation.process import empty_cache, plain_mode
-from .reports import ExportReport, RestoreReport, StateDiff
+from .reports import ExportReport, LifecycleState, RestoreReport, StateDiff
 
 _logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-
-class LifecycleState(str, Enum):
-    """Where a ``KbitPreparedModel`` is in its life.
-
-    What is stored when: in ``PREPARED`` what the precision says, in every other state the original dtypes.
-    """
-
-    NEW = "new"
-    """Planned; the model is untouched."""
-    PREPARED = "prepared"
-    """The plan is applied; the record of the original state is held."""
-    SUSPENDED = "suspended"
-    """Inside ``suspended()``: the original state for a while; trained float32 values are held beside it."""
-    RESTORED = "restored"
-    """Undone; nothing is held. ``prepare`` starts anew."""
-
-    __str__ = str.__str__
-
 
 _HELD = (LifecycleState.PREPARED, LifecycleState.SUSPENDED)
 
@@ -101,12 +72,12 @@ class KbitPreparedModel:
     Attributes:
         model: The very object given.
         config: The settings.
-        plan: What ``prepare`` will do, or has done, and its bytes.
+        plan: The edits that ``prepare`` will make, or has made, and their bytes.
         state: A ``LifecycleState``.
 
     Raises:
-        ConfigError: A setting that cannot be meant.
-        UnsupportedModelError: The model cannot be prepared (so).
+        ConfigError: A setting is invalid.
+        UnsupportedModelError: The model cannot be prepared, or not with these settings.
         MemoryBudgetError: The plan's peak is over ``memory_budget``.
         StateError: The model, or a part of it, is prepared already.
 
@@ -146,12 +117,11 @@ class KbitPreparedModel:
         return f"KbitPreparedModel({type(self.model).__name__}, precision={str(self.config.precision)!r}, {self.state})"
 
     def prepare(self) -> KbitPreparedModel:
-        """Apply the plan, all or nothing. From ``RESTORED`` it starts anew.
+        """Apply the plan, all or nothing; from ``RESTORED`` a second time.
 
-        What it costs: ``"full"`` stores every unquantized half parameter in float32, twice its bytes (512 MiB more on
-        a 7B with a vocabulary of 32,768); ``"compute"`` only what is no embedding, linear layer or expert (half a MiB
-        there); ``"norms"``, ``"adapted"`` and ``"none"`` nothing. ``plan.added_bytes`` and ``plan.peak_bytes`` say it
-        for this model.
+        ``"full"`` stores every unquantized half parameter in float32, twice its bytes (512 MiB more on a 7B with a
+        vocabulary of 32,768); ``"compute"`` only what is no embedding, linear layer or expert (half a MiB there);
+        ``"norms"``, ``"adapted"`` and ``"none"`` nothing. See ``plan.added_bytes`` and ``plan.peak_bytes``.
 
         Returns:
             The wrapper itself.
@@ -182,15 +152,8 @@ class KbitPreparedModel:
     def as_peft(cls, model: nn.Module, config: PrepareConfig) -> KbitPreparedModel:
         """Prepare a model by PEFT's rules: its detection, adapters frozen too, on top of what holds the model already.
 
-        Args:
-            model: The model.
-            config: The settings.
-
-        Returns:
-            The wrapper that holds the model, in state ``PREPARED``, with the new plan.
-
         Raises:
-            UnsupportedModelError: The model cannot be prepared so.
+            UnsupportedModelError: The model cannot be prepared with these settings.
             StateError: The model's wrapper is suspended.
             EditError: An edit failed; the model is as it was before this call.
         """
@@ -214,15 +177,10 @@ class KbitPreparedModel:
     def _apply(self, plan: Plan, tree: ModelTree) -> None:
         """Apply a plan on top of what is applied, all or nothing."""
         preparation = self._preparation or Preparation(self)
-        preparation.apply(plan, tree, self._bar)
+        preparation.apply(plan, tree)
         self._preparation = preparation
         self._report = None
         self.state = LifecycleState.PREPARED
-
-    def _bar(self, items: Sequence[T], what: str) -> Iterable[T]:
-        """The items, with a progress bar on standard error if that was asked for."""
-        bar: Iterable[T] = tqdm(items, desc=what, unit="edit", disable=not self.config.progress, leave=False)
-        return bar
 
     def restore(self, trained: TrainedPolicy = "keep") -> RestoreReport:
         """Undo the preparation: dtypes, bits, ``requires_grad``, hooks and attributes are those from before.
@@ -231,12 +189,12 @@ class KbitPreparedModel:
         upcast modules get the original dtype.
 
         Args:
-            trained: For parameters whose value changed while they were stored upcast: ``"keep"`` rounds the trained
-                value to the original dtype, ``"discard"`` puts the original bits back, ``"error"`` raises. Copies that
-                PEFT made to be trained are an adapter's: ``"discard"`` rounds them too.
+            trained: The policy for values that changed while they were stored upcast: ``"keep"`` rounds them to the
+                original dtype, ``"discard"`` puts the original bits back, ``"error"`` raises. Copies that PEFT made to
+                be trained are an adapter's: ``"discard"`` rounds them too.
 
         Returns:
-            What was found. A second call changes nothing and returns the same report.
+            The report. A second call changes nothing and returns the same report.
 
         Raises:
             StateError: Nothing was prepared, or it is suspended.
@@ -250,29 +208,11 @@ class KbitPreparedModel:
         if self.state is LifecycleState.RESTORED and self._report is not None:
             return self._report
         preparation = self._expect_prepared("restore")
-        if trained == "discard" and not self.config.keep_originals:
-            raise ConfigError("restore(trained='discard') needs a preparation with keep_originals=True")
-        _refuse_sharded_since(self.model)
-        report, failures = preparation.undo(trained, self._bar)
-        if failures:
-            raise RestoreError(
-                f"not restored: {'; '.join(_reason(name, error) for name, error in failures.items())}. Everything else "
-                "was; restore(trained='keep') or restore(trained='discard') settles what was trained",
-                failures=failures,
-            )
+        refuse_sharded_since(ModelTree(self.model))
+        report = preparation.undo(trained)
         self._report = report
         self._preparation = None
         self.state = LifecycleState.RESTORED
-        if self.config.empty_cache:
-            empty_cache()
-        turned_on = preparation.take_turned_on()
-        if turned_on:
-            warnings.warn(
-                f"restore() made {turned_on} base parameters trainable again, as they were before prepare(), and an "
-                "adapter still sits on top: training on from here would train the base too",
-                UserWarning,
-                stacklevel=2,
-            )
         return report
 
     def __enter__(self) -> KbitPreparedModel:
@@ -337,15 +277,6 @@ class KbitPreparedModel:
         Raises:
             StateError: As for ``suspended``.
             UnsupportedModelError: As for ``suspended``.
-
-        Example:
-            >>> import warnings, torch
-            >>> from kbitwrap import KbitPreparedModel
-            >>> warnings.simplefilter("ignore", UserWarning)  # it says that this model is not quantized
-            >>> with KbitPreparedModel(torch.nn.LayerNorm(4).bfloat16(), precision="full") as prepared:
-            ...     resume = prepared.suspend()
-            ...     print(prepared.model.weight.dtype, resume(), prepared.model.weight.dtype)
-            torch.bfloat16 True torch.float32
         """
         suspension = Journal()
         self._suspend(suspension, "suspend", hold=True)
@@ -377,7 +308,7 @@ class KbitPreparedModel:
     def _suspend(self, suspension: Journal, call: str, *, hold: bool = False) -> None:
         """Suspend; ``suspension`` becomes the journal that leads back."""
         preparation = self._expect_prepared(call)
-        _refuse_sharded_since(self.model)
+        refuse_sharded_since(ModelTree(self.model))
         self._suspension = suspension
         self.state = LifecycleState.SUSPENDED
         try:
@@ -403,15 +334,7 @@ class KbitPreparedModel:
             EditError: An edit failed; the model is as it was before this call.
         """
         preparation = self._expect_prepared("adopt")
-        tree = preparation.tree()
-        if not isinstance(peft_model, nn.Module) or prepared_of(peft_model) is not self:
-            raise UnsupportedModelError(
-                f"adopt() expects what was made of the prepared {type(self.model).__name__}, such as "
-                f"get_peft_model(prepared.model, ...), found another {type(peft_model).__name__}"
-            )
-        if not tree.adapter_ids:
-            raise UnsupportedModelError(f"{type(peft_model).__name__} holds no adapter inside the prepared model")
-        if preparation.adopt(peft_model, tree):
+        if preparation.adopt(peft_model):
             self.plan = preparation.plan
             self._planned_for = None
 
@@ -437,39 +360,33 @@ class KbitPreparedModel:
     ) -> ExportReport:
         """Write the exact base, or the merged model, as a checkpoint, and change nothing of the model.
 
-        While prepared or suspended this is the model as it was before ``prepare``: for one from ``from_pretrained``
-        the files are, byte for byte, those that its ``save_pretrained`` would have written then, configs included,
-        whatever adapters, wrappers and trained copies are on it by now. Otherwise it is the model as it is, without
-        adapters. What was trained itself, under ``freeze=False``, is written as ``restore(trained="keep")`` would
-        leave it. Several processes that train together must not write to one path: call it on one of them. Where
-        FSDP2 sharded the model since, call it on all of them: they gather one parameter at a time, rank 0 writes, all
-        get its report, and what fails on one raises on all. What a forward left whole is sharded again, as by
-        ``state_dict()``.
+        While prepared or suspended this is the model as ``restore(trained="keep")`` would leave it: for one from
+        ``from_pretrained`` the files are, byte for byte, those that its ``save_pretrained`` would have written before,
+        configs included, whatever adapters, wrappers and trained copies are on it by now. Otherwise it is the model as
+        it is, without adapters. Tensors are computed and written one at a time; the folder is whole or not there.
 
         With ``merge_adapters`` it is a plain model, which loads without bitsandbytes and PEFT: quantized weights are
         dequantized (4 bits in the dtype of their ``quant_state``, 8 bits in float32), the deltas of the active adapters
         added in float32, and each value rounded once to the original half dtype. Trained copies (``modules_to_save``)
         take the place of the originals. Without active adapters it is the dequantized base.
 
-        Tensors are computed and written one at a time. A folder is there whole, or not at all.
+        Of several processes that train together one calls it. Where FSDP2 sharded the model since, all call it: they
+        gather one parameter at a time, rank 0 writes, all get its report, and what fails on one raises on all.
 
         Args:
             path: The folder to make.
             merge_adapters: Write the plain model with the active adapters merged, instead of the exact base.
-            model: What was made of the model, such as a ``PeftModel``; ``None``: what is inside the model itself.
+            model: The model with its adapters, such as a ``PeftModel``; ``None``: those inside the model itself.
             max_shard_size: The most bytes in a file, or a string such as ``"5GB"``.
             overwrite: Replace a folder that is there.
 
-        Returns:
-            What was written.
-
         Raises:
-            ConfigError: ``max_shard_size`` cannot be meant.
+            ConfigError: ``max_shard_size`` is invalid.
             UnsupportedModelError: The model is offloaded, or sharded by FSDP1 or ZeRO-3, or ``model`` is another; with
                 ``merge_adapters``, it is sharded.
-            ExportError: The base is not there any more, because adapters are merged into it or its tensors were
-                replaced (``fqn`` names the first), or it cannot be written; with ``merge_adapters``, an active adapter
-                cannot be merged exactly. Nothing was left at ``path``.
+            ExportError: The base is not there any more, because adapters are merged into it, its tensors were replaced,
+                or a frozen one holds other values; a quantized layer has lost its scales; it cannot be written; or an
+                active adapter cannot be merged exactly. ``fqn`` names the first. Nothing was left at ``path``.
 
         Example:
             >>> import tempfile, warnings, torch
@@ -480,39 +397,16 @@ class KbitPreparedModel:
             >>> report.files, report.num_bytes
             (('model.safetensors',), 16)
         """
-        with plain_mode():
-            tree = ModelTree(self.model) if self._preparation is None else self._preparation.tree()
-            gathering = None if self._preparation is None else Gathering.of(tree)
-            with contextlib.nullcontext() if gathering is None else gathering.agreeing():
-                twin = self._twin(model, tree, gathering, merge_adapters)
-                merged = merge_into(twin) if merge_adapters else ()
-            write = functools.partial(
-                export_twin,
-                twin,
-                path,
-                max_shard_size=max_shard_size,
-                overwrite=overwrite,
-                progress=self.config.progress,
-                merged=merged,
-            )
-            return write() if gathering is None else gathering.lead(write)
-
-    def _twin(
-        self, model: nn.Module | None, tree: ModelTree, gathering: Gathering | None, merge_adapters: bool
-    ) -> Twin:
-        live = self.model if model is None else model
-        _refuse_sharded(tree, allow_dtensor=gathering is not None)
-        if not isinstance(live, nn.Module) or unwrap(live)[0] is not unwrap(self.model)[0]:
-            raise UnsupportedModelError(
-                f"export() expects what was made of this {type(self.model).__name__}, such as "
-                f"get_peft_model(prepared.model, ...), found another {type(live).__name__}"
-            )
-        if gathering is not None and merge_adapters:
-            raise UnsupportedModelError(
-                "the adapters of a sharded model cannot be merged; export() the base, save the adapters, and merge "
-                "them into the base loaded from there in one process"
-            )
-        return build_twin(ModelTree(live, tree.records), self._preparation, gathering)
+        return export_model(
+            self.model,
+            self._preparation,
+            path,
+            merge_adapters=merge_adapters,
+            live=model,
+            max_shard_size=max_shard_size,
+            overwrite=overwrite,
+            progress=self.config.progress,
+        )
 
     def manifest(self) -> Manifest:
         """Record the preparation: the model, the settings, and every base tensor's original content by digest.
@@ -527,7 +421,7 @@ class KbitPreparedModel:
             StateError: The model is not prepared.
             UnsupportedModelError: The model was sharded since.
             ManifestError: Something cannot be recorded: a setting that JSON cannot hold, a name that could be taken
-                for a path, weights that were replaced or that adapters are merged into.
+                for a path, weights that were replaced, trained, changed while frozen, or that adapters are merged into.
 
         Example:
             >>> import warnings, torch
@@ -538,15 +432,10 @@ class KbitPreparedModel:
             >>> manifest.tensors["weight"].original_dtype, manifest.tensors["weight"].prepared_dtype
             ('bfloat16', 'float32')
         """
-        if self._preparation is None or self.state not in _HELD:
+        if self._preparation is None:
             self._expect_prepared("manifest")
         assert self._preparation is not None
-        if len(self._preparation.precisions) > 1:
-            raise ManifestError(
-                "prepare_model_for_kbit_training was called again with another precision, and a manifest records one "
-                "preparation; restore() the model and prepare it once"
-            )
-        return Manifest.of(self.model, self.plan)
+        return Manifest.of(self._preparation)
 
     @classmethod
     def from_manifest(cls, model: nn.Module, manifest: Manifest | str | os.PathLike[str]) -> KbitPreparedModel:
@@ -586,10 +475,6 @@ class KbitPreparedModel:
         return self._preparation
 
 
-def _reason(name: str, error: Exception) -> str:
-    return str(error) if isinstance(error, TrainedError) else f"{name}: {error}"
-
-
 def _refuse_held(tree: ModelTree) -> None:
     holder = _holder_of(tree)
     if holder is not None:
@@ -599,26 +484,3 @@ def _refuse_held(tree: ModelTree) -> None:
             state=holder.state,
             expected=(LifecycleState.NEW, LifecycleState.RESTORED),
         )
-
-
-def _refuse_sharded(tree: ModelTree, *, allow_dtensor: bool) -> None:
-    try:
-        refuse_unsupported_tensors(tree, allow_meta=False, allow_dtensor=allow_dtensor)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(
-            f"only a model whose tensors are loaded, and whole or sharded by FSDP2 since it was prepared, can be "
-            f"exported ({error.fqn}); export it before sharding, or load the base anew",
-            fqn=error.fqn,
-        ) from error
-
-
-def _refuse_sharded_since(model: nn.Module) -> None:
-    try:
-        refuse_unsupported_tensors(ModelTree(model), allow_meta=True)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(
-            f"the model was sharded after it was prepared, and no dtype of a sharded parameter can be changed safely "
-            f"({error.fqn}); call export() on every rank, which writes the exact base of a model sharded by FSDP2, or "
-            "restore before sharding",
-            fqn=error.fqn,
-        ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,21 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     """Write rows as aligned columns, the first to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+
+
+class LifecycleState(str, Enum):
+    """The state of a ``KbitPreparedModel``. In every state but ``PREPARED`` the model stores the original dtypes."""
+
+    NEW = "new"
+    """Planned; the model is untouched."""
+    PREPARED = "prepared"
+    """The plan is applied; the record of the original state is held."""
+    SUSPENDED = "suspended"
+    """Inside ``suspended()``: the original state for a while; trained float32 values are held beside it."""
+    RESTORED = "restored"
+    """Undone; nothing is held. ``prepare`` starts anew."""
+
+    __str__ = str.__str__
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import json
 import os
@@ -16,15 +18,63 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ExportError
+from ..errors import ExportError, UnsupportedModelError
+from ..model.checks import refuse_unreadable
 from ..model.quantization import is_of_a_quantizer
+from ..model.tree import ModelTree
+from ..model.wrappers import unwrap
+from ..preparation.preparation import Preparation
+from ..preparation.process import plain_mode
 from ..reports import ExportReport
 from ..tensors.lazy import LazyTensor, materialize
-from .twin import Twin
+from .merge import merge_into
+from .sharding import Gathering
+from .twin import Twin, build_twin
 from .writer import CheckpointWriter, checkpoint_writer, split_into_files
 
 _METADATA = {"format": "pt"}
 _SAVE_FILE = "safe_save_file"  # safetensors.torch.save_file, as transformers' own save_pretrained calls it
+
+
+def export_model(
+    model: nn.Module,
+    preparation: Preparation | None,
+    path: str | os.PathLike[str],
+    *,
+    merge_adapters: bool,
+    live: nn.Module | None,
+    **options: Any,
+) -> ExportReport:
+    """Write the base of a model, or the merged model; see ``KbitPreparedModel.export``.
+
+    Args:
+        model: The model.
+        preparation: The preparation that holds it, if one does.
+        path: The folder to make.
+        merge_adapters: Write the plain model with the active adapters merged.
+        live: The model with its adapters; ``None``: those inside ``model``.
+        **options: As for `export_twin`.
+    """
+    live = model if live is None else live
+    with plain_mode():
+        tree = ModelTree(model) if preparation is None else preparation.tree()
+        gathering = None if preparation is None else Gathering.of(tree)
+        with contextlib.nullcontext() if gathering is None else gathering.agreeing():
+            refuse_unreadable(tree, allow_dtensor=gathering is not None)
+            if not isinstance(live, nn.Module) or unwrap(live)[0] is not unwrap(model)[0]:
+                raise UnsupportedModelError(
+                    f"export() expects what was made of this {type(model).__name__}, such as "
+                    f"get_peft_model(prepared.model, ...), found another {type(live).__name__}"
+                )
+            if gathering is not None and merge_adapters:
+                raise UnsupportedModelError(
+                    "the adapters of a sharded model cannot be merged; export() the base, save the adapters, and merge "
+                    "them into the base loaded from there in one process"
+                )
+            twin = build_twin(ModelTree(live, tree.records), preparation, gathering)
+            merged = merge_into(twin) if merge_adapters else ()
+        write = functools.partial(export_twin, twin, path, merged=merged, **options)
+        return write() if gathering is None else gathering.lead(write)
 
 
 def export_twin(
@@ -138,7 +188,7 @@ def _materialize(model: nn.Module, reason: str) -> None:
         f"{reason}, so the tensors of {type(model).__name__} cannot be computed and written one at a time: "
         f"{len(lazy)} of them, {num_bytes:,} bytes, are held in memory at once",
         UserWarning,
-        stacklevel=5,  # the caller of KbitPreparedModel.export
+        stacklevel=6,  # the caller of KbitPreparedModel.export
     )
     computed = {key: materialize(tensor) for key, tensor in lazy.items()}
     for module in model.modules():

@@ -21,9 +21,7 @@ from torch import nn
 from ..config import PrepareConfig, format_bytes
 from ..errors import ManifestError, ManifestMismatchError, ManifestVersionError
 from ..export.staging import atomic_write
-from ..model.tree import ModelTree
 from ..preparation.payloads import MomentRecord, PlanRecord, Record, Text
-from ..preparation.plan import Plan
 from ..preparation.preparation import Preparation
 from ..reports import shown
 from .contents import read_contents, versions
@@ -100,12 +98,11 @@ class Manifest(Record):
         return _Tensors(self)
 
     @classmethod
-    def of(cls, model: nn.Module, plan: Plan) -> Manifest:
+    def of(cls, preparation: Preparation) -> Manifest:
         """Record the preparation of a model.
 
         Args:
-            model: The model, prepared or suspended; it is left untouched.
-            plan: The plan of its preparation.
+            preparation: The preparation, suspended or not; the model is left untouched.
 
         Returns:
             The manifest.
@@ -115,10 +112,14 @@ class Manifest(Record):
                 for a path, weights that adapters are merged into.
             UnsupportedModelError: The model was sharded since.
         """
-        preparation = Preparation.find(ModelTree(model))
-        assert preparation is not None
+        if len(preparation.precisions) > 1:
+            raise ManifestError(
+                "prepare_model_for_kbit_training was called again with another precision, and a manifest records one "
+                "preparation; restore() the model and prepare it once"
+            )
+        plan = preparation.plan
         with _refusing("cannot record this preparation"):
-            contents = read_contents(model, progress=plan.config.progress)
+            contents = read_contents(preparation.tree().model, progress=plan.config.progress)
             for fqn in contents.trained:
                 raise ManifestError(
                     f"{fqn} was trained since the model was prepared, so that a manifest made now would record the "

@@ -68,6 +68,31 @@ def refuse_unsupported_tensors(tree: ModelTree, *, allow_meta: bool, allow_dtens
             raise UnsupportedModelError(f"{tensor.path} is on the meta device: {remedy}", fqn=tensor.path)
 
 
+def refuse_sharded_since(tree: ModelTree) -> None:
+    """Raise for a model that was sharded after it was prepared."""
+    try:
+        refuse_unsupported_tensors(tree, allow_meta=True)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(
+            f"the model was sharded after it was prepared, and no dtype of a sharded parameter can be changed safely "
+            f"({error.fqn}); call export() on every rank, which writes the exact base of a model sharded by FSDP2, or "
+            "restore before sharding",
+            fqn=error.fqn,
+        ) from error
+
+
+def refuse_unreadable(tree: ModelTree, *, allow_dtensor: bool) -> None:
+    """Raise for a model whose tensors cannot be exported."""
+    try:
+        refuse_unsupported_tensors(tree, allow_meta=False, allow_dtensor=allow_dtensor)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(
+            f"only a model whose tensors are loaded, and whole or sharded by FSDP2 since it was prepared, can be "
+            f"exported ({error.fqn}); export it before sharding, or load the base anew",
+            fqn=error.fqn,
+        ) from error
+
+
 def _sharding_of(parameter: torch.Tensor, allow_dtensor: bool) -> str:
     marks = vars(parameter)
     if is_sharded_tensor(parameter) and not allow_dtensor:

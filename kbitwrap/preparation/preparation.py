@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
+from tqdm.auto import tqdm
 
-from ..config import Precision
+from ..config import Precision, PrepareConfig
 from ..edits.base import EditBase, TrainedPolicy
 from ..edits.flags import Anchor, Hold
 from ..edits.journal import Edit, Journal
 from ..edits.storage import CopyChange, TrainedError
 from ..edits.training import FollowTrainMode, RecordAccelerate
-from ..errors import EditError
+from ..errors import ConfigError, EditError, RestoreError, UnsupportedModelError
 from ..model.tree import ModelTree
 from ..model.wrappers import unwrap
 from ..reports import RestoreReport, StateDiff
@@ -27,8 +29,6 @@ from .planner import Planner
 from .prepared_state import PreparedState
 from .process import LARGE_BLOCK_BYTES, empty_cache, plain_mode, random_state, refuse_retyping_under_ddp
 
-Show = Callable[[Sequence[Any], str], Iterable[Any]]
-"""Wraps a list in a progress bar; the second argument says what is done."""
 _in_force: weakref.WeakSet[Preparation] = weakref.WeakSet()
 
 
@@ -58,7 +58,7 @@ class Preparation:
         self.journal = Journal()
         self.precisions: set[Precision] = set()
         self._upcasts_all = False
-        self._turned_on = 0
+        self._num_turned_on = 0
         self._adopted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @staticmethod
@@ -83,7 +83,7 @@ class Preparation:
         prepared = self.original.model()
         return prepared is not None and unwrap(prepared)[0] is unwrap(model)[0]
 
-    def apply(self, plan: Plan, tree: ModelTree, show: Show) -> None:
+    def apply(self, plan: Plan, tree: ModelTree) -> None:
         """Apply a plan on top of what is applied, all or nothing, and take hold of the model.
 
         Raises:
@@ -96,7 +96,7 @@ class Preparation:
                 if start == 0:
                     edits.insert(0, Hold("hold", ("",), anchor=Anchor(self.holder())))
                     self.original = Original(tree, audit=plan.config.audit)
-                self.journal.apply(_emptying_cache(show(edits, "prepare"), plan.config.empty_cache), tree)
+                self.journal.apply(_emptying_cache(_bar(edits, "prepare", plan.config), plan.config.empty_cache), tree)
                 if plan.config.empty_cache:
                     empty_cache()
                 tree = tree.again()
@@ -113,12 +113,24 @@ class Preparation:
         self._upcasts_all |= plan.config.precision.upcasts_all and plan.casts
         _in_force.add(self)
 
-    def adopt(self, peft_model: nn.Module, tree: ModelTree) -> bool:
+    def adopt(self, peft_model: nn.Module) -> bool:
         """Compute the norms of blocks with new adapters as the precision says, and record what accelerate may set.
 
         Returns:
             Whether the plan has grown.
+
+        Raises:
+            UnsupportedModelError: It is not the prepared model, or holds no adapter.
         """
+        tree = self.tree()
+        if not isinstance(peft_model, nn.Module) or Preparation.find(ModelTree(peft_model)) is not self:
+            name = type(tree.model).__name__
+            raise UnsupportedModelError(
+                f"adopt() expects what was made of the prepared {name}, such as "
+                f"get_peft_model(prepared.model, ...), found another {type(peft_model).__name__}"
+            )
+        if not tree.adapter_ids:
+            raise UnsupportedModelError(f"{type(peft_model).__name__} holds no adapter inside the prepared model")
         norms = Planner(tree, self.plan.config, tree.quantization).compute_norms()
         edits: list[Edit] = [*norms]
         if peft_model not in self._adopted:
@@ -146,17 +158,21 @@ class Preparation:
             tree = self.tree()
             return self.left.diff(tree, self.changes(tree).drifted)
 
-    def undo(self, trained: TrainedPolicy, show: Show) -> tuple[RestoreReport, dict[str, Exception]]:
+    def undo(self, trained: TrainedPolicy) -> RestoreReport:
         """Undo everything, newest first; what fails stays in the journal, and the model stays held.
 
-        Returns:
-            What was found, and what failed, by name.
+        Raises:
+            ConfigError: ``"discard"`` without ``keep_originals``.
+            RestoreError: Something failed; ``failures`` names it.
         """
+        config = self.plan.config
+        if trained == "discard" and not config.keep_originals:
+            raise ConfigError("restore(trained='discard') needs a preparation with keep_originals=True")
         with plain_mode():
             tree = self.tree()
             held, copies, changes = self.journal.originals(), self.copies(tree), self.changes(tree)
             trainable = {id(one) for one in held if (p := one.record.live()) is not None and p.requires_grad}
-            self._turned_on += self.original.num_turned_on(tree)
+            self._num_turned_on += self.original.num_turned_on(tree)
             replaced, foreign = self.original.added(tree)
             failures: dict[str, Exception] = {}
             changed = {*changes.trained, *changes.drifted}
@@ -166,7 +182,7 @@ class Preparation:
                 one.decide(trained)
             if not failures:
                 self.journal.changes += copies
-            for change, error in self.journal.undo(tree, since=1, show=lambda found: show(found, "restore")):
+            for change, error in self.journal.undo(tree, since=1, show=lambda found: _bar(found, "restore", config)):
                 if not isinstance(error, Exception):
                     raise error
                 if isinstance(error, TrainedError):
@@ -175,19 +191,27 @@ class Preparation:
                     failures[getattr(change, "fqn", type(change).__name__)] = error
             for one in held:
                 one.decide("keep")
-            if not failures:
-                self.journal.undo(tree)
-                _in_force.discard(self)
+            if failures:
+                raise RestoreError(
+                    f"not restored: {'; '.join(_reason(name, error) for name, error in failures.items())}. Everything "
+                    "else was; restore(trained='keep') or restore(trained='discard') settles what was trained",
+                    failures=failures,
+                )
+            self.journal.undo(tree)
+            _in_force.discard(self)
+            if config.empty_cache:
+                empty_cache()
+        if self._num_turned_on:
+            warnings.warn(
+                f"restore() made {self._num_turned_on} base parameters trainable again, as they were before prepare(), "
+                "and an adapter still sits on top: training on from here would train the base too",
+                UserWarning,
+                stacklevel=3,
+            )
         names = [copy.fqn for copy in copies if not copy.is_base and not copy.is_resized] + changes.trained
         names += [one.record.fqn for one in held if one.was_trained and id(one) in trainable]
         replaced += changes.drifted + [one.record.fqn for one in held if one.was_trained and id(one) not in trainable]
-        report = RestoreReport(tuple(dict.fromkeys(names)), tuple(dict.fromkeys(replaced)), tuple(foreign))
-        return report, failures
-
-    def take_turned_on(self) -> int:
-        """How many base parameters the undo made trainable under a live adapter; counted once."""
-        turned_on, self._turned_on = self._turned_on, 0
-        return turned_on
+        return RestoreReport(tuple(dict.fromkeys(names)), tuple(dict.fromkeys(replaced)), tuple(foreign))
 
     def suspend(self, way_back: Journal, *, hold: bool) -> None:
         """Put back the state from before for a while, all or nothing.
@@ -212,6 +236,16 @@ class Preparation:
         """End a suspension; what failed stays in ``way_back``, and this may be called again."""
         with plain_mode():
             way_back.resume(self.tree())
+
+
+def _bar(items: Sequence[Any], what: str, config: PrepareConfig) -> Iterable[Any]:
+    """The items, with a progress bar on standard error if that was asked for."""
+    bar: Iterable[Any] = tqdm(items, desc=what, unit="edit", disable=not config.progress, leave=False)
+    return bar
+
+
+def _reason(name: str, error: Exception) -> str:
+    return str(error) if isinstance(error, TrainedError) else f"{name}: {error}"
 
 
 def _emptying_cache(edits: Iterable[EditBase], is_wanted: bool) -> Iterator[Any]:
