@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import socket
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import forkserver, get_context
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -42,6 +44,26 @@ def run(function: Callable[..., Any], *args: Any) -> Any:
 def _quietly(function: Callable[..., Any], *args: Any) -> Any:
     warnings.simplefilter("ignore")
     return function(*args)
+
+
+def run_program(text: str, *arguments: str, folder: Path | None = None) -> str:
+    """What a program prints in a new process, whose arguments are these and whose folder is this.
+
+    Raises:
+        Exception: What the program raises.
+    """
+    return run(_execute, text, arguments, folder)  # type: ignore[no-any-return]
+
+
+def _execute(text: str, arguments: tuple[str, ...], folder: Path | None) -> str:
+    sys.argv = ["-c", *arguments]
+    if folder is not None:
+        os.chdir(folder)
+        sys.path.insert(0, "")
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        exec(compile(text, "<program>", "exec"), {"__name__": "__main__"})
+    return output.getvalue()
 
 
 Join = Callable[[], contextlib.AbstractContextManager[None]]
