@@ -17,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import forkserver, get_context
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 PRELOADED = "preloaded"
@@ -46,24 +46,31 @@ def _quietly(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-def run_program(text: str, *arguments: str, folder: Path | None = None) -> str:
-    """What a program prints in a new process, whose arguments are these and whose folder is this.
+class Printed(NamedTuple):
+    """What a program has printed."""
+
+    stdout: str
+    stderr: str
+
+
+def run_program(text: str, *arguments: str, folder: Path | None = None) -> Printed:
+    """Run a program in a new process, whose arguments are these and whose folder is this.
 
     Raises:
         Exception: What the program raises.
     """
-    return run(_execute, text, arguments, folder)  # type: ignore[no-any-return]
+    return Printed(*run(_execute, text, arguments, folder))
 
 
-def _execute(text: str, arguments: tuple[str, ...], folder: Path | None) -> str:
+def _execute(text: str, arguments: tuple[str, ...], folder: Path | None) -> tuple[str, str]:
     sys.argv = ["-c", *arguments]
     if folder is not None:
         os.chdir(folder)
         sys.path.insert(0, "")
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
+    output, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         exec(compile(text, "<program>", "exec"), {"__name__": "__main__"})
-    return output.getvalue()
+    return output.getvalue(), errors.getvalue()
 
 
 Join = Callable[[], contextlib.AbstractContextManager[None]]

@@ -16,8 +16,6 @@ import tqdm
 
 import forks
 
-ROOT = Path(__file__).parent.parent
-
 
 def lock_alone() -> None:
     """Let children that are killed not lock their parent.

@@ -26,7 +26,7 @@ def test_the_stories_are_true(tmp_path: Path) -> None:
     for number, (heading, program) in enumerate(programs().items()):
         if number == 0:
             (tmp_path / "tiny.py").write_text(program, encoding="utf-8")
-        outputs[heading] = forks.run_program(program, folder=tmp_path)
+        outputs[heading] = forks.run_program(program, folder=tmp_path).stdout
     assert list(outputs) == [
         "A small model to try it on",
         "Prepare in a with-block",

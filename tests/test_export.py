@@ -29,13 +29,12 @@ import forks
 import kbitwrap.export
 import kbitwrap.prepared
 import zoo
+from files import SHARD, read, saved
 from kbitwrap import (
     ConfigError,
     EditError,
     ExportError,
     KbitPreparedModel,
-    LifecycleState,
-    Precision,
     UnsupportedModelError,
 )
 from kbitwrap.bench.memory import MemoryMeter
@@ -52,71 +51,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*neither a quantization attribute nor a quantized layer:UserWarning"),
 ]
 
-SHARD = 20_000  # bytes: several files for every tiny model
-FLOAT32_STORAGE = (Precision.FULL, Precision.COMPUTE)
-
-
-def read(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
-
-
-def saved(model: transformers.PreTrainedModel, folder: Path, shard: int | str = SHARD) -> dict[str, bytes]:
-    """What the model's own ``save_pretrained`` writes."""
-    model.save_pretrained(folder, max_shard_size=shard)
-    return read(folder)
-
-
-def fields(name: str) -> dict[str, bool]:
-    return {"gradient_checkpointing": zoo.ARCHITECTURES[name].supports_gradient_checkpointing}
-
 
 # ----------------------------------------------------------------------------------------------------
 # The very files that were saved before.
 # ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("precision", list(Precision), ids=str)
-@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
-def test_the_files_are_those_saved_before(name: str, precision: Precision, tmp_path: Path) -> None:
-    model = zoo.load(name)
-    whole, sharded = saved(model, tmp_path / "whole", "5GB"), saved(model, tmp_path / "sharded")
-    assert len(sharded) > len(whole)
-    prepared = KbitPreparedModel(model, precision=precision, **fields(name)).prepare()
-    prepared.export(tmp_path / "prepared")
-    assert read(tmp_path / "prepared") == whole
-    peft_model = adapt(name, model, modules_to_save=True)
-    prepared.adopt(peft_model)
-    step(name, peft_model)
-    before = Snapshot(peft_model)
-    report = prepared.export(tmp_path / "trained", max_shard_size=SHARD)
-    assert before.diff(Snapshot(peft_model)) == []
-    assert prepared.state is LifecycleState.PREPARED
-    assert read(tmp_path / "trained") == sharded
-    assert report.files == tuple(sorted(sharded))
-    assert bool(report.converted) == (precision in FLOAT32_STORAGE)
-    with prepared.suspended():
-        prepared.export(tmp_path / "suspended", model=peft_model)
-    assert read(tmp_path / "suspended") == whole
-
-
-@pytest.mark.parametrize("precision", ["full", "compute", "norms"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("quant", ["nf4-double", "fp4", "int8", None])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "t5", "bert"])
-@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
-def test_every_quantization(name: str, quant: str | None, dtype: torch.dtype, precision: str, tmp_path: Path) -> None:
-    architecture = zoo.ARCHITECTURES[name]
-    if dtype not in architecture.dtypes or quant not in (*architecture.quants, None):
-        pytest.fail(f"{name} is no good example: it supports {architecture.quants} and {architecture.dtypes}")
-    model = zoo.load(name, quant, dtype)
-    expected = saved(model, tmp_path / "before")
-    prepared = KbitPreparedModel(model, precision=precision).prepare()
-    peft_model = adapt(name, model)
-    step(name, peft_model)
-    before = Snapshot(peft_model)
-    prepared.export(tmp_path / "export", max_shard_size=SHARD)
-    assert before.diff(Snapshot(peft_model)) == []
-    assert read(tmp_path / "export") == expected
 
 
 def around_nothing(model: nn.Module) -> nn.Module:

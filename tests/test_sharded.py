@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 
 import forks
 import zoo
+from files import SHARD, read, saved
 from kbitwrap import ConfigError, ExportError, KbitPreparedModel, UnsupportedModelError
 from snapshot import Snapshot
 from training import adapt, step
 
-SHARD = 20_000  # bytes: several files
 TIED = {"gpt2"}
 
 
@@ -64,10 +64,6 @@ def load(case: Case) -> transformers.PreTrainedModel:
     return model
 
 
-def read(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
-
-
 def blocks(model: nn.Module) -> nn.ModuleList:
     return next(module for module in model.modules() if isinstance(module, nn.ModuleList))
 
@@ -80,11 +76,9 @@ def shard(live: nn.Module, **kwargs: Any) -> None:
     fully_shard(live, ignored_params=ignored, **kwargs)
 
 
-def saved(case: Case, folder: Path) -> tuple[transformers.PreTrainedModel, dict[str, bytes]]:
-    """A model, and what its own `save_pretrained` writes."""
+def load_and_save(case: Case, folder: Path) -> tuple[transformers.PreTrainedModel, dict[str, bytes]]:
     model = load(case)
-    model.save_pretrained(folder, max_shard_size=SHARD)
-    return model, read(folder)
+    return model, saved(model, folder)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -94,7 +88,7 @@ def saved(case: Case, folder: Path) -> tuple[transformers.PreTrainedModel, dict[
 
 def exports_exactly(rank: int, join: forks.Join, folder: Path) -> None:
     # Before the group exists: transformers lets only the first of several processes write a checkpoint.
-    models = [saved(case, folder / f"saved-{rank}-{index}") for index, case in enumerate(EXACT)]
+    models = [load_and_save(case, folder / f"saved-{rank}-{index}") for index, case in enumerate(EXACT)]
     with join():
         export_all(models, folder)
 
@@ -159,7 +153,7 @@ def files_up_to(num_bytes: int) -> Iterator[None]:
 
 
 def fails_on_all(rank: int, join: forks.Join, folder: Path) -> None:
-    model, expected = saved(REFUSED[0], folder / f"saved-{rank}")
+    model, expected = load_and_save(REFUSED[0], folder / f"saved-{rank}")
     others = [load(case) for case in REFUSED[1:]]
     with join():
         fail(rank, model, expected, *others, folder=folder)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -22,11 +20,12 @@ from safetensors import safe_open
 from safetensors.torch import _SIZE as LIBRARY_SIZES
 from safetensors.torch import load_file, save
 
+import forks
 from kbitwrap import ExportError
 from kbitwrap import stream as stream_module
 from kbitwrap.lazy import LazyTensor
 from kbitwrap.stream import DTYPES, atomic_write, staged, write_safetensors
-from killing import ROOT, kill_at_random
+from killing import kill_at_random
 
 LIBRARY_DTYPES = [dtype for dtype in LIBRARY_SIZES if dtype is not None]
 
@@ -437,9 +436,7 @@ print(os.listdir(folder))
 
 def test_a_full_disk(tmp_path: Path) -> None:
     # A limit on the size of files fails writes half-way, as a full disk does, and no privilege lifts it.
-    found = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=True, cwd=ROOT
-    )
+    found = forks.run_program(FULL_DISK, str(tmp_path))
     lines = found.stdout.splitlines()
     assert lines[0].startswith(f"{tmp_path / 'file'}: cannot be written: File too large")
     assert lines[1].startswith(f"{tmp_path / 'out'}: cannot be written: File too large")

@@ -821,6 +821,11 @@ def loss(name: str, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -
     return torch.stack(terms).sum()
 
 
+def fields(name: str, **more: Any) -> dict[str, Any]:
+    """The fields of a preparation with which an architecture can be prepared, and more of them."""
+    return {"gradient_checkpointing": ARCHITECTURES[name].supports_gradient_checkpointing, **more}
+
+
 def lora_config(name: str, *, modules_to_save: bool = False, **kwargs: Any) -> peft.LoraConfig:
     """Make a LoRA configuration whose A and B both get a non-zero gradient in the first step.
 
