@@ -63,14 +63,15 @@ def test_a_journey(name: str, quant: str | None, dtype: str, precision: Precisio
     report = prepared.restore()
     assert report.trained == ()
     assert peft_model.unload() is model
-    assert before.diff(Snapshot(model), moved=precision.upcasts_all) == []
+    restored = Snapshot(model)
+    assert before.diff(restored, moved=precision.upcasts_all) == []
     manifest.save(tmp_path / "kbitwrap.json")
     Manifest.load(tmp_path / "kbitwrap.json").check(model)
 
     # Saved anew: a classifier's first forward has written the kind of its labels to the config.
     sharded = saved(model, tmp_path / "sharded")
     assert len(sharded) > len(whole)
-    again = Snapshot(model)
+    dtypes = {fqn: p.dtype for fqn, p in model.named_parameters(remove_duplicate=False)}
     prepared = KbitPreparedModel(model, precision=precision, **zoo.fields(name)).prepare()
     peft_model = adapt(name, model, modules_to_save=True)
     if is_adopted(name, precision):
@@ -86,7 +87,8 @@ def test_a_journey(name: str, quant: str | None, dtype: str, precision: Precisio
     with prepared.suspended():
         prepared.export(tmp_path / "suspended", model=peft_model, max_shard_size=SHARD)
     assert read(tmp_path / "suspended") == sharded
-    restores_a_trained_copy(prepared, peft_model, again, DTYPES[dtype])
+    restores_a_trained_copy(prepared, peft_model, restored, DTYPES[dtype])
+    assert {fqn: p.dtype for fqn, p in model.named_parameters(remove_duplicate=False)} == dtypes
 
 
 def is_adopted(name: str, precision: Precision) -> bool:

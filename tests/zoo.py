@@ -735,17 +735,19 @@ def load(
     if dtype in _HALVES and dtype not in row.dtypes:
         raise ValueError(f"{name} supports {row.dtypes}, not {dtype}")
     if from_pretrained_kwargs:
-        model = _from_pretrained(row, quant, dtype, **from_pretrained_kwargs)
+        model = _from_pretrained(checkpoint(name), row, quant, dtype, **from_pretrained_kwargs)
     else:
-        model = _copy(_pristine(row, quant, dtype))
+        model = _copy(_pristine(checkpoint(name), row, quant, dtype))
     return model.train(not eval_mode)
 
 
-def _from_pretrained(row: Architecture, quant: str | None, dtype: torch.dtype, **kwargs: Any) -> PreTrainedModel:
+def _from_pretrained(
+    folder: Path, row: Architecture, quant: str | None, dtype: torch.dtype, **kwargs: Any
+) -> PreTrainedModel:
     options: dict[str, Any] = {"dtype": dtype, "device_map": {"": "cpu"}}
     if quant is not None:
         options["quantization_config"] = _quantization_config(row, quant, dtype)
-    return getattr(transformers, row.model_class).from_pretrained(checkpoint(row.name), **options | kwargs)
+    return getattr(transformers, row.model_class).from_pretrained(folder, **options | kwargs)
 
 
 # Nothing ever runs or changes the models in here.
