@@ -1,6 +1,7 @@
 """Settings that every test shares."""
 
 import copy
+import gc
 import os
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 import transformers
 from bitsandbytes import functional
 from bitsandbytes.nn import modules
+
+import zoo
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
@@ -26,6 +29,7 @@ modules.has_avx512bf16 = lambda: False
 def repacking(monkeypatch: pytest.MonkeyPatch) -> None:
     """4-bit layers that are made from here on repack their weights when they run in eval mode."""
     monkeypatch.setattr(modules, "has_avx512bf16", lambda: True)
+    monkeypatch.setattr(zoo, "_pristine", zoo._from_pretrained)  # the copies of those are layers that do not repack
     if not functional.has_avx512bf16():
         monkeypatch.setattr(functional, "gemv_4bit", _multiply_by_repacked)
 
@@ -41,3 +45,13 @@ def _multiply_by_repacked(
     unpacked.absmax = state.absmax.T.reshape(-1).float()
     values = functional.dequantize_4bit(data, unpacked).bfloat16()
     return torch.nn.functional.linear(inputs.bfloat16(), values).to(inputs.dtype)
+
+
+zoo.checkpoints()  # before other processes are started, so that they share it
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_search_for_garbage_in_libraries() -> None:
+    """Exclude what is loaded from garbage collection: trainers and meters collect often, and it takes 0.3 s."""
+    gc.collect()
+    gc.freeze()

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
-import subprocess
-import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-_READY = "ready"
-# tqdm shares its lock with forked children, and monitors its bars in a thread that takes it: a child that is killed
-# while it holds the lock would leave it locked for its parent and for every later child.
-LOCKED_ALONE = """
-import threading, tqdm
-tqdm.tqdm.set_lock(threading.RLock())
-tqdm.tqdm.monitor_interval = 0
-"""
+import tqdm
+
+import forks
+
+
+def lock_alone() -> None:
+    """Let children that are killed not lock their parent.
+
+    tqdm shares its lock with forked children, and monitors its bars in a thread that takes it: a child that is killed
+    while it holds the lock would leave it locked for its parent and for every later child.
+    """
+    tqdm.tqdm.set_lock(threading.RLock())
+    tqdm.tqdm.monitor_interval = 0
+
+
+def fork(write: Callable[[Path], object], destinations: Iterable[Path]) -> int:
+    """The id of a child that writes to each destination and ends."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        for destination in destinations:
+            write(destination)
+        os._exit(0)
+    finally:
+        os._exit(1)
 
 
 def kill_at_random(program: str, folder: Path, tries: int, check: Callable[[Path], None], *, seed: int = 0) -> int:
@@ -38,71 +56,42 @@ def kill_at_random(program: str, folder: Path, tries: int, check: Callable[[Path
     Returns:
         How many temporaries were left over by the kills.
     """
-    moments = random.Random(seed)
-    server = subprocess.Popen(
-        [sys.executable, "-c", _SERVER.format(program=LOCKED_ALONE + program)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "KILLED_FOLDER": str(folder)},
-    )
-    assert server.stdin is not None
-    assert server.stdout is not None
+    ours, theirs = forks.context().Pipe()
+    server = forks.context().Process(target=_serve, args=(program, folder, tries, seed, theirs), daemon=True)
+    server.start()
+    theirs.close()
+    left_over = 0
     try:
-        assert server.stdout.readline().strip() == _READY
-        start = time.perf_counter()
-        server.stdin.write("\n")
-        server.stdin.flush()
-        assert server.stdout.readline().strip() == "written"
-        longest = time.perf_counter() - start
-        left_over = 0
         for _ in range(tries):
-            server.stdin.write("\n")
-            server.stdin.flush()
-            child = int(server.stdout.readline())
-            time.sleep(moments.uniform(0, 2 * longest))
-            os.kill(child, signal.SIGKILL)
-            assert server.stdout.readline().strip() == "dead"
+            assert ours.recv() == "dead"
             for path in folder.iterdir():
                 if path.name.startswith("."):
                     left_over += 1
                 else:
                     check(path)
+            ours.send("checked")
     finally:
         server.kill()
-        server.wait()
-        server.stdin.close()
-        server.stdout.close()
+        server.join()
+        ours.close()
     return left_over
 
 
-# The first line asks for one whole run, each further one for a child that is then killed. A forked child starts with
-# everything imported, so that all the time there is to be killed in is spent writing. The whole run is a child's too,
-# after one to import everything: a child takes longer, for the memory that it writes to is copied first.
-_SERVER = """
-import itertools, os, sys
-from pathlib import Path
-
-folder = Path(os.environ["KILLED_FOLDER"])
-{program}
-write(folder / "first")
-print("ready", flush=True)
-sys.stdin.readline()
-child = os.fork()
-if child == 0:
-    write(folder / "whole")
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
-print("written", flush=True)
-for start in itertools.count():
-    if not sys.stdin.readline():
-        break
-    child = os.fork()
-    if child == 0:
-        for number in itertools.count():
-            write(folder / f"{{start}}-{{number}}")
-    print(child, flush=True)
-    os.waitpid(child, 0)
-    print("dead", flush=True)
-"""
+def _serve(program: str, folder: Path, tries: int, seed: int, connection: Connection) -> None:
+    lock_alone()
+    namespace = {"folder": folder}
+    exec(program, namespace)
+    write: Callable[[Path], object] = namespace["write"]  # type: ignore[assignment]
+    write(folder / "first")
+    # A child's whole run is timed, for it takes longer: the memory that it writes to is copied first.
+    start = time.perf_counter()
+    assert os.waitpid(fork(write, [folder / "whole"]), 0)[1] == 0
+    longest = time.perf_counter() - start
+    moments = random.Random(seed)
+    for attempt in range(tries):
+        child = fork(write, (folder / f"{attempt}-{number}" for number in itertools.count()))
+        time.sleep(moments.uniform(0, 2 * longest))
+        os.kill(child, signal.SIGKILL)
+        assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        connection.send("dead")
+        connection.recv()

@@ -1,35 +1,23 @@
-"""Few cases in which each pair of values of independent choices comes up."""
+"""A cover of all pairs: few cases that combine every two values of different axes at least once."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 
-def pairwise(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Cover all pairs of values of different choices, greedily and always alike.
+def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Cases of one value of each axis such that every two values of two axes meet; the same at each call."""
 
-    Args:
-        *choices: The values of each choice.
+    def pairs(case: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
+        return {(i, case[i], j, case[j]) for i, j in itertools.combinations(range(len(axes)), 2)}
 
-    Returns:
-        Cases with one value of each choice, in the order in which the first two choices are written. There are as many
-        as the two longest choices have pairs, or a few more.
-
-    Example:
-        >>> pairwise("abc", "xy", [0, 1])
-        [('a', 'x', 0), ('a', 'y', 1), ('b', 'x', 1), ('b', 'y', 0), ('c', 'x', 0), ('c', 'y', 1)]
-    """
-    product = list(itertools.product(*(range(len(values)) for values in choices)))
-    missing = set(itertools.chain.from_iterable(map(_pairs, product)))
+    candidates = {case: pairs(case) for case in itertools.product(*(range(len(axis)) for axis in axes))}
+    missing = set().union(*candidates.values())
     cases = []
     while missing:
-        case = max(product, key=lambda case: len(missing.intersection(_pairs(case))))  # the first of the best
-        missing.difference_update(_pairs(case))
-        cases.append(case)
-    return [tuple(values[i] for values, i in zip(choices, case, strict=True)) for case in sorted(cases)]
-
-
-def _pairs(case: Iterable[int]) -> list[Any]:
-    return list(itertools.combinations(enumerate(case), 2))
+        case = max(candidates, key=lambda case: len(candidates[case] & missing))
+        missing -= candidates.pop(case)
+        cases.append(tuple(axis[index] for axis, index in zip(axes, case, strict=True)))
+    return cases

@@ -25,6 +25,8 @@ def is_capturing_hook(value: Any) -> bool:
 
 
 PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size)
+PLAIN_TYPES = frozenset(PLAIN)
+CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
 def tensor_digest(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -37,8 +39,10 @@ def tensor_digest(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def digest(value: Any, depth: int = 0) -> Any:
     """A comparable description of any attribute: plain values by value, tensors by bytes, the rest by identity."""
-    if isinstance(value, PLAIN):
+    if type(value) in PLAIN_TYPES or isinstance(value, PLAIN):
         return repr(value)
+    if isinstance(value, CONTAINERS) and not value:  # most of what a module holds is dicts of no hooks
+        return type(value).__name__, []
     if isinstance(value, torch.Tensor):
         return "tensor", tensor_digest(value)
     if isinstance(value, nn.Module):

@@ -1,6 +1,8 @@
-"""On every architecture: prepare, a LoRA step, restore; the model is as it was, and the numbers are PEFT's."""
+"""On every architecture, a whole journey: what is exported and restored is as it was, and the numbers are PEFT's."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import peft
 import pytest
@@ -9,84 +11,113 @@ from peft.utils.other import ModulesToSaveWrapper
 
 import kbitwrap
 import zoo
-from kbitwrap import KbitPreparedModel, Precision
+from files import SHARD, read, saved
+from kbitwrap import KbitPreparedModel, LifecycleState, Manifest, Precision
+from pairwise import pairwise
 from snapshot import Snapshot
 from training import adapt, step
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-QUANTS = ("nf4", "int8")
-HALF_TRAINABLE = ("ignore:restore.. made:UserWarning",)  # expected: the adapter is on top while restoring
+QUANTS = ("nf4", "nf4-double", "fp4", "int8")
+FLOAT32_STORAGE = (Precision.FULL, Precision.COMPUTE)
 
 pytestmark = [
-    pytest.mark.filterwarnings(*HALF_TRAINABLE),
+    pytest.mark.filterwarnings("ignore:restore.. made:UserWarning"),  # the adapter is on top while restoring
     # bitsandbytes' 8-bit kernel computes in float16, and says so on every bf16 model.
     pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning"),
-    # Falcon's linear layers stay unquantized, so a preparation says that the model is not checkpointed.
+    # Without quantized layers, as Falcon's, a preparation says that the model is not checkpointed.
     pytest.mark.filterwarnings("ignore:.*neither a quantization attribute nor a quantized layer:UserWarning"),
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning"),  # an unquantized GPT-2's `Conv1D`
 ]
 
 
-def cases() -> list[object]:
-    """The core in every quantization and dtype, the rest in 4-bit bf16."""
-    return [
-        pytest.param(name, quant, dtype, id=f"{name}-{quant}-{dtype}")
-        for name, architecture in zoo.ARCHITECTURES.items()
-        for quant in QUANTS
-        for dtype in DTYPES
-        if quant in architecture.quants and (name in zoo.CORE or (quant, dtype) == ("nf4", "bf16"))
-    ]
+def cases(quants: tuple[str | None, ...], last: tuple[object, ...]) -> list[tuple[object, ...]]:
+    """Every architecture in 4-bit bf16 with every last value; the core in all pairs of all values."""
+    every = [(name, "nf4", "bf16", value) for name in zoo.ARCHITECTURES for value in last]
+    return list(dict.fromkeys(every + pairwise(zoo.CORE, quants, tuple(DTYPES), last)))
 
 
-def fields(name: str) -> dict[str, bool]:
-    return {"gradient_checkpointing": zoo.ARCHITECTURES[name].supports_gradient_checkpointing}
-
-
-@pytest.mark.parametrize("precision", list(Precision), ids=str)
-@pytest.mark.parametrize(("name", "quant", "dtype"), cases())
-def test_restore_leaves_no_difference(name: str, quant: str, dtype: str, precision: Precision) -> None:
+@pytest.mark.parametrize(("name", "quant", "dtype", "precision"), cases((*QUANTS, None), tuple(Precision)))
+def test_a_journey(name: str, quant: str | None, dtype: str, precision: Precision, tmp_path: Path) -> None:
+    """Prepared, trained, exported, suspended and restored, first with a LoRA, then with a trained copy beside it."""
     model = zoo.load(name, quant, DTYPES[dtype])
+    whole = saved(model, tmp_path / "whole", "5GB")
     before = Snapshot(model)
-    prepared = KbitPreparedModel(model, precision=precision, **fields(name)).prepare()
+
+    prepared = KbitPreparedModel(model, precision=precision, **zoo.fields(name)).prepare()
+    prepared.export(tmp_path / "prepared")
+    assert read(tmp_path / "prepared") == whole
+    manifest = prepared.manifest()
     peft_model = adapt(name, model)
     prepared.adopt(peft_model)
     loss, gradients = step(name, peft_model)
     assert torch.isfinite(loss)
     assert all(gradient.any() and gradient.isfinite().all() for gradient in gradients.values())
     assert not prepared.verify()
+    during = Snapshot(peft_model)
+    with prepared.suspended():
+        assert prepared.state is LifecycleState.SUSPENDED
+    assert prepared.state is LifecycleState.PREPARED
+    # Suspending takes instance attributes away and puts them back, at the end.
+    assert during.diff(Snapshot(peft_model), moved=True, ignore=(": attributes",)) == []
     report = prepared.restore()
     assert report.trained == ()
     assert peft_model.unload() is model
-    assert before.diff(Snapshot(model), moved=precision.upcasts_all) == []
+    restored = Snapshot(model)
+    assert before.diff(restored, moved=precision.upcasts_all) == []
+    manifest.save(tmp_path / "kbitwrap.json")
+    Manifest.load(tmp_path / "kbitwrap.json").check(model)
 
-
-@pytest.mark.parametrize("precision", list(Precision), ids=str)
-@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
-def test_a_trained_copy_ends_in_the_original_dtype(name: str, precision: Precision) -> None:
-    model = zoo.load(name)
+    # Saved anew: a classifier's first forward has written the kind of its labels to the config.
+    sharded = saved(model, tmp_path / "sharded")
+    assert len(sharded) > len(whole)
     dtypes = {fqn: p.dtype for fqn, p in model.named_parameters(remove_duplicate=False)}
-    before = Snapshot(model)
-    prepared = KbitPreparedModel(model, precision=precision, **fields(name)).prepare()
+    prepared = KbitPreparedModel(model, precision=precision, **zoo.fields(name)).prepare()
     peft_model = adapt(name, model, modules_to_save=True)
+    if is_adopted(name, precision):
+        prepared.adopt(peft_model)
     step(name, peft_model)
+    during = Snapshot(peft_model)
+    report = prepared.export(tmp_path / "trained", max_shard_size=SHARD)
+    assert during.diff(Snapshot(peft_model)) == []
+    assert prepared.state is LifecycleState.PREPARED
+    assert read(tmp_path / "trained") == sharded
+    assert report.files == tuple(sorted(sharded))
+    assert bool(report.converted) == (precision in FLOAT32_STORAGE)
+    with prepared.suspended():
+        prepared.export(tmp_path / "suspended", model=peft_model, max_shard_size=SHARD)
+    assert read(tmp_path / "suspended") == sharded
+    restores_a_trained_copy(prepared, peft_model, restored, DTYPES[dtype])
+    assert {fqn: p.dtype for fqn, p in model.named_parameters(remove_duplicate=False)} == dtypes
+
+
+def is_adopted(name: str, precision: Precision) -> bool:
+    """Half of the cases, half of each architecture's and of each precision's."""
+    return (list(zoo.ARCHITECTURES).index(name) + list(Precision).index(precision)) % 2 == 0
+
+
+def restores_a_trained_copy(
+    prepared: KbitPreparedModel, peft_model: peft.PeftModel, before: Snapshot, dtype: torch.dtype
+) -> None:
+    """The copy ends in the original dtype, is reported, and is all that is another than before."""
+    model, upcasts_all = prepared.model, prepared.config.precision.upcasts_all
     copies = {id(p): p for fqn, p in peft_model.named_parameters() if "modules_to_save" in fqn}
-    expected = torch.float32 if precision.upcasts_all else torch.bfloat16
-    assert {p.dtype for p in copies.values()} == {expected}
-    trained = {key: p.detach().bfloat16() for key, p in copies.items()}
+    assert {p.dtype for p in copies.values()} == {torch.float32 if upcasts_all else dtype}
+    trained = {key: p.detach().to(dtype) for key, p in copies.items()}
     report = prepared.restore()
     owners = {fqn for fqn, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)}
     peft_model.unload()
-    assert {fqn: p.dtype for fqn, p in model.named_parameters(remove_duplicate=False)} == dtypes
     heads = {fqn: p for fqn, p in model.named_parameters() if id(p) in copies}
     assert heads
-    assert all(torch.equal(p, trained[id(p)]) for p in heads.values())
-    assert set(report.trained) == (set(heads) if precision.upcasts_all else set())
+    assert all(p.dtype == dtype and torch.equal(p, trained[id(p)]) for p in heads.values())
+    assert set(report.trained) == (set(heads) if upcasts_all else set())
     assert set(report.replaced) >= set(heads)
     assert not any(module.training for module in model.modules())
     # Nothing else changed: what differs is the copy, by name, where the original was, and whom it was tied to.
     parents = {owner.rpartition(".")[0] for owner in owners}
     rest = [
         line
-        for line in before.diff(Snapshot(model), moved=precision.upcasts_all)
+        for line in before.diff(Snapshot(model), moved=upcasts_all)
         if not line.startswith("shared memory")
         and not any(line.startswith((f"{owner}:", f"{owner}.")) for owner in owners)
         and not any(line.startswith(f"{parent}: _modules") for parent in parents)
@@ -94,8 +125,7 @@ def test_a_trained_copy_ends_in_the_original_dtype(name: str, precision: Precisi
     assert rest == []
 
 
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-@pytest.mark.parametrize(("name", "quant", "dtype"), cases())
+@pytest.mark.parametrize(("name", "quant", "dtype", "reentrant"), cases(QUANTS, (True, False)))
 def test_drop_in_gives_pefts_numbers(name: str, quant: str, dtype: str, reentrant: bool) -> None:
     results = []
     for prepare in (peft.prepare_model_for_kbit_training, kbitwrap.prepare_model_for_kbit_training):

@@ -18,6 +18,7 @@ import torch
 from peft import PeftModel, get_peft_model
 from torch import nn
 
+import forks
 from kbitwrap import build_plan
 from kbitwrap.bench import case as bench_case
 from kbitwrap.bench import runner
@@ -46,10 +47,14 @@ def settings(**fields: Any) -> Settings:
 
 
 def run_here(case: str, asked: Settings, folder: Path) -> dict[str, Any]:
-    """A case in this process: one of its own imports the libraries for as long as it then measures."""
+    """A case in this process."""
+    return run_in(lambda function, *args: function(*args), case, asked, folder)
+
+
+def run_in(call: Callable[..., object], case: str, asked: Settings, folder: Path) -> dict[str, Any]:
     request, answer = folder / "request.json", folder / "answer.json"
     request.write_text(json.dumps({"case": case, "settings": asked.to_dict()}))
-    bench_case.main(str(request), str(answer))
+    call(bench_case.main, str(request), str(answer))
     result: dict[str, Any] = json.loads(answer.read_text())
     return result
 
@@ -58,14 +63,13 @@ def run_here(case: str, asked: Settings, folder: Path) -> dict[str, Any]:
 def measured() -> dict[str, Any]:
     """A run of all cases, steps included.
 
-    PEFT's and "compute" run each in a process of its own, as all do for a user.
+    PEFT's and "compute" run each in a process of its own, as all do for a user, but one that has imported all.
     """
     lines: list[str] = []
     shape = MISTRAL_7B.resized(hidden_size=HIDDEN, num_layers=LAYERS, vocab_size=VOCAB)
-    run_case = runner._run_case
 
     def run(case: str, asked: Settings, folder: Path) -> dict[str, Any]:
-        return (run_case if case in ("peft", "compute") else run_here)(case, asked, folder)
+        return run_in(forks.run, case, asked, folder) if case in ("peft", "compute") else run_here(case, asked, folder)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
@@ -87,7 +91,9 @@ def compared() -> dict[str, Any]:
 @pytest.mark.parametrize("precision", EXPORTED)
 def test_an_export_writes_the_librarys_bytes(precision: str, tmp_path: Path) -> None:
     # Large enough that what Python and the C library take on the way, some 20 MiB, does not decide.
-    asked = settings(step=False, export=True, shape=dataclasses.replace(TINY, vocab_size=32768, hidden_size=1024))
+    asked = settings(
+        step=False, export=True, repeats=0, shape=dataclasses.replace(TINY, vocab_size=32768, hidden_size=1024)
+    )
     case = run_here(precision, asked, tmp_path)
     assert case["is_identical"]
     assert case["largest_bytes"] == 32768 * 1024 * 2
@@ -97,6 +103,12 @@ def test_an_export_writes_the_librarys_bytes(precision: str, tmp_path: Path) -> 
     summary = {"median": 1.0, "least": 1.0, "most": 1.0, "all": [1.0]}
     (_, row) = export_rows({"cases": [{**case, "save_seconds": summary, "export_seconds": summary}]})
     assert (row[0], row[4], row[-1]) == (precision, "1.00", "identical")
+
+
+def test_a_case_is_measured_by_an_interpreter_of_its_own(tmp_path: Path) -> None:
+    case = runner._run_case("none", settings(step=False, repeats=0), tmp_path)
+    assert case["case"] == "none"
+    assert case["build_seconds"] > 0
 
 
 def by_case(result: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import forks
 import zoo
 from kbitwrap import KbitPreparedModel, convert_checkpoint
 from kbitwrap.cli import main
@@ -181,13 +180,7 @@ print(main(["inspect", str(folder)]))
 
 
 def test_nothing_is_unpickled_or_imported(tmp_path: Path) -> None:
-    found = subprocess.run(
-        [sys.executable, "-c", HOSTILE, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parent.parent,
-    )
+    found = forks.run_program(HOSTILE, str(tmp_path))
     assert "trapped by" not in found.stdout + found.stderr
     lines = found.stdout.splitlines()
     assert (lines[0], lines[-1]) == ("2", "1")

@@ -5,11 +5,8 @@ from __future__ import annotations
 import filecmp
 import functools
 import json
-import os
 import pickle
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+import forks
 import zoo
 from kbitwrap import (
     ConfigError,
@@ -32,7 +30,7 @@ from kbitwrap import (
     inspect_checkpoint,
 )
 from kbitwrap.checkpoints.reader import open_checkpoint
-from killing import ROOT, kill_at_random
+from killing import kill_at_random
 
 
 class Saved:
@@ -594,12 +592,15 @@ def test_a_kill_leaves_a_whole_checkpoint_or_none(tmp_path: Path) -> None:
 
 
 MEMORY = """
-import sys
+import ctypes, sys
 from pathlib import Path
 import torch
 from kbitwrap import convert_checkpoint
 from kbitwrap.bench.memory import MemoryMeter
 
+# What is freed goes back to the system: which pieces the C library keeps is not measured.
+M_MMAP_THRESHOLD = -3
+assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
 folder = Path(sys.argv[1])
 convert_checkpoint(folder / "small", folder / "warm", dtype="bfloat16")
 meter = MemoryMeter(torch.device("cpu"))
@@ -614,10 +615,6 @@ def test_memory_is_that_of_a_few_pieces(tmp_path: Path) -> None:
     size = 8 << 20
     checkpoint(tmp_path / "small", {"a": torch.ones(4)})
     checkpoint(tmp_path / "in", {str(i): torch.ones(size) for i in range(8)})
-    # What is freed goes back to the system: which pieces the C library keeps is not measured.
-    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-    found = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, check=True, cwd=ROOT, env=env
-    )
+    found = forks.run_program(MEMORY, str(tmp_path))
     # Pieces of a tensor of 32 MiB: one is written while the next is read.
     assert int(found.stdout) < 4 * size / 2

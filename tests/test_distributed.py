@@ -2,43 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import warnings
-
 import pytest
 import torch
-import torch.multiprocessing
 from torch import distributed
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import forks
 import zoo
 from kbitwrap import KbitPreparedModel, StateError, UnsupportedModelError
 from snapshot import Snapshot
 from training import adapt
-
-WORLD_SIZE = 2
-
-
-def spawn(function: object) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(enter, (function, port), nprocs=WORLD_SIZE)
-
-
-def enter(rank: int, function: object, port: int) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    # Before the group exists: transformers lets only the first of several processes write a checkpoint.
-    model = zoo.load("llama")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE))
-    distributed.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE)
-    try:
-        function(rank, model)  # type: ignore[operator]
-    finally:
-        distributed.destroy_process_group()
 
 
 def trains_equally(rank: int, model: torch.nn.Module) -> None:
@@ -65,7 +39,7 @@ def trains_equally(rank: int, model: torch.nn.Module) -> None:
                     pass
             assert not prepared.verify()
         flat = torch.cat([p.detach().float().flatten() for p in trainable])
-        others = [torch.zeros_like(flat) for _ in range(WORLD_SIZE)]
+        others = [torch.zeros_like(flat) for _ in range(forks.WORLD_SIZE)]
         distributed.all_gather(others, flat)
         assert torch.equal(others[0], others[1])
         prepared.restore()
@@ -92,6 +66,13 @@ def refuses_what_is_sharded(rank: int, model: torch.nn.Module) -> None:
         KbitPreparedModel(FullyShardedDataParallel(linear, device_id=torch.device("cpu")))
 
 
-@pytest.mark.parametrize("function", [trains_equally, refuses_what_is_sharded])
-def test_in_two_processes(function: object) -> None:
-    spawn(function)
+def train_and_shard(rank: int, join: forks.Join) -> None:
+    # Before the group exists: transformers lets only the first of several processes write a checkpoint.
+    models = zoo.load("llama"), zoo.load("llama")
+    with join():
+        trains_equally(rank, models[0])
+        refuses_what_is_sharded(rank, models[1])
+
+
+def test_in_two_processes() -> None:
+    forks.run_ranks(train_and_shard)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+import forks
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "stories.md"
@@ -22,21 +21,12 @@ def programs() -> dict[str, str]:
     return found
 
 
-def run(path: Path) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, path.name], capture_output=True, text=True, cwd=path.parent, env=environment
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
 def test_the_stories_are_true(tmp_path: Path) -> None:
     outputs = {}
     for number, (heading, program) in enumerate(programs().items()):
-        path = tmp_path / ("tiny.py" if number == 0 else f"story_{number}.py")
-        path.write_text(program, encoding="utf-8")
-        outputs[heading] = run(path)
+        if number == 0:
+            (tmp_path / "tiny.py").write_text(program, encoding="utf-8")
+        outputs[heading] = forks.run_program(program, folder=tmp_path).stdout
     assert list(outputs) == [
         "A small model to try it on",
         "Prepare in a with-block",

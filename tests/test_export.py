@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import random
 import re
-import subprocess
+import resource
+import shutil
+import signal
 import sys
-import textwrap
+import time
 import types
 import warnings
 from collections import OrderedDict
@@ -23,21 +27,23 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import forks
+import kbitwrap.export.export
 import kbitwrap.export.writer
 import kbitwrap.prepared
 import zoo
+from files import SHARD, read, saved
 from kbitwrap import (
     ConfigError,
     EditError,
     ExportError,
     KbitPreparedModel,
-    LifecycleState,
-    Precision,
     UnsupportedModelError,
 )
+from kbitwrap.bench.memory import MemoryMeter
 from kbitwrap.export.writer import write_safetensors
 from kbitwrap.tensors.lazy import LazyTensor
-from killing import LOCKED_ALONE
+from killing import fork, lock_alone
 from snapshot import Snapshot
 from training import adapt, step
 
@@ -49,71 +55,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*neither a quantization attribute nor a quantized layer:UserWarning"),
 ]
 
-SHARD = 20_000  # bytes: several files for every tiny model
-FLOAT32_STORAGE = (Precision.FULL, Precision.COMPUTE)
-
-
-def read(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
-
-
-def saved(model: transformers.PreTrainedModel, folder: Path, shard: int | str = SHARD) -> dict[str, bytes]:
-    """What the model's own ``save_pretrained`` writes."""
-    model.save_pretrained(folder, max_shard_size=shard)
-    return read(folder)
-
-
-def fields(name: str) -> dict[str, bool]:
-    return {"gradient_checkpointing": zoo.ARCHITECTURES[name].supports_gradient_checkpointing}
-
 
 # ----------------------------------------------------------------------------------------------------
 # The very files that were saved before.
 # ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("precision", list(Precision), ids=str)
-@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
-def test_the_files_are_those_saved_before(name: str, precision: Precision, tmp_path: Path) -> None:
-    model = zoo.load(name)
-    whole, sharded = saved(model, tmp_path / "whole", "5GB"), saved(model, tmp_path / "sharded")
-    assert len(sharded) > len(whole)
-    prepared = KbitPreparedModel(model, precision=precision, **fields(name)).prepare()
-    prepared.export(tmp_path / "prepared")
-    assert read(tmp_path / "prepared") == whole
-    peft_model = adapt(name, model, modules_to_save=True)
-    prepared.adopt(peft_model)
-    step(name, peft_model)
-    before = Snapshot(peft_model)
-    report = prepared.export(tmp_path / "trained", max_shard_size=SHARD)
-    assert before.diff(Snapshot(peft_model)) == []
-    assert prepared.state is LifecycleState.PREPARED
-    assert read(tmp_path / "trained") == sharded
-    assert report.files == tuple(sorted(sharded))
-    assert bool(report.converted) == (precision in FLOAT32_STORAGE)
-    with prepared.suspended():
-        prepared.export(tmp_path / "suspended", model=peft_model)
-    assert read(tmp_path / "suspended") == whole
-
-
-@pytest.mark.parametrize("precision", ["full", "compute", "norms"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("quant", ["nf4-double", "fp4", "int8", None])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "t5", "bert"])
-@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
-def test_every_quantization(name: str, quant: str | None, dtype: torch.dtype, precision: str, tmp_path: Path) -> None:
-    architecture = zoo.ARCHITECTURES[name]
-    if dtype not in architecture.dtypes or quant not in (*architecture.quants, None):
-        pytest.fail(f"{name} is no good example: it supports {architecture.quants} and {architecture.dtypes}")
-    model = zoo.load(name, quant, dtype)
-    expected = saved(model, tmp_path / "before")
-    prepared = KbitPreparedModel(model, precision=precision).prepare()
-    peft_model = adapt(name, model)
-    step(name, peft_model)
-    before = Snapshot(peft_model)
-    prepared.export(tmp_path / "export", max_shard_size=SHARD)
-    assert before.diff(Snapshot(peft_model)) == []
-    assert read(tmp_path / "export") == expected
 
 
 def around_nothing(model: nn.Module) -> nn.Module:
@@ -699,89 +644,64 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
+def export_to_a_full_disk(folder: Path) -> type | None:
     # Files may have half of the bytes that the weights need.
-    program = """
-        import resource, signal, sys, zoo
-        from kbitwrap import ExportError, KbitPreparedModel
-        prepared = KbitPreparedModel(zoo.load("llama"), precision="full").prepare()
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
-        try:
-            prepared.export(sys.argv[1])
-        except ExportError as error:
-            print(type(error.__cause__).__name__)
-    """
-    result = run(program, str(tmp_path / "export"))
-    assert result.stdout.split() == ["OSError"], result.stderr
+    prepared = KbitPreparedModel(zoo.load("llama"), precision="full").prepare()
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+    with pytest.raises(ExportError) as caught:
+        prepared.export(folder)
+    return type(caught.value.__cause__)
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    assert forks.run(export_to_a_full_disk, tmp_path / "export") is OSError
     assert list(tmp_path.iterdir()) == []
 
 
-def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    tests = Path(__file__).parent
-    paths = f"import sys; sys.path[:0] = {[str(tests.parent), str(tests)]!r}\nimport conftest\n"
-    return subprocess.run(
-        [sys.executable, "-c", paths + textwrap.dedent(program), *arguments],
-        capture_output=True,
-        text=True,
-        cwd=tests.parent,
-        timeout=300,
-    )
+def kill_exports(root: Path) -> int:
+    """Kill sixty exports at random moments.
+
+    Returns:
+        How many had not come to their end.
+    """
+    lock_alone()
+    prepared = KbitPreparedModel(zoo.load("llama"), precision="full").prepare()
+    prepared.export(root / "expected", max_shard_size=SHARD)
+    expected = read(root / "expected")
+
+    def start(destination: Path, overwrite: bool) -> int:
+        return fork(lambda path: prepared.export(path, max_shard_size=SHARD, overwrite=overwrite), [destination])
+
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        assert os.waitpid(start(root / "export0", True), 0)[1] == 0
+        times.append(time.perf_counter() - begin)
+    draw = random.Random(0)
+    num_killed = 0
+    for attempt in range(60):
+        destination = root / f"export{attempt % 2}"  # leftovers of the one before last are cleaned up
+        overwrite = attempt % 4 < 2
+        if destination.exists() and not overwrite:
+            shutil.rmtree(destination)
+        was_there = destination.exists()
+        child = start(destination, overwrite)
+        time.sleep(draw.uniform(0, sorted(times)[2]))
+        os.kill(child, signal.SIGKILL)
+        num_killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        assert not was_there or destination.exists()
+        if destination.exists():
+            assert read(destination) == expected, attempt
+    for name in ("export0", "export1"):
+        prepared.export(root / name, max_shard_size=SHARD, overwrite=True)
+    assert sorted(path.name for path in root.iterdir()) == ["expected", "export0", "export1"]
+    return num_killed
 
 
 def test_killed_at_any_moment_it_leaves_all_or_nothing(tmp_path: Path) -> None:
-    # Children of one process, which has loaded the model, so that sixty tries take seconds.
-    program = """
-        import os, random, signal, sys, time, zoo
-        from pathlib import Path
-        from kbitwrap import KbitPreparedModel
-
-        root = Path(sys.argv[1])
-        prepared = KbitPreparedModel(zoo.load("llama"), precision="full").prepare()
-        prepared.export(root / "expected", max_shard_size=20_000)
-
-        def start(destination, overwrite):
-            child = os.fork()
-            if not child:
-                try:
-                    prepared.export(destination, max_shard_size=20_000, overwrite=overwrite)
-                finally:
-                    os._exit(0)
-            return child
-
-        times = []
-        for _ in range(5):
-            begin = time.perf_counter()
-            os.waitpid(start(root / "export0", True), 0)
-            times.append(time.perf_counter() - begin)
-        seconds = sorted(times)[2]
-        read = lambda folder: {file.name: file.read_bytes() for file in folder.iterdir()}
-        expected = read(root / "expected")
-        draw = random.Random(0)
-        num_killed = 0
-        for attempt in range(60):
-            destination = root / f"export{attempt % 2}"  # leftovers of the one before last are cleaned up
-            overwrite = attempt % 4 < 2
-            if destination.exists() and not overwrite:
-                [file.unlink() for file in destination.iterdir()]
-                destination.rmdir()
-            was_there = destination.exists()
-            child = start(destination, overwrite)
-            time.sleep(draw.uniform(0, seconds))
-            os.kill(child, signal.SIGKILL)
-            num_killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])
-            assert not was_there or destination.exists()
-            if destination.exists():
-                assert read(destination) == expected, attempt
-        for name in ("export0", "export1"):
-            prepared.export(root / name, max_shard_size=20_000, overwrite=True)
-        assert sorted(path.name for path in root.iterdir()) == ["expected", "export0", "export1"]
-        print(num_killed)
-    """
-    result = run(LOCKED_ALONE + textwrap.dedent(program), str(tmp_path))
-    assert result.returncode == 0, result.stderr
     # Neither every try nor none came to its end, or the moments were no good.
-    assert 5 <= int(result.stdout) <= 55
+    assert 5 <= forks.run(kill_exports, tmp_path) <= 55
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -789,33 +709,34 @@ def test_killed_at_any_moment_it_leaves_all_or_nothing(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------------
 
 
+def exported_memory(folder: Path) -> tuple[int, int, int, int]:
+    """The bytes of the largest tensor, of all, of the export, and how much it took at most."""
+    config = transformers.LlamaConfig(
+        vocab_size=32768,
+        hidden_size=1024,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).bfloat16()
+    model.to_empty(device="cpu")  # the values play no part
+    for parameter in model.parameters():
+        parameter.data.fill_(0.5)
+    largest = max(p.nbytes for p in model.parameters())
+    total = sum(p.nbytes for p in model.parameters())
+    prepared = KbitPreparedModel(model, precision="full", gradient_checkpointing=False).prepare()
+    prepared.export(folder / "first")  # what is imported and cached once
+    meter = MemoryMeter(torch.device("cpu"))
+    assert meter.method == "VmHWM, reset before"
+    meter.start()
+    report = prepared.export(folder / "second")
+    return largest, total, report.num_bytes, meter.peak()
+
+
 def test_memory_stays_below_two_tensors(tmp_path: Path) -> None:
-    program = """
-        import ctypes, gc, re, sys, torch
-        from pathlib import Path
-        from transformers import LlamaConfig, LlamaForCausalLM
-        from kbitwrap import KbitPreparedModel
-
-        def status(key):
-            return int(re.search(rf"{key}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
-
-        config = LlamaConfig(vocab_size=32768, hidden_size=1024, intermediate_size=1024, num_hidden_layers=4,
-                             num_attention_heads=8, num_key_value_heads=8)
-        model = LlamaForCausalLM(config).bfloat16()
-        largest = max(p.nbytes for p in model.parameters())
-        total = sum(p.nbytes for p in model.parameters())
-        prepared = KbitPreparedModel(model, precision="full", gradient_checkpointing=False).prepare()
-        prepared.export(sys.argv[1] + "/first")  # what is imported and cached once
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
-        start = status("VmRSS")
-        report = prepared.export(sys.argv[1] + "/second")
-        print(largest, total, report.num_bytes, status("VmHWM") - start)
-    """
-    result = run(f"import warnings; warnings.simplefilter('ignore')\n{textwrap.dedent(program)}", str(tmp_path))
-    assert result.returncode == 0, result.stderr
-    largest, total, num_bytes, peak = map(int, result.stdout.split())
+    largest, total, num_bytes, peak = forks.run(exported_memory, tmp_path)
     assert num_bytes == total > 2.5 * largest  # all of it at once would be too much
     assert peak <= 2 * largest
 

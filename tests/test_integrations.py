@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +17,7 @@ import torch
 from torch import nn
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback
 
+import forks
 import zoo
 from kbitwrap import (
     KbitPreparedModel,
@@ -381,18 +380,13 @@ def test_of_two_processes_one_writes_and_both_refuse(tmp_path: Path) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        command = [sys.executable, "-c", PROCESS, str(tmp_path), precision, checkpoint]
-        paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
-        processes = [
-            subprocess.Popen(
-                [*command, str(rank), str(port)],
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-            )
-            for rank in range(2)
-        ]
-        return [json.loads(process.communicate(timeout=300)[0].splitlines()[-1]) for process in processes]
+
+        def run_one(rank: int) -> list[Any]:
+            found = forks.run_program(PROCESS, str(tmp_path), precision, checkpoint, str(rank), str(port))
+            return json.loads(found.stdout.splitlines()[-1])
+
+        with ThreadPoolExecutor() as pool:
+            return list(pool.map(run_one, range(2)))
 
     assert run_two("full", "") == [[2, 2, ["checkpoint-1", "checkpoint-2"]], [2, 2, []]]
     assert (tmp_path / "checkpoint-1" / NAME).is_file()
@@ -438,10 +432,7 @@ RESUMED = [("nf4", "full"), ("nf4", "compute"), ("nf4", "norms"), ("nf4", "adapt
 
 def test_resuming_in_a_new_process_equals_an_uninterrupted_run(tmp_path: Path) -> None:
     def in_a_process(modes: str) -> list[Any]:
-        tests = Path(__file__).parent
-        command = [sys.executable, "-c", PROGRAM, str(tmp_path), modes, json.dumps(RESUMED)]
-        found = subprocess.run(command, capture_output=True, text=True, cwd=tests.parent, env=environment(tests))
-        assert found.returncode == 0, found.stderr
+        found = forks.run_program(PROGRAM, str(tmp_path), modes, json.dumps(RESUMED))
         return json.loads(found.stdout.splitlines()[-1])
 
     wholes, firsts = in_a_process("whole+stop")
@@ -451,13 +442,6 @@ def test_resuming_in_a_new_process_equals_an_uninterrupted_run(tmp_path: Path) -
         assert (num_whole, num_first, num_second) == (8, 4, 8), case
         assert len(set(whole)) == 8, case
         assert first + second == whole, case
-
-
-def environment(tests: Path) -> dict[str, str]:
-    import os
-
-    paths = [str(tests), str(tests.parent)]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
 
 # ----------------------------------------------------------------------------------------------------

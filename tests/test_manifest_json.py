@@ -6,8 +6,6 @@ import copy
 import json
 import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +15,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+import forks
 from kbitwrap import ExportError, Manifest, ManifestError, ManifestVersionError, PrepareConfig
 from plain import small_manifest
 
@@ -451,6 +450,5 @@ rest = [pair for pair in found if pair[0] != "open"]
 assert not rest, rest
 """
     small_manifest().save(tmp_path / "fine.json")
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=HERE.parent)
-    assert result.returncode == 0, result.stderr
+    forks.run_program(program)
     assert not marker.exists()

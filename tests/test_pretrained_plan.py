@@ -41,10 +41,6 @@ def quantization(name: str, quant: str, dtype: torch.dtype = torch.bfloat16) -> 
     return zoo._quantization_config(zoo.ARCHITECTURES[name], quant, dtype)
 
 
-def fields(name: str, **more: Any) -> dict[str, Any]:
-    return {"gradient_checkpointing": zoo.ARCHITECTURES[name].supports_gradient_checkpointing, **more}
-
-
 def without_checkpointing() -> str:
     rows = zoo.ARCHITECTURES.values()
     return next(row.name for row in rows if row.is_quantized and not row.supports_gradient_checkpointing)
@@ -84,7 +80,7 @@ def llama() -> LlamaConfig:
 def test_the_plan_is_that_of_the_loaded_model(name: str, quant: str) -> None:
     model = zoo.load(name, quant)
     for precision in Precision:
-        settings = fields(name, precision=precision)
+        settings = zoo.fields(name, precision=precision)
         plan = Plan.for_pretrained(zoo.checkpoint(name), quantization(name, quant), torch.bfloat16, **settings)
         assert figures(plan) == figures(build_plan(model, **settings))
         assert [edit.fqns for edit in plan.edits] == [edit.fqns for edit in build_plan(model, **settings).edits]
@@ -97,7 +93,7 @@ def test_the_plan_is_that_of_the_loaded_model(name: str, quant: str) -> None:
 @pytest.mark.parametrize("quant", ["nf4", "int8"])
 def test_the_plan_is_exact_in_float16(name: str, quant: str) -> None:
     model = zoo.load(name, quant, torch.float16)
-    settings = fields(name, precision="full")
+    settings = zoo.fields(name, precision="full")
     plan = Plan.for_pretrained(zoo.checkpoint(name), quantization(name, quant, torch.float16), "float16", **settings)
     assert figures(plan) == figures(build_plan(model, **settings))
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import peft
 import pytest
 import torch
 
+import forks
 import zoo
 from kbitwrap import KbitPreparedModel
 from training import adapt
-
-HERE = Path(__file__).parent
 
 QUANTS = ("nf4", "int8")
 # The ways to go on: where the base gets its adapter, or that it is not prepared at all.
@@ -96,16 +91,7 @@ def resumed(folder: Path, quant: str) -> dict[str, dict[str, list[float]]]:
             run.save(stopped / "state.pt")
             prepared.manifest().save(stopped / "kbitwrap.json")
             found[precision] = {"uninterrupted": run.train(range(4, 8))}
-    program = (
-        "import json, sys, warnings; warnings.simplefilter('ignore')\n"
-        "import test_resume; from pathlib import Path\n"
-        f"losses = test_resume.resume(Path({str(folder)!r}), {quant!r})\n"
-        f"Path({str(folder / 'losses.json')!r}).write_text(json.dumps(losses))"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(HERE), str(HERE.parent)))}
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr
-    for precision, losses in json.loads((folder / "losses.json").read_text()).items():
+    for precision, losses in forks.run(resume, folder, quant).items():
         found[precision] |= losses
     return found
 

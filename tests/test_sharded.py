@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
 import signal
-import socket
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.multiprocessing
 import transformers
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+import forks
 import zoo
+from files import SHARD, read, saved
 from kbitwrap import ConfigError, ExportError, KbitPreparedModel, UnsupportedModelError
 from snapshot import Snapshot
 from training import adapt, step
 
-WORLD_SIZE = 2
-SHARD = 20_000  # bytes: several files
 TIED = {"gpt2"}
 
 
@@ -68,10 +64,6 @@ def load(case: Case) -> transformers.PreTrainedModel:
     return model
 
 
-def read(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
-
-
 def blocks(model: nn.Module) -> nn.ModuleList:
     return next(module for module in model.modules() if isinstance(module, nn.ModuleList))
 
@@ -84,29 +76,9 @@ def shard(live: nn.Module, **kwargs: Any) -> None:
     fully_shard(live, ignored_params=ignored, **kwargs)
 
 
-def spawn(function: Callable[..., None], cases: list[Case], folder: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(enter, (function, cases, folder, port), nprocs=WORLD_SIZE)
-
-
-def enter(rank: int, function: Callable[..., None], cases: list[Case], folder: Path, port: int) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    # Before the group exists: transformers lets only the first of several processes write a checkpoint.
-    models = [load(case) for case in cases]
-    expected = []
-    for index, model in enumerate(models):
-        saved = folder / f"saved-{rank}-{index}"
-        model.save_pretrained(saved, max_shard_size=SHARD)
-        expected.append(read(saved))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE))
-    distributed.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE)
-    try:
-        function(rank, models, expected, folder)
-    finally:
-        distributed.destroy_process_group()
+def load_and_save(case: Case, folder: Path) -> tuple[transformers.PreTrainedModel, dict[str, bytes]]:
+    model = load(case)
+    return model, saved(model, folder)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -114,10 +86,15 @@ def enter(rank: int, function: Callable[..., None], cases: list[Case], folder: P
 # ----------------------------------------------------------------------------------------------------
 
 
-def exports_exactly(
-    rank: int, models: list[transformers.PreTrainedModel], expected: list[dict[str, bytes]], folder: Path
-) -> None:
-    for index, (case, model) in enumerate(zip(EXACT, models, strict=True)):
+def exports_exactly(rank: int, join: forks.Join, folder: Path) -> None:
+    # Before the group exists: transformers lets only the first of several processes write a checkpoint.
+    models = [load_and_save(case, folder / f"saved-{rank}-{index}") for index, case in enumerate(EXACT)]
+    with join():
+        export_all(models, folder)
+
+
+def export_all(models: list[tuple[transformers.PreTrainedModel, dict[str, bytes]]], folder: Path) -> None:
+    for index, (case, (model, expected)) in enumerate(zip(EXACT, models, strict=True)):
         name = case.architecture
         prepared = KbitPreparedModel(model, precision=case.precision).prepare()
         peft_model = adapt(name, model)
@@ -127,7 +104,7 @@ def exports_exactly(
         )
         shard(peft_model, mp_policy=policy)
 
-        def export(when: str, expected: dict[str, bytes] = expected[index], index: int = index) -> None:
+        def export(when: str, expected: dict[str, bytes] = expected, index: int = index) -> None:
             path = folder / f"{when}-{index}"
             report = prepared.export(path, max_shard_size=SHARD)  # noqa: B023
             assert read(path) == expected
@@ -155,7 +132,7 @@ def exports_exactly(
 
 
 def test_the_files_are_those_saved_before(tmp_path: Path) -> None:
-    spawn(exports_exactly, EXACT, tmp_path)
+    forks.run_ranks(exports_exactly, tmp_path)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -175,10 +152,23 @@ def files_up_to(num_bytes: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def fails_on_all(
-    rank: int, models: list[transformers.PreTrainedModel], expected: list[dict[str, bytes]], folder: Path
+def fails_on_all(rank: int, join: forks.Join, folder: Path) -> None:
+    model, expected = load_and_save(REFUSED[0], folder / f"saved-{rank}")
+    others = [load(case) for case in REFUSED[1:]]
+    with join():
+        fail(rank, model, expected, *others, folder=folder)
+
+
+def fail(
+    rank: int,
+    model: transformers.PreTrainedModel,
+    expected: dict[str, bytes],
+    merged: transformers.PreTrainedModel,
+    sharing: transformers.PreTrainedModel,
+    eight_bits: transformers.PreTrainedModel,
+    *,
+    folder: Path,
 ) -> None:
-    model, merged, sharing, eight_bits = models
     prepared = KbitPreparedModel(model, precision="full").prepare()
     peft_model = adapt("llama", model)
     shard(peft_model)
@@ -204,7 +194,7 @@ def fails_on_all(
     (folder / "taken" / "file").touch()
     with pytest.raises(ExportError, match="exists and is not empty"):
         prepared.export(folder / "taken")
-    sizes = [len(data) for name, data in sorted(expected[0].items()) if name.endswith(".safetensors")]
+    sizes = [len(data) for name, data in sorted(expected.items()) if name.endswith(".safetensors")]
     assert sizes[0] < max(sizes)
     with (
         files_up_to(max(sizes) - 1),
@@ -214,7 +204,7 @@ def fails_on_all(
     assert not path.exists()
     assert before.diff(Snapshot(peft_model)) == []
     prepared.export(path, max_shard_size=SHARD)
-    assert read(path) == expected[0]
+    assert read(path) == expected
 
     prepared = KbitPreparedModel(merged, precision="norms").prepare()
     shard(adapt("llama", merged).merge_and_unload())
@@ -242,4 +232,4 @@ def fails_on_all(
 
 
 def test_what_fails_on_one_fails_on_all(tmp_path: Path) -> None:
-    spawn(fails_on_all, REFUSED, tmp_path)
+    forks.run_ranks(fails_on_all, tmp_path)

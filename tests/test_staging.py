@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import forks
 from kbitwrap import ExportError
 from kbitwrap.export import staging as staging_module
 from kbitwrap.export.staging import atomic_write, staged
-from killing import ROOT, kill_at_random
+from killing import kill_at_random
 
 
 def names_in(folder: Path) -> list[str]:
@@ -218,9 +217,7 @@ print(os.listdir(folder))
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     # A limit on the size of files fails writes half-way, as a full disk does, and no privilege lifts it.
-    found = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=True, cwd=ROOT
-    )
+    found = forks.run_program(FULL_DISK, str(tmp_path))
     lines = found.stdout.splitlines()
     assert lines[0].startswith(f"{tmp_path / 'file'}: cannot be written: File too large")
     assert lines[1].startswith(f"{tmp_path / 'out'}: cannot be written: File too large")

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import types
+from collections.abc import Iterator
+from typing import Any
+
 import bitsandbytes as bnb
 import peft
 import pytest
@@ -9,10 +14,71 @@ import torch
 from peft.tuners.lora import LoraLayer
 
 import zoo
+from pairwise import pairwise
 
 QUANTIZED = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
 CASES = [(name, "nf4", torch.bfloat16) for name in zoo.ARCHITECTURES]
 CASES += [(name, "int8", torch.float16) for name in zoo.CORE]
+
+
+NAMED = (type, types.FunctionType, types.BuiltinFunctionType)
+VALUES = (type(None), bool, int, float, str, bytes, re.Pattern, torch.dtype, torch.device, torch.Size)
+
+
+def structure(value: Any, path: str, seen: dict[Any, str]) -> Iterator[tuple[object, ...]]:
+    """All that is reachable from a value: classes, attributes in order, bytes, and which places hold one object."""
+    if isinstance(value, NAMED):
+        yield path, value.__module__, value.__qualname__  # torch makes a class and hooks for each parametrized module
+        return
+    if isinstance(value, VALUES):
+        yield path, repr(value)
+        return
+    if id(value) in seen:
+        yield path, "the object at", seen[id(value)]
+        return
+    seen[id(value)] = path
+    yield path, type(value).__qualname__
+    if isinstance(value, types.MethodType):
+        yield from structure([value.__func__, value.__self__], f"{path}()", seen)
+        return
+    if isinstance(value, torch.Tensor):
+        storage = value.untyped_storage()
+        yield path, value.dtype, value.shape, value.stride(), value.storage_offset(), value.requires_grad
+        yield path, seen.setdefault(("storage", storage._cdata), path)
+        yield path, torch.empty(0, dtype=torch.uint8).set_(storage).numpy().tobytes()
+    elif isinstance(value, dict):
+        is_of_hooks = path.endswith("_hooks")  # keys are numbers that no two hooks share
+        for key, item in value.items():
+            yield path, "" if is_of_hooks else repr(key)
+            yield from structure(item, f"{path}[{'' if is_of_hooks else repr(key)}]", seen)
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from structure(item, f"{path}[{index}]", seen)
+    elif isinstance(value, (set, frozenset)):
+        yield path, sorted(map(repr, value))
+    slots = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ())]
+    attributes = getattr(value, "__dict__", {}) | {name: getattr(value, name, "absent") for name in slots}
+    if type(value).__name__ == "_WrappedHook":  # a copy lacks the name and the docstring of the hook
+        attributes = {"hook": value.hook, "module": value.module() if value.with_module else None}
+    for name, item in attributes.items():
+        yield from structure(item, f"{path}.{name}", seen)
+
+
+# What a copy is made of depends on the architecture and, alone, on the quantization.
+OTHERS = pairwise(("llama", "gpt2", "mixtral"), ("nf4-double", "fp4", "int8", None), (torch.float16, torch.bfloat16))
+LOADS = [(name, "nf4", torch.bfloat16) for name in zoo.ARCHITECTURES] + OTHERS
+
+
+@pytest.mark.parametrize(("name", "quant", "dtype"), LOADS)
+def test_a_copy_is_a_load_from_the_checkpoint(name: str, quant: str | None, dtype: torch.dtype) -> None:
+    loaded, copied = zoo.load(name, quant, dtype, use_safetensors=True), zoo.load(name, quant, dtype)
+    expected, found = list(structure(loaded, "", {})), list(structure(copied, "", {}))
+    assert len(expected) > 500
+    assert [(a, b) for a, b in zip(expected, found, strict=False) if a != b][:3] == []
+    assert len(expected) == len(found)
+    second = zoo.load(name, quant, dtype)
+    pointers = [{t.untyped_storage().data_ptr() for t in (*m.parameters(), *m.buffers())} for m in (copied, second)]
+    assert not pointers[0] & pointers[1] - {0}
 
 
 def num_quantized(model: torch.nn.Module) -> int:

@@ -2,9 +2,10 @@
 
 Each entry of `ARCHITECTURES` is a transformers architecture with a configuration so small that loading it
 and taking one training step needs a fraction of a second on one core. Nothing is downloaded: a model is built
-from its configuration, its weights are drawn from a seed that depends on the name alone, it is saved once per
-process to a temporary folder, and every `load` reads it back through `from_pretrained`, which quantizes it
-with bitsandbytes on the CPU as it would a real checkpoint.
+from its configuration, its weights are drawn from a seed that depends on the name alone, it is saved once to a
+temporary folder, and the first `load` reads it back through `from_pretrained`, which quantizes it with
+bitsandbytes on the CPU as it would a real checkpoint. Later loads are copies of that model, made before anything
+used it; a test compares them with a load from the checkpoint.
 
 What the weights promise: no parameter is constant (norms and biases are perturbed) and all dropout is zero,
 so two runs on the same batch are equal, and a change in any tensor can be seen in what the model computes.
@@ -20,8 +21,11 @@ Example:
 from __future__ import annotations
 
 import atexit
+import copy
 import functools
 import math
+import os
+import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Mapping
@@ -625,11 +629,15 @@ _INITIALIZER_RANGE = 0.08
 _PERTURBATION = 0.1
 
 
-@functools.cache
-def _checkpoints() -> Path:
-    folder = tempfile.TemporaryDirectory(prefix="zoo-")
-    atexit.register(folder.cleanup)
-    return Path(folder.name)
+_FOLDER = "KBITWRAP_ZOO"
+
+
+def checkpoints() -> Path:
+    """The folder of all checkpoints: the environment names it, so that processes started by this one read the same."""
+    if _FOLDER not in os.environ:
+        os.environ[_FOLDER] = tempfile.mkdtemp(prefix="zoo-")
+        atexit.register(shutil.rmtree, os.environ[_FOLDER], ignore_errors=True)
+    return Path(os.environ[_FOLDER])
 
 
 def _seed(name: str) -> int:
@@ -666,14 +674,21 @@ def _perturb(model: PreTrainedModel, generator: torch.Generator) -> None:
 
 @functools.cache
 def checkpoint(name: str) -> Path:
-    """Save the float32 checkpoint of an architecture, once per process, and return its folder."""
+    """The folder with the float32 checkpoint of an architecture, which is saved at the first call."""
+    folder = checkpoints() / name
+    if folder.exists():
+        return folder
     model_class = getattr(transformers, ARCHITECTURES[name].model_class)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_seed(name))
         model = model_class(_configuration(name))
     _perturb(model, torch.Generator().manual_seed(_seed(name)))
-    folder = _checkpoints() / name
-    model.save_pretrained(folder)
+    unfinished = tempfile.mkdtemp(dir=checkpoints())
+    model.save_pretrained(unfinished)
+    try:
+        os.rename(unfinished, folder)
+    except OSError:  # another process was first
+        shutil.rmtree(unfinished)
     return folder
 
 
@@ -719,12 +734,38 @@ def load(
         raise ValueError(f"{name} supports {row.quants}, not {quant!r}")
     if dtype in _HALVES and dtype not in row.dtypes:
         raise ValueError(f"{name} supports {row.dtypes}, not {dtype}")
+    if from_pretrained_kwargs:
+        model = _from_pretrained(checkpoint(name), row, quant, dtype, **from_pretrained_kwargs)
+    else:
+        model = _copy(_pristine(checkpoint(name), row, quant, dtype))
+    return model.train(not eval_mode)
+
+
+def _from_pretrained(
+    folder: Path, row: Architecture, quant: str | None, dtype: torch.dtype, **kwargs: Any
+) -> PreTrainedModel:
     options: dict[str, Any] = {"dtype": dtype, "device_map": {"": "cpu"}}
     if quant is not None:
         options["quantization_config"] = _quantization_config(row, quant, dtype)
-    model_class = getattr(transformers, row.model_class)
-    model = model_class.from_pretrained(checkpoint(name), **options | from_pretrained_kwargs)
-    return model.train(not eval_mode)
+    return getattr(transformers, row.model_class).from_pretrained(folder, **options | kwargs)
+
+
+# Nothing ever runs or changes the models in here.
+_pristine = functools.cache(_from_pretrained)
+
+
+def _copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy that differs in nothing but identities."""
+    memo: dict[int, Any] = {}
+    # By hand: torch copies a parameter without its attributes, and bitsandbytes leaves a copy the original's module.
+    for parameter in model.parameters():
+        data = copy.deepcopy(parameter.data, memo)
+        memo[id(parameter)] = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
+    copied = copy.deepcopy(model, memo)
+    for parameter in model.parameters():
+        attributes = {key: copy.deepcopy(value, memo) for key, value in vars(parameter).items()}
+        vars(memo[id(parameter)]).update(attributes)
+    return copied
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -780,6 +821,11 @@ def loss(name: str, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -
         wave = torch.cos(torch.arange(tensor.numel(), dtype=torch.float32, device=tensor.device))
         terms.append(tensor.float().flatten() @ wave / math.sqrt(tensor.numel()))
     return torch.stack(terms).sum()
+
+
+def fields(name: str, **more: Any) -> dict[str, Any]:
+    """The fields of a preparation with which an architecture can be prepared, and more of them."""
+    return {"gradient_checkpointing": ARCHITECTURES[name].supports_gradient_checkpointing, **more}
 
 
 def lora_config(name: str, *, modules_to_save: bool = False, **kwargs: Any) -> peft.LoraConfig:

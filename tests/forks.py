@@ -1,0 +1,107 @@
+"""New processes that have everything imported: each is forked from a server that imports and never runs a model.
+
+A function that runs in one is pickled by module and name: it is defined at the top of a module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import os
+import socket
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import forkserver, get_context
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+PRELOADED = "preloaded"
+WORLD_SIZE = 2
+
+
+@functools.cache
+def context() -> ForkServerContext:
+    """The context whose processes are forks of the server, which is started at the first call."""
+    made = get_context("forkserver")
+    made.set_forkserver_preload([PRELOADED])
+    # Versions of Python differ in whether the server takes its path from here.
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
+        forkserver.ensure_running()
+    return made
+
+
+def run(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns, or raises, in a new process."""
+    with ProcessPoolExecutor(1, mp_context=context()) as pool:
+        return pool.submit(_quietly, function, *args).result()
+
+
+def _quietly(function: Callable[..., Any], *args: Any) -> Any:
+    warnings.simplefilter("ignore")
+    return function(*args)
+
+
+class Printed(NamedTuple):
+    """What a program has printed."""
+
+    stdout: str
+    stderr: str
+
+
+def run_program(text: str, *arguments: str, folder: Path | None = None) -> Printed:
+    """Run a program in a new process, whose arguments are these and whose folder is this.
+
+    Raises:
+        Exception: What the program raises.
+    """
+    return Printed(*run(_execute, text, arguments, folder))
+
+
+def _execute(text: str, arguments: tuple[str, ...], folder: Path | None) -> tuple[str, str]:
+    sys.argv = ["-c", *arguments]
+    if folder is not None:
+        os.chdir(folder)
+        sys.path.insert(0, "")
+    output, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        exec(compile(text, "<program>", "exec"), {"__name__": "__main__"})
+    return output.getvalue(), errors.getvalue()
+
+
+Join = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+def run_ranks(function: Callable[..., None], *args: Any) -> None:
+    """Call `function(rank, join, *args)` in two new processes; `with join():` they are one gloo group."""
+    import torch.multiprocessing
+
+    context()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.start_processes(_enter, (function, port, args), nprocs=WORLD_SIZE, start_method="forkserver")
+
+
+def _enter(rank: int, function: Callable[..., None], port: int, args: tuple[Any, ...]) -> None:
+    @contextlib.contextmanager
+    def join() -> Iterator[None]:
+        from torch import distributed
+
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE))
+        distributed.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE)
+        try:
+            yield
+        finally:
+            distributed.destroy_process_group()
+
+    _quietly(function, rank, join, *args)
+
+
+def loaded_modules() -> set[str]:
+    """The names of the modules that this process has imported."""
+    return set(sys.modules)
