@@ -30,7 +30,6 @@ from torch.nn.parallel import DistributedDataParallel
 import forks
 import kbitwrap.export.export
 import kbitwrap.export.writer
-import kbitwrap.prepared
 import zoo
 from files import SHARD, read, saved
 from kbitwrap import (
@@ -300,7 +299,7 @@ def test_a_preparation_that_failed_leaves_no_record(tmp_path: Path, monkeypatch:
     model = zoo.load("llama")
     prepared = KbitPreparedModel(model, precision="full")
     with monkeypatch.context() as patch:
-        patch.setattr(kbitwrap.prepared, "PreparedState", fail)
+        patch.setattr("kbitwrap.preparation.preparation.PreparedState", fail)
         with pytest.raises(EditError, match="injected"):
             prepared.prepare()
     model.config.bos_token_id = 7
@@ -541,7 +540,7 @@ def resize(model: nn.Module) -> str:
 
 
 def replace_a_parameter(model: nn.Module) -> str:
-    model.model.norm.weight = nn.Parameter(model.model.norm.weight.data.clone())
+    model.model.norm.weight = nn.Parameter(model.model.norm.weight.data * 2)
     return "model.norm.weight"
 
 

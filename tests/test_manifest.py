@@ -232,15 +232,19 @@ def test_statistics_that_training_writes_are_those_from_before() -> None:
     assert "mask" not in first.tensors
 
 
-def test_a_trained_base_is_recorded_as_restoring_would_leave_it() -> None:
+@pytest.mark.parametrize("precision", ["full", "compute", "norms", "none"])
+def test_a_trained_base_is_not_recorded(precision: str) -> None:
     model = tied()
-    with KbitPreparedModel(model, precision="full", freeze=False) as prepared:
+    with KbitPreparedModel(model, precision=precision, freeze=False) as prepared:
+        manifest = prepared.manifest()
         with torch.no_grad():
             model.norm.weight += 0.3
-        manifest = prepared.manifest()
-    manifest.check(model)
+        with pytest.raises(ManifestError, match="trained since the model was prepared") as caught:
+            prepared.manifest()
+        assert caught.value.fqn == "norm.weight"
+    manifest.check(tied())
     with pytest.raises(ManifestMismatchError):
-        manifest.check(tied())
+        manifest.check(model)
 
 
 def test_the_original_bits_of_nans_are_recorded() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -88,9 +89,12 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: _Model = None, **kwargs: Any
     ) -> None:
-        """Adopt the model that was made of the prepared one."""
-        if self._wrapper(model) is not None:
+        """Adopt the model that was made of the prepared one, and record a base that is to be trained itself."""
+        prepared = self._wrapper(model)
+        if prepared is not None:
             _adopt(model)
+            if not prepared.config.freeze and prepared.state is LifecycleState.PREPARED and args.should_save:
+                _manifest_of(prepared)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: _Model = None, **kwargs: Any
@@ -117,7 +121,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
                 expected=(LifecycleState.PREPARED,),
             )
         self._resume = None
-        self._manifest = prepared.manifest() if args.should_save or state.global_step else None
+        self._manifest = _manifest_of(prepared) if args.should_save or state.global_step else None
         if expected is not None:
             assert self._manifest is not None
             if self._manifest.diff_essence(expected):
@@ -298,6 +302,19 @@ class SuspendedEvaluation(Trainer):
 def _prepared(model: _Model) -> KbitPreparedModel | None:
     """The wrapper that holds a model, where there is one."""
     return None if model is None else prepared_of(model)
+
+
+_manifests: weakref.WeakKeyDictionary[KbitPreparedModel, Manifest] = weakref.WeakKeyDictionary()
+
+
+def _manifest_of(prepared: KbitPreparedModel) -> Manifest:
+    """The manifest of a preparation; of a base that has been trained itself, the one that was made before."""
+    try:
+        _manifests[prepared] = prepared.manifest()
+    except ManifestError:
+        if prepared.config.freeze or prepared not in _manifests:
+            raise
+    return _manifests[prepared]
 
 
 def _adopt(model: _Model) -> None:

@@ -67,7 +67,6 @@ class ParameterRecord:
 
     def saw(self, parameter: torch.Tensor) -> None:
         """Note that the parameter lies in this memory now."""
-        self.seen_dtype = parameter.dtype
         self._memories = (_memory_of(parameter),)
 
     def is_seen(self, parameter: torch.Tensor) -> bool:

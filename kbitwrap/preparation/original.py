@@ -21,6 +21,7 @@ from ..model.checks import is_sharded_tensor
 from ..model.quantization import quant_state_of
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, join, only_reading
+from ..model.wrappers import is_adapter_module
 from ..tensors.bits import content_digest, is_dense
 from ..tensors.dtypes import HALF_DTYPES
 from .fingerprints import Fingerprints
@@ -91,12 +92,14 @@ class Original:
         self.records = tree.records
         self.before = read_moment(tree)
         with only_reading():
-            self._modules = {node.fqn: weakref.ref(node.module) for node in tree.base}
+            base = [node for node in tree.base if not is_adapter_module(node.module)]
+            self._modules = {node.fqn: weakref.ref(node.module) for node in base}
             records = [(tree.record(tensor), tensor) for tensor in tree.base_tensors]
             self._base = {tensor.fqn: record for record, tensor in records}
-            self._flags = {record: tensor.parameter.requires_grad for record, tensor in records}
             once = {record: tensor.parameter for record, tensor in records}
-            self._others = [tree.record(t) for t in tree.tensors if id(t.parameter) in tree.adapter_ids]
+            self._records = list(once)
+            # Those of adapters that were there before, too.
+            self._flags = {tree.record(t): t.parameter.requires_grad for t in (*tree.base_tensors, *tree.tensors)}
         self._fingerprints = Fingerprints(once.items(), audit)
         self._configs: dict[int, Any] = {}  # by ``id``; the memo of ``deepcopy`` holds the configs
         self._hook_ids: set[int] = set()
@@ -127,14 +130,14 @@ class Original:
         return self._buffers.get(module, {}).get(name)
 
     def flag(self, record: ParameterRecord) -> bool:
-        """The ``requires_grad`` that a parameter of the base had."""
+        """The ``requires_grad`` that a parameter had."""
         return self._flags[record]
 
     def num_turned_on(self, tree: ModelTree) -> int:
         """How many base parameters a restore makes trainable under a live adapter."""
         if not tree.adapter_ids:
             return 0
-        live = [(record.there(), flag) for record, flag in self._flags.items()]
+        live = [(record.there(), self._flags[record]) for record in self._records]
         return sum(flag and parameter is not None and not parameter.requires_grad for parameter, flag in live)
 
     def at(self, fqn: str) -> ParameterRecord | None:
@@ -148,16 +151,14 @@ class Original:
     def follow(self, tree: ModelTree) -> None:
         """Find parameters again that were moved or swapped: what is at their place holds the recorded values."""
         lost = []
-        for record in self._flags:
+        for record in self._records:
             if record.live() is None:
                 there = next((p for ref in record.refs if (p := ref()) is not None), None)
                 if there is not None and not is_sharded_tensor(there) and there.shape == record.shape:
                     lost.append((record, there))
         changed = self._fingerprints.changed(lost) if lost else set()
         for record, there in lost:
-            # What may be trained may have got its value in other memory.
-            is_trained = there.requires_grad and there.dtype == record.seen_dtype and record.quantized_class is None
-            if record not in changed or is_trained:
+            if record not in changed:
                 record.saw(there)
 
     def changes(self, tree: ModelTree, held: Sequence[HeldOriginal]) -> Changes:
@@ -168,7 +169,7 @@ class Original:
             held: What the journal holds of originals, and so what a restore would give.
         """
         found = Changes()
-        live = {node.fqn: node.module for node in tree.base}
+        live = {node.fqn: node.module for node in tree.base if not is_adapter_module(node.module)}
         holders = {id(one.record): one for one in held}
         compared: dict[ParameterRecord, torch.Tensor] = {}
         for fqn, reference in self._modules.items():
@@ -215,7 +216,7 @@ class Original:
     def known(self, tree: ModelTree) -> dict[int, ParameterRecord]:
         """The records of the live parameters that were there before, by the ``id`` of the parameter."""
         by_memory = {}
-        for record in (*self._flags, *self._others):
+        for record in self._flags:
             parameter = record.live()
             if parameter is not None:
                 by_memory[id(parameter)] = record
@@ -233,12 +234,12 @@ class Original:
         Returns:
             A change for each that takes it to the original dtype.
         """
-        known, skipped = self.known(tree), set(map(id, cast))
+        known, skipped, base = self.known(tree), set(map(id, cast)), set(self._records)
         found = []
         for tensor in tree.tensors:
             parameter = tensor.parameter
             own = known.get(id(parameter))
-            if own is not None and (id(own) in skipped or own not in self._flags):
+            if own is not None and (id(own) in skipped or own not in base):
                 continue
             original = own or self._base.get(tensor.fqn)
             if original is None or original.dtype not in HALF_DTYPES or parameter.dtype == original.dtype:

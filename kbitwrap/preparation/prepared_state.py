@@ -34,14 +34,13 @@ class PreparedState:
             self._base: list[tuple[ParameterRecord, str, dict[str, Any]]] = [
                 (tree.record(tensor), tensor.fqn, _read_parameter(tensor.parameter)) for tensor in tree.base_tensors
             ]
-            self._by_record = {record: read for record, _, read in self._base}
+            self._by_record = {tree.record(t): (t.parameter.dtype, t.parameter.requires_grad) for t in tree.tensors}
             # Most modules have nothing that a preparation sets.
             self._modules = {node.fqn: _read_module(node.module) for node in tree.base}
 
     def of(self, record: ParameterRecord | None) -> tuple[torch.dtype, bool] | None:
         """The dtype and ``requires_grad`` that a parameter was left with; ``None`` of one that was not there."""
-        found = None if record is None else self._by_record.get(record)
-        return None if found is None else (found["dtype"], found["requires_grad"])
+        return None if record is None else self._by_record.get(record)
 
     def reread(self, tree: ModelTree, modules: Collection[nn.Module]) -> None:
         """Take what some modules, which were edited since, are now for what they are to be."""

@@ -170,8 +170,8 @@ class Layout:
 def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that a tensor's values lie in: itself or, of a subclass made of others, these."""
     if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        return [part for name in names for part in dense_parts(getattr(tensor, name))]
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return [dense for part in parts if isinstance(part, torch.Tensor) for dense in dense_parts(part)]
     return [tensor] if tensor.layout is torch.strided and not tensor.is_nested else []
 
 
