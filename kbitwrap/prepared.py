@@ -25,7 +25,7 @@ from .model.tree import ModelTree, only_reading
 from .preparation.original import signature
 from .preparation.plan import Plan, plan_as_detected, write_plan
 from .preparation.planner import Planner
-from .preparation.preparation import Preparation
+from .preparation.preparation import Preparation, refuse_held
 from .reports import ExportReport, LifecycleState, RestoreReport, StateDiff
 
 _logger = logging.getLogger(__name__)
@@ -94,37 +94,36 @@ class KbitPreparedModel:
     """
 
     plan: Plan
+    state = LifecycleState.NEW
+    _preparation: Preparation | None = None
+    _suspension: Journal | None = None
+    _report: RestoreReport | None = None
+    _planned_for: int | None = None
 
     def __init__(self, model: nn.Module, config: PrepareConfig | None = None, **fields: Any) -> None:
-        self._begin(model, PrepareConfig.of(config, fields))
-        tree = tree_of(model)
-        with only_reading():
-            refuse_unsupported_tensors(tree, allow_meta=False)
-            _refuse_held(tree)
-            self.plan = plan_as_detected(tree, self.config)
-            self._planned_for: int | None = signature(tree)
-
-    def _begin(self, model: nn.Module, config: PrepareConfig) -> None:
         self.model = model
-        self.config = config
-        self.state = LifecycleState.NEW
-        self._preparation: Preparation | None = None
-        self._suspension = Journal()
-        self._report: RestoreReport | None = None
-        self._planned_for = None
+        self.config = PrepareConfig.of(config, fields)
+        self._settle_plan(tree_of(model))
+
+    def _settle_plan(self, tree: ModelTree) -> None:
+        """Refuse a model that another wrapper holds, and plan where the plan is not of the model as it is."""
+        with only_reading():
+            refuse_held(tree)
+            found = signature(tree)
+            if found != self._planned_for:
+                refuse_unsupported_tensors(tree, allow_meta=False)
+                self.plan = plan_as_detected(tree, self.config)
+                self._planned_for = found
 
     def __repr__(self) -> str:
         return f"KbitPreparedModel({type(self.model).__name__}, precision={str(self.config.precision)!r}, {self.state})"
 
     def prepare(self) -> KbitPreparedModel:
-        """Apply the plan, all or nothing; from ``RESTORED`` a second time.
+        """Apply the plan, all or nothing, and return the wrapper; from ``RESTORED`` a second time.
 
         ``"full"`` stores every unquantized half parameter in float32, twice its bytes (512 MiB more on a 7B with a
         vocabulary of 32,768); ``"compute"`` only what is no embedding, linear layer or expert (half a MiB there);
         ``"norms"``, ``"adapted"`` and ``"none"`` nothing. See ``plan.added_bytes`` and ``plan.peak_bytes``.
-
-        Returns:
-            The wrapper itself.
 
         Raises:
             StateError: This or another wrapper holds the model or a part of it.
@@ -137,12 +136,7 @@ class KbitPreparedModel:
                 expected=(LifecycleState.NEW, LifecycleState.RESTORED),
             )
         tree = tree_of(self.model)
-        with only_reading():
-            _refuse_held(tree)
-            if signature(tree) != self._planned_for:
-                refuse_unsupported_tensors(tree, allow_meta=False)
-                self.plan = plan_as_detected(tree, self.config)
-                self._planned_for = signature(tree)
+        self._settle_plan(tree)
         if not self.plan.is_quantized:
             warnings.warn(self.plan.warnings[0], UserWarning, stacklevel=2)
         self._apply(self.plan, tree)
@@ -150,13 +144,7 @@ class KbitPreparedModel:
 
     @classmethod
     def as_peft(cls, model: nn.Module, config: PrepareConfig) -> KbitPreparedModel:
-        """Prepare a model by PEFT's rules: its detection, adapters frozen too, on top of what holds the model already.
-
-        Raises:
-            UnsupportedModelError: The model cannot be prepared with these settings.
-            StateError: The model's wrapper is suspended.
-            EditError: An edit failed; the model is as it was before this call.
-        """
+        """Prepare a model by PEFT's rules: its detection, adapters frozen too, on top of what holds it already."""
         tree = tree_of(model)
         preparation = Preparation.find(tree)
         if preparation is not None:
@@ -167,7 +155,7 @@ class KbitPreparedModel:
         wrapper = _holder_of(tree)
         if wrapper is None:
             wrapper = cls.__new__(cls)
-            wrapper._begin(model, config)
+            wrapper.model, wrapper.config = model, config
         elif wrapper.state is not LifecycleState.PREPARED:
             wrapper._expect_prepared("prepare_model_for_kbit_training")
         wrapper._apply(plan, tree)
@@ -266,32 +254,25 @@ class KbitPreparedModel:
             self._end(suspension)
 
     def suspend(self) -> Callable[[], bool]:
-        """Put the model in its original state: ``suspended()`` where no with-block can be.
+        """Put the model in its original state: ``suspended()`` where no with-block can be; raises as that does.
 
         It is all or nothing: the model is suspended in the end, or is as it was. It holds the wrapper meanwhile, as a
         prepared model does.
 
         Returns:
             A call that ends this suspension, as ``resume`` does, and no other.
-
-        Raises:
-            StateError: As for ``suspended``.
-            UnsupportedModelError: As for ``suspended``.
         """
         suspension = Journal()
         self._suspend(suspension, "suspend", hold=True)
         return functools.partial(self._end, suspension)
 
     def resume(self) -> bool:
-        """End a suspension; nothing happens where there is none.
+        """End a suspension, and return whether there was one.
 
-        What fails, for want of memory say, leaves the model suspended, and may be called again. The end of a with-block
-        that prepared the model does it too.
-
-        Returns:
-            Whether the model was suspended.
+        A failure, such as for want of memory, leaves the model suspended; a further call settles what is left. The end
+        of a with-block that prepared the model resumes it too.
         """
-        return self._end(self._suspension)
+        return self._suspension is not None and self._end(self._suspension)
 
     def _end(self, suspension: Journal) -> bool:
         """End a suspension, where it is the one that is."""
@@ -318,19 +299,17 @@ class KbitPreparedModel:
             raise
 
     def adopt(self, peft_model: nn.Module) -> None:
-        """Tell the wrapper of adapters made after ``prepare``.
+        """Tell the wrapper of adapters made after ``prepare``; may be called again when further ones are made.
 
         Under ``"adapted"`` the norms of the blocks that now hold an adapter compute in float32 from here on. Under
-        every precision, what accelerate sets on ``peft_model`` later, such as a forward under autocast, is undone by
-        ``restore`` too. May be called again when further adapters are made.
+        every precision, ``restore`` undoes what accelerate sets on ``peft_model``, such as a forward under autocast.
 
         Args:
-            peft_model: The model with its adapters: a ``PeftModel``, or the prepared model itself where adapters were
-                injected into it.
+            peft_model: The ``PeftModel``, or the prepared model itself where adapters were injected into it.
 
         Raises:
             StateError: The wrapper is not prepared.
-            UnsupportedModelError: What was given is not the prepared model, or holds no adapter.
+            UnsupportedModelError: It is not the prepared model, or holds no adapter.
             EditError: An edit failed; the model is as it was before this call.
         """
         preparation = self._expect_prepared("adopt")
@@ -339,10 +318,10 @@ class KbitPreparedModel:
             self._planned_for = None
 
     def verify(self) -> StateDiff:
-        """Compare the live model with what preparation left.
+        """Compare the live model with what preparation left. Adapters are no difference.
 
         Returns:
-            The differences by fqn; empty, and false, where there are none. Adapters are no difference.
+            The differences by fqn; empty, and false, where there are none.
 
         Raises:
             StateError: The model is not prepared.
@@ -360,10 +339,10 @@ class KbitPreparedModel:
     ) -> ExportReport:
         """Write the exact base, or the merged model, as a checkpoint, and change nothing of the model.
 
-        While prepared or suspended this is the model as ``restore(trained="keep")`` would leave it: for one from
-        ``from_pretrained`` the files are, byte for byte, those that its ``save_pretrained`` would have written before,
-        configs included, whatever adapters, wrappers and trained copies are on it by now. Otherwise it is the model as
-        it is, without adapters. Tensors are computed and written one at a time; the folder is whole or not there.
+        While prepared or suspended this is the model as ``restore(trained="keep")`` would leave it: byte for byte what
+        its ``save_pretrained`` would have written before, configs included, whatever adapters, wrappers and trained
+        copies are on it by now. Otherwise it is the model as it is, without adapters. Tensors are computed and written
+        one at a time; the folder is whole or not there.
 
         With ``merge_adapters`` it is a plain model, which loads without bitsandbytes and PEFT: quantized weights are
         dequantized (4 bits in the dtype of their ``quant_state``, 8 bits in float32), the deltas of the active adapters
@@ -411,11 +390,7 @@ class KbitPreparedModel:
     def manifest(self) -> Manifest:
         """Record the preparation: the model, the settings, and every base tensor's original content by digest.
 
-        The model is left untouched. It is the same while prepared and while suspended; every tensor of the base is
-        read once, on its own device.
-
-        Returns:
-            The manifest.
+        It is the same while prepared and while suspended. Every tensor of the base is read once, on its own device.
 
         Raises:
             StateError: The model is not prepared.
@@ -473,14 +448,3 @@ class KbitPreparedModel:
                 expected=(LifecycleState.PREPARED,),
             )
         return self._preparation
-
-
-def _refuse_held(tree: ModelTree) -> None:
-    holder = _holder_of(tree)
-    if holder is not None:
-        raise StateError(
-            f"this {type(tree.model).__name__}, or a part of it, is prepared already; restore() it first, "
-            "or find its wrapper with kbitwrap.prepared_of(model)",
-            state=holder.state,
-            expected=(LifecycleState.NEW, LifecycleState.RESTORED),
-        )

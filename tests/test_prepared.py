@@ -376,7 +376,7 @@ def test_a_fault_anywhere_in_prepare_leaves_the_model_as_it_was(
                         yield edit
                     count += 1
 
-            monkeypatch.setattr(kbitwrap.prepared, "tqdm", lambda edits, **_: faulty(edits))
+            monkeypatch.setattr("kbitwrap.preparation.preparation.tqdm", lambda edits, **_: faulty(edits))
             expected = EditError if kind is FaultError else kind
             with pytest.raises(expected) as caught:
                 prepared.prepare()

@@ -17,10 +17,10 @@ from ..edits.flags import Anchor, Hold
 from ..edits.journal import Edit, Journal
 from ..edits.storage import CopyChange, TrainedError
 from ..edits.training import FollowTrainMode, RecordAccelerate
-from ..errors import ConfigError, EditError, RestoreError, UnsupportedModelError
+from ..errors import ConfigError, EditError, RestoreError, StateError, UnsupportedModelError
 from ..model.tree import ModelTree
 from ..model.wrappers import unwrap
-from ..reports import RestoreReport, StateDiff
+from ..reports import LifecycleState, RestoreReport, StateDiff
 from .moment import read_moment
 from .original import Changes, Original
 from .payloads import MomentRecord
@@ -236,6 +236,18 @@ class Preparation:
         """End a suspension; what failed stays in ``way_back``, and this may be called again."""
         with plain_mode():
             way_back.resume(self.tree())
+
+
+def refuse_held(tree: ModelTree) -> None:
+    """Raise for a model that is prepared already, or a part of which is."""
+    preparation = Preparation.find(tree)
+    if preparation is not None:
+        raise StateError(
+            f"this {type(tree.model).__name__}, or a part of it, is prepared already; restore() it first, "
+            "or find its wrapper with kbitwrap.prepared_of(model)",
+            state=getattr(preparation.holder(), "state", None),
+            expected=(LifecycleState.NEW, LifecycleState.RESTORED),
+        )
 
 
 def _bar(items: Sequence[Any], what: str, config: PrepareConfig) -> Iterable[Any]:
