@@ -29,10 +29,6 @@ class FlagsChange(ChangeBase):
         with only_reading():
             return [(p, flag) for record, flag in self._flags if (p := record.there()) is not None]
 
-    def turned_on_by_undo(self) -> int:
-        """How many live parameters ``undo`` would make trainable."""
-        return sum(flag and not parameter.requires_grad for parameter, flag in self._live())
-
     def undo(self, tree: ModelTree) -> None:
         """Set the recorded flags."""
         for parameter, flag in self._live():

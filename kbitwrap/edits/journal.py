@@ -9,7 +9,8 @@ What edits and changes work on is handed to them as a ``view``: the model as it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from ..errors import EditError
@@ -119,8 +120,7 @@ class Journal:
                 self.changes.append(change)
                 edit.apply(change)
         except BaseException as error:
-            failures = [failure for _, failure in self.undo(view.again(), since=start)]
-            del self.changes[start:]
+            failures = [failure for _, failure in self._roll_back(start, view)]
             if not isinstance(error, Exception):
                 raise
             for failure in failures:
@@ -130,6 +130,26 @@ class Journal:
             if failures:
                 message = f"{message}, except that undoing failed: {'; '.join(map(str, failures))}"
             raise EditError(message, edit=edit) from error
+
+    def _roll_back(self, start: int, view: View) -> Failures:
+        """Undo what was recorded since, and forget it."""
+        failures = self.undo(view.again(), since=start)
+        del self.changes[start:]
+        return failures
+
+    @contextlib.contextmanager
+    def all_or_nothing(self, view: View) -> Iterator[None]:
+        """Inside, what is applied is undone if the body raises."""
+        start = len(self.changes)
+        try:
+            yield
+        except BaseException:
+            self._roll_back(start, view)
+            raise
+
+    def record(self, *changes: Any) -> None:
+        """Add changes that were captured elsewhere, before what they take back is done."""
+        self.changes += changes
 
     def undo(self, view: Any, *, since: int = 0, show: Callable[[Sequence[Any]], Iterable[Any]] = iter) -> Failures:
         """Undo changes, newest first, each of them even when another fails; what failed stays in the journal.

@@ -246,10 +246,8 @@ class RuntimeChange(ChangeBase):
             self._write_weight(weight, in_other_layout(weight, quant_state))
         owners = state_owners(module, weight)
         # All values are looked up before any is written: one field may be all that holds another's value.
-        found = [value for _, owner, _ in owners for value in vars(owner).values() if isinstance(value, torch.Tensor)]
-        values = {
-            name: _values(self._state[name], vars(owner), found) for name, owner, _ in owners if name in self._state
-        }
+        places = [vars(owner) for _, owner, _ in owners]
+        values = {n: _values(self._state[n], vars(owner), places) for n, owner, _ in owners if n in self._state}
         for name, owner, keys in owners:
             if name in values:
                 _write(vars(owner), values[name], keys)
@@ -278,7 +276,7 @@ class RuntimeChange(ChangeBase):
         """Make the fields of copied 4-bit statistics the recorded ones, where there is a record."""
         held = self._state.get("quant_state")
         if held is not None:
-            _write(fields, _values(held, fields, [v for v in fields.values() if isinstance(v, torch.Tensor)]), None)
+            _write(fields, _values(held, fields, [fields]), None)
 
     def original_quant_state(self, parameter: torch.Tensor) -> Any:
         """The 4-bit statistics as they were before the layer repacked its weight, for a weight that lost them.
@@ -311,12 +309,12 @@ def _recorded(fields: dict[str, Any], keys: tuple[str, ...] | None) -> dict[str,
     return found
 
 
-def _values(recorded: dict[str, Any], fields: dict[str, Any], tensors: list[torch.Tensor]) -> dict[str, Any]:
+def _values(recorded: dict[str, Any], fields: dict[str, Any], places: list[dict[str, Any]]) -> dict[str, Any]:
     """What was recorded; of a tensor that is gone, what has replaced it."""
     values = {}
     for key, value in recorded.items():
         if isinstance(value, _HeldWeakly):
-            found = value.find(tensors)
+            found = value.find([v for place in places for v in place.values() if isinstance(v, torch.Tensor)])
             value = fields.get(key) if found is None else found
         values[key] = value
     return values

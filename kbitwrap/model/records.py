@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..tensors.bits import dense_parts
+from ..tensors.bits import dense_parts, is_composed
 from .quantization import is_quantized_parameter
 
 
@@ -58,21 +58,23 @@ class ParameterRecord:
         self.quantized_class = type(parameter) if is_quantized_parameter(parameter) else None
         state = getattr(parameter, "quant_state", None)
         self.quant_state: weakref.ref[Any] | None = None if state is None else weakref.ref(state)
-        self._memories: tuple[tuple[StorageWeakRef, ...], ...] = ()
+        self._memories: list[tuple[StorageWeakRef, ...]] = []
+        self._keys: set[Any] = set()
         self.saw(parameter)
 
     def expects(self, data: torch.Tensor) -> None:
         """Note that the parameter is about to get this memory, so that it is found wherever that is interrupted."""
-        self._memories = (*self._memories, _memory_of(data))
+        self._memories.append(tuple(StorageWeakRef(part.untyped_storage()) for part in dense_parts(data)))
+        self._keys.add(_key_of(data))
 
     def saw(self, parameter: torch.Tensor) -> None:
         """Note that the parameter lies in this memory now."""
-        self._memories = (_memory_of(parameter),)
+        self._memories, self._keys = [], set()
+        self.expects(parameter)
 
     def is_seen(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter at one of the places is the one recorded: it lies where that was last seen."""
-        keys = [part.untyped_storage()._cdata for part in dense_parts(parameter)]
-        if any(keys == [reference.cdata for reference in memory] for memory in self._memories):
+        if _key_of(parameter) in self._keys:
             return True
         state = None if self.quant_state is None else self.quant_state()
         return state is not None and getattr(parameter, "quant_state", None) is state
@@ -88,8 +90,11 @@ class ParameterRecord:
         return live if live is not None else next((p for p in found if p.shape == self.shape), None)
 
 
-def _memory_of(tensor: torch.Tensor) -> tuple[StorageWeakRef, ...]:
-    return tuple(StorageWeakRef(part.untyped_storage()) for part in dense_parts(tensor))
+def _key_of(tensor: torch.Tensor) -> Any:
+    """The memory that a tensor lies in, as long as somebody refers to that."""
+    if is_composed(type(tensor)):
+        return tuple(part.untyped_storage()._cdata for part in dense_parts(tensor))
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else ()
 
 
 class Records:

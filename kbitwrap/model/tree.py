@@ -80,6 +80,7 @@ class ModelTree:
     def __init__(self, model: nn.Module, records: Records | None = None) -> None:
         self.model = model
         self.records = Records() if records is None else records
+        self._recorded: dict[int, ParameterRecord] = {}  # by ``id`` of parameters that the model holds
 
     def again(self) -> ModelTree:
         """The same model, walked again: after code that may have replaced modules."""
@@ -89,20 +90,23 @@ class ModelTree:
     def nodes(self) -> list[Node]:
         """Every place of every module, in depth-first order."""
         found: list[Node] = []
-        stack = [(Node("", "", self.model, True), False)]
+        stack = [("", "", self.model, True, False)]
         while stack:
-            (path, fqn, module, is_base), holds_copies = stack.pop()
+            path, fqn, module, is_base, holds_copies = stack.pop()
             wrapped = wrapped_children(module)
             found.append(Node(path, fqn, module, is_base and not wrapped))
             is_adapter = bool(wrapped) and is_adapter_module(module)
+            paths, fqns = path and f"{path}.", fqn and f"{fqn}."
             for name, child in reversed(module._modules.items()):
                 if child is None:
                     continue
+                if not wrapped and not holds_copies:  # nearly always
+                    stack.append((paths + name, fqns + name, child, is_base, False))
+                    continue
                 is_wrapped = name in wrapped
-                inner = fqn if is_wrapped or holds_copies else join(fqn, name)
                 copies = is_adapter and not is_wrapped and name in COPIES
-                node = Node(join(path, name), fqn if copies else inner, child, is_base and (is_wrapped or not wrapped))
-                stack.append((node, copies))
+                inner = fqn if is_wrapped or holds_copies or copies else fqns + name
+                stack.append((paths + name, inner, child, is_base and (is_wrapped or not wrapped), copies))
         return found
 
     @cached_property
@@ -116,7 +120,11 @@ class ModelTree:
     @cached_property
     def base(self) -> list[Node]:
         """The places of the base's modules, without wrappers, adapters and copies."""
-        return [node for node in self.nodes if node.is_base]
+        return [node for node in self.nodes if node.is_base] if self._has_wrappers else self.nodes
+
+    @cached_property
+    def _has_wrappers(self) -> bool:
+        return any(not node.is_base for node in self.nodes)
 
     @cached_property
     def owners(self) -> set[int]:
@@ -150,15 +158,20 @@ class ModelTree:
 
     def record(self, tensor: NamedTensor) -> ParameterRecord:
         """The record of a parameter: the one that there is, or a new one."""
-        found = self.records.at(tensor.module, tensor.name)
-        if found is None or not found.is_seen(tensor.parameter):
-            found = ParameterRecord(tensor.fqn, self.places[id(tensor.parameter)], tensor.parameter)
-            self.records.add(found)
+        found = self._recorded.get(id(tensor.parameter))
+        if found is None:
+            found = self.records.at(tensor.module, tensor.name)
+            if found is None or not found.is_seen(tensor.parameter):
+                found = ParameterRecord(tensor.fqn, self.places[id(tensor.parameter)], tensor.parameter)
+                self.records.add(found)
+            self._recorded[id(tensor.parameter)] = found
         return found
 
     @cached_property
     def base_tensors(self) -> list[NamedTensor]:
         """Every place of the base's parameters in the base."""
+        if not self._has_wrappers and not self.adapters:
+            return self.all_tensors
         return _tensors_of([node for node in self.base if not is_adapter_module(node.module)])
 
     @cached_property
@@ -195,13 +208,14 @@ class ModelTree:
 
 
 def _tensors_of(nodes: list[Node]) -> list[NamedTensor]:
-    return [
-        NamedTensor(join(fqn, name), module, name, parameter, join(path, name))
-        for path, fqn, module, _ in nodes
-        if module._parameters
-        for name, parameter in module._parameters.items()
-        if parameter is not None
-    ]
+    found = []
+    for path, fqn, module, _ in nodes:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                full = join(fqn, name)
+                place = full if path == fqn else join(path, name)
+                found.append(NamedTensor(full, module, name, parameter, place))
+    return found
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:

@@ -49,11 +49,6 @@ class Fingerprints:
             pieces = together.split([len(taken) for _, taken in found])
             self._samples.update(zip((record for record, _ in found), pieces, strict=True))
 
-    @property
-    def num_bytes(self) -> int:
-        """What the samples hold, in bytes."""
-        return sum(taken.nbytes for taken in self._samples.values())
-
     def changed(
         self,
         parameters: Iterable[tuple[ParameterRecord, torch.Tensor]],

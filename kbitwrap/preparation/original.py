@@ -116,11 +116,6 @@ class Original:
             owners.setdefault(parameter.untyped_storage()._cdata, set()).add(record)
         self._sharing_memory = {record for group in owners.values() if len(group) > 1 for record in group}
 
-    @property
-    def record_bytes(self) -> int:
-        """What the samples hold on the parameters' devices, in bytes."""
-        return self._fingerprints.num_bytes
-
     def config(self, config: Any) -> Any:
         """A config as it was recorded; one that is new, as it is."""
         return self._configs.get(id(config), config)
@@ -269,9 +264,11 @@ class Original:
             if is_new and (original is None or tensor.fqn != tensor.path):
                 foreign.append(tensor.path)
         for node in tree.modules:
+            if not any(vars(node.module)[name] for name in _HOOK_DICTS):
+                continue
             ours = {*self._hook_ids, *input_gradient_hooks(node.module)}
             for name in _HOOK_DICTS:
-                hooks = [hook for key, hook in getattr(node.module, name).items() if key not in ours]
+                hooks = [hook for key, hook in vars(node.module)[name].items() if key not in ours]
                 kind = name.strip("_").replace("_", " ").removesuffix("s")
                 foreign += [f"{node.path}: {kind} {getattr(hook, '__name__', type(hook).__name__)}" for hook in hooks]
         return replaced, foreign

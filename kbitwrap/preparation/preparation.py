@@ -89,11 +89,10 @@ class Preparation:
         Raises:
             EditError: An edit failed; the model is as it was before this call.
         """
-        start = len(self.journal.changes)
         try:
-            with plain_mode():
+            with plain_mode(), self.journal.all_or_nothing(tree):
                 edits: list[EditBase] = list(plan.edits)
-                if start == 0:
+                if not self.journal.changes:
                     edits.insert(0, Hold("hold", ("",), anchor=Anchor(self.holder())))
                     self.original = Original(tree, audit=plan.config.audit)
                 self.journal.apply(_emptying_cache(_bar(edits, "prepare", plan.config), plan.config.empty_cache), tree)
@@ -101,12 +100,9 @@ class Preparation:
                     empty_cache()
                 tree = tree.again()
                 left, after = PreparedState(tree), read_moment(tree)
-        except BaseException as error:
-            with plain_mode():
-                self.journal.undo(tree.again(), since=start)
-            del self.journal.changes[start:]
-            if isinstance(error, EditError) or not isinstance(error, Exception):
-                raise
+        except EditError:
+            raise
+        except Exception as error:
             raise EditError(f"could not prepare: {error}; the model is as it was", edit=None) from error
         self.plan, self.left, self.after = plan, left, after
         self.precisions.add(plan.config.precision)
@@ -181,7 +177,7 @@ class Preparation:
             for one in held:
                 one.decide(trained)
             if not failures:
-                self.journal.changes += copies
+                self.journal.record(*copies)
             for change, error in self.journal.undo(tree, since=1, show=lambda found: _bar(found, "restore", config)):
                 if not isinstance(error, Exception):
                     raise error
@@ -224,7 +220,7 @@ class Preparation:
             tree = self.tree()
             copies = self.copies(tree)
             refuse_retyping_under_ddp([*self.journal.originals(), *copies])
-            way_back.changes.append(random_state(tree))
+            way_back.record(random_state(tree))
             self.journal.suspend(tree, way_back, copies)
             # What was put into the base follows the train mode of the module that it sits in.
             edits: list[Edit] = [FollowTrainMode("record", ("",))]

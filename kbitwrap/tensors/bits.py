@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -167,9 +169,15 @@ class Layout:
         return views
 
 
+@functools.cache
+def is_composed(cls: Any) -> bool:
+    """Whether tensors of a class may be made of others."""
+    return hasattr(cls, "__tensor_flatten__")
+
+
 def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that a tensor's values lie in: itself or, of a subclass made of others, these."""
-    if is_traceable_wrapper_subclass(tensor):
+    if is_composed(type(tensor)) and is_traceable_wrapper_subclass(tensor):
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
         return [dense for part in parts if isinstance(part, torch.Tensor) for dense in dense_parts(part)]
     return [tensor] if tensor.layout is torch.strided and not tensor.is_nested else []
