@@ -43,7 +43,8 @@ def meta_model(name_or_path: Any, quantization_config: Any = None, dtype: Any = 
     except Exception as error:  # whatever an architecture raises for a config that it cannot be built from
         name = repr(os.fspath(name_or_path)) if _is_path(name_or_path) else type(name_or_path).__name__
         raise ConfigError(f"no model can be built from the config of {name}: {_reason(error)}") from error
-    return model.eval()
+    model.eval()
+    return model
 
 
 def _reason(error: BaseException) -> str:
