@@ -35,8 +35,8 @@ def prepare_model_for_kbit_training(
     and none is installed where checkpointing is not reentrant; on CPUs with AVX512-BF16, 4-bit layers keep the layout
     that has a backward, where bitsandbytes would end gradients at every layer that once ran in eval mode.
 
-    What it costs: ``"full"``, as PEFT, twice the bytes of every unquantized half parameter; ``"compute"`` that of
-    norms, biases and the like alone; ``"norms"``, ``"adapted"`` and ``"none"`` nothing.
+    ``"full"`` costs, as PEFT does, twice the bytes of every unquantized half parameter; ``"compute"`` those of norms,
+    biases and the like alone; ``"norms"``, ``"adapted"`` and ``"none"`` cost nothing.
 
     Args:
         model: The model; changed in place.
@@ -95,7 +95,7 @@ def restore(model: nn.Module, trained: TrainedPolicy = "keep") -> RestoreReport:
         trained: As in ``KbitPreparedModel.restore``.
 
     Returns:
-        What was found.
+        The report of what others changed.
 
     Raises:
         StateError: The model is not prepared.

@@ -1,4 +1,4 @@
-"""What the library's calls return: differences and reports. And how these, and every table, are written as text."""
+"""The reports and differences that the library's calls return, and how these, and every table, are written as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _repr.maxtuple = _repr.maxlist = 12
 
 
 def shown(value: Any) -> str:
-    """Write a value for a message, cut short: it may come from outside."""
+    """Write a value for a message, cut short because it may come from outside."""
     return _repr.repr(value)
 
 
@@ -35,7 +35,7 @@ class LifecycleState(str, Enum):
     SUSPENDED = "suspended"
     """Inside ``suspended()``: the original state for a while; trained float32 values are held beside it."""
     RESTORED = "restored"
-    """Undone; nothing is held. ``prepare`` starts anew."""
+    """Undone; nothing is held. ``prepare`` starts again."""
 
     __str__ = str.__str__
 
@@ -67,12 +67,9 @@ class RestoreReport:
 
 @dataclass(frozen=True)
 class Differences:
-    """Differences between what was expected and what was found. False where there are none.
+    """Differences between what was expected and what was found; false where there are none.
 
-    Attributes:
-        different: ``{fqn: {what: (expected, found)}}``; the name ``""`` stands for the whole.
-        missing: Names that were expected and not found.
-        unexpected: Names that were found and not expected.
+    ``different`` is ``{fqn: {what: (expected, found)}}``; the name ``""`` stands for the whole.
     """
 
     different: Mapping[str, Mapping[str, tuple[Any, Any]]] = field(default_factory=dict)
@@ -127,7 +124,7 @@ class StateDiff(Differences):
     """Differences of a live model from what its preparation left. Empty, and false, where there are none.
 
     Attributes:
-        differences: ``{fqn: {what: (expected, found)}}``. What is ``"parameter"``, ``"dtype"``, ``"shape"``,
+        differences: ``{fqn: {what: (expected, found)}}``. ``what`` is ``"parameter"``, ``"dtype"``, ``"shape"``,
             ``"requires_grad"``, ``"writes"`` (in-place writes since; not compared where several processes train,
             because DistributedDataParallel writes every parameter once), ``"forward"``, an attribute of
             checkpointing, or ``"input_gradient_hooks"``.

@@ -15,16 +15,12 @@ _BEFORE = "no dtype of a sharded parameter can be changed safely; prepare the mo
 
 
 def is_sharded_tensor(tensor: Any) -> bool:
-    """Whether a tensor is a ``DTensor``: a part of it is on this rank, and the whole of it need not be on any."""
+    """Whether a tensor is a ``DTensor``: only a part of it need be on this rank."""
     return isinstance(tensor, loaded_class("torch.distributed.tensor", "DTensor"))
 
 
 def tree_of(model: Any) -> ModelTree:
-    """Begin an operation on a model.
-
-    Raises:
-        UnsupportedModelError: It is no module.
-    """
+    """Walk a model at the start of an operation; ``UnsupportedModelError`` for anything but a module."""
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(
             "expected a torch.nn.Module, such as AutoModelForCausalLM.from_pretrained(...), "
@@ -34,16 +30,9 @@ def tree_of(model: Any) -> ModelTree:
 
 
 def refuse_unsupported_tensors(tree: ModelTree, *, allow_meta: bool, allow_dtensor: bool = False) -> None:
-    """Raise for a model whose parameters cannot be edited one by one.
+    """Raise for a model without parameters, or with sharded or meta ones, which cannot be edited one by one.
 
-    Args:
-        tree: The model.
-        allow_meta: Whether parameters on the meta device are accepted (for planning).
-        allow_dtensor: Whether parameters sharded as DTensors are accepted (for an export by all ranks).
-
-    Raises:
-        UnsupportedModelError: It has no parameters, is sharded (DTensor, FSDP1, FSDP2, ZeRO-3) or has a parameter on
-            the meta device. ``fqn`` names the first one found, by its path.
+    Planning allows meta ones, an export by all ranks DTensors. The error's ``fqn`` is the path of the first one found.
     """
     if not tree.tensors:
         raise UnsupportedModelError(f"{type(tree.model).__name__} has no parameters: there is nothing to prepare")

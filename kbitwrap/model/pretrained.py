@@ -1,8 +1,4 @@
-"""A model as ``from_pretrained`` would load it, from its config alone: every parameter is on the meta device.
-
-What loading does to a parameter's shape and dtype is done here too: the quantizer of transformers replaces the linear
-layers, quantized weights are packed, what the architecture keeps in float32 is float32, and tied weights are one.
-"""
+"""A model with the shapes and dtypes that ``from_pretrained`` would load, from its config alone, on the meta device."""
 
 from __future__ import annotations
 
@@ -33,28 +29,19 @@ _AUTO_CLASSES = (
 
 
 def meta_model(name_or_path: Any, quantization_config: Any = None, dtype: Any = None) -> nn.Module:
-    """Build the model that ``from_pretrained`` would load, without reading a weight or allocating one.
+    """Build the model that ``from_pretrained`` would load, in evaluation mode, without reading or allocating a weight.
 
-    Args:
-        name_or_path: A folder, a ``config.json``, a name on the hub, or a config object of transformers.
-        quantization_config: Such as a ``BitsAndBytesConfig``; a config that is quantized already wins over it, as it
-            does when the model is loaded. ``None`` for what the config itself says.
-        dtype: A dtype or its name; ``None`` or ``"auto"`` for the config's, or else bfloat16.
-
-    Returns:
-        The model in evaluation mode, on the meta device.
-
-    Raises:
-        ConfigError: There is no such config, or no model can be built from it.
+    The name may also be a folder, a ``config.json`` or a config object of transformers. The config's own quantization
+    wins over ``quantization_config``, as it does in loading. The dtype ``None`` or ``"auto"`` is the config's.
     """
     config = _read_config(name_or_path)
-    name = _describe(name_or_path)
     chosen = _as_dtype(dtype, config)
     try:
         model = _build(config, quantization_config, chosen)
     except ConfigError:
         raise
     except Exception as error:  # whatever an architecture raises for a config that it cannot be built from
+        name = repr(os.fspath(name_or_path)) if _is_path(name_or_path) else type(name_or_path).__name__
         raise ConfigError(f"no model can be built from the config of {name}: {_reason(error)}") from error
     model.eval()
     return model
@@ -63,10 +50,6 @@ def meta_model(name_or_path: Any, quantization_config: Any = None, dtype: Any = 
 def _reason(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def _describe(name_or_path: Any) -> str:
-    return repr(os.fspath(name_or_path)) if _is_path(name_or_path) else type(name_or_path).__name__
 
 
 def _is_path(value: Any) -> bool:
@@ -112,7 +95,7 @@ def _as_dtype(dtype: Any, config: Any) -> torch.dtype:
 
 
 def _text_config(config: Any) -> Any:
-    """The part of a composite config that speaks for it, as transformers' loading has it; of two texts the one made."""
+    """The text part of a composite config, of two the decoder's; a plain config itself."""
     return config.get_text_config(decoder=True)
 
 
@@ -136,7 +119,7 @@ def _model_class(config: Any) -> Any:
 
 
 def _quantizer(config: Any, quantization_config: Any) -> Any:
-    """The quantizer of transformers, or ``None``; its environment is not validated, for nothing is computed."""
+    """The quantizer of transformers, or ``None``; its environment is not validated, because nothing is computed."""
     from transformers.quantizers.auto import AutoHfQuantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -184,7 +167,7 @@ def _build(config: Any, quantization_config: Any, dtype: torch.dtype) -> nn.Modu
 
 @contextlib.contextmanager
 def _loading(model_class: Any, dtype: torch.dtype) -> Iterator[None]:
-    """What ``from_pretrained`` builds a model under: the meta device, the dtype as default, no initialization."""
+    """The contexts in which ``from_pretrained`` builds: meta device, the dtype as default, no initialization."""
     from transformers.initialization import no_init_weights
 
     values = {"dtype": dtype, "is_quantized": True, "_is_ds_init_called": False, "allow_all_kernels": None}
@@ -201,7 +184,7 @@ def _loading(model_class: Any, dtype: torch.dtype) -> Iterator[None]:
 
 
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
-    """Make float32 what the architecture keeps so: some of it in any half dtype, some in float16 alone."""
+    """Cast what the architecture keeps in float32: some of it from any half dtype, some from float16 alone."""
     if dtype not in HALF_DTYPES:
         return
     patterns = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
@@ -209,7 +192,7 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
         patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
     if not patterns:
         return
-    # Matched as transformers does: anywhere in the name.
+    # As in transformers, a pattern matches anywhere in the name.
     kept = re.compile("|".join(pattern.replace("*", ".*") for pattern in sorted(patterns)))
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.dtype in HALF_DTYPES and not is_quantized_parameter(parameter) and kept.search(name):

@@ -1,4 +1,4 @@
-"""What a model is quantized with, and what that permits. The only room that names the quantization libraries.
+"""How a model is quantized, and what that permits. The only file that names the quantization libraries.
 
 ===================== ============================ =====================================================
 method                 found by                     half parameters outside the quantized layers
@@ -34,12 +34,9 @@ _SELF_MANAGED_IN_PEFT = ("gptq", "aqlm", "eetq", "hqq", "torchao")
 
 @dataclass(frozen=True)
 class Quantization:
-    """How a model is quantized.
+    """How a model is quantized, and whether half parameters outside the quantized layers may be cast (``casts``).
 
-    Attributes:
-        method: ``"bitsandbytes_4bit"``, ``"bitsandbytes_8bit"``, another method's name, or ``None``.
-        is_quantized: Whether the model is quantized, so that checkpointing is enabled.
-        casts: Whether half parameters outside the quantized layers may be cast.
+    The method is ``"bitsandbytes_4bit"``, ``"bitsandbytes_8bit"``, another one's name, or ``None``.
     """
 
     method: str | None
@@ -48,7 +45,7 @@ class Quantization:
 
 
 def _bitsandbytes_classes(*names: str) -> tuple[type, ...]:
-    """Classes of ``bitsandbytes.nn`` by name, if it is loaded: without it no model can hold one of its layers."""
+    """Classes of ``bitsandbytes.nn`` by name, if it is loaded: otherwise no model can hold one of its layers."""
     module = sys.modules.get("bitsandbytes.nn")
     return tuple(cls for name in names if (cls := getattr(module, name, None)) is not None)
 
@@ -77,15 +74,7 @@ def _method_of(model: nn.Module) -> str | None:
 
 
 def detect(model: nn.Module, modules: Sequence[nn.Module]) -> Quantization:
-    """Find out how a model is quantized, by its attributes and by its layers.
-
-    Args:
-        model: The model, wrapped or not.
-        modules: Its modules.
-
-    Returns:
-        The quantization found.
-    """
+    """Find out how a model, wrapped or not, is quantized: by its attributes and by its layers."""
     peft = detect_as_peft(model)
     if peft.is_quantized:
         return peft
@@ -102,14 +91,7 @@ def detect(model: nn.Module, modules: Sequence[nn.Module]) -> Quantization:
 
 
 def detect_as_peft(model: nn.Module) -> Quantization:
-    """Find out how a model is quantized by the attributes that PEFT's function reads, and by nothing else.
-
-    Args:
-        model: The model, wrapped or not.
-
-    Returns:
-        The quantization as PEFT sees it.
-    """
+    """Find out how a model is quantized by the attributes that PEFT's function reads, and by nothing else."""
     method = _method_of(model)
     if getattr(model, "hqq_quantized", False):
         method = "hqq"
@@ -122,15 +104,10 @@ def detect_as_peft(model: nn.Module) -> Quantization:
 
 
 def dequantizer(module: nn.Module) -> Callable[[Rows], torch.Tensor]:
-    """Compute rows of the weight of a bitsandbytes layer, as its forward sees it. The layer is only read.
+    """A function that computes rows of a bitsandbytes layer's weight, ``(out_features, in_features)``, as forward does.
 
-    Args:
-        module: A 4-bit or 8-bit layer, one that has run included.
-
-    Returns:
-        A function that computes some rows of the weight, which has shape ``(out_features, in_features)``: of 4 bits in
-        the dtype of its ``quant_state`` (it keeps all of them), of 8 bits in float32, ``weight * SCB / 127`` with a
-        scale for each row (LLM.int8(), Dettmers et al. 2022, section 2).
+    4-bit rows have the dtype of the ``quant_state``, and the function holds all of them. 8-bit rows are float32:
+    ``weight * SCB / 127`` with a scale for each row (LLM.int8(), Dettmers et al. 2022, section 2).
     """
     live = module._parameters["weight"]
     assert live is not None
@@ -151,31 +128,20 @@ def dequantizer(module: nn.Module) -> Callable[[Rows], torch.Tensor]:
 
 def has_runtime_state(module: nn.Module) -> bool:
     """Whether a module is a bitsandbytes linear layer that rewrites fields of its own when it runs."""
-    return isinstance(module, _linear_classes()) and _has_quantized_weight(module)
-
-
-def _linear_classes() -> tuple[type, ...]:
-    return _bitsandbytes_classes("Linear4bit", "Linear8bitLt")
-
-
-def _has_quantized_weight(module: nn.Module) -> bool:
     weight = module._parameters.get("weight")
-    return weight is not None and is_quantized_parameter(weight)
+    is_linear = isinstance(module, _bitsandbytes_classes("Linear4bit", "Linear8bitLt"))
+    return is_linear and weight is not None and is_quantized_parameter(weight)
 
 
 def is_of_a_quantizer(conversion: Any) -> bool:
-    """Whether a model's quantizer added this conversion between a checkpoint's tensors and the model's.
-
-    Args:
-        conversion: One of what transformers calls a model's weight conversions.
-    """
+    """Whether a model's quantizer added this one of what transformers calls a model's weight conversions."""
     return any("hf_quantizer" in vars(operation) for operation in getattr(conversion, "operations", ()))
 
 
 REPACKS = "support_avx512bf16_for_cpu"
 """The attribute of a ``Linear4bit`` that says whether it repacks its weight when it runs in eval mode on the CPU."""
 RUNTIME_ATTRIBUTES = ("compute_dtype", "compute_type_is_set", REPACKS)
-"""The attributes that a bitsandbytes layer fills in on itself when it runs, or that say what it does then."""
+"""The attributes that a bitsandbytes layer sets on itself when it runs, or that say what it does then."""
 
 
 def state_owners(module: nn.Module, weight: torch.Tensor) -> list[tuple[str, Any, tuple[str, ...] | None]]:
@@ -212,16 +178,16 @@ def is_repacked(fields: Mapping[str, Any]) -> bool:
 def was_ever_repacked(quant_state: Any) -> bool:
     """Whether a layer has ever repacked its 4-bit weight.
 
-    ``Linear4bit.state_dict`` takes it back, and leaves the statistics rounded and, if they are not nested, transposed.
+    ``Linear4bit.state_dict`` unpacks it and leaves its statistics rounded and, if they are not nested, transposed.
     """
     return quant_state is not None and "packing_format_for_cpu" in vars(quant_state)
 
 
 def in_other_layout(weight: torch.Tensor, quant_state: Any) -> torch.Tensor:
-    """The bytes of a 4-bit weight in the other one of its two layouts: a permutation of nibbles, hence exact."""
+    """The bytes of a 4-bit weight in the other of its two layouts: a permutation of nibbles, hence exact."""
     functional: Any = sys.modules["bitsandbytes.functional"]
     state = copy.copy(quant_state)  # bitsandbytes writes into the state that it is given
-    state.nested = state.original_nested = False  # and would compute statistics, which nobody reads
+    state.nested = state.original_nested = False  # and would compute statistics that nobody reads
     inverse = "_inverse" if is_repacked(vars(state)) else ""
     data: torch.Tensor = getattr(functional, f"_convert_weight_packed_for_cpu{inverse}")(weight.data, state)[0]
     return data
@@ -241,7 +207,7 @@ def unpack_statistics(state: Any) -> None:
 
 
 Settle = Callable[[dict[str, Any]], None]
-"""Gets the fields of copied statistics, to make them the recorded ones."""
+"""A function that makes the fields of copied statistics the recorded ones."""
 
 
 def unpacked_state(quant_state: Any, settle: Settle | None = None) -> Any:

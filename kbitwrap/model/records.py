@@ -1,7 +1,6 @@
-"""Parameters to be found again, without a reference to them: by owner and name, and by the memory they lie in.
+"""Records that find parameters again by owner and name, and by the memory they lie in, without a reference to them.
 
-``torch.utils.swap_tensors``, by which models of tensor subclasses are moved, refuses tensors that have weak references;
-and a parameter that others replace is to be freed at once. So a record refers to neither the tensor nor its values.
+``torch.utils.swap_tensors`` refuses tensors with weak references, and a parameter that others replace is freed at once.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from .quantization import is_quantized_parameter
 
 
 class TensorRef(NamedTuple):
-    """Where a parameter is: its owner, weakly, and its name there."""
+    """The place of a parameter: its owner, weakly, and its name there."""
 
     owner: weakref.ref[nn.Module]
     name: str
@@ -31,23 +30,10 @@ class TensorRef(NamedTuple):
 
 
 class ParameterRecord:
-    """A parameter, at all of its places, and the memory that it was last seen in.
+    """A parameter as it was at all of its places, and the memory that it was last seen in.
 
-    That memory is a ``StorageWeakRef``: it says when the memory is gone, and keeps its address from being given to
-    another. A 4-bit weight is told by its ``quant_state`` too, which moves with it.
-
-    Args:
-        fqn: Its name without wrappers.
-        places: Its owners, each with its name there.
-        parameter: The parameter.
-
-    Attributes:
-        fqn: As given.
-        refs: Its places.
-        dtype: The dtype that it had.
-        shape: The shape that it had.
-        quantized_class: Its class, if it held quantized storage; sharding makes it a plain tensor.
-        quant_state: Its 4-bit statistics, weakly, if it had any.
+    A ``StorageWeakRef`` keeps that memory's address from being reused. A 4-bit weight is also recognized by its
+    ``quant_state``, which moves with it; ``quantized_class`` is kept because sharding makes it a plain tensor.
     """
 
     def __init__(self, fqn: str, places: Sequence[tuple[nn.Module, str]], parameter: nn.Parameter) -> None:
@@ -64,13 +50,12 @@ class ParameterRecord:
 
     def expects(self, data: torch.Tensor) -> None:
         """Note that the parameter is about to get this memory, so that it is found wherever that is interrupted."""
-        self._memories.append(tuple(StorageWeakRef(part.untyped_storage()) for part in dense_parts(data)))
+        self._memories.append(_memory_of(data))
         self._keys.add(_key_of(data))
 
     def saw(self, parameter: torch.Tensor) -> None:
         """Note that the parameter lies in this memory now."""
-        self._memories, self._keys = [], set()
-        self.expects(parameter)
+        self._memories, self._keys = [_memory_of(parameter)], {_key_of(parameter)}
 
     def is_seen(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter at one of the places is the one recorded: it lies where that was last seen."""
@@ -84,10 +69,14 @@ class ParameterRecord:
         return next((p for ref in self.refs if (p := ref()) is not None and self.is_seen(p)), None)
 
     def there(self) -> nn.Parameter | None:
-        """The parameter, or one of its shape that is at one of its places: others write weights by replacing them."""
+        """The parameter, or one of its shape at one of its places: others write weights by replacing them."""
         found = [p for ref in self.refs if (p := ref()) is not None]
         live = self.live()
         return live if live is not None else next((p for p in found if p.shape == self.shape), None)
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[StorageWeakRef, ...]:
+    return tuple(StorageWeakRef(part.untyped_storage()) for part in dense_parts(tensor))
 
 
 def _key_of(tensor: torch.Tensor) -> Any:
@@ -98,13 +87,13 @@ def _key_of(tensor: torch.Tensor) -> Any:
 
 
 class Records:
-    """The records of a model's parameters: one for each, whoever asks, by owner and name."""
+    """The records of a model's parameters, one for each, by owner and name."""
 
     def __init__(self) -> None:
         self._by_owner: weakref.WeakKeyDictionary[nn.Module, dict[str, ParameterRecord]] = weakref.WeakKeyDictionary()
 
     def at(self, module: nn.Module, name: str) -> ParameterRecord | None:
-        """The record of what was at a place."""
+        """The record of the parameter that was at a place."""
         return self._by_owner.get(module, {}).get(name)
 
     def add(self, record: ParameterRecord) -> None:

@@ -1,4 +1,4 @@
-"""Which part each module plays: input embedding, norm, output head, expert, adapter, other."""
+"""The part that each parameter plays in its model, and which modules are norms."""
 
 from __future__ import annotations
 
@@ -32,20 +32,8 @@ class Role(str, Enum):
 def is_norm(module: nn.Module, norm_modules: tuple[type | str, ...] = ()) -> bool:
     """Whether a module is a norm that can compute in float32 while it stores half.
 
-    That is a leaf that owns parameters of one dimension and whose class, or a base of it, is named a norm. Norms with
-    running statistics (batch norm) are not: their statistics are buffers, which no preparation casts.
-
-    Args:
-        module: The module.
-        norm_modules: Further classes, or regular expressions that match a class name in full.
-
-    Returns:
-        Whether it is a norm.
-
-    Example:
-        >>> import torch
-        >>> is_norm(torch.nn.LayerNorm(8)), is_norm(torch.nn.Linear(8, 8))
-        (True, False)
+    It is one of ``norm_modules``, as in ``PrepareConfig``, or a leaf whose class, or a base of it, is named a norm and
+    whose parameters have one dimension. Batch norms are none: their running statistics are buffers, never cast.
     """
     cls: Any = type(module)
     is_named = _is_named_norm(cls)
@@ -65,7 +53,7 @@ def is_norm(module: nn.Module, norm_modules: tuple[type | str, ...] = ()) -> boo
 
 @functools.cache
 def _is_named_norm(cls: Any) -> bool:
-    """Whether a class, or a base of it, is named a norm, and it is none that keeps statistics."""
+    """Whether a class, or a base of it, is named a norm, and it keeps no running statistics."""
     is_named = any("norm" in base.__name__.lower() for base in cls.__mro__)
     return is_named and not issubclass(cls, nn.modules.batchnorm._NormBase)
 
@@ -91,23 +79,14 @@ def _embeddings(tree: ModelTree, getter: str) -> set[int]:
         try:
             embeddings = method(module)
         except (NotImplementedError, AttributeError):
-            # transformers' way to say that this model has none.
-            continue
+            continue  # transformers' way to say that this model has none
         if isinstance(embeddings, nn.Module):
             found |= {id(p) for p in embeddings.parameters()}
     return found
 
 
 def parameter_roles(tree: ModelTree, norm_modules: tuple[type | str, ...] = ()) -> dict[int, Role]:
-    """Find the role of every parameter.
-
-    Args:
-        tree: The model.
-        norm_modules: As in ``PrepareConfig``.
-
-    Returns:
-        The role by ``id`` of the parameter. A tied embedding counts as input embedding.
-    """
+    """The role of every parameter, by its ``id``. A tied embedding counts as input embedding."""
     inputs = _embeddings(tree, "get_input_embeddings")
     outputs = _embeddings(tree, "get_output_embeddings")
     roles: dict[int, Role] = {}

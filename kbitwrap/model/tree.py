@@ -1,7 +1,6 @@
-"""A live model, walked once: its modules and tensors, each with its name by structure and its way from the root.
+"""A live model, walked once: its modules and tensors.
 
-A tensor is identified by the module that owns it and its name in there. It is named by its fully qualified name (fqn)
-in the model without wrappers; how it is reached in the live model is its path.
+A tensor is identified by its owner and its name there; its *fqn* is its name without wrappers, its *path* the live one.
 """
 
 from __future__ import annotations
@@ -19,18 +18,14 @@ from .wrappers import COPIES, is_adapter_module, wrapped_children
 
 
 def only_reading() -> Any:
-    """A context in which the fields of tensors are read without asking their classes, which takes longer."""
+    """A context in which the fields of tensors are read without asking their classes, which is slower."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 class Node(NamedTuple):
-    """A module at one of its places in a model.
+    """A module at one of its places. ``is_base`` excludes wrappers, adapters and copies.
 
-    Attributes:
-        path: Its name in the live model.
-        fqn: Its name without wrappers; a copy that PEFT trains has the name of what it is a copy of.
-        module: The module.
-        is_base: Whether it is a module of the base, and no wrapper, adapter or copy.
+    A copy that PEFT trains has the fqn of its original.
     """
 
     path: str
@@ -40,15 +35,7 @@ class Node(NamedTuple):
 
 
 class NamedTensor(NamedTuple):
-    """A parameter at one of its places: ``module._parameters[name] is parameter``.
-
-    Attributes:
-        fqn: Its name without wrappers.
-        module: Its owner.
-        name: Its name in the owner.
-        parameter: The parameter.
-        path: Its name in the live model.
-    """
+    """A parameter at one of its places: ``module._parameters[name] is parameter``."""
 
     fqn: str
     module: nn.Module
@@ -63,18 +50,14 @@ def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def join(prefix: str, name: str) -> str:
-    """The name of what is called ``name`` inside ``prefix``."""
+    """Join a prefix, which may be empty, and a name."""
     return f"{prefix}.{name}" if prefix else name
 
 
 class ModelTree:
     """The modules and parameters of a live model at one moment. Made at the entry of an operation, and passed on.
 
-    Attributes, flags and what parameters store may change while it is used; modules and parameters may not be replaced.
-
-    Args:
-        model: The model, whatever is wrapped around it or put into it.
-        records: The records of its parameters, where it has some; new ones are added.
+    Attributes, flags and stored values may change while it is used; modules and parameters may not be replaced.
     """
 
     def __init__(self, model: nn.Module, records: Records | None = None) -> None:
@@ -128,10 +111,7 @@ class ModelTree:
 
     @cached_property
     def owners(self) -> set[int]:
-        """The ``id`` of every module that holds parameters itself, by which models are told apart.
-
-        One that holds none may be part of many models at once, such as an activation function kept by a library.
-        """
+        """The ``id`` of every module that holds parameters itself: others, as activations, may be in several models."""
         return {id(node.module) for node in self.modules if node.module._parameters}
 
     @cached_property
@@ -181,7 +161,7 @@ class ModelTree:
 
     @cached_property
     def adapter_ids(self) -> set[int]:
-        """The ``id`` of every parameter that belongs to an adapter; one that the base shares is the base's."""
+        """The ``id`` of every parameter that belongs to an adapter and is not shared with the base."""
         if not self.adapters:
             return set()
         base = {id(tensor.parameter) for tensor in self.base_tensors}
@@ -189,7 +169,7 @@ class ModelTree:
 
     @cached_property
     def index(self) -> ModuleIndex:
-        """Where each module is, for finding it again later."""
+        """The index by which its modules are found again later."""
         return ModuleIndex(self)
 
     @cached_property
@@ -219,7 +199,7 @@ def _tensors_of(nodes: list[Node]) -> list[NamedTensor]:
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
-    """A module of the same class whose parameters, buffers and children can be replaced; all else is shared."""
+    """A module of the same class whose parameters, buffers and children can be replaced; the rest is shared."""
     made: nn.Module = object.__new__(type(module))
     fields = made.__dict__
     fields.update(module.__dict__)
@@ -230,8 +210,7 @@ def shallow_copy(module: nn.Module) -> nn.Module:
 class ModuleIndex:
     """The modules of a tree, numbered and held weakly, to be found again through wrappers, copies and merges.
 
-    Attributes:
-        by_fqn: Class and number of the module at each fqn, a shared module under each of its names.
+    ``by_fqn`` has class and number of the module at each fqn, a shared module under each of its names.
     """
 
     def __init__(self, tree: ModelTree) -> None:
@@ -245,7 +224,7 @@ class ModuleIndex:
             self.by_fqn[node.fqn] = type(node.module), number
 
     def number(self, module: nn.Module) -> int | None:
-        """The number of a module, in the tree's order; ``None`` of one that was not there."""
+        """The number of a module, in the tree's order; ``None`` if it was not there."""
         number = self._numbers.get(id(module))
         return number if number is not None and self._references[number]() is module else None
 
@@ -255,5 +234,5 @@ class ModuleIndex:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """What two tensors share exactly when they share memory, on the meta device too."""
+    """A key that two tensors share exactly when they share memory, on the meta device too."""
     return int(tensor.untyped_storage()._cdata)

@@ -1,4 +1,4 @@
-"""What PEFT, torch and DeepSpeed put around a module: one table, for live models and for names that come from files."""
+"""The wrappers that PEFT, torch and DeepSpeed put around modules: one table, for live models and names from files."""
 
 from __future__ import annotations
 
@@ -11,22 +11,15 @@ from torch import nn
 
 
 class _Wrapping(NamedTuple):
-    """The child of a wrapper in which the wrapped module is.
-
-    Attributes:
-        child: The child's name.
-        owner: The library that the wrapper's class is of.
-        leads: How a name from a file may begin with it; ``""`` where no name does.
-        is_inside: Whether a name from a file may hold it further inside.
-    """
+    """The child that holds the wrapped module in wrappers of a library, the ``owner``."""
 
     child: str
     owner: str
-    leads: str = ""
-    is_inside: bool = False
+    leads: str = ""  # how a name from a file may begin with it
+    is_inside: bool = False  # whether a name from a file may hold it further inside
 
 
-# Of one wrapper the first child that is there counts.
+# The first child that a wrapper has counts.
 _TABLE = (
     _Wrapping("base_layer", "peft", is_inside=True),
     _Wrapping("token_adapter", "peft", is_inside=True),
@@ -54,22 +47,10 @@ _INSIDE = re.compile(
 
 @functools.lru_cache(maxsize=1 << 16)
 def canonical_fqn(fqn: str) -> str:
-    """Strip from a name that comes from a file what wrappers put into it; live models are named by `ModelTree`.
+    """Strip wrappers from a name that comes from a file; live models are named by `ModelTree`.
 
-    A ``modules_to_save`` copy gets the name of the module that it is a copy of. A prompt-learning ``PeftModel`` has the
-    model itself at ``base_model``, which no name can tell from an adapter's ``base_model.model``.
-
-    Args:
-        fqn: The name of a module or a tensor.
-
-    Returns:
-        The name in the unwrapped model.
-
-    Example:
-        >>> canonical_fqn("base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight")
-        'model.layers.0.self_attn.q_proj.weight'
-        >>> canonical_fqn("base_model.model.lm_head.modules_to_save.default.weight")
-        'lm_head.weight'
+    A ``modules_to_save`` copy gets the name of its original. A prompt-learning ``PeftModel`` has the model itself at
+    ``base_model``, which no name can tell from an adapter's ``base_model.model``.
     """
     while match := _LEADING.match(fqn):
         fqn = fqn[match.end() :]
@@ -77,14 +58,14 @@ def canonical_fqn(fqn: str) -> str:
 
 
 def loaded_class(module_name: str, attribute: str) -> type | tuple[()]:
-    """A class of a library that is loaded already, or ``()``: nothing can be an instance of a class not loaded."""
+    """A class of a module that is loaded already, or ``()``: of a class not loaded there are no instances."""
     found: type | tuple[()] = getattr(sys.modules.get(module_name), attribute, ())
     return found
 
 
 @functools.cache
 def _owner(cls: Any) -> str:
-    """The library that a class is of, as far as it wraps modules; torch's own layers and containers do not."""
+    """The library of a wrapper's class; ``""`` for torch's own layers and containers, which wrap nothing."""
     if any(base.__module__.partition(".")[0] == "peft" for base in cls.__mro__):
         return "peft"
     module: str = cls.__module__
@@ -92,13 +73,13 @@ def _owner(cls: Any) -> str:
 
 
 def is_adapter_module(module: nn.Module) -> bool:
-    """Whether a module is one of PEFT's own classes, whose own parameters belong to an adapter."""
+    """Whether a module's class is PEFT's, so that its own parameters belong to an adapter."""
     cls: Any = type(module)
     return _owner(cls) == "peft"
 
 
 def class_before_sharding(module: nn.Module) -> type[nn.Module]:
-    """The class of a module, without the one that ``fully_shard`` makes of it and puts in its place."""
+    """The class of a module before ``fully_shard`` put one that it made in its place."""
     cls: Any = type(module)
     made = loaded_class("torch.distributed.fsdp", "FSDPModule")
     found: type[nn.Module] = next(base for base in cls.__mro__ if not issubclass(base, made))
@@ -106,7 +87,7 @@ def class_before_sharding(module: nn.Module) -> type[nn.Module]:
 
 
 def wrapped_children(module: nn.Module) -> tuple[str, ...]:
-    """The children of a wrapper in which the wrapped module is, the one to follow first; of any other module none."""
+    """The children that hold the wrapped module, the one to follow first; none where a module is no wrapper."""
     if _CHILDREN.isdisjoint(module._modules):
         return ()
     cls: Any = class_before_sharding(module)
@@ -115,14 +96,7 @@ def wrapped_children(module: nn.Module) -> tuple[str, ...]:
 
 
 def unwrap(module: nn.Module) -> tuple[nn.Module, tuple[nn.Module, ...]]:
-    """Find what is underneath wrappers.
-
-    Args:
-        module: Any module.
-
-    Returns:
-        The first module that is no wrapper, and PEFT's modules above it, the outermost first.
-    """
+    """The module underneath wrappers, and PEFT's modules above it, the outermost first."""
     adapters: list[nn.Module] = []
     while names := wrapped_children(module):
         if is_adapter_module(module):

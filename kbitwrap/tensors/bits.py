@@ -14,30 +14,22 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _CHUNK = 1 << 20  # elements compared at once: bounds what a comparison holds beside the tensors compared
 _ROW = 4096  # int64 words in a row of a fingerprint
-_SAMPLED = 2048  # elements of a sample, at the least
-# Of a digest.
-_BLOCK = 1 << 16  # int64 words
-_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio, odd
-_MURMUR = 0xC2B2AE3D27D4EB4F  # a multiplier of MurmurHash3's finalizer
+_RUN, _RUNS = 64, 64  # elements in a run of a sample, and runs
+_BLOCK = 1 << 16  # int64 words in a block of a digest
 _MASK = (1 << 64) - 1
+# The multipliers of a digest, as int64: 2**64 divided by the golden ratio, odd; and one of MurmurHash3's finalizer.
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MURMUR = 0xC2B2AE3D27D4EB4F - (1 << 64)
 # Bytes digested at once: what stays in a CPU's cache, and what keeps an accelerator busy.
 _CPU_CHUNK = 1 << 20
 _DEVICE_CHUNK = 32 << 20
 
 
 def fingerprint(tensor: torch.Tensor) -> bytes:
-    """A fingerprint of a half-precision tensor's bits, at the cost of two sums and no copy.
+    """A fingerprint of a half-precision tensor's bits, the same on every device, at the cost of two sums and no copy.
 
-    The bits are read as int64 words, laid out in rows of 4096. What is hashed (SHA-256) are the sums of the rows and of
-    the columns, modulo 2**64, and the words left over: of a tensor of less than a row, such as a norm's weight, all of
-    it. A changed word changes its row's sum and its column's, and two words that change places change two of either.
-    Only four words and more whose changes cancel in every row and in every column are missed.
-
-    Args:
-        tensor: A float16 or bfloat16 tensor, any shape, layout and device.
-
-    Returns:
-        The fingerprint, equal for equal values in equal order on every device.
+    It is a SHA-256 of the sums, modulo 2**64, of the rows and of the columns of int64 words laid out in rows of 4096,
+    and of the words left over. Only changes of at least four words that cancel in every row and column are missed.
     """
     flat = tensor.detach().reshape(-1)
     if flat.stride() != (1,) or flat.storage_offset() % 4:
@@ -55,14 +47,9 @@ def fingerprint(tensor: torch.Tensor) -> bytes:
 
 @dataclass(frozen=True)
 class NanPayloads:
-    """The NaNs of a half tensor: where they are, and their bits, which need not survive float32.
+    """The NaNs of a half tensor: ``n`` indices into the flattened tensor, and their bits as int16.
 
-    Which of them do is no property of the bits alone: a CPU converts whole vectors and single elements by different
-    instructions. So all of them are kept.
-
-    Attributes:
-        positions: Indices into the flattened tensor, shape ``(n,)``, int64.
-        bits: The patterns, shape ``(n,)``, int16.
+    All of them are kept: whether float32 preserves a NaN's bits depends on the instruction that a CPU converts it by.
     """
 
     positions: torch.Tensor
@@ -70,14 +57,7 @@ class NanPayloads:
 
     @staticmethod
     def find(tensor: torch.Tensor) -> NanPayloads | None:
-        """Find a tensor's NaNs.
-
-        Args:
-            tensor: A float16 or bfloat16 tensor.
-
-        Returns:
-            Them, or ``None`` where there are none.
-        """
+        """Find the NaNs of a float16 or bfloat16 tensor; ``None`` where there are none."""
         if tensor.numel() == 0 or not torch.isnan(torch.aminmax(tensor.detach())[0]):
             return None
         flat = tensor.detach().reshape(-1)
@@ -85,11 +65,7 @@ class NanPayloads:
         return NanPayloads(positions, flat[positions].view(torch.int16))
 
     def write(self, tensor: torch.Tensor) -> None:
-        """Put the payloads back, where the tensor still holds a NaN.
-
-        Args:
-            tensor: The tensor rounded back, of the shape and dtype that was searched; changed in place.
-        """
+        """Put the payloads back into the tensor rounded back to its dtype, where it still holds a NaN."""
         flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
         positions = self.positions.to(tensor.device)
         is_nan = torch.isnan(flat[positions])
@@ -99,37 +75,21 @@ class NanPayloads:
 
 
 def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors hold the same numbers, zeros with their signs, any NaN equal to any; compared in chunks.
-
-    Args:
-        a: Any shape and floating dtype.
-        b: The same shape; another dtype is converted to ``a``'s.
-
-    Returns:
-        Whether they are equal.
-    """
+    """Whether two floating tensors hold the same numbers in ``a``'s dtype: signs of zeros count, any NaN equals any."""
     if a.shape != b.shape:
         return False
     left, right = a.detach().reshape(-1), b.detach().reshape(-1)
     for start in range(0, left.numel(), _CHUNK):
         x = left[start : start + _CHUNK]
         y = right[start : start + _CHUNK].to(device=x.device, dtype=x.dtype)
-        integers = torch.int32 if x.element_size() == 4 else torch.int16
-        x_bits, y_bits = x.contiguous().view(integers), y.contiguous().view(integers)
-        if not torch.equal(x_bits, y_bits) and not bool(((x_bits == y_bits) | (x.isnan() & y.isnan())).all()):
+        if not torch.equal(_bits(x), _bits(y)) and bool(differs(x, y).any()):
             return False
     return True
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor lies in its storage, so that the same layout can be made anew.
-
-    Attributes:
-        offset: The first element.
-        shape: The shape.
-        stride: The strides, in elements.
-    """
+    """How a tensor lies in its storage, in elements, so that the same layout can be made again."""
 
     offset: int
     shape: tuple[int, ...]
@@ -149,14 +109,7 @@ class Layout:
 
     @staticmethod
     def place(tensors: Sequence[tuple[torch.Tensor, Layout]]) -> list[torch.Tensor]:
-        """Copy tensors of one dtype into one new storage, each with the strides and relative offset of its layout.
-
-        Args:
-            tensors: The values, each with the layout it is to get.
-
-        Returns:
-            Views of the new storage, in the same order.
-        """
+        """Copy tensors of one dtype into one new storage, each with the strides and relative offset of its layout."""
         start = min(layout.offset for _, layout in tensors)
         storage = tensors[0][0].new_empty(max(layout.end for _, layout in tensors) - start)
         views = []
@@ -183,89 +136,54 @@ def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [tensor] if tensor.layout is torch.strided and not tensor.is_nested else []
 
 
-def sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Some elements of a tensor, in their order: all of a small one, some thousands of a larger one.
+def sample(tensor: torch.Tensor, num_runs: int = _RUNS) -> torch.Tensor:
+    """Some elements of a dense tensor in their order, flat, on its device: all of a small one, runs of a larger one.
 
-    They are evenly spread, an odd number of elements apart, so that they do not all lie in a few columns. What changes
-    fewer elements than that may be missed; a merge or a residual changes nearly all.
-
-    Args:
-        tensor: A dense tensor of any shape and layout.
-
-    Returns:
-        A flat tensor on the same device; of a contiguous tensor a view.
+    The runs are evenly spread, so that little memory is touched. A change of a few elements between them is missed; a
+    merge or a residual changes nearly all.
     """
-    step = 1 if tensor.numel() <= 2 * _SAMPLED else tensor.numel() // _SAMPLED | 1
     data = tensor.detach()
+    if data.numel() <= num_runs * _RUN:
+        return data.reshape(-1)
+    stride = data.numel() // num_runs
     if data.is_contiguous():
-        return data.view(-1)[::step]
-    return torch.take(data, torch.arange(0, data.numel(), step, device=data.device))
+        return data.as_strided((num_runs, _RUN), (stride, 1)).reshape(-1)
+    starts = torch.arange(num_runs, device=data.device).view(-1, 1) * stride
+    return torch.take(data, starts + torch.arange(_RUN, device=data.device)).view(-1)
 
 
 def differs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Which elements of two flat tensors of one dtype differ in their bits; any NaN equals any.
-
-    Returns:
-        A bool tensor on their device: nothing is read by the host.
-    """
+    """Which elements of two flat tensors of one dtype differ in their bits, any NaN equal to any; no device sync."""
     if not a.is_floating_point():
         return a != b
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    different = a.contiguous().view(integers) != b.contiguous().view(integers)
+    different = _bits(a) != _bits(b)
     return different & ~(a.isnan() & b.isnan()) if a.element_size() > 1 else different
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements lie in memory as they are: not sparse, nested, quantized by torch, empty or composed.
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(integers[tensor.element_size()])
 
-    Args:
-        tensor: Any tensor.
-    """
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is plain strided memory: not sparse, nested, composed, quantized by torch, lazy or meta."""
     if is_lazy(tensor) or is_traceable_wrapper_subclass(tensor):
         return False
     return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
 
 
 def content_digest(tensor: torch.Tensor) -> int:
-    """Digest a tensor's bytes in the order of its elements, on its own device.
+    """Digest a dense tensor's bytes in the order of its elements, on its own device, to an integer below 2**64.
 
-    All arithmetic is on integers modulo 2**64, so the digest does not depend on the device, nor on how a device adds
-    up. The bytes are read as little-endian int64 words ``w``, in blocks of 65,536. In each block, with ``i`` counting
-    its words from 0 and ``>>`` shifting arithmetically::
-
-        x = w ^ ((i + 1) * 0x9E3779B97F4A7C15)
-        x = (x ^ (x >> 32)) * 0xC2B2AE3D27D4EB4F
-        x = x ^ (x >> 29)
-        h = h * 0xC2B2AE3D27D4EB4F + sum(x)
-
-    starting from ``h = 0``. Up to seven bytes that are left over, as one little-endian word, and then the number of
-    bytes, are taken in by ``h = h * 0xC2B2AE3D27D4EB4F + value`` each. The multipliers are those of Fibonacci hashing
-    and of MurmurHash3's finalizer. It finds accidents, such as another revision of a model or a flipped bit; it is no
-    defence against somebody who means to deceive.
-
-    Shape and dtype are no part of it: equal bytes have equal digests. Beside the tensor two pieces of it are held, of
-    1 MiB on the CPU and 32 MiB elsewhere; of a tensor that is not contiguous a copy.
-
-    Args:
-        tensor: A dense tensor of any shape, dtype, layout and device.
-
-    Returns:
-        The digest, from 0 to 2**64 - 1.
-
-    Example:
-        >>> import torch
-        >>> f"{content_digest(torch.zeros(0)):016x}"
-        '0000000000000000'
-        >>> content_digest(torch.arange(6)) == content_digest(torch.arange(6).view(2, 3))
-        True
-        >>> content_digest(torch.tensor([1, 2])) == content_digest(torch.tensor([2, 1]))
-        False
+    Manifests hold it: ``docs/manifest.md`` gives the formula. All arithmetic is on integers modulo 2**64, so that every
+    device gives the same digest; shape and dtype are no part of it. It finds accidents, not deceit. Beside the tensor
+    two pieces of 1 MiB (CPU) or 32 MiB are held, and a copy of a tensor that is not contiguous.
     """
     plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
     data = plain.contiguous().view(-1).view(torch.uint8)
     num_bytes = data.numel()
     num_words = num_bytes // 8
-    factors = torch.arange(1, min(num_words, _BLOCK) + 1, device=data.device) * _signed(_GOLDEN)
+    factors = torch.arange(1, min(num_words, _BLOCK) + 1, device=data.device) * _GOLDEN
     is_aligned = data.storage_offset() % 8 == 0 and data.data_ptr() % 8 == 0
     step = _CPU_CHUNK if data.device.type == "cpu" else _DEVICE_CHUNK
     sums = []
@@ -282,7 +200,7 @@ def content_digest(tensor: torch.Tensor) -> int:
 
 
 def _block_sums(words: torch.Tensor, factors: torch.Tensor) -> list[torch.Tensor]:
-    """The sum of each block's mixed words: for the whole blocks one tensor, for what is left another."""
+    """The sum of each block's mixed words: one tensor for the whole blocks, another for the rest."""
     whole = words.numel() - words.numel() % _BLOCK
     parts = (words[:whole].view(-1, _BLOCK), words[whole:].view(1, -1))
     return [_mixed(part, factors[: part.shape[1]]).sum(1) for part in parts if part.numel()]
@@ -291,11 +209,6 @@ def _block_sums(words: torch.Tensor, factors: torch.Tensor) -> list[torch.Tensor
 def _mixed(words: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     mixed = words ^ factors
     mixed ^= mixed >> 32
-    mixed *= _signed(_MURMUR)
+    mixed *= _MURMUR
     mixed ^= mixed >> 29
     return mixed
-
-
-def _signed(word: int) -> int:
-    """An unsigned 64-bit integer with a set top bit as the int64 of the same bits."""
-    return word - (1 << 64)

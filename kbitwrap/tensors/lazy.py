@@ -1,9 +1,7 @@
 """A tensor whose values are computed when they are asked for.
 
-A checkpoint is written one tensor at a time, but the functions that lay it out (which tensors are tied, which shard
-holds which, how fused experts are split into the tensors of the original format) take the whole state dict at once. A
-``LazyTensor`` has everything that they read and no values: operations on it give lazy tensors again, and `materialize`
-computes one of them.
+The functions that lay a checkpoint out take the whole state dict at once; lazy tensors are what they read, without
+values, so that the checkpoint can be written one tensor at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-# What the tags of an operation say when its result's shape follows from values, or when it differs from call to call.
+# Tags of operations whose result's shape follows from values, or whose result differs from call to call.
 _NEEDS_VALUES = (
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
@@ -31,7 +29,7 @@ _addresses = itertools.count(1 << 62, 1 << 40)
 
 
 class LazyStorage:
-    """The memory that a lazy tensor does not have: a size in bytes, and an address that no other tensor has."""
+    """A stand-in for a lazy tensor's memory: a size in bytes, and an address that no other tensor has."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
@@ -47,7 +45,7 @@ class LazyStorage:
 
 
 class _Kept(threading.local):
-    """Values that `keeping_last` keeps: of one lazy tensor, and of those it is made from."""
+    """The values that `keeping_last` keeps: those of one lazy tensor, and of those it is made from."""
 
     def __init__(self) -> None:
         self.active = False
@@ -62,10 +60,7 @@ _kept = _Kept()
 
 @contextlib.contextmanager
 def keeping_last() -> Iterator[None]:
-    """Keep the last values computed, and those they were made from, until others are needed.
-
-    What is cut out of one lazy tensor, one piece after the other, is then computed once. Nothing is kept otherwise.
-    """
+    """Keep the last values computed, and those they were made from, for the next piece of the same tensor."""
     outer = _kept.active
     _kept.active = True
     try:
@@ -77,31 +72,18 @@ def keeping_last() -> Iterator[None]:
 
 
 class LazyTensor(torch.Tensor):
-    """A dense CPU tensor without values, and how to compute them.
+    """A dense CPU tensor without values, and how to compute them; operations that write to it raise.
 
-    Operations on lazy tensors are lazy. Those that need values (``.item()``, ``torch.equal``, boolean masks, another
-    device) get them; those that write raise. Views share the storage of what they are views of, as tensors do.
-
-    Args:
-        shape: Its shape.
-        dtype: Its dtype.
-        compute: Returns a tensor of that shape and dtype, on any device; called each time its values are asked for.
-        pieces: Returns the same values piece by piece: flat tensors, on any device, that follow one another. For what
-            need not be in memory as a whole.
-
-    Example:
-        >>> lazy = LazyTensor((2, 3), torch.float32, lambda: torch.ones(2, 3))
-        >>> lazy.t()[0]
-        LazyTensor(shape=(2,), dtype=torch.float32)
-        >>> lazy.t()[0].materialize()
-        tensor([1., 1.])
+    Operations are lazy, except those that need values (``.item()``, ``torch.equal``, boolean masks, another device).
+    Views share storage as tensors do. ``compute`` is called each time that the values are asked for.
+    ``pieces`` gives the same values as consecutive flat tensors; both may be on any device.
     """
 
     _meta: torch.Tensor
     _storage: LazyStorage
     _compute: Callable[[], torch.Tensor]
-    _view_of: LazyTensor | None  # of a view: what it is a view of
-    _parent: LazyTensor | None  # of any other: the one lazy tensor that it is made from, if it is one
+    _view_of: LazyTensor | None  # what a view is a view of
+    _parent: LazyTensor | None  # the lazy tensor that another is made from, if it is one alone
     _pieces: Pieces | None
 
     # Without `__torch_function__`, methods and functions go straight to `__torch_dispatch__`.
@@ -142,7 +124,7 @@ class LazyTensor(torch.Tensor):
 
     @property
     def lineage(self) -> tuple[LazyTensor, ...]:
-        """The lazy tensors with a storage of their own that its values are made from, in this order; the last has its.
+        """The lazy tensors with storages of their own that its values are made from; the last has its storage.
 
         Tensors whose lineages begin alike are best computed one after the other, under `keeping_last`.
         """
@@ -151,10 +133,7 @@ class LazyTensor(torch.Tensor):
         return (*(self._parent.lineage if self._parent is not None else ()), self)
 
     def values(self) -> torch.Tensor:
-        """Compute the values on the CPU, in the layout that the operations give them, or take those that are kept.
-
-        They are not to be written to. Raises ``RuntimeError`` where they have another shape or dtype than was said.
-        """
+        """Compute the values on the CPU, in any layout, or take those that are kept; not to be written to."""
         if self in _kept.values:
             return _kept.values[self]
         if self._view_of is None:
@@ -170,15 +149,15 @@ class LazyTensor(torch.Tensor):
         return computed
 
     def materialize(self) -> torch.Tensor:
-        """Compute the values as a plain, contiguous CPU tensor; not to be written to, for its memory may be shared."""
+        """Compute the values as a plain, contiguous CPU tensor; not to be written to: its memory may be shared."""
         return self.values().contiguous()
 
     def compute(self) -> torch.Tensor:
-        """Compute the values on the device of what they are computed from, and keep none; not to be written to."""
+        """Compute the values on the device of their sources, and keep none; not to be written to."""
         return self._compute().detach()
 
     def pieces(self) -> Iterator[torch.Tensor]:
-        """Compute the values as contiguous CPU tensors that follow one another, as few at a time as can be."""
+        """Compute the values as consecutive contiguous CPU tensors, as few at a time as can be."""
         if self._pieces is None or self in _kept.values:
             yield self.materialize()
             return
@@ -189,7 +168,7 @@ class LazyTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation on shapes, and say how to compute the values."""
+        """Run the operation on shapes, and keep how to compute its values."""
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             raise TypeError(f"{func} writes to a tensor whose values are not there yet; materialize it first")
@@ -234,7 +213,7 @@ class LazyTensor(torch.Tensor):
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The values of any dense tensor, as contiguous CPU tensors that follow one another, as few at a time as can be."""
+    """The values of any dense tensor, as consecutive contiguous CPU tensors, as few at a time as can be."""
     if isinstance(tensor, LazyTensor):
         yield from tensor.pieces()
     else:
@@ -242,7 +221,7 @@ def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def materialize(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of any dense tensor, contiguous, on the CPU, without gradient; in its own memory where that is so."""
+    """The values of any dense tensor, contiguous, on the CPU, without gradient; a view where no copy is needed."""
     if isinstance(tensor, LazyTensor):
         return tensor.materialize()
     return tensor.detach().to(_CPU).contiguous()

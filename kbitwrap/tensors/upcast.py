@@ -1,10 +1,7 @@
 """A float32 tensor that stores half: its values are upcast each time they are used, and not kept.
 
-An embedding or a head that computes in float32 needs its weight in float32 for one lookup or one product. An
-``UpcastTensor`` stands in for such a weight. To autograd, autocast and every reader of ``dtype`` it is a float32
-tensor; below them, each operation gets a float32 copy that lives no longer than the operation. What autograd saves for
-backward is the stand-in itself, so backward makes the copy anew, and issues the very product that a stored float32
-weight would get.
+To autograd, autocast and every reader of ``dtype`` it is float32; below them, each operation gets a float32 copy that
+lives no longer than the operation. Autograd saves the tensor itself, so backward upcasts again, to the same product.
 """
 
 from __future__ import annotations
@@ -27,9 +24,9 @@ _GATHERS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default
 
 @functools.cache
 def _is_composite(func: Any) -> bool:
-    """Whether an operation is made of others. Autograd takes those apart; in inference mode they arrive here whole.
+    """Whether an operation is made of others: only its parts say whether it returns a view or another dtype.
 
-    Whether one returns a view (``reshape``), or another dtype (``to``), only its parts can say.
+    Autograd takes such an operation apart; in inference mode it arrives here whole.
     """
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
@@ -51,7 +48,7 @@ def _written(func: Any) -> frozenset[int | str]:
 
 
 def _of_float32(name: str) -> Any:
-    """A method that reads memory, which an upcast tensor has none of: that of a float32 copy."""
+    """A method that reads memory: that of a float32 copy, for an upcast tensor has no memory."""
 
     def method(self: UpcastTensor, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.half_storage.detach().float(), name)(*args, **kwargs)
@@ -61,10 +58,9 @@ def _of_float32(name: str) -> Any:
 
 
 class UpcastTensor(torch.Tensor):
-    """A float32 view of half storage.
+    """A float32 view of half storage. The whole weight of a module passes for an ``nn.Parameter``.
 
-    The whole weight of a module passes for an ``nn.Parameter``, as the weight does where it is stored in float32. Its
-    device is the one on which it was made: a model is moved before it is prepared.
+    Its device is the one on which it was made: a model is moved before it is prepared.
 
     Args:
         half: The half tensor that it stands for, any shape.
@@ -139,12 +135,9 @@ class UpcastTensor(torch.Tensor):
 
     @property
     def half_storage(self) -> torch.Tensor:
-        """What is stored: half, or float32 once it was written to.
+        """The stored tensor: half, or float32 once it was written to. Raises if it would silently not be trained.
 
-        Of a whole weight it is the module's parameter itself, so that a compiler can follow it.
-
-        Raises:
-            RuntimeError: It is a parameter that was made trainable, which this stand-in would silently not train.
+        For a whole weight it is the module's parameter itself, so that a compiler can follow it.
         """
         if self._owner is None:
             assert self._half is not None
@@ -158,7 +151,7 @@ class UpcastTensor(torch.Tensor):
         return parameter.detach().as_strided(shape, stride, parameter.storage_offset() + offset)
 
     def _for_writing(self) -> torch.Tensor:
-        """The storage, taken to float32 for good: what is written would be rounded in half, as it is not elsewhere."""
+        """The storage, cast to float32 for good: half would round what is written."""
         if self._owner is None:
             raise RuntimeError("an upcast tensor that is no module's weight cannot be written to")
         parameter = self.parameter
@@ -191,7 +184,7 @@ class UpcastTensor(torch.Tensor):
         return UpcastTensor, (empty, self._owner, self._chunk_bytes)
 
     def as_state(self) -> UpcastTensor:
-        """The same, as part of its module's state: it is pickled with the module, and not as a float32 tensor."""
+        """A copy for its module's state: it is pickled as a stand-in, and not as a float32 tensor."""
         result = UpcastTensor(self.parameter, self._owner, self._chunk_bytes)
         result._is_state = True
         return result
@@ -262,7 +255,7 @@ class UpcastTensor(torch.Tensor):
         return func(*_upcast(args), **_upcast(kwargs))
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
-        # A view of a normal tensor that is made in inference mode can be no wrapper's.
+        # A wrapper cannot be made of a view that inference mode makes of a normal tensor.
         stored = self.half_storage
         with torch.inference_mode(False), torch.no_grad():
             view = func(stored.detach(), *args, **kwargs)
@@ -272,7 +265,7 @@ class UpcastTensor(torch.Tensor):
 
 
 def _write(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation that writes to upcast tensors: on their storage, taken to float32 where that changes it."""
+    """Run an operation that writes to upcast tensors: on their storage, cast to float32 where that changes it."""
     written: list[tuple[UpcastTensor, torch.Tensor]] = []
 
     def upcast(tensor: UpcastTensor) -> torch.Tensor:
