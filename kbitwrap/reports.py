@@ -45,10 +45,10 @@ class RestoreReport:
     """The changes by others that a restore found. Names are those of the unprepared model, where it has one.
 
     Attributes:
-        trained: Parameters whose value changed while they were stored upcast, the float32 copies that PEFT made of
-            base modules included. ``restore(trained=...)`` decided whether they kept that value.
-        replaced: Names at which another parameter stands than the one that was prepared: after a merge, for
-            ``modules_to_save``, after a replaced embedding.
+        trained: Trainable parameters whose value changed, and the float32 copies that PEFT made of base modules.
+            ``restore(trained=...)`` decided whether those that were stored upcast kept that value.
+        replaced: Names at which another parameter stands than the one that was prepared (after a merge, for
+            ``modules_to_save``, after a replaced embedding), and frozen parameters that hold other values.
         foreign: Modules, hooks and attributes that others added, by their present names; they were left alone.
     """
 
@@ -127,7 +127,8 @@ class StateDiff(Differences):
         differences: ``{fqn: {what: (expected, found)}}``. ``what`` is ``"parameter"``, ``"dtype"``, ``"shape"``,
             ``"requires_grad"``, ``"writes"`` (in-place writes since; not compared where several processes train,
             because DistributedDataParallel writes every parameter once), ``"forward"``, an attribute of
-            checkpointing, or ``"input_gradient_hooks"``.
+            checkpointing, ``"input_gradient_hooks"``, ``"upcast"`` (the weights that are upcast at use), or
+            ``"value"`` (of a frozen parameter; compared by a sample, or by all of it with ``audit``).
     """
 
     _empty = "as preparation left it"
