@@ -302,7 +302,7 @@ def test_a_kill_while_overwriting_leaves_the_old_or_the_new_folder(tmp_path: Pat
 
 def test_a_kill_while_overwriting_by_two_renames_loses_no_folder(tmp_path: Path) -> None:
     # Where folders cannot be exchanged the old one may be out of sight after a kill, until the next write.
-    program = f"from kbitwrap import staging\nstaging._exchange = lambda first, second: False\n{OVERWRITTEN}"
+    program = f"from kbitwrap.export import staging\nstaging._exchange = lambda first, second: False\n{OVERWRITTEN}"
 
     def check(destination: Path) -> None:
         found = content_of(destination)
