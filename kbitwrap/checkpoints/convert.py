@@ -1,4 +1,4 @@
-"""A checkpoint that was saved while prepared, streamed back to its original dtypes."""
+"""Conversion of a checkpoint that was saved while prepared back to its original dtypes."""
 
 from __future__ import annotations
 
@@ -19,17 +19,10 @@ from ..manifest.manifest import Manifest
 from ..model.wrappers import canonical_fqn
 from ..reports import ExportReport
 from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype, parse_dtype
-from .reader import (
-    SavedCheckpoint,
-    config_dtype,
-    is_beside,
-    is_trained_copy,
-    open_checkpoint,
-    read_json,
-)
+from .reader import SavedCheckpoint, config_dtype, is_beside, is_trained_copy, open_checkpoint, read_json
 
 _CONFIG = "config.json"
-# Other checkpoints, which a run keeps in the folder of its last one, and what tools hide there.
+# Other checkpoints that a run keeps in the folder of its last one, and hidden folders of tools.
 _NOT_COPIED = re.compile(r"checkpoint-\d+|\..*")
 
 
@@ -51,7 +44,7 @@ def convert_checkpoint(
     overwrite: bool = False,
     progress: bool = False,
 ) -> ExportReport:
-    """Write a checkpoint again with the dtypes that it had before a preparation made some of it float32.
+    """Write a checkpoint with the dtypes that it had before a preparation made some of it float32.
 
     Tensors are read, rounded and written one at a time. Only float32 tensors are rounded, and only where the original
     is known to be half: by the manifest; or else by the tensor of the same name in a reference checkpoint; or else by
@@ -72,7 +65,7 @@ def convert_checkpoint(
         progress: Show a bar of the bytes written, on a terminal.
 
     Returns:
-        What was written.
+        The report of what was written.
 
     Raises:
         ConfigError: There is no checkpoint at ``src`` or ``reference``, it is damaged, no dtype is known, or
@@ -114,20 +107,11 @@ def convert_checkpoint(
             checkpoint.index if files.keys() == checkpoint.files.keys() else None,
             read_json(checkpoint.folder / checkpoint.index) if checkpoint.index else None,
         )
+    seconds = time.perf_counter() - start
+    saved_bytes = sum(stored.num_bytes for stored in checkpoint.tensors.values()) - writer.num_bytes
     return ExportReport(
-        path=Path(dst),
-        files=writer.files,
-        num_tensors=writer.num_tensors,
-        num_bytes=writer.num_bytes,
-        converted=tuple(casts),
-        seconds=time.perf_counter() - start,
-        saved_bytes=sum(stored.num_bytes for stored in checkpoint.tensors.values()) - writer.num_bytes,
+        Path(dst), writer.files, writer.num_tensors, writer.num_bytes, tuple(casts), (), seconds, saved_bytes
     )
-
-
-# ----------------------------------------------------------------------------------------------------
-# What is cast.
-# ----------------------------------------------------------------------------------------------------
 
 
 def _casts(
@@ -136,7 +120,7 @@ def _casts(
     reference: str | os.PathLike[str] | None,
     dtype: torch.dtype | str | None,
 ) -> tuple[dict[str, torch.dtype], torch.dtype | None]:
-    """The tensors to cast and to what, and the dtype that the config is to name, if it is known."""
+    """The dtypes to cast tensors to, by name, and the dtype for the config, if it is known."""
     if sum(source is not None for source in (manifest, reference, dtype)) > 1:
         raise ConfigError("expected one of manifest, reference and dtype: each says what the dtypes were")
     if manifest is not None:
@@ -155,14 +139,14 @@ def _casts(
 
 
 def casts_by_manifest(checkpoint: SavedCheckpoint, manifest: Manifest) -> dict[str, torch.dtype]:
-    """What to cast so that a checkpoint has a manifest's dtypes; raises where it is not of the manifest's model."""
+    """The casts that give a checkpoint a manifest's dtypes; raises where it is not of the manifest's model."""
     originals = {
         fqn: KnownTensor(parse_dtype(record.original_dtype), tuple(record.shape))
         for fqn, record in manifest.tensors.items()
     }
     unexpected = _unexpected(checkpoint, originals)
     model = checkpoint.meta_model() if unexpected else None
-    if model is not None:  # they may be saved under other names
+    if model is not None:  # its tensors may be saved under other names
         originals = {**_renamed(model, originals), **originals}
         unexpected = _unexpected(checkpoint, originals)
     casts = {}
@@ -201,7 +185,7 @@ def _unexpected(checkpoint: SavedCheckpoint, originals: Mapping[str, KnownTensor
 
 
 def _original(name: str, originals: Mapping[str, KnownTensor]) -> KnownTensor | None:
-    """What is known of a stored tensor; of a trained copy, which is not the base's, nothing."""
+    """The original of a stored tensor, if it is known; a trained copy, which is not the base's, has none."""
     if is_trained_copy(name):
         return None
     fqn = canonical_fqn(name)
@@ -236,10 +220,9 @@ def _casts_by_reference(
 
 
 def casts_by_dtype(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """What to cast so that a checkpoint is as one that a model loaded in a half dtype saves.
+    """The casts that make a checkpoint as a model loaded in a half dtype saves it.
 
-    What the architecture keeps in float32 stays float32, as do buffers, adapters and the state of quantized weights.
-    Of an architecture that transformers does not know, every other float32 tensor is cast.
+    Where transformers does not know the architecture, all but adapters and the state of quantized weights is cast.
     """
     stored_names = {canonical_fqn(name) for name in checkpoint.tensors}
     originals = _as_loaded(checkpoint, dtype)
@@ -254,40 +237,35 @@ def casts_by_dtype(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> dict[str,
 
 
 def _as_loaded(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> dict[str, KnownTensor]:
-    """The tensors of the model that the config describes, loaded in a half dtype, by the names they are saved under."""
+    """The tensors of the config's model, loaded in a half dtype, by their own names and those they are saved under."""
     model = checkpoint.meta_model(dtype)
     if model is None:
         return {}
     originals = {fqn: KnownTensor(p.dtype, tuple(p.shape)) for fqn, p in model.named_parameters(remove_duplicate=False)}
-    # No preparation casts buffers: a float32 one was float32.
+    # No preparation casts buffers, so a float32 one was float32.
     originals |= {fqn: KnownTensor(torch.float32, tuple(b.shape)) for fqn, b in model.named_buffers()}
     return {**_renamed(model, originals), **originals}
 
 
 def _renamed(model: Any, originals: Mapping[str, KnownTensor]) -> dict[str, KnownTensor]:
-    """The tensors by the names that transformers saves them under: renamed, split, merged."""
+    """The tensors as transformers saves them: renamed, split, merged."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # before version 5 they were saved as they were
+    except ImportError:  # before version 5, under their own names
         return {}
     tensors = {fqn: torch.empty(known.shape, dtype=known.dtype, device="meta") for fqn, known in originals.items()}
     saved = revert_weight_conversion(model, tensors)
     return {name: KnownTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in saved.items()}
 
 
-# ----------------------------------------------------------------------------------------------------
-# Writing.
-# ----------------------------------------------------------------------------------------------------
-
-
 def _as_safetensors(file: str) -> str:
-    """The name of the safetensors file that holds what another kind of file held."""
+    """The name of the safetensors file for the tensors of a file of either kind."""
     stem = file.removesuffix(".bin")
     return file if stem == file else f"{stem.removeprefix('pytorch_')}.safetensors"
 
 
 def _copy_rest(checkpoint: SavedCheckpoint, folder: Path, dtype: torch.dtype | None) -> None:
-    """Copy every file that is not written anew; the config gets the original dtype where that is known."""
+    """Copy every file that holds no weights; the config gets the original dtype where that is known."""
     written = {*checkpoint.files, checkpoint.index}
     for path in sorted(checkpoint.folder.iterdir()):
         if path.is_dir() and not _NOT_COPIED.fullmatch(path.name):
@@ -301,5 +279,5 @@ def _copy_rest(checkpoint: SavedCheckpoint, folder: Path, dtype: torch.dtype | N
 
 
 def _ignored(folder: str, names: list[str]) -> list[str]:
-    """What is not copied of a folder: what is being written may lie in it too."""
+    """The names in a folder that are not copied: the destination may lie in it too."""
     return [name for name in names if _NOT_COPIED.fullmatch(name) and os.path.isdir(os.path.join(folder, name))]

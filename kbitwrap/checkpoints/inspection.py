@@ -1,4 +1,4 @@
-"""What a preparation left in a checkpoint that was saved while it lasted."""
+"""Inspection of a checkpoint for what a preparation left in it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 from ..model.wrappers import canonical_fqn
 from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype
 from .convert import casts_by_dtype
-from .reader import SavedCheckpoint, is_beside, is_trained_copy, open_checkpoint
+from .reader import EIGHT_BIT_STATE, SavedCheckpoint, is_beside, is_trained_copy, open_checkpoint
 
-# Where in a model a tensor is, as far as its name says; the first that matches.
+# The kinds of tensors, by the first pattern that matches the name.
 _KINDS = (
     ("norms", re.compile(r"norm|(?:^|[._])ln(?:[._\d]|$)", re.IGNORECASE)),
     ("output embeddings", re.compile(r"(?:^|\.)(?:lm_head|embed_out|output_embeddings|score|classifier|cls)\.")),
@@ -28,19 +28,19 @@ _OTHER = "other"
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """What a checkpoint holds, and what a preparation left in it. True where it left something.
+    """The contents of a checkpoint, and what a preparation left in it. True where it left something.
 
     Attributes:
         path: The checkpoint.
         config_dtype: The dtype that its config names, such as ``"bfloat16"``; ``None`` where it names none.
         half_dtype: The half dtype that the model has or had; ``None`` where nothing says so.
         is_quantized: Whether it holds quantized weights.
-        num_tensors: How many tensors it has.
+        num_tensors: The number of tensors.
         num_bytes: Their size, in bytes.
         dtypes: ``{dtype: {"count", "bytes"}}`` of all tensors.
         leftovers: ``{kind: {fqn: bytes}}``: float32 tensors that the model, loaded in half, would not have, and the
             bytes that each wastes. The kind is told by the name.
-        use_cache: What the config says; ``None`` where it says nothing. Trainers set it to false and leave it so.
+        use_cache: The config's ``use_cache``; ``None`` where it names none. Trainers set it to false and leave it so.
         adapters: Names of the tensors that belong to adapters, adapter files beside the weights included by file name.
     """
 
@@ -78,14 +78,14 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
     """Find what a preparation left in a checkpoint. Headers are read, and no tensor.
 
     A float32 tensor is left over where the model is half or quantized and its architecture does not keep that tensor
-    in float32. A checkpoint that is float32 throughout, not quantized and says so, is a float32 model: nothing is
-    left over in it.
+    in float32. Nothing is left over in a float32 model: a checkpoint that is float32 throughout, is not quantized and
+    whose config names no half dtype.
 
     Args:
         path: A folder with safetensors files, or one such file.
 
     Returns:
-        What was found.
+        The report.
 
     Raises:
         ConfigError: There is no checkpoint, or it is damaged or incomplete.
@@ -132,13 +132,12 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
 
 
 def _half_dtype(checkpoint: SavedCheckpoint, beside: set[str]) -> torch.dtype | None:
-    """What the config names, or else most tensors of the base have, or else quantized layers compute in."""
+    """The half dtype of the config, or else of most base tensors, or else that quantized layers compute in."""
     if checkpoint.dtype in HALF_DTYPES:
         return checkpoint.dtype
     stored = [tensor.dtype for name, tensor in checkpoint.tensors.items() if name not in beside]
-    counts = {dtype: stored.count(dtype) for dtype in HALF_DTYPES}
-    most = max(counts, key=lambda dtype: counts[dtype])
-    if counts[most]:
+    most = max(HALF_DTYPES, key=stored.count)
+    if most in stored:
         return most
     settings = checkpoint.config.get("quantization_config")
     found = find_dtype(settings.get("bnb_4bit_compute_dtype")) if isinstance(settings, dict) else None
@@ -147,7 +146,7 @@ def _half_dtype(checkpoint: SavedCheckpoint, beside: set[str]) -> torch.dtype | 
 
 def _is_quantization(name: str) -> bool:
     owner, _, last = name.rpartition(".")
-    return last in ("SCB", "weight_format") or owner.endswith((".weight", ".quant_state")) or ".quant_state." in name
+    return last in EIGHT_BIT_STATE or owner.endswith((".weight", ".quant_state")) or ".quant_state." in name
 
 
 def _kind(name: str) -> str:

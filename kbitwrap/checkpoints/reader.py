@@ -19,39 +19,30 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError, ExportError
+from ..export.writer import read_header
 from ..model.pretrained import meta_model
 from ..model.wrappers import canonical_fqn
 from ..tensors.dtypes import SAFETENSORS_DTYPES, TWO_A_BYTE, find_dtype
 from ..tensors.lazy import LazyTensor
 
-# How weights are stored, the best way first: the file that holds all of them, and what the names of others begin with.
+# The ways to store weights, the best first: the name of a single file, and the beginning of the names of several.
 _WAYS = (("model.safetensors", ""), ("pytorch_model.bin", "pytorch_model"))
 _ADAPTER = "adapter_model"
 _PICKLED = ".bin"
-# Rounded at once, in bytes: it stays in the processor's cache, and is below the 32,768 elements from which torch takes
-# several threads, whose meeting costs more than it gains, and a great deal where other processes want the cores.
+# The bytes rounded at once: they fit the processor's cache, and are below the 32,768 elements from which torch takes
+# several threads, which cost more than they gain, and much more where other processes want the cores.
 _PIECE = 96 << 10
-# Read and written at once, in elements: as many as an allocator gives the memory of again, as it does not with whole
-# tensors.
+# The elements read and written at once: few enough for the allocator to reuse their memory.
 _READ = 1 << 20
-# What PEFT trains of a base module beside it has the base module's canonical name.
+# PEFT's trained copies of a base tensor, which have its canonical name.
 _TRAINED_COPY = re.compile(r"\.(modules_to_save|ln_tuning_layers)\.|\.trainable_tokens_")
-# What bitsandbytes saves of an 8-bit layer beside its weight.
-_EIGHT_BIT_STATE = ("SCB", "weight_format")
+EIGHT_BIT_STATE = ("SCB", "weight_format")
+"""The names of what bitsandbytes saves of an 8-bit layer beside its weight."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file.
-
-    Attributes:
-        name: Its name.
-        path: The file.
-        dtype: Its dtype.
-        shape: Its shape.
-        start: Where its bytes start in the file.
-        num_bytes: How many there are.
-    """
+    """A tensor in a file, whose bytes begin at ``start``."""
 
     name: str
     path: Path
@@ -61,10 +52,7 @@ class StoredTensor:
     num_bytes: int
 
     def lazy(self, dtype: torch.dtype | None = None) -> LazyTensor:
-        """Its values, rounded to a dtype, and read when they are asked for.
-
-        Reading raises ``ExportError`` for a finite value that is too large for the dtype.
-        """
+        """The values, read when they are asked for and rounded to a dtype; `ExportError` then if one is too large."""
         kept = dtype or self.dtype
 
         def compute() -> torch.Tensor:
@@ -73,7 +61,7 @@ class StoredTensor:
         return LazyTensor(self.shape, kept, compute, functools.partial(self._pieces, kept))
 
     def _pieces(self, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """Read a few mebibytes at a time. They are read, not mapped: a mapped file counts as memory in use."""
+        """Read a few mebibytes at a time; nothing is mapped, because a mapped file counts as memory in use."""
         left = math.prod(self.shape)
         with open(self.path, "rb", buffering=0) as file:
             file.seek(self.start)
@@ -84,7 +72,7 @@ class StoredTensor:
                 yield piece
 
     def _round(self, flat: torch.Tensor, file: io.FileIO) -> None:
-        """Read what is next in the file into a flat tensor."""
+        """Fill a flat tensor with the next values of the file, rounded to its dtype."""
         if flat.dtype == self.dtype:
             self._fill(flat, file)
             return
@@ -93,7 +81,7 @@ class StoredTensor:
             source = piece[: len(target)]
             self._fill(source, file)
             target.copy_(source)
-            # bfloat16 has the range of float32, or nearly: what lies beyond rounds to infinity as it should.
+            # bfloat16 has nearly the range of float32: larger values round to infinity as they should.
             if flat.dtype == torch.float16 and not torch.equal(target.isinf(), source.isinf()):
                 raise ExportError(
                     f"{self.name}: a value is too large for {flat.dtype}, whose largest is 65504; convert to bfloat16",
@@ -111,23 +99,14 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint in safetensors files, or in those that ``torch.save`` wrote.
+    """A checkpoint in safetensors files, or in those that ``torch.save`` wrote."""
 
-    Attributes:
-        path: What was opened: a folder or a file.
-        folder: The folder that its files are in.
-        files: The tensors by file and name; those that are tied to others when the model is loaded are left out.
-        metadata: What each file says about itself.
-        index: The name of the index file; ``None`` where there is none.
-        config: What ``config.json`` beside it holds; empty where there is none.
-    """
-
-    path: Path
+    path: Path  # the folder or the file that was opened
     folder: Path
-    files: Mapping[str, Mapping[str, StoredTensor]]
-    metadata: Mapping[str, Mapping[str, str] | None]
-    index: str | None
-    config: Mapping[str, Any]
+    files: Mapping[str, Mapping[str, StoredTensor]]  # by file and name, without those that loading ties to others
+    metadata: Mapping[str, Mapping[str, str] | None]  # by file
+    index: str | None  # the name of the index file
+    config: Mapping[str, Any]  # the content of ``config.json``; empty where there is none
 
     @functools.cached_property
     def tensors(self) -> dict[str, StoredTensor]:
@@ -153,11 +132,9 @@ def config_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
-    """Read the headers of a checkpoint. Nothing in it is run, and no name in it is opened outside its folder.
+    """Read the headers of a checkpoint in a folder or a file; raise `ConfigError` where it is damaged or incomplete.
 
-    The path is a folder with ``model.safetensors``, an index and its shards, ``pytorch_model.bin`` or its shards (which
-    are unpickled by torch's unpickler of weights alone), or one such file. Raises ``ConfigError`` where there is none,
-    or it is damaged or incomplete.
+    Nothing in it is run, and no name in it is opened outside its folder.
     """
     found = Path(path)
     # Not by methods of ``Path``, which raise where a name is too long, or a folder may not be searched.
@@ -172,7 +149,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
         raise ConfigError(f"there is no checkpoint at {str(found)!r}")
     files, metadata = {}, {}
     for name in names:
-        files[name], metadata[name] = _read_header(folder / name)
+        files[name], metadata[name] = _read_tensors(folder / name)
     config_path = folder / "config.json"
     config = read_json(config_path) if config_path.is_file() else {}
     checkpoint = SavedCheckpoint(found, folder, files, metadata, index, config)
@@ -187,16 +164,13 @@ def open_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
 
 
 def _without_ties(checkpoint: SavedCheckpoint) -> SavedCheckpoint:
-    """Leave out tensors that lie in another one's memory and are tied to it when the model is loaded.
-
-    A file that ``torch.save`` wrote has such a tensor under both names, and its values once.
-    """
+    """Leave out tensors that share another's bytes, as in files of ``torch.save``, and are tied to it by loading."""
     sharing: dict[tuple[Any, ...], set[str]] = {}
     for name, stored in checkpoint.tensors.items():
         sharing.setdefault((stored.path, stored.start, stored.shape, stored.dtype), set()).add(canonical_fqn(name))
     groups = [names for names in sharing.values() if len(names) > 1]
     model = checkpoint.meta_model() if groups else None
-    if model is None:  # nothing is known of its ties
+    if model is None:  # its ties are not known
         return checkpoint
     first_names: dict[int, str] = {}
     tied: set[str] = set()
@@ -212,7 +186,7 @@ def _without_ties(checkpoint: SavedCheckpoint) -> SavedCheckpoint:
 
 
 def _weight_files(folder: Path) -> tuple[list[str], str | None]:
-    """The names of the files that hold the weights, and of the index, if there is one."""
+    """The names of the files with the weights, and of the index, if there is one."""
     for single, beginning in _WAYS:
         names, index = _weight_files_of(folder, single, beginning)
         if names:
@@ -227,7 +201,7 @@ def _weight_files(folder: Path) -> tuple[list[str], str | None]:
 
 
 def _weight_files_of(folder: Path, single: str, beginning: str) -> tuple[list[str], str | None]:
-    """The same for weights that are stored in one of the ways; no names where none are stored so."""
+    """The same for one of the ways to store weights; no names where none are stored so."""
     suffix = Path(single).suffix
     indexes = sorted(path.name for path in folder.glob(f"{beginning}*{suffix}.index.json"))
     if indexes:
@@ -252,7 +226,7 @@ def _weight_files_of(folder: Path, single: str, beginning: str) -> tuple[list[st
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a file that holds one JSON object; raises ``ConfigError`` where it holds something else."""
+    """Read a file that holds one JSON object; raise `ConfigError` where it holds something else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -262,8 +236,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str] | None]:
-    """The tensors of a file by name, in the order of their bytes, and what it says about itself."""
+def _read_tensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str] | None]:
+    """The tensors of a file by name, in the order of their bytes, and its metadata."""
     if path.suffix == _PICKLED:
         return _read_pickled(path), {"format": "pt"}
     from safetensors import SafetensorError, safe_open
@@ -272,9 +246,7 @@ def _read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str] | 
         # The library checks sizes, offsets and shapes against the file.
         with safe_open(path, framework="pt"):
             pass
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
+        header, beginning = read_header(path)
     except (OSError, SafetensorError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as safetensors: {error}") from error
     metadata = header.pop("__metadata__", None)
@@ -287,17 +259,17 @@ def _read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str] | 
         shape = list(entry["shape"])
         if entry["dtype"] == TWO_A_BYTE:
             shape[-1] //= 2
-        tensors[name] = StoredTensor(name, path, dtype, tuple(shape), 8 + length + start, end - start)
+        tensors[name] = StoredTensor(name, path, dtype, tuple(shape), beginning + start, end - start)
     return tensors, metadata
 
 
 def _read_pickled(path: Path) -> dict[str, StoredTensor]:
-    """Find the tensors in a file that ``torch.save`` wrote: their bytes lie in it as they are, none is read."""
+    """Find the tensors in a file that ``torch.save`` wrote, whose bytes lie in it unchanged; none is read."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     try:
         with FakeTensorMode(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what it is made with: an older torch, another device
+            warnings.simplefilter("ignore")  # on files from an older torch or another device
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ConfigError(
@@ -328,19 +300,12 @@ def is_trained_copy(name: str) -> bool:
 
 
 def is_beside(name: str, known: Collection[str]) -> bool:
-    """Whether a stored tensor, by its name, belongs to a known one: an adapter of its module, or its quantization.
+    """Whether a name is below a known tensor or a module with a known weight: an adapter's, or quantization state's.
 
-    It does below a known tensor, or below a module whose weight is known; the known names are canonical.
-
-    Example:
-        >>> known = {"model.q_proj.weight"}
-        >>> is_beside("base_model.model.model.q_proj.lora_A.default.weight", known)
-        True
-        >>> is_beside("model.q_proj.weight.absmax", known), is_beside("model.q_proj.bias", known)
-        (True, False)
+    The known names are canonical.
     """
     parts = canonical_fqn(name).split(".")
     owner = ".".join(parts[:-1])
-    if owner in known or (parts[-1] in _EIGHT_BIT_STATE and f"{owner}.weight" in known):
+    if owner in known or (parts[-1] in EIGHT_BIT_STATE and f"{owner}.weight" in known):
         return True
     return any(f"{'.'.join(parts[:end])}.weight" in known for end in range(1, len(parts) - 1))

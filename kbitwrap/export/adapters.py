@@ -1,7 +1,7 @@
 """PEFT's layers: which of their adapters are active, and one layer's merge in float32.
 
-The merge is PEFT's own, on a copy of PEFT's layer over a plain float32 base. No list says which methods can be merged:
-the copy's forward shows what the layer computes, and the merged layer must compute the same.
+The merge is PEFT's own, on a copy of the layer over a plain float32 base. No list says which methods can be merged: the
+merged layer must compute what the copy's forward computes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ..model.tree import shallow_copy
 _TOLERANCE = 2.0**-15
 _QUANTIZED_MODULE = ".bnb"  # where PEFT has a method's layers for bitsandbytes, beside ``.layer``
 _KIND = re.compile(r"peft\.tuners\.(\w+)\.(?:layer|bnb)\.(\w+?)(?:4bit|8bitLt)?")
-# The methods and layers that merge row by row. Each names the containers whose tensors have the rows of the base's
-# weight, and in which dimension. A whole layer takes 6 to 12 times its bytes in half, a few rows as much of theirs.
+# The methods and layers that merge row by row, with the containers whose tensors have the rows of the base's weight and
+# the dimension of these. Merging takes 6 to 12 times the bytes that what is merged, a layer or a few rows, has in half.
 _ROWS = {
     "adalora.SVDLinear": {"lora_B": 0},
     "hira.Linear": {"hira_B": 0},
@@ -39,12 +39,12 @@ _ROWS = {
     "vera.Linear": {"vera_B": 0, "vera_lambda_b": 0},
 }
 _VARIANTS_WITH_ROWS = {"DoraLinearVariant"}  # of LoRA
-# accelerate's: the forward between its hooks, what it calls, and the hook.
+# The attributes that accelerate sets: the forward between its hooks, the forward that this calls, and the hook.
 _HOOKED_FORWARD = ("forward", "_old_forward", "_hf_hook")
 
 
 def refusal(fqn: str, layer: nn.Module, active: Sequence[str], why: object) -> ExportError:
-    """The error that says which adapters cannot be merged, and what to do; ``fqn`` ``""`` is the model itself."""
+    """The error for adapters that cannot be merged; the ``fqn`` ``""`` is the model itself."""
     cls = type(layer)
     method = re.sub(r"^peft\.(?:tuners\.)?", "", cls.__module__).partition(".")[0]
     adapters = f" with the adapters {list(active)}" if active else ""
@@ -56,14 +56,14 @@ def refusal(fqn: str, layer: nn.Module, active: Sequence[str], why: object) -> E
 
 
 def is_tuner_layer(wrapper: nn.Module) -> bool:
-    """Whether one of PEFT's modules is a layer that adapts a module of the base, and may be merged into it."""
+    """Whether one of PEFT's modules is a layer that adapts a module of the base."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return isinstance(wrapper, BaseTunerLayer)
 
 
 def active_adapters(layer: Any) -> tuple[str, ...]:
-    """The adapters of one of PEFT's layers that take part in its forward, in their order."""
+    """The adapters that take part in the forward of one of PEFT's layers, in their order."""
     if layer.disable_adapters:
         return ()
     there = layer._all_available_adapter_names()
@@ -71,7 +71,7 @@ def active_adapters(layer: Any) -> tuple[str, ...]:
 
 
 def trained_copy(wrapper: Any) -> nn.Module | None:
-    """The copy that one of PEFT's ``modules_to_save`` wrappers runs instead of the original; ``None`` if none."""
+    """The copy that one of PEFT's ``modules_to_save`` wrappers runs instead of the original, if it runs one."""
     copies = wrapper._modules.get("modules_to_save")
     if copies is None or wrapper.disable_adapters or not wrapper.active_adapters:
         return None
@@ -80,7 +80,7 @@ def trained_copy(wrapper: Any) -> nn.Module | None:
 
 
 def refuse_unmergeable(fqn: str, wrapper: Any) -> None:
-    """Raise `ExportError` unless one of PEFT's modules that is no layer is only the frame around layers."""
+    """Raise `ExportError` if one of PEFT's modules that is no layer is more than a frame around layers."""
     from peft import PeftMixedModel, PeftModel
     from peft.tuners.tuners_utils import BaseTuner
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -101,22 +101,9 @@ def refuse_unmergeable(fqn: str, wrapper: Any) -> None:
 def merge_layer(
     fqn: str, layer: Any, active: tuple[str, ...], plain: nn.Module, stored: torch.Tensor | None, rows: Rows
 ) -> nn.Module:
-    """Merge a layer's active adapters into a plain float32 base, and check that it computes what the layer does.
+    """Merge a layer's active adapters into ``rows`` of a float32 base; raise unless the result computes the same.
 
-    Args:
-        fqn: The name of the module that is adapted.
-        layer: PEFT's layer; it is only read.
-        active: The adapters to merge.
-        plain: The float32 base, from `float32_module`; it may be changed.
-        stored: The storage of the weight where the base is quantized: a method that does not know of quantization
-            reads it.
-        rows: The rows of the weight that the base has; all, unless `merges_by_rows` says that they need not be.
-
-    Returns:
-        The merged module, in float32.
-
-    Raises:
-        ExportError: It cannot be merged exactly.
+    ``plain`` may be changed. ``stored`` is the weight's storage where the base is quantized; some methods read it.
     """
     if isinstance(rows, slice) and "token_indices" in vars(layer):
         active = tuple(name for name in active if _trained_rows(layer, name, rows))
@@ -143,7 +130,7 @@ def merge_layer(
             outputs += [] if probe is None else [merged(probe)]
     except Exception as error:
         raise refusal(fqn, layer, active, error) from error
-    # Weights that are not finite are not this function's to refuse.
+    # The caller refuses weights that are not finite.
     if outputs and bool(torch.isfinite(outputs[-1]).all()):
         unadapted, expected, found = outputs
         difference = float((found - expected).abs().max())
@@ -155,7 +142,7 @@ def merge_layer(
 
 
 def parameter_name(layer: nn.Module) -> str | None:
-    """The one parameter that a layer of ``target_parameters`` adapts; ``None`` for a layer that adapts a module."""
+    """The parameter that a layer of ``target_parameters`` adapts; ``None`` for a layer that adapts a module."""
     name: str | None = getattr(layer, "parameter_name", None)
     return name
 
@@ -165,16 +152,13 @@ def _knows_quantization(layer: Any) -> bool:
 
 
 def _kind(layer: Any) -> str:
-    """One of PEFT's methods, and its layer's class for a base that is not quantized: ``"lora.Linear"``."""
+    """The method and the layer's class for a base that is not quantized: ``"lora.Linear"``; ``""`` for others."""
     found = _KIND.fullmatch(f"{type(layer).__module__}.{type(layer).__name__}")
     return ".".join(found.groups()) if found else ""
 
 
 def merges_by_rows(source: nn.Module, layer: Any, active: Sequence[str]) -> bool:
-    """Whether each row of a merged weight is made of the same row of the base's alone; other layers are merged whole.
-
-    So it is with the methods in ``_ROWS`` on linear layers and embeddings, and with LoRA on stacks of experts.
-    """
+    """Whether each row of the merged weight depends on that row of the base's weight alone, and on no other row."""
     if parameter_name(layer) is not None:
         return _kind(layer) == "lora.ParamWrapper" and layer.num_experts > 1
     if not is_quantized_layer(source) and type(source).forward not in (nn.Linear.forward, nn.Embedding.forward):
@@ -190,12 +174,12 @@ def merges_by_rows(source: nn.Module, layer: Any, active: Sequence[str]) -> bool
 
 
 def _trained_rows(layer: Any, name: str, rows: slice) -> list[int]:
-    """The positions of those of an adapter's ``token_indices`` that are among some rows."""
+    """The positions in an adapter's ``token_indices`` of the indices that are among some rows."""
     return [position for position, index in enumerate(layer.token_indices[name]) if rows.start <= index < rows.stop]
 
 
 def _cut_to_rows(layer: Any, active: Sequence[str], rows: slice) -> dict[int, Any]:
-    """A memo of ``copy.deepcopy`` that puts some rows in the place of a layer's tensors."""
+    """A memo for ``copy.deepcopy`` that puts some rows in the place of a layer's tensors."""
     cut: list[tuple[Any, Any]] = []
     for container, dim in _ROWS.get(_kind(layer), {}).items():
         holder = getattr(layer, container)
@@ -218,7 +202,7 @@ def _cut_to_rows(layer: Any, active: Sequence[str], rows: slice) -> dict[int, An
 
 
 def _product(lora_A: nn.Linear, lora_B: nn.Linear, adapter_name: str | None = None) -> torch.Tensor:  # noqa: N803
-    """What ``DoraLinearLayer.get_lora_weight`` computes by way of a unit matrix as wide as the layer, for FSDP."""
+    """Compute ``DoraLinearLayer.get_lora_weight`` without the unit matrix, as wide as the layer, that FSDP needs."""
     return lora_B.weight @ lora_A.weight
 
 
@@ -226,12 +210,12 @@ def _float32_layer(layer: Any, active: Sequence[str], plain: nn.Module, rows: Ro
     """A copy of one of PEFT's layers in float32, over a plain base."""
     base = layer._modules["base_layer"]
     memo: dict[int, Any] = {id(base): plain}
-    # Hooks, accelerate's forward and the adapter that another one is tied to reach far beyond the layer.
+    # Hooks, accelerate's forward and tied adapters refer to objects far outside the layer.
     memo |= {id(vars(layer)[name]): None for name in _HOOKED_FORWARD if name in vars(layer)}
     memo |= {id(tied): [] for name, tied in vars(layer).items() if name == "_tied_adapter"}
     for _, module in layer.named_modules(memo={base}):
         memo |= {id(hooks): OrderedDict() for name, hooks in vars(module).items() if name.endswith("_hooks")}
-        # Of an adapter that is tied to another it keeps views with a history, which cannot be copied.
+        # A layer keeps views with a history of tied adapters, which ``deepcopy`` refuses.
         tensors = [value for value in tree_leaves(dict(vars(module))) if isinstance(value, torch.Tensor)]
         memo |= {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf}
     if isinstance(rows, slice):
@@ -243,13 +227,13 @@ def _float32_layer(layer: Any, active: Sequence[str], plain: nn.Module, rows: Ro
     for magnitude in copied._modules.get("lora_magnitude_vector", {}).values():
         if type(magnitude).__name__ == "DoraLinearLayer":
             vars(magnitude)["get_lora_weight"] = _product
-        vars(magnitude).get("_dora_cache", {}).clear()  # of the whole layer's
+        vars(magnitude).get("_dora_cache", {}).clear()  # it holds values of the whole layer
     for name in _HOOKED_FORWARD:
         vars(copied).pop(name, None)
     if type(copied).__module__.endswith(_QUANTIZED_MODULE):
         method, _, name = _kind(copied).partition(".")
         copied.__class__ = getattr(importlib.import_module(f"peft.tuners.{method}.layer"), name)
-        # A layer for bitsandbytes need not know: its weights are stored as those of ``nn.Linear``.
+        # A layer for bitsandbytes may lack this field: its weights are stored as those of ``nn.Linear``.
         vars(copied).setdefault("fan_in_fan_out", False)
     copied.quantization_backend = None
     device = next(p.device for p in plain._parameters.values() if p is not None)
@@ -257,7 +241,7 @@ def _float32_layer(layer: Any, active: Sequence[str], plain: nn.Module, rows: Ro
 
 
 def _as_stored(plain: nn.Module, stored: torch.Tensor, rows: Rows) -> nn.Module:
-    """A base that computes what a plain one does, while its weight reads as the quantized storage."""
+    """A base that computes what ``plain`` does, while its weight reads as the quantized storage."""
     made = shallow_copy(plain)
     values = stored.detach().as_subclass(torch.Tensor)
     if values.shape[1:] == plain.get_parameter("weight").shape[1:]:  # 4-bit storage has no rows
@@ -268,33 +252,28 @@ def _as_stored(plain: nn.Module, stored: torch.Tensor, rows: Rows) -> nn.Module:
 
 
 def _probe(plain: nn.Module) -> torch.Tensor:
-    """An input for a plain module, always the same one; no generator of torch's is drawn from."""
+    """An input for a plain module, always the same; torch's global generators are not used."""
     weight = plain.get_parameter("weight")
     drawn: dict[str, Any] = {"generator": torch.Generator().manual_seed(0), "device": "cpu"}
     if isinstance(plain, nn.Embedding):
         return torch.randint(0, plain.num_embeddings, (2, 8), **drawn).to(weight.device)
     fields = vars(plain)
-    # ``nx`` is that of transformers' ``Conv1D``; norms have the last dimension of their weight.
+    # ``nx`` is the width of transformers' ``Conv1D``; a norm's is the last dimension of its weight.
     shape = [8, fields.get("in_features", fields.get("nx", weight.shape[-1]))]
     if "kernel_size" in fields:
         shape = [fields["in_channels"], *(2 * size + 1 for size in fields["kernel_size"])]
     return torch.randn(2, *shape, dtype=torch.float32, **drawn).to(weight.device)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Plain modules.
-# ----------------------------------------------------------------------------------------------------
-
-
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a quantized layer was made of transformers' ``Conv1D``, whose weight is that of a linear, transposed."""
+    """Whether a quantized layer was made from transformers' ``Conv1D``, whose weight is a linear's transposed."""
     return is_quantized_layer(module) and getattr(vars(module).get("source_cls"), "__name__", "") == "Conv1D"
 
 
 def plain_layer(module: nn.Module, *, as_linear: bool = False) -> nn.Module:
-    """The layer that a 4-bit or 8-bit one was made from, on the meta device.
+    """The layer that a quantized one was made from, on the meta device.
 
-    ``as_linear`` makes an ``nn.Linear`` of a ``Conv1D`` too, which is how the quantized layer computes.
+    With ``as_linear``, an ``nn.Linear`` instead of a ``Conv1D``: a quantized layer computes as that.
     """
     with torch.device("meta"):
         if isinstance(module, nn.Embedding):
@@ -307,9 +286,9 @@ def plain_layer(module: nn.Module, *, as_linear: bool = False) -> nn.Module:
 
 
 def float32_module(source: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:
-    """A plain module that computes what another does, in float32, in evaluation mode and without hooks.
+    """A plain float32 module over ``values``, in evaluation mode and without hooks, that computes what another does.
 
-    ``values`` holds its parameters by name, all rows or some; the module keeps them. Those left out are ``None``.
+    ``values`` has parameters by name, all rows or some, and is not copied; parameters that it lacks are ``None``.
     """
     made = plain_layer(source, as_linear=True) if is_quantized_layer(source) else shallow_copy(source)
     fields = vars(made)
@@ -322,5 +301,5 @@ def float32_module(source: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.
     fields["training"] = False
     fields |= {name: values["weight"].shape[0] for name in ("out_features", "num_embeddings") if name in fields}
     if "padding_idx" in fields:
-        fields["padding_idx"] = None  # of gradients alone, and perhaps of a row that is not there
+        fields["padding_idx"] = None  # it matters to gradients alone, and the row may not be there
     return made

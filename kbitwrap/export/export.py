@@ -1,11 +1,10 @@
-"""Writing a twin to a folder: what the model's own ``save_pretrained`` would write, one tensor at a time."""
+"""Export: a twin written by the model's own ``save_pretrained``, one tensor at a time."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import inspect
-import json
 import os
 import sys
 import time
@@ -30,7 +29,7 @@ from ..tensors.lazy import LazyTensor, materialize
 from .merge import merge_into
 from .sharding import Gathering
 from .twin import Twin, build_twin
-from .writer import CheckpointWriter, checkpoint_writer, split_into_files
+from .writer import CheckpointWriter, checkpoint_writer, read_header, split_into_files
 
 _METADATA = {"format": "pt"}
 _SAVE_FILE = "safe_save_file"  # safetensors.torch.save_file, as transformers' own save_pretrained calls it
@@ -45,16 +44,7 @@ def export_model(
     live: nn.Module | None,
     **options: Any,
 ) -> ExportReport:
-    """Write the base of a model, or the merged model; see ``KbitPreparedModel.export``.
-
-    Args:
-        model: The model.
-        preparation: The preparation that holds it, if one does.
-        path: The folder to make.
-        merge_adapters: Write the plain model with the active adapters merged.
-        live: The model with its adapters; ``None``: those inside ``model``.
-        **options: As for `export_twin`.
-    """
+    """Write the base of a model, or the merged model, as ``KbitPreparedModel.export`` documents it."""
     live = model if live is None else live
     with plain_mode():
         tree = ModelTree(model) if preparation is None else preparation.tree()
@@ -86,27 +76,7 @@ def export_twin(
     progress: bool = False,
     merged: tuple[str, ...] = (),
 ) -> ExportReport:
-    """Write a twin as a checkpoint: a folder that is there whole, or not at all.
-
-    A transformers model is written by its own ``save_pretrained``, config and all. Tensors are computed and written one
-    at a time; where ``save_pretrained`` is not the library's they are computed at once, with a warning. Of any other
-    model the state dict is written.
-
-    Args:
-        twin: The twin; its config gets the fields that ``save_pretrained`` sets.
-        path: The folder to make.
-        max_shard_size: The most bytes in a file, or a string such as ``"5GB"``.
-        overwrite: Replace a folder that is there.
-        progress: Show a bar of the bytes written.
-        merged: The layers that adapters were merged into, for the report.
-
-    Returns:
-        What was written.
-
-    Raises:
-        ConfigError: Invalid ``max_shard_size``.
-        ExportError: It could not be written; nothing was left at ``path``.
-    """
+    """Write a twin as a checkpoint, whole or not at all; its config gets the fields that ``save_pretrained`` sets."""
     start = time.perf_counter()
     split_into_files({}, max_shard_size)  # refuses an invalid size before anything is written
     with checkpoint_writer(path, "export", overwrite=overwrite, disable=not progress) as writer:
@@ -122,15 +92,16 @@ def export_twin(
 
 
 def _save(model: nn.Module, writer: CheckpointWriter, max_shard_size: int | str) -> None:
+    """Write a transformers model by its ``save_pretrained``, and any other model's state dict."""
     transformers = sys.modules.get("transformers.modeling_utils")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         _save_state_dict(model, writer, max_shard_size)
         return
     fields = vars(model)
-    # One process writes all of it, whichever rank it has.
+    # A single process writes everything, whatever its rank.
     fields["should_save_on_this_rank"] = lambda is_main_process: True
     if fields.get("_weight_conversions"):
-        # What read a quantized checkpoint has no way back, and needs none: a state dict has the names of what it read.
+        # A quantizer's conversions cannot be reverted, and need not be: a state dict has the names that they read.
         fields["_weight_conversions"] = [c for c in fields["_weight_conversions"] if not is_of_a_quantizer(c)]
     function = type(model).save_pretrained
     reason = _why_not_streamed(type(model))
@@ -139,17 +110,11 @@ def _save(model: nn.Module, writer: CheckpointWriter, max_shard_size: int | str)
         return
     _materialize(model, reason)
     function(model, writer.folder, max_shard_size=max_shard_size)
-    for file in writer.folder.glob("*.safetensors"):
-        _count(file, writer)
-
-
-def _count(path: Path, writer: CheckpointWriter) -> None:
-    """Count the tensors of a file that the library wrote itself."""
-    with open(path, "rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    header.pop("__metadata__", None)
-    writer.num_tensors += len(header)
-    writer.num_bytes += sum(end - start for start, end in (entry["data_offsets"] for entry in header.values()))
+    for path in writer.folder.glob("*.safetensors"):
+        header = read_header(path)[0]
+        header.pop("__metadata__", None)
+        writer.num_tensors += len(header)
+        writer.num_bytes += sum(end - start for start, end in (entry["data_offsets"] for entry in header.values()))
 
 
 def _why_not_streamed(model_class: Any) -> str | None:
@@ -164,7 +129,7 @@ def _why_not_streamed(model_class: Any) -> str | None:
 
 
 def _streaming(function: Any, save_file: Callable[..., None]) -> Callable[..., None]:
-    """The library's ``save_pretrained`` over a copy of its module's names, one of them changed: nothing is patched."""
+    """The library's ``save_pretrained`` with another ``save_file``, over a copy of its globals: nothing is patched."""
     names = {**function.__globals__, _SAVE_FILE: save_file}
     rebuilt = types.FunctionType(
         function.__code__, names, function.__name__, function.__defaults__, function.__closure__
@@ -174,7 +139,7 @@ def _streaming(function: Any, save_file: Callable[..., None]) -> Callable[..., N
 
 
 def _materialize(model: nn.Module, reason: str) -> None:
-    """Compute every lazy tensor of a twin, with a warning that says why and what it costs; tied ones stay one."""
+    """Compute every lazy tensor of a twin, with a warning that says why and what it costs; ties are kept."""
     lazy: dict[int, Any] = {
         id(tensor): tensor
         for module in model.modules()

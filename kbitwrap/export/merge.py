@@ -1,4 +1,4 @@
-"""A plain model: quantized weights dequantized, the active adapters merged in float32, everything rounded once."""
+"""The merged model: quantized weights dequantized, active adapters merged in float32, everything rounded once."""
 
 from __future__ import annotations
 
@@ -46,33 +46,20 @@ _MODEL_ATTRIBUTES = (
 )
 _CONFIG_ATTRIBUTES = ("quantization_config", "_pre_quantization_dtype")
 
-# A layer that merges by rows is merged in so many blocks, of so many bytes of float32 values: merging one takes several
-# times its bytes, and some time whatever its size.
+# A layer that merges by rows is merged in this number of blocks, each within these bytes of float32 values: merging a
+# block takes several times its bytes, and some time whatever its size.
 _NUM_BLOCKS = 32
 _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 1 << 20, 4 << 20
-_MIN_ROWS = 2  # PEFT takes a stack of one expert for a matrix, whose sides it may exchange
+_MIN_ROWS = 2  # PEFT treats a stack of one expert as a matrix, which it may transpose
 
 _Layers = list[tuple[Any, tuple[str, ...]]]
 _Places = list[list[tuple[nn.Module, str]]]
 
 
 def merge_into(twin: Twin) -> tuple[str, ...]:
-    """Make a twin the plain model that its live model computes. Its tensors become lazy; the live model is only read.
+    """Make a twin, in place, the plain model that its live model computes; the live model is only read.
 
-    The active adapters of each layer are merged in their order; the active copies of ``modules_to_save`` and layer-norm
-    tuning take the place of their originals. Tied weights stay tied where they are still equal; otherwise all that were
-    tied are written, and ``tie_word_embeddings`` is set false.
-
-    Args:
-        twin: The twin; its modules and configs are changed in place.
-
-    Returns:
-        The names of the modules that adapters were merged into, or that a trained copy took the place of.
-
-    Raises:
-        ExportError: Something cannot be merged exactly (prompt learning, gating by the input, a method or a combination
-            whose merge is not what its layer computes), the scales of an 8-bit layer are gone, or the base is quantized
-            by a library other than bitsandbytes. ``fqn`` names the module.
+    Returns the names of the modules that adapters were merged into, or that a trained copy took the place of.
     """
     quantization = ModelTree(twin.model).quantization
     if not quantization.casts:
@@ -82,7 +69,7 @@ def merge_into(twin: Twin) -> tuple[str, ...]:
         )
     places = _shared_places(twin.model)
     merges = _plan(twin)
-    # All refusals come before anything is written. Of layers that are alike, one is tried out.
+    # Refusals come before anything is written: one layer of each kind is tried out.
     for merge in {merge.kind: merge for merge in reversed(merges)}.values():
         merge.try_out()
     for merge in merges:
@@ -94,23 +81,14 @@ def merge_into(twin: Twin) -> tuple[str, ...]:
 
 @dataclass
 class _Merge:
-    """How the tensors of one module of the twin are computed.
-
-    Attributes:
-        fqn: The module's name.
-        shell: The twin's module.
-        original: The shell as it was.
-        dtype: The dtype of a dequantized weight that does not say its own (8 bits).
-        copy: The active copy of ``modules_to_save``, which runs instead of the original.
-        layers: PEFT's layers around the module, the innermost first, each with its active adapters.
-    """
+    """How the tensors of one module of the twin are computed."""
 
     fqn: str
-    shell: nn.Module
-    original: nn.Module
-    dtype: torch.dtype
-    copy: nn.Module | None = None
-    layers: _Layers = field(default_factory=list)
+    shell: nn.Module  # the twin's module
+    original: nn.Module  # a copy of the shell as it was
+    dtype: torch.dtype  # that of dequantized 8-bit weights, which do not name their own
+    copy: nn.Module | None = None  # the active copy of ``modules_to_save``, which runs instead of the original
+    layers: _Layers = field(default_factory=list)  # PEFT's around the module, the innermost first, and active adapters
 
     @property
     def source(self) -> nn.Module:
@@ -124,12 +102,12 @@ class _Merge:
 
     @property
     def kind(self) -> Any:
-        """A key that modules share which are alike: if one can be merged, all can."""
+        """The key of modules that are alike: if one of them can be merged, all can."""
         variants = [tuple(map(type, getattr(layer, "lora_variant", {}).values())) for layer, _ in self.layers]
         return type(self.source), tuple((type(layer), active) for layer, active in self.layers), tuple(variants)
 
     def try_out(self) -> None:
-        """Merge the whole or the first rows and throw the result away; raise what cannot be merged exactly."""
+        """Merge the first block and throw the result away; raise `ExportError` where that is not exact."""
         for layer, active in self.layers:
             name = parameter_name(layer) or "weight"
             if self.source._parameters.get(name) is None:
@@ -137,7 +115,7 @@ class _Merge:
             next(self.blocks(name))
 
     def replace_tensors(self) -> None:
-        """Put lazy tensors in the place of the shell's; a quantized layer becomes a plain one."""
+        """Replace the shell's tensors by lazy ones; a quantized layer becomes a plain one."""
         if is_quantized_layer(self.original):
             is_training = self.shell.training
             plain = plain_layer(self.original)
@@ -159,7 +137,7 @@ class _Merge:
             buffers[name] = buffer if buffer is None or before is None else buffer.to(before.dtype)
 
     def _dtype(self, name: str) -> torch.dtype:
-        """The dtype to round to: the original's."""
+        """The original's dtype, which is rounded to."""
         before = self.original._parameters.get(name)
         if before is None:
             raise ExportError(f"{self.fqn}: its trained copy has a {name}, which the base has not", fqn=self.fqn)
@@ -169,7 +147,7 @@ class _Merge:
         return self.dtype if state is None else state.dtype
 
     def _layers_of(self, name: str) -> _Layers:
-        """The layers that adapt a parameter: all but those made for another one."""
+        """The layers that adapt a parameter: those of the whole module and those of this parameter."""
         return [(layer, active) for layer, active in self.layers if parameter_name(layer) in (None, name)]
 
     @torch.no_grad()
@@ -187,10 +165,9 @@ class _Merge:
 
     @torch.no_grad()
     def blocks(self, name: str) -> Iterator[tuple[Rows, torch.Tensor]]:
-        """Compute a parameter a few rows at a time, or whole where what is merged needs the whole of it.
+        """Compute a parameter in its original dtype, a few rows at a time, or whole where a merge needs the whole.
 
-        Rows are the plain module's columns where it has its weight transposed. They are rounded to the original dtype;
-        `ExportError` is raised where that cannot hold them, or they cannot be merged exactly.
+        Where the plain module has its weight transposed, the rows are its columns.
         """
         dtype, layers = self._dtype(name), self._layers_of(name)
         is_by_name = all(parameter_name(layer) for layer, _ in layers)
@@ -214,12 +191,12 @@ class _Merge:
         return name == "weight" and is_transposed(self.source)
 
     def _shape(self, name: str) -> torch.Size:
-        """The shape in which a parameter is computed."""
+        """The shape that a parameter is computed in."""
         module = plain_layer(self.source, as_linear=True) if is_quantized_layer(self.source) else self.source
         return _parameter(module, name).shape
 
     def _blocks_of_rows(self, names: list[str], layers: _Layers) -> list[Rows]:
-        """The rows that are computed together: few of them, where rows can be merged alone."""
+        """The rows of each block; a single block where rows cannot be merged by themselves."""
         shapes = [self._shape(name) for name in names]
         heights = {shape[:1] for shape in shapes}
         num_bytes = torch.float32.itemsize * sum(shape.numel() for shape in shapes)
@@ -232,14 +209,14 @@ class _Merge:
         return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], num_rows], strict=True)]
 
     def _reader(self, name: str) -> Callable[[Rows], torch.Tensor]:
-        """A function that reads rows of a parameter into which nothing is merged."""
+        """A function that reads rows of a parameter without its adapters."""
         value = _parameter(self.source, name)
         if is_quantized_parameter(value):
             return dequantizer(self.source)
         return (value.materialize() if isinstance(value, LazyTensor) else value.detach()).__getitem__
 
     def _merged(self, values: dict[str, torch.Tensor], layers: _Layers, rows: Rows) -> nn.Module:
-        # A copy, always: what is float32 already would be merged in place.
+        # Copied even if float32 already: it is merged in place.
         values = {name: value.to(torch.float32, copy=True) for name, value in values.items()}
         stored = self.source._parameters["weight"] if is_quantized_layer(self.source) else None
         plain = float32_module(self.source, values)
@@ -249,14 +226,14 @@ class _Merge:
 
 
 def _parameter(module: nn.Module, name: str) -> torch.Tensor:
-    """A parameter that a module has; of the twin's, it may be a lazy tensor."""
+    """A module's parameter, which is not ``None``; that of a twin may be a lazy tensor."""
     parameter = module._parameters[name]
     assert parameter is not None
     return parameter
 
 
 def _plan(twin: Twin) -> list[_Merge]:
-    """List the modules whose tensors have to be computed: adapted ones, trained copies and quantized layers."""
+    """The modules whose tensors have to be computed: adapted ones, trained copies and quantized layers."""
     dtype = _half_dtype(twin.model)
     merges: dict[int, _Merge] = {}
 
@@ -268,7 +245,7 @@ def _plan(twin: Twin) -> list[_Merge]:
             if is_tuner_layer(wrapper):
                 active = active_adapters(wrapper)
                 merge = merge_of(peeled.fqn, peeled.shell)
-                # A module that is there twice is peeled twice.
+                # A shared module is peeled once for each of its places.
                 if active and all(layer is not wrapper for layer, _ in merge.layers):
                     merge.layers.append((wrapper, active))
             elif (trained := trained_copy(wrapper)) is not None:
@@ -286,15 +263,15 @@ def _plan(twin: Twin) -> list[_Merge]:
 
 
 def _half_dtype(model: nn.Module) -> torch.dtype:
-    """The half dtype that most parameters outside quantized layers have; float32 where none has one."""
-    # Not the config's, which ``save_pretrained`` sets to float32 while a model is prepared.
+    """The half dtype of most parameters outside quantized layers; float32 where there are none."""
+    # The config's dtype does not tell: ``save_pretrained`` sets it to float32 while a model is prepared.
     parameters = [p for _, module in named_modules(model) for p in module._parameters.values() if p is not None]
     votes = Counter(p.dtype for p in parameters if p.dtype in HALF_DTYPES and not is_quantized_parameter(p))
     return votes.most_common(1)[0][0] if votes else torch.float32
 
 
 def _shared_places(model: nn.Module) -> _Places:
-    """The places of each parameter that has several: modules, and its name in them."""
+    """The modules and names of each parameter that has several."""
     found: dict[int, list[tuple[nn.Module, str]]] = {}
     for _, module in named_modules(model):
         for name, parameter in module._parameters.items():
@@ -304,7 +281,7 @@ def _shared_places(model: nn.Module) -> _Places:
 
 
 def _settle_ties(model: nn.Module, places: _Places) -> None:
-    """Tie again what was tied and is still equal; if something is not, write all of it and say so in the configs."""
+    """Tie again what was tied and is still equal; if something is not, untie everything and set the configs so."""
     is_untied = False
     for group in places:
         tensors = {id(tensor): tensor for module, name in group if (tensor := module._parameters[name]) is not None}
@@ -319,15 +296,14 @@ def _settle_ties(model: nn.Module, places: _Places) -> None:
         return
     for module, name in (place for group in places for place in group[1:]):
         tied = _parameter(module, name)
-        own = LazyTensor(tied.shape, tied.dtype, functools.partial(materialize, tied))
-        vars(module)["_parameters"][name] = own
+        vars(module)["_parameters"][name] = LazyTensor(tied.shape, tied.dtype, functools.partial(materialize, tied))
     for config in _configs(model):
         if getattr(config, "tie_word_embeddings", False):
             config.tie_word_embeddings = False
 
 
 def _configs(model: nn.Module) -> Iterator[Any]:
-    """The configs of a model and of its parts, and those inside them."""
+    """The configs of a model and of its modules, nested ones included."""
     found = [vars(module).get("config") for _, module in named_modules(model)]
     seen: set[int] = set()
     while found:
@@ -340,9 +316,8 @@ def _configs(model: nn.Module) -> Iterator[Any]:
 
 def _forget_quantization(model: nn.Module) -> None:
     for _, module in named_modules(model):
-        fields = vars(module)
         for name in _MODEL_ATTRIBUTES:
-            fields.pop(name, None)
+            vars(module).pop(name, None)
     for config in _configs(model):
         for name in _CONFIG_ATTRIBUTES:
             vars(config).pop(name, None)

@@ -1,8 +1,7 @@
-"""Sharded parameters (FSDP2) made whole one at a time, by all ranks together, for one rank to write.
+"""Sharded parameters (FSDP2), gathered one at a time by all ranks for rank 0 to write.
 
-A rank can have a tensor's values only if every rank takes part in gathering them. So rank 0 leads: it says which tensor
-is next, and every rank gathers that one. Whatever order the writer takes, and wherever it fails, all ranks do the same,
-and none is left waiting.
+Rank 0 leads: it announces the next tensor, and every rank gathers that one. Whatever order the writer takes, and where
+it fails, no rank is left waiting.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _FSDP2 = "torch.distributed.fsdp"
 
 
 class Gathering:
-    """The sharded parameters of one export: on every rank the same, in the same order."""
+    """The sharded parameters of one export, the same on every rank and in the same order."""
 
     def __init__(self) -> None:
         self._tensors: list[tuple[str, Any]] = []
@@ -38,16 +37,9 @@ class Gathering:
 
     @classmethod
     def of(cls, tree: ModelTree) -> Gathering | None:
-        """Start gathering a model, all of it sharded as between two training steps; ``None`` where nothing is.
+        """A gathering for a model, which is sharded as between two training steps; ``None`` where nothing is sharded.
 
-        FSDP2 leaves parameters whole after some forwards, in the dtype of a mixed-precision policy. They are sharded
-        again as ``state_dict()`` does it: by the hooks that FSDP2 has put on the modules for that.
-
-        Args:
-            tree: The live model.
-
-        Returns:
-            A gathering that has promised nothing yet.
+        FSDP2 leaves parameters whole after some forwards; its hooks for ``state_dict()`` shard them again.
         """
         is_sharded = False
         for _, _, module, _ in tree.modules:
@@ -58,20 +50,7 @@ class Gathering:
         return cls() if is_sharded else None
 
     def promise(self, fqn: str, parameter: torch.Tensor, was: ParameterRecord, held: HeldOriginal | None) -> LazyTensor:
-        """Promise a parameter's original, whole, to be computed inside ``lead``.
-
-        Args:
-            fqn: Its name.
-            parameter: The sharded parameter.
-            was: What it was.
-            held: What a preparation holds of its original.
-
-        Returns:
-            The tensor promised.
-
-        Raises:
-            ExportError: The values are not all that there was to the parameter, and the rest is lost.
-        """
+        """Promise a parameter's whole original, to be computed inside `lead`; raise `ExportError` where it is lost."""
         if was.quantized_class is not None and was.quant_state is None:
             raise ExportError(
                 f"{fqn}: sharding took the scales off this {was.quantized_class.__name__}; shard with "
@@ -92,19 +71,13 @@ class Gathering:
         dtype = parameter.dtype if stored is None else stored.dtype
         promised = _lazy_class(was.quantized_class)(parameter.shape, dtype, compute)
         if was.quant_state is not None:
-            layer = held if isinstance(held, RuntimeChange) else None
-            vars(promised)["quant_state"] = (
-                was.quant_state() if layer is None else layer.original_quant_state(parameter)
-            )
+            kept = held.original_quant_state(parameter) if isinstance(held, RuntimeChange) else was.quant_state()
+            vars(promised)["quant_state"] = kept
         return promised
 
     @contextlib.contextmanager
     def agreeing(self) -> Iterator[None]:
-        """Do something on every rank; raise on all of them where it failed on one, or came out differently.
-
-        Raises:
-            ExportError: It failed on another rank, or another rank is to gather something else.
-        """
+        """Run the body on every rank; raise on all of them if it fails on one, or ranks promise different tensors."""
         error: Exception | None = None
         try:
             yield
@@ -128,17 +101,7 @@ class Gathering:
                 )
 
     def lead(self, write: Callable[[], T]) -> T:
-        """Write on rank 0 what was promised, while all other ranks help to gather it.
-
-        Args:
-            write: Writes; called on rank 0 alone.
-
-        Returns:
-            What it returned, on every rank.
-
-        Raises:
-            Exception: What ``write`` raised, on rank 0; on the others an ``ExportError`` or ``ConfigError`` saying so.
-        """
+        """Call ``write`` on rank 0 while all other ranks help to gather; every rank returns, or raises, what it did."""
         if distributed.get_rank() != 0:
             return self._follow()  # type: ignore[no-any-return]
         self._is_led = True
@@ -170,18 +133,14 @@ class Gathering:
 
 @functools.cache
 def _lazy_class(quantized_class: type[torch.Tensor] | None) -> type[LazyTensor]:
-    """Lazy tensors that are of a class of quantized parameters too, by which transformers counts the parameters."""
+    """Lazy tensors that are instances of a quantized class too, by which transformers counts parameters."""
     if quantized_class is None:
         return LazyTensor
     return type(f"Lazy{quantized_class.__name__}", (LazyTensor, quantized_class), {})
 
 
 def _tell(message: Any) -> Any:
-    """Send a message of rank 0 to all ranks; what the others pass does not matter.
-
-    Returns:
-        The message.
-    """
+    """Send a message from rank 0 to all ranks, and return it there; what the others pass is ignored."""
     messages = [message]
     distributed.broadcast_object_list(messages, src=0)
     return messages[0]

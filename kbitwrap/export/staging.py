@@ -17,30 +17,16 @@ if sys.platform != "win32":
 
 from ..errors import ExportError
 
-# In the hidden folder beside a destination: what takes its place, and what stood there and was moved out of the way.
+# Names in the hidden folder beside a destination: its new content, and the old content that was moved out of the way.
 _NEW, _OLD = "new", "old"
 
 
 @contextlib.contextmanager
 def staged(destination: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
-    """Write a folder so that it is there whole, or not at all.
+    """Yield a hidden folder that replaces the destination in one step when the body ends, and is gone if it raises.
 
-    The folder is written in a hidden one beside the destination and takes its place in one step when the body ends; it
-    is removed when the body raises. What killed processes left there of the same destination is removed first. As when
-    the libraries save a checkpoint, nothing is flushed: a power failure loses what the system has not written by then.
-
-    An empty folder may stand at the destination. With ``overwrite``, any other folder without subfolders may, and is
-    replaced as a whole; a crash leaves the old one or the new one.
-
-    Args:
-        destination: The folder to make; missing parents are made too. A symbolic link is followed.
-        overwrite: Replace a folder that is not empty.
-
-    Yields:
-        The folder to write to.
-
-    Raises:
-        ExportError: Something stands at the destination (nothing was written), or writing failed (nothing is left).
+    An empty folder may stand at the destination; with ``overwrite``, any folder without subfolders. Nothing is flushed,
+    as when the libraries save a checkpoint: a power failure loses what the system has not written by then.
     """
     with _beside(destination) as (hidden, target):
         _check_replaceable(target, destination, overwrite)
@@ -55,15 +41,7 @@ def staged(destination: str | os.PathLike[str], *, overwrite: bool = False) -> I
 
 
 def atomic_write(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write a file so that it is there whole, or as it was before.
-
-    Args:
-        path: The file; one that exists is replaced. Missing parents are made. A symbolic link is followed.
-        data: The content.
-
-    Raises:
-        ExportError: It cannot be written; it is as it was before.
-    """
+    """Write or replace a file; it is whole, or as it was before where `ExportError` is raised."""
     with _beside(path) as (hidden, target):
         with open(hidden / _NEW, "wb") as file:
             file.write(data)
@@ -73,7 +51,7 @@ def atomic_write(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def _check_replaceable(target: Path, destination: str | os.PathLike[str], overwrite: bool) -> bool:
-    """Whether a folder that is not empty is to be replaced; raises where what stands there may not be."""
+    """Whether a folder that is not empty is to be replaced; raises where something else is in the way."""
     where = os.fspath(destination)
     if not os.path.lexists(target):
         return False
@@ -96,9 +74,9 @@ def _check_replaceable(target: Path, destination: str | os.PathLike[str], overwr
 
 @contextlib.contextmanager
 def _beside(path: str | os.PathLike[str]) -> Iterator[tuple[Path, Path]]:
-    """Make a hidden folder beside a path, so that a rename between them is atomic, and clear it in the end.
+    """Make a hidden folder beside a path, from which a rename is atomic, and remove it in the end.
 
-    It is locked while its process lives: one that is not locked was left by a killed process.
+    It is locked while its process lives; an unlocked one was left by a killed process.
     """
     where = os.fspath(path)
     if not where:
@@ -108,7 +86,7 @@ def _beside(path: str | os.PathLike[str]) -> Iterator[tuple[Path, Path]]:
     except ValueError as error:  # a NUL
         raise ExportError(f"{where!r}: cannot be a path: {error}") from error
     made = [parent for parent in target.parents if not os.path.lexists(parent)]
-    # Short, because the destination's own name may be as long as names can be.
+    # A hash, because the destination's own name may be as long as names can be.
     prefix = f".kbitwrap-{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}-"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -131,7 +109,7 @@ def _beside(path: str | os.PathLike[str]) -> Iterator[tuple[Path, Path]]:
 
 
 def _make(parent: Path, prefix: str) -> tuple[Path, int]:
-    """Make a hidden folder and lock it; another one where it was taken for a leftover in between."""
+    """Make a hidden folder and lock it; make another one where it was taken for a leftover in between."""
     while True:
         hidden = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         lock = _lock(hidden)
@@ -154,7 +132,7 @@ def _lock(folder: Path) -> int | None:
 
 
 def _recover(target: Path, prefix: str) -> None:
-    """Clear what killed processes left of a destination."""
+    """Clear the hidden folders that killed processes left beside a destination."""
     if sys.platform == "win32":
         return
     for leftover in target.parent.glob(f"{prefix}*"):
@@ -165,11 +143,11 @@ def _recover(target: Path, prefix: str) -> None:
 
 
 def _clear(hidden: Path, target: Path, lock: int) -> None:
-    """Remove a hidden folder, then its lock; what stood at the destination goes back if nothing is there now."""
+    """Remove a hidden folder, then its lock; the old content goes back if nothing is at the destination now."""
     try:
         old = hidden / _OLD
         if old.exists():
-            # Renamed in either case: what was partly removed is never taken for the old folder.
+            # Renamed in either case, so that a partly removed folder is never taken for the old content.
             os.rename(old, hidden / "replaced" if os.path.lexists(target) else target)
         shutil.rmtree(hidden, ignore_errors=True)
     finally:

@@ -1,13 +1,12 @@
-"""The exact base on paper: copied module shells that share the live model's tensors.
+"""The exact base as a twin: copied modules ("shells") that share the live model's tensors.
 
-Nothing of the live model is changed, and no tensor is copied: what is stored in another dtype than the original stands
-in the twin as a ``LazyTensor`` that reads the original when it is asked for.
+The live model is not changed, and no tensor is copied: where the stored dtype is not the original one, the twin has a
+``LazyTensor`` that computes the original.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +17,7 @@ from ..edits.base import HeldOriginal
 from ..edits.flags import Anchor
 from ..edits.norms import Float32Forward
 from ..edits.stand_ins import Float32Copy, Float32First, StandInState
-from ..edits.storage import SharedStorageChange, StorageChange
+from ..edits.storage import StorageChange
 from ..errors import ExportError
 from ..model.checks import is_sharded_tensor
 from ..model.quantization import has_runtime_state, lacks_statistics, unpacked_copy
@@ -30,72 +29,50 @@ from ..tensors.bits import Layout
 from ..tensors.upcast import UpcastTensor
 from .sharding import Gathering
 
-# What PEFT, and transformers' own use of it, leave on the base model.
+# The attributes that PEFT, and transformers' own use of it, leave on the base model.
 _ADAPTER_ATTRIBUTES = ("peft_config", "_hf_peft_config_loaded", "active_adapter")
+_Held = dict[tuple[int, str], HeldOriginal]  # by the ``id`` of the owner and the parameter's name there
 _STAND_INS = (Anchor, Float32Copy, Float32First, Float32Forward, StandInState, UpcastTensor)
 
 
 @dataclass(frozen=True)
 class Peeled:
-    """A module of the base that PEFT wrapped.
+    """A module of the base that PEFT wrapped."""
 
-    Attributes:
-        fqn: Its name in the twin; ``""`` is the model itself.
-        shell: The twin's module.
-        base: The live module that the shell is a copy of.
-        wrappers: PEFT's live modules around it, the outermost first: for a linear layer under LoRA its
-            ``lora.Linear4bit``, for a model its ``PeftModel`` and ``LoraModel``.
-    """
-
-    fqn: str
-    shell: nn.Module
-    base: nn.Module
-    wrappers: tuple[nn.Module, ...]
+    fqn: str  # its name in the twin; ``""`` is the model itself
+    shell: nn.Module  # the twin's module
+    wrappers: tuple[nn.Module, ...]  # PEFT's live modules around it, the outermost first
 
 
 @dataclass(frozen=True)
 class Twin:
-    """A model's base as it was before it was prepared.
+    """A model's base before it was prepared. Its modules and configs may be changed; its tensors may only be read."""
 
-    Its modules are of the same classes, with dictionaries of their own: replacing a tensor, a module or a field of a
-    config in the twin reaches nothing of the live model. The tensors are the live model's own, to be read only.
-
-    Attributes:
-        model: The twin of the base model, freed of adapters and wrappers.
-        peeled: Where adapters were taken off, each place of a shared module by itself.
-        converted: Names of the tensors that the live model stores in another dtype.
-    """
-
-    model: nn.Module
-    peeled: tuple[Peeled, ...]
-    converted: tuple[str, ...]
+    model: nn.Module  # without adapters and wrappers
+    peeled: tuple[Peeled, ...]  # one for each place of a shared module
+    converted: tuple[str, ...]  # the names of the tensors that the live model stores in another dtype
 
 
 @dataclass
 class _Copier:
-    """Copies shells; what the record says of tensors and configs is put in their place.
+    """Copies modules as shells with the original tensors and configs."""
 
-    Attributes:
-        promised: What stands for a parameter, by its ``id``.
-        held: What the preparation holds of the originals of parameters, by the ``id`` of the owner and the name there.
-        converted: The ids of those that stand for a parameter of another dtype.
-        original: The record of the base, if it was prepared.
-        memo: The copies made of configs, by the ``id`` of the original, as ``copy.deepcopy`` keeps it.
-    """
-
-    promised: dict[int, torch.Tensor]
-    held: dict[tuple[int, str], HeldOriginal]
-    original: Original | None
-    converted: set[int] = field(default_factory=set)
-    memo: dict[int, Any] = field(default_factory=dict)
+    promised: dict[int, torch.Tensor]  # the twin's tensor, by the ``id`` of the live parameter
+    held: _Held
+    original: Original | None  # of a model that was prepared
+    converted: set[int] = field(default_factory=set)  # ids of the twin's tensors of another dtype than the live ones
+    memo: dict[int, Any] = field(default_factory=dict)  # of configs, for ``copy.deepcopy``
     shells: dict[int, nn.Module] = field(default_factory=dict)
     peeled: list[Peeled] = field(default_factory=list)
 
     def copy(self, fqn: str, module: nn.Module) -> nn.Module:
         base, wrappers = unwrap(module)
-        for wrapper in wrappers:
-            if getattr(wrapper, "merged", False):
-                raise _merged(fqn)
+        if any(getattr(wrapper, "merged", False) for wrapper in wrappers):
+            raise ExportError(
+                f"{fqn or 'the model'}: an adapter is merged into its weight, which has changed; "
+                "export before merging, or load the base anew",
+                fqn=fqn,
+            )
         shell = self.shells.get(id(base))
         is_new = shell is None
         if shell is None:
@@ -107,7 +84,7 @@ class _Copier:
                 )
             shell = self.shells[id(base)] = self._shell(base)
         if wrappers:
-            self.peeled.append(Peeled(fqn, shell, base, wrappers))
+            self.peeled.append(Peeled(fqn, shell, wrappers))
         if is_new:
             shell.__dict__["_modules"] = {
                 name: child if child is None else self.copy(join(fqn, name), child)
@@ -147,28 +124,16 @@ class _Copier:
 
 
 def build_twin(tree: ModelTree, preparation: Preparation | None = None, gathering: Gathering | None = None) -> Twin:
-    """Copy a model's base on paper, with a preparation taken back.
+    """Copy a live model's base as it was before its preparation; raise `ExportError` where that cannot be told.
 
-    Args:
-        tree: The live model, prepared or not, with adapters and wrappers inside and around it or without.
-        preparation: The preparation that holds it.
-        gathering: What gathers the parameters, where they were sharded since.
-
-    Returns:
-        The twin.
-
-    Raises:
-        ExportError: Adapters are merged into a layer, the base's tensors are others than those that were recorded or
-            hold other values although they are frozen, or a quantized layer has lost its statistics; ``fqn`` names the
-            first one.
+    ``gathering`` is needed where parameters were sharded since.
     """
-    held: dict[tuple[int, str], HeldOriginal] = {}
+    held: _Held = {}
     promised: dict[int, torch.Tensor] = {}
     original, changes = None, Changes()
     if preparation is not None:
-        originals = [*preparation.copies(tree), *preparation.journal.originals()]
-        # Undoing goes from the newest to the oldest, so that the oldest has the last word.
-        for one in originals:
+        # As when undoing, the oldest decides.
+        for one in [*preparation.copies(tree), *preparation.journal.originals()]:
             held.update({(id(module), ref.name): one for ref in one.record.refs if (module := ref.owner()) is not None})
         if preparation.is_of(tree.model):
             original = preparation.original
@@ -182,14 +147,6 @@ def build_twin(tree: ModelTree, preparation: Preparation | None = None, gatherin
     _refuse_drifted(changes)
     names = tuple(fqn for fqn, p in twin.named_parameters() if id(p) in copier.converted)
     return Twin(twin, tuple(copier.peeled), names)
-
-
-def _merged(fqn: str) -> ExportError:
-    return ExportError(
-        f"{fqn or 'the model'}: an adapter is merged into its weight, which has changed; "
-        "export before merging, or load the base anew",
-        fqn=fqn,
-    )
 
 
 def _refuse_replaced(changes: Changes) -> None:
@@ -211,10 +168,8 @@ def _refuse_drifted(changes: Changes) -> None:
         )
 
 
-def _gathered(
-    tree: ModelTree, original: Original, held: dict[tuple[int, str], HeldOriginal], gathering: Gathering
-) -> dict[int, torch.Tensor]:
-    """What stands for the parameters that were sharded since, by the ``id`` of the parameter."""
+def _gathered(tree: ModelTree, original: Original, held: _Held, gathering: Gathering) -> dict[int, torch.Tensor]:
+    """The tensors promised for the parameters that were sharded since, by the ``id`` of the parameter."""
     found: dict[int, torch.Tensor] = {}
     for tensor in tree.base_tensors:
         fqn, parameter = tensor.fqn, tensor.parameter
@@ -233,19 +188,12 @@ def _cannot_tell(fqn: str, why: str) -> ExportError:
     return ExportError(f"{fqn}: {why}, which a sharded model does not show any more; export before sharding", fqn=fqn)
 
 
-def _sharing_memory(held: dict[tuple[int, str], HeldOriginal]) -> dict[int, torch.Tensor]:
-    """What stands for parameters over one memory, which only real tensors can share: copies in one storage."""
-    groups = {one.group for one in held.values() if isinstance(one, StorageChange) and one.group is not None}
+def _sharing_memory(held: _Held) -> dict[int, torch.Tensor]:
+    """Copies of parameters that lay in one memory, in one storage again: lazy tensors cannot share memory."""
     found: dict[int, torch.Tensor] = {}
-    for group in groups:
-        found |= _sharing_memory_of(group)
+    for group in {one.group for one in held.values() if isinstance(one, StorageChange) and one.group is not None}:
+        placed = [(c, p) for c in group.changes if (p := c.record.live()) is not None and c.converts(p)]
+        if len(placed) > 1:
+            views = Layout.place([(change.original_of(p.data), change.layout) for change, p in placed])
+            found |= {id(parameter): view for (_, parameter), view in zip(placed, views, strict=True)}
     return found
-
-
-def _sharing_memory_of(group: SharedStorageChange) -> dict[int, torch.Tensor]:
-    live = [(change, p) for change in group.changes if (p := change.record.live()) is not None]
-    placed: Sequence[tuple[StorageChange, nn.Parameter]] = [(c, p) for c, p in live if c.converts(p)]
-    if len(placed) < 2:
-        return {}
-    views = Layout.place([(change.original_of(p.data), change.layout) for change, p in placed])
-    return {id(parameter): view for (_, parameter), view in zip(placed, views, strict=True)}

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: safetensors files one tensor at a time, in shards, with their index."""
+"""Checkpoints written one tensor at a time: safetensors files, in shards, with their index."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _FILE_PATTERN = "model{suffix}.safetensors"
 _CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
 _ORDER = {dtype: place for place, dtype in enumerate(_CODES)}
 _ALIGNMENT = 8  # of the first tensor's bytes, in bytes
-_PIECE = 16 << 20  # written at once, in bytes
-_SMALL = 1 << 20  # below it, writing takes less time than handing over to another thread, in bytes
+_PIECE = 16 << 20  # the most bytes in one write
+_SMALL = 1 << 20  # fewer bytes take less time to write than to hand over to another thread
 
 Progress = Callable[[int], object]
 """Called with a number of bytes each time that as many were written."""
@@ -36,11 +36,7 @@ Progress = Callable[[int], object]
 class CheckpointWriter:
     """Writes the tensors of a checkpoint into a folder, and counts them.
 
-    Attributes:
-        folder: The folder.
-        num_tensors: How many tensors were written.
-        num_bytes: Their size, in bytes.
-        files: The paths of all files in the folder, relative to it and sorted; empty until the writing ends.
+    ``files`` are the paths of all files in the folder, relative to it and sorted; empty until the writing ends.
     """
 
     def __init__(self, folder: Path, progress: Progress | None = None) -> None:
@@ -56,7 +52,7 @@ class CheckpointWriter:
         path: str | os.PathLike[str],
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        """Write one file and count it; called as ``safetensors.torch.save_file`` is."""
+        """Write one file and count its tensors; called as ``safetensors.torch.save_file`` is."""
         self.num_bytes += write_safetensors(path, tensors, metadata, progress=self._progress)
         self.num_tensors += len(tensors)
 
@@ -68,7 +64,7 @@ class CheckpointWriter:
         index_name: str | None = None,
         index: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write tensors into files, given by the names in each, and an index where there are several or it is named."""
+        """Write the tensors named for each file, and an index where there are several files or it is named."""
         for file, names in files.items():
             self.save_file({name: tensors[name] for name in names}, self.folder / file, metadata[file])
         if index_name is None and len(files) < 2:
@@ -101,7 +97,7 @@ def checkpoint_writer(
 
 
 def split_into_files(tensors: Mapping[str, torch.Tensor], max_shard_size: int | str) -> dict[str, list[str]]:
-    """The names of each file's tensors; raises ``ConfigError`` for a size that is neither bytes nor like ``"5GB"``."""
+    """The names of each file's tensors; raises `ConfigError` for a size that is neither bytes nor like ``"5GB"``."""
     from huggingface_hub import split_torch_state_dict_into_shards
 
     if isinstance(max_shard_size, str) or (type(max_shard_size) is int and max_shard_size > 0):
@@ -120,11 +116,10 @@ def write_safetensors(
     *,
     progress: Progress | None = None,
 ) -> int:
-    """Write a safetensors file, with the values of two tensors in memory at most: one is written, the next computed.
+    """Write the file that ``safetensors.torch.save_file`` would, with sorted metadata; return the tensors' bytes.
 
-    The file is, byte for byte, what ``safetensors.torch.save_file`` writes, with the entries of ``metadata`` sorted.
-    Tensors may have any layout in memory, and share it: each is written by itself. What is cut from one lazy tensor is
-    computed from it once. No file is left after an error. Returns the size of the tensors, in bytes.
+    At most two tensors' values are in memory, one being written and one computed; no file is left after an error.
+    Tensors may share memory, and a lazy tensor that several are cut from is computed once.
     """
     header, offsets = _header(tensors, metadata)
     announced = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
@@ -142,11 +137,11 @@ def write_safetensors(
                     for piece in pieces(tensors[name]):
                         left -= piece.numel()
                         is_as_announced &= piece.dtype == dtype and left >= 0
-                        if not is_as_announced:  # it would be written over the next tensor, or as something else
+                        if not is_as_announced:  # it would overwrite the next tensor, or be read as another dtype
                             break
                         write(offset, _bytes_of(piece))
                         offset += piece.nbytes
-                        del piece  # it is not kept while the next one is computed
+                        del piece  # its memory is free while the next one is computed
                     if left or not is_as_announced:
                         raise ExportError(
                             f"{name}: expected {shape.numel()} values of {dtype} in the shape {tuple(shape)}, found "
@@ -161,7 +156,7 @@ def write_safetensors(
 
 
 def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> tuple[bytes, dict[str, int]]:
-    """The bytes before the tensors, and where in what follows each tensor starts, in the order of the file."""
+    """The bytes before the tensors, and each tensor's offset after them, in the order of the file."""
     for name, tensor in tensors.items():
         found = ""
         if tensor.layout != torch.strided:
@@ -191,8 +186,15 @@ def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | N
     return len(text).to_bytes(8, "little") + text, offsets
 
 
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The entries of a safetensors file's header, ``__metadata__`` included, and the offset of the tensors' bytes."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return json.loads(file.read(length)), 8 + length
+
+
 def _by_lineage(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> list[str]:
-    """The names, those together whose tensors are made from the same lazy tensor."""
+    """The names, sorted so that tensors made from the same lazy tensor follow one another."""
     places: dict[int, int] = {}
     keys = {}
     for name in names:
@@ -210,19 +212,19 @@ def _bytes_of(values: torch.Tensor) -> memoryview:
 
 
 def _reserve(file: io.FileIO, num_bytes: int) -> None:
-    """Reserve the blocks of a file: a disk that is too full is noticed before anything is computed."""
+    """Reserve the blocks of a file, so that a full disk is noticed before anything is computed."""
     if sys.platform != "linux":
         return
     try:
         os.posix_fallocate(file.fileno(), 0, num_bytes)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):  # what a file system without it says
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):  # from file systems that cannot
             raise
 
 
 @contextlib.contextmanager
 def _in_background(file: io.FileIO, progress: Progress | None) -> Iterator[Callable[[int, memoryview], None]]:
-    """Write at offsets of a file while the next values are computed; what is written is one tensor at most."""
+    """Yield a function that writes at an offset of a file in another thread, one call at a time."""
     pending: list[Future[None]] = []
 
     def wait() -> None:
@@ -242,7 +244,7 @@ def _in_background(file: io.FileIO, progress: Progress | None) -> Iterator[Calla
 
 
 def _write_at(file: io.FileIO, offset: int, data: list[memoryview], progress: Progress | None) -> None:
-    """Write what is taken out of a list: a thread holds its arguments for a while after it is done with them."""
+    """Write the bytes in a list, and take them out: a thread holds its arguments for a while after it has finished."""
     left = data.pop()
     file.seek(offset)
     while left:
