@@ -66,13 +66,18 @@ class ParameterRecord:
 
     def live(self) -> nn.Parameter | None:
         """The parameter, if it is still at one of its places."""
-        return next((p for ref in self.refs if (p := ref()) is not None and self.is_seen(p)), None)
+        for ref in self.refs:
+            parameter = ref()
+            if parameter is not None and self.is_seen(parameter):
+                return parameter
+        return None
 
     def there(self) -> nn.Parameter | None:
-        """The parameter, or one of its shape at one of its places: others write weights by replacing them."""
-        found = [p for ref in self.refs if (p := ref()) is not None]
+        """The parameter, or one of its shape that is at one of its places: others write weights by replacing them."""
         live = self.live()
-        return live if live is not None else next((p for p in found if p.shape == self.shape), None)
+        if live is not None:
+            return live
+        return next((p for ref in self.refs if (p := ref()) is not None and p.shape == self.shape), None)
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple[StorageWeakRef, ...]:

@@ -6,28 +6,34 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..model.quantization import unpacked_copy
 from ..model.records import ParameterRecord
 from ..tensors.bits import content_digest, dense_parts, differs, is_dense, sample
+
+_RUNS_OF_QUANTIZED = 8  # their samples tell whether a parameter is the recorded one, and no more
 
 
 def _sampled(record: ParameterRecord, parameter: torch.Tensor) -> torch.Tensor | None:
     """A sample of what a parameter holds, in the dtype that it had; ``None`` of one without elements in memory."""
     if record.quantized_class is not None:
         copied = unpacked_copy(parameter)
-        parameter = parameter if copied is None else copied
-    parts = dense_parts(parameter)
-    if not parts or parts[0].is_meta:
+        data = (parameter if copied is None else copied).as_subclass(torch.Tensor)
+        return None if data.is_meta else sample(data, _RUNS_OF_QUANTIZED)
+    if type(parameter) is not nn.Parameter:
+        parts = dense_parts(parameter)
+        return sample(parts[0].as_subclass(torch.Tensor)) if parts and not parts[0].is_meta else None
+    if parameter.is_meta or parameter.layout is not torch.strided:
         return None
-    part = parts[0].detach().as_subclass(torch.Tensor)
-    return sample(part) if part is not parameter and len(parts) > 1 else sample(part).to(record.dtype)
+    taken = sample(parameter)
+    return taken if taken.dtype is record.dtype else taken.to(record.dtype)
 
 
 class Fingerprints:
     """A sample of every parameter, kept on its device: a few KiB each; with ``audit`` a digest of the whole too.
 
-    A sample misses a change of few elements: `kbitwrap.tensors.bits.sample`. A digest misses none by accident.
+    A sample misses a change of a few elements: `kbitwrap.tensors.bits.sample`. A digest misses none by accident.
 
     Args:
         parameters: The parameters, each with its record.

@@ -96,6 +96,10 @@ class Original:
             self._modules = {node.fqn: weakref.ref(node.module) for node in base}
             records = [(tree.record(tensor), tensor) for tensor in tree.base_tensors]
             self._base = {tensor.fqn: record for record, tensor in records}
+            self._names: dict[str, list[str]] = {}
+            for fqn in self._base:
+                owner, _, name = fqn.rpartition(".")
+                self._names.setdefault(owner, []).append(name)
             once = {record: tensor.parameter for record, tensor in records}
             self._records = list(once)
             # Those of adapters that were there before, too.
@@ -105,7 +109,10 @@ class Original:
         self._hook_ids: set[int] = set()
         self._buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, Buffer]] = weakref.WeakKeyDictionary()
         for node in tree.modules:
-            self._hook_ids.update(key for name in _HOOK_DICTS for key in vars(node.module)[name])
+            fields = vars(node.module)
+            for name in _HOOK_DICTS:
+                if fields[name]:
+                    self._hook_ids.update(fields[name])
             if node.module._buffers:
                 self._buffers[node.module] = _read_buffers(node.module)
         for node in tree.base:
@@ -168,13 +175,13 @@ class Original:
         holders = {id(one.record): one for one in held}
         compared: dict[ParameterRecord, torch.Tensor] = {}
         for fqn, reference in self._modules.items():
-            module = live.pop(fqn, None)
-            recorded = reference()
-            if module is None or (module is not recorded and (recorded is None or recorded._parameters)):
-                if recorded is None or recorded._parameters:
-                    found.replaced[fqn] = "is gone" if module is None else "was replaced"
+            module, names = live.pop(fqn, None), self._names.get(fqn)
+            if module is None or (names and module is not reference()):
+                found.replaced.update({fqn: "is gone" if module is None else "was replaced"} if names else {})
                 continue
-            for name in dict.fromkeys([*self._names_in(fqn), *module._parameters]):
+            if not names and not module._parameters:
+                continue
+            for name in dict.fromkeys([*(names or ()), *module._parameters]):
                 full, parameter = join(fqn, name), module._parameters.get(name)
                 record = self._base.get(full)
                 if record is None and parameter is None:
@@ -198,15 +205,6 @@ class Original:
             if record in changed:
                 (found.trained if compared[record].requires_grad else found.drifted).append(record.fqn)
         return found
-
-    def _names_in(self, fqn: str) -> list[str]:
-        """The names of the parameters that a module of the base had."""
-        if not hasattr(self, "_names"):
-            self._names: dict[str, list[str]] = {}
-            for full in self._base:
-                owner, _, name = full.rpartition(".")
-                self._names.setdefault(owner, []).append(name)
-        return self._names.get(fqn, [])
 
     def known(self, tree: ModelTree) -> dict[int, ParameterRecord]:
         """The records of the live parameters that were there before, by the ``id`` of the parameter."""

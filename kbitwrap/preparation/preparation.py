@@ -18,7 +18,7 @@ from ..edits.journal import Edit, Journal
 from ..edits.storage import CopyChange, TrainedError
 from ..edits.training import FollowTrainMode, RecordAccelerate
 from ..errors import ConfigError, EditError, RestoreError, StateError, UnsupportedModelError
-from ..model.tree import ModelTree
+from ..model.tree import ModelTree, only_reading
 from ..model.wrappers import unwrap
 from ..reports import LifecycleState, RestoreReport, StateDiff
 from .moment import read_moment
@@ -75,7 +75,8 @@ class Preparation:
         model = self.original.model()
         assert model is not None
         tree = ModelTree(model, self.original.records)
-        self.original.follow(tree)
+        with only_reading():
+            self.original.follow(tree)
         return tree
 
     def is_of(self, model: nn.Module) -> bool:
@@ -146,7 +147,8 @@ class Preparation:
 
     def changes(self, tree: ModelTree) -> Changes:
         """What became of the base's parameters: what a restore would give, beside what was there before."""
-        return self.original.changes(tree, self.journal.originals())
+        with only_reading():
+            return self.original.changes(tree, self.journal.originals())
 
     def verify(self) -> StateDiff:
         """How the live model differs from what was left."""
@@ -166,10 +168,12 @@ class Preparation:
             raise ConfigError("restore(trained='discard') needs a preparation with keep_originals=True")
         with plain_mode():
             tree = self.tree()
-            held, copies, changes = self.journal.originals(), self.copies(tree), self.changes(tree)
-            trainable = {id(one) for one in held if (p := one.record.live()) is not None and p.requires_grad}
-            self._num_turned_on += self.original.num_turned_on(tree)
-            replaced, foreign = self.original.added(tree)
+            held, changes = self.journal.originals(), self.changes(tree)
+            with only_reading():
+                copies = self.copies(tree)
+                trainable = {id(one) for one in held if (p := one.record.live()) is not None and p.requires_grad}
+                self._num_turned_on += self.original.num_turned_on(tree)
+                replaced, foreign = self.original.added(tree)
             failures: dict[str, Exception] = {}
             changed = {*changes.trained, *changes.drifted}
             if trained == "error":
