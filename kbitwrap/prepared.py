@@ -19,7 +19,7 @@ from .edits.journal import Journal
 from .errors import ConfigError, StateError
 from .export.export import export_model
 from .manifest.manifest import Manifest
-from .model.checks import refuse_sharded_since, refuse_unsupported_tensors, tree_of
+from .model.checks import refuse_unsupported_tensors, tree_of
 from .model.quantization import detect_as_peft
 from .model.tree import ModelTree, only_reading
 from .preparation.original import signature
@@ -196,7 +196,6 @@ class KbitPreparedModel:
         if self.state is LifecycleState.RESTORED and self._report is not None:
             return self._report
         preparation = self._expect_prepared("restore")
-        refuse_sharded_since(ModelTree(self.model))
         report = preparation.undo(trained)
         self._report = report
         self._preparation = None
@@ -289,7 +288,6 @@ class KbitPreparedModel:
     def _suspend(self, suspension: Journal, call: str, *, hold: bool = False) -> None:
         """Suspend; ``suspension`` becomes the journal that leads back."""
         preparation = self._expect_prepared(call)
-        refuse_sharded_since(ModelTree(self.model))
         self._suspension = suspension
         self.state = LifecycleState.SUSPENDED
         try:

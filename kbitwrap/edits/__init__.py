@@ -1,1 +1,1 @@
-"""What changes a model: edits, the changes that take them back, and the journal that applies and undoes both."""
+"""Edits of a model, the changes that undo them, and the journal that applies edits and undoes changes."""

@@ -1,4 +1,4 @@
-"""What every edit can say of itself, and records of modules that find them again.
+"""The bases of edits and changes, and records of modules that find them again.
 
 Records hold modules weakly and parameters not at all: what others replace, such as a weight that a merge requantizes,
 is freed at once.
@@ -6,9 +6,9 @@ is freed at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -20,29 +20,19 @@ from .journal import MISSING, Call, Change, WayBack
 
 T = TypeVar("T")
 TrainedPolicy = Literal["keep", "discard", "error"]
-"""What becomes of a value that changed while it was stored upcast."""
+"""The treatment of a value that changed while it was stored upcast."""
 
 
 @dataclass(frozen=True)
 class EditBase:
-    """What every edit can say of itself.
+    """The part of an edit that a plan shows."""
 
-    Attributes:
-        action: What is done: ``"hold"``, ``"record"``, ``"freeze"``, ``"store"``, ``"upcast"``, ``"compute"`` or
-            ``"checkpoint"``.
-        fqns: The fully qualified names of what it is done to.
-        role: The part that these play, where they all play the same.
-        added_bytes: Bytes that the edit adds and that stay until it is undone.
-        transient_bytes: The most bytes that are live while the edit is made, above those before it.
-        reason: Why it is done so and not in the precision's leaner way, where there is one.
-    """
-
-    action: str
+    action: str  # "hold", "record", "freeze", "store", "upcast", "compute" or "checkpoint"
     fqns: tuple[str, ...]
-    role: Role | None = None
-    added_bytes: int = 0
-    transient_bytes: int = 0
-    reason: str = ""
+    role: Role | None = None  # of all of these
+    added_bytes: int = 0  # until the edit is undone
+    transient_bytes: int = 0  # the peak while the edit is made, above what was live before
+    reason: str = ""  # why it is not done in the precision's leaner way
 
     def describe(self) -> str:
         """Say in one line what the edit does, and to what."""
@@ -55,53 +45,50 @@ class ChangeBase:
     """A change that holds no original tensors."""
 
     def originals(self) -> tuple[HeldOriginal, ...]:
-        """None."""
+        """Return none."""
         return ()
 
 
-class HeldOriginal(Protocol):
-    """The original of one parameter, as a change holds it while the parameter stores something else.
-
-    Attributes:
-        record: Which parameter.
-        dtype: The original's dtype.
-        was_trained: Whether the last undo found that its value had changed while it was stored upcast.
-    """
-
-    was_trained: bool
+class HeldOriginal(ChangeBase):
+    """A change that holds the original of one parameter, while the parameter stores something else."""
 
     record: ParameterRecord
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the original
+    was_altered = False  # whether the last undo put back another value than the original
+    was_trained = False  # whether the last undo found that the value had changed while it was stored upcast
+
+    def originals(self) -> tuple[HeldOriginal, ...]:
+        """Return this one."""
+        return (self,)
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What stands for the original of the live parameter, to be read only; the parameter where it is the original.
-
-        It is what ``restore(trained="keep")`` would put back.
-        """
+        """The value that ``restore(trained="keep")`` would put back, to be read only; maybe the parameter itself."""
+        raise NotImplementedError
 
     def decide(self, policy: TrainedPolicy) -> None:
-        """Say what ``undo`` does with a value that changed while it was stored upcast."""
+        """Set what ``undo`` does with a value that changed while it was stored upcast, where it has a choice."""
+
+    def write(self, parameter: torch.Tensor, data: torch.Tensor) -> None:
+        """Give the parameter other memory: it stays the same object, so ties and optimizers hold."""
+        self.record.expects(data)
+        parameter.data = data
+        self.record.saw(parameter)
 
 
 class AttributesNow(ChangeBase):
-    """Instance attributes of modules and configs as they are now, to be written back to these very objects.
-
-    Args:
-        holders: The objects; they are held.
-        names: The attributes.
-    """
+    """Instance attributes of objects as they are now, to be written back to these very objects, which are held."""
 
     def __init__(self, holders: Collection[Any], names: Collection[str]) -> None:
         self._holders, self._names = holders, names
         self._values = [(holder, name, vars(holder).get(name, MISSING)) for holder in holders for name in names]
 
     def undo(self, tree: ModelTree) -> None:
-        """Write the recorded values."""
+        """Write the recorded values back."""
         for holder, name, value in self._values:
             write_attribute(vars(holder), name, value)
 
     def now(self, tree: ModelTree) -> AttributesNow:
-        """Record the values of now."""
+        """Record the current values."""
         return AttributesNow(self._holders, self._names)
 
 
@@ -117,11 +104,11 @@ class Together(ChangeBase):
             change.undo(tree)
 
     def now(self, tree: ModelTree) -> WayBack:
-        """Record what there is now of each."""
+        """Record the current state of each."""
         return all_of([change.now(tree) for change in self._changes], tree)
 
     def originals(self) -> tuple[HeldOriginal, ...]:
-        """What each of them holds."""
+        """The originals that each of them holds."""
         return tuple(held for change in self._changes for held in change.originals())
 
 
@@ -136,40 +123,24 @@ def all_of(ways: Sequence[WayBack], tree: ModelTree) -> WayBack:
 
 
 class ModuleRecord(Generic[T]):
-    """A value for each module of a model, found again through wrappers, copies and merges.
-
-    Args:
-        tree: The model.
-        read: What to record of a module.
-    """
+    """A value for each module of a model, found again through wrappers, copies and merges."""
 
     def __init__(self, tree: ModelTree, read: Callable[[nn.Module], T]) -> None:
         self._index = tree.index
         self._values = [read(module) for _, module in self._index.live()]
 
-    def recorded(self) -> list[tuple[nn.Module, T]]:
-        """The modules recorded that are still alive, each with its value."""
-        return [(module, self._values[number]) for number, module in self._index.live()]
+    def affected(self, tree: ModelTree) -> list[tuple[nn.Module, T]]:
+        """The modules that an undo reaches, each with its value: the recorded ones that are alive, and substitutes.
 
-    def get(self, module: nn.Module) -> T | None:
-        """The value of a recorded module, or ``None``."""
-        number = self._index.number(module)
-        return None if number is None else self._values[number]
-
-    def substitutes(self, tree: ModelTree) -> Iterator[tuple[nn.Module, T]]:
-        """Modules that are not recorded and are, by name and class, where a recorded one was.
-
-        These are the copies that PEFT makes for ``modules_to_save``: beside the original or in its place.
+        A substitute has the name and class of a recorded module: PEFT's copies for ``modules_to_save``.
         """
+        found = [(module, self._values[number]) for number, module in self._index.live()]
         for node in tree.modules:
             if self._index.number(node.module) is None:
                 cls, number = self._index.by_fqn.get(node.fqn, (None, 0))
                 if cls is type(node.module):
-                    yield node.module, self._values[number]
-
-    def affected(self, tree: ModelTree) -> list[tuple[nn.Module, T]]:
-        """Everything that an undo reaches: what was recorded, and what has taken its place."""
-        return [*self.recorded(), *self.substitutes(tree)]
+                    found.append((node.module, self._values[number]))
+        return found
 
 
 def write_attribute(fields: dict[str, Any], name: str, value: Any) -> None:
@@ -192,11 +163,11 @@ class AttributesChange(ChangeBase):
         return tuple([fields.get(name, MISSING) for name in self.names])
 
     def undo(self, tree: ModelTree) -> None:
-        """Write the recorded values, on substitutes too."""
+        """Write the recorded values back, on substitutes too."""
         self.undo_of(self.names, tree)
 
     def undo_of(self, names: Collection[str], tree: ModelTree) -> None:
-        """Write the recorded values of some of the attributes, on substitutes too."""
+        """Write the recorded values of some of the attributes back, on substitutes too."""
         slots = [(slot, name) for slot, name in enumerate(self.names) if name in names]
         for module, values in self.record.affected(tree):
             fields = vars(module)
@@ -205,5 +176,5 @@ class AttributesChange(ChangeBase):
                     write_attribute(fields, name, values[slot])
 
     def now(self, tree: ModelTree) -> AttributesNow:
-        """Record the values of now."""
+        """Record the current values."""
         return AttributesNow([module for module, _ in self.record.affected(tree)], self.names)

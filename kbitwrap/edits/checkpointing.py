@@ -1,4 +1,4 @@
-"""Activation checkpointing, and the input-gradient hooks that only its reentrant form needs."""
+"""The edit that enables activation checkpointing, with the input-gradient hooks that its reentrant form needs."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def input_gradient_hooks(module: nn.Module) -> list[int]:
 
 
 class HooksChange(ChangeBase):
-    """The input-gradient hooks as they were: every later one goes, whoever left it; all other hooks stay.
+    """The input-gradient hooks as they were: undo removes every later one, whoever added it, and no other hook.
 
-    A hook keeps its id when its module is copied, so that one set of ids tells old from new everywhere.
+    A hook keeps its id when its module is copied, so one set of ids tells old from new everywhere.
     """
 
     def __init__(self, tree: ModelTree) -> None:
@@ -54,10 +54,9 @@ class HooksChange(ChangeBase):
         self.remove_added(tree, keep_one=False)
 
     def remove_added(self, tree: ModelTree, *, keep_one: bool) -> bool:
-        """Remove the hooks added since: all, or as many as leave one on each module, an older one before the newest.
+        """Remove the hooks added since, and say whether one is left.
 
-        Returns:
-            Whether one of those added is left.
+        With ``keep_one`` each hooked module keeps one: an older one if it has any, else the newest.
         """
         is_left = False
         for module, keys in self._affected(tree).items():
@@ -69,7 +68,7 @@ class HooksChange(ChangeBase):
         return is_left
 
     def now(self, tree: ModelTree) -> WayBack:
-        """Record the hooks, with the order that they have."""
+        """Record the current hooks and their order."""
         affected = self._affected(tree)
         removed = {key for keys in affected.values() for key in keys}
         saved = [
@@ -81,7 +80,7 @@ class HooksChange(ChangeBase):
 
         def resume() -> None:
             for hooks, items in saved:
-                # Others may have removed hooks of theirs meanwhile, and added some.
+                # Others may have removed and added hooks of their own meanwhile.
                 back = [(key, hook) for key, hook in items if key in hooks or key in removed]
                 new = [(key, hook) for key, hook in hooks.items() if key not in dict(items)]
                 hooks.clear()
@@ -99,13 +98,7 @@ CHECKPOINTING_ATTRIBUTES = (
 
 
 class CheckpointingChange(Together):
-    """Checkpointing attributes and input-gradient hooks as they were.
-
-    Attributes:
-        hooks: The hooks.
-        attributes: The attributes.
-        model: The model, weakly.
-    """
+    """Checkpointing attributes and input-gradient hooks as they were."""
 
     def __init__(self, tree: ModelTree) -> None:
         self.model = weakref.ref(tree.model)
@@ -115,16 +108,9 @@ class CheckpointingChange(Together):
 
 
 def checkpointing_method(model: nn.Module) -> tuple[Callable[..., Any], str | None] | None:
-    """The method that enables checkpointing, and the name of its keyword for the checkpointing call's arguments.
+    """The bound method that enables checkpointing, and its keyword for the checkpointing call's arguments, if any.
 
-    transformers 5 renamed the method and warns on the old name. A model that overrides the old one, as remote code
-    does, is still to be called by it.
-
-    Args:
-        model: The model.
-
-    Returns:
-        The bound method with the keyword (``None`` where it takes none), or ``None`` where there is no method.
+    transformers 5 renamed the method and warns on the old name, which models that override it (remote code) still need.
     """
     old = getattr(model, "gradient_checkpointing_enable", None)
     new = getattr(model, "activation_checkpointing_enable", None)
@@ -138,14 +124,7 @@ def checkpointing_method(model: nn.Module) -> tuple[Callable[..., Any], str | No
 
 
 def refuse_without_checkpointing(tree: ModelTree) -> None:
-    """Raise for a model that cannot be checkpointed.
-
-    Args:
-        tree: The model.
-
-    Raises:
-        UnsupportedModelError: It says so itself, has no method to enable it, or no layer that listens.
-    """
+    """Raise for a model that does not support checkpointing, has no method to enable it, or no layer that listens."""
     model = tree.model
     name = type(model).__name__
     remedy = "prepare it with gradient_checkpointing=False"
@@ -158,14 +137,7 @@ def refuse_without_checkpointing(tree: ModelTree) -> None:
 
 
 def refuse_without_embeddings(model: nn.Module) -> None:
-    """Raise for a model whose input embeddings cannot be found.
-
-    Args:
-        model: The model.
-
-    Raises:
-        UnsupportedModelError: It has no method that hooks them, and none that returns them.
-    """
+    """Raise for a model that has no method to hook its input embeddings, and none that returns them."""
     if not hasattr(model, "enable_input_require_grads") and not hasattr(model, "get_input_embeddings"):
         raise UnsupportedModelError(
             f"{type(model).__name__} has no get_input_embeddings() whose output could be made to require grad; prepare "
@@ -175,7 +147,7 @@ def refuse_without_embeddings(model: nn.Module) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint(EditBase):
-    """Enable activation checkpointing, and hook the input embeddings exactly where that is asked for."""
+    """Enable activation checkpointing, and hook the input embeddings exactly where asked."""
 
     enable: bool = True
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -186,14 +158,14 @@ class Checkpoint(EditBase):
         return CheckpointingChange(tree)
 
     def apply(self, change: CheckpointingChange) -> None:
-        """Enable, then settle the hooks: transformers' enabling installs them again, needed or not."""
+        """Enable, then remove superfluous hooks: transformers installs them on enabling, needed or not."""
         model = change.model()
         assert model is not None
         if self.hook_inputs:
             _hook_inputs(model)
         if self.enable:
             _enable_checkpointing(model, self.kwargs)
-        tree = ModelTree(model)  # somebody else's code had the model
+        tree = ModelTree(model)  # walked again: other libraries' code may have changed the model
         if not change.hooks.remove_added(tree, keep_one=self.hook_inputs):
             change.attributes.undo_of(CHECKPOINTING_ATTRIBUTES[2:], tree)
 

@@ -1,4 +1,4 @@
-"""The edits of ``requires_grad`` flags, and of the attribute by which a model keeps its wrapper alive."""
+"""The edits of ``requires_grad`` flags and of the attribute by which a model keeps its wrapper alive."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ from .journal import MISSING
 
 
 class FlagsChange(ChangeBase):
-    """``requires_grad`` flags as they were.
-
-    Args:
-        flags: The records of parameters, each with its flag.
-    """
+    """Parameters' ``requires_grad`` flags as they were."""
 
     def __init__(self, flags: Iterable[tuple[ParameterRecord, bool]]) -> None:
         self._flags = list(flags)
@@ -30,13 +26,13 @@ class FlagsChange(ChangeBase):
             return [(p, flag) for record, flag in self._flags if (p := record.there()) is not None]
 
     def undo(self, tree: ModelTree) -> None:
-        """Set the recorded flags."""
+        """Set the recorded flags back."""
         for parameter, flag in self._live():
             if parameter.requires_grad != flag and parameter.is_leaf:
                 parameter.requires_grad_(flag)
 
     def now(self, tree: ModelTree) -> FlagsChange:
-        """Record the flags of now."""
+        """Record the current flags."""
         return FlagsChange((r, p.requires_grad) for r, _ in self._flags if (p := r.there()) is not None)
 
     def freeze(self) -> None:
@@ -48,12 +44,7 @@ class FlagsChange(ChangeBase):
 
 @dataclass(frozen=True, kw_only=True)
 class Freeze(EditBase):
-    """Record every base parameter's ``requires_grad``, and set it false where asked.
-
-    Attributes:
-        freeze: Whether to set the flags.
-        freeze_adapters: Whether adapters' parameters are treated as the base's.
-    """
+    """Record every base parameter's ``requires_grad``, adapters' too if asked, and set it false where asked."""
 
     freeze: bool = True
     freeze_adapters: bool = False
@@ -65,19 +56,19 @@ class Freeze(EditBase):
             return FlagsChange([(tree.record(t), t.parameter.requires_grad) for t in tensors])
 
     def apply(self, change: FlagsChange) -> None:
-        """Set the flags."""
+        """Set the flags to false where asked."""
         if self.freeze:
             change.freeze()
 
 
 def prepared_tensors(tree: ModelTree, freeze_adapters: bool) -> list[NamedTensor]:
-    """The parameters to prepare, each once: all but adapters', unless these are to be treated alike."""
+    """The parameters to prepare, each once: all but adapters', unless those are frozen too."""
     adapters = set() if freeze_adapters else tree.adapter_ids
     return [t for t in tree.tensors if id(t.parameter) not in adapters]
 
 
 class Anchor:
-    """Keeps a wrapper alive for as long as the model that it prepared, and stays behind when the model is copied."""
+    """Keeps a wrapper alive as long as the model that it prepared; a copy of the model gets an empty one."""
 
     def __init__(self, wrapper: object = None) -> None:
         self.wrapper = wrapper
@@ -99,7 +90,7 @@ class Hold(EditBase):
     anchor: Anchor = field(default_factory=Anchor, repr=False)
 
     def capture(self, tree: ModelTree) -> HoldChange:
-        """Record whose the attribute is."""
+        """Record that the attribute is absent."""
         return HoldChange(tree.model)
 
     def apply(self, change: HoldChange) -> None:
@@ -108,7 +99,7 @@ class Hold(EditBase):
 
 
 class HoldChange(ChangeBase):
-    """The attribute that was not there."""
+    """The absence of the attribute."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
@@ -124,5 +115,5 @@ class HoldChange(ChangeBase):
         self.write(MISSING)
 
     def now(self, tree: ModelTree) -> AttributesNow:
-        """Record the anchor; whoever suspends holds the wrapper meanwhile."""
+        """Record the anchor; the caller holds the wrapper while the model is suspended."""
         return AttributesNow([tree.model], [ANCHOR_ATTRIBUTE])

@@ -1,10 +1,7 @@
 """The journal: a list of reversible edits, applied all or nothing, suspended, and undone in reverse.
 
-Knows nothing of torch. An edit is a value that can say what it does (``describe``), read what it is about to change
-(``capture``) and change it (``apply``). What ``capture`` returns is a ``Change``: it alone can put the old state back.
-The journal captures, records, then applies, in this order, so that an edit which fails half-way is undone too.
-
-What edits and changes work on is handed to them as a ``view``: the model as it is walked once for an operation.
+This file does not use torch. An edit describes itself, captures what it is about to change as a ``Change``, and applies
+itself; the journal records the change before it applies the edit, so that an edit that fails half-way is undone too.
 """
 
 from __future__ import annotations
@@ -30,25 +27,21 @@ MISSING = Missing()
 
 
 class View(Protocol):
-    """What an operation sees of the thing that is edited."""
+    """The edited thing as one operation sees it: a model, walked once."""
 
     def again(self) -> Any:
-        """The same thing, seen anew: after an edit that failed half-way."""
+        """Walk the same thing again, after an edit that failed half-way."""
 
 
 class WayBack(Protocol):
-    """How to get back to a state."""
+    """A recorded state that can be put back."""
 
     def undo(self, view: Any) -> None:
         """Put the state back, however far the edit got. A second call changes nothing."""
 
 
 class Call:
-    """A way back that is a call.
-
-    Args:
-        call: Puts the state back; takes no argument.
-    """
+    """A way back that is a call without arguments."""
 
     def __init__(self, call: Callable[[], object]) -> None:
         self._call = call
@@ -60,16 +53,16 @@ class Call:
 
 @runtime_checkable
 class Change(Protocol):
-    """The state from before one edit, and how to get back there."""
+    """The state from before one edit: a ``WayBack`` that can be suspended."""
 
     def undo(self, view: Any) -> None:
         """Put back the state from before the edit, however far the edit got. A second call changes nothing."""
 
     def now(self, view: Any) -> WayBack:
-        """Record what is there now, of all that ``undo`` changes; changes nothing."""
+        """Record the current state of all that ``undo`` changes; changes nothing."""
 
     def originals(self) -> Iterable[Any]:
-        """What this change holds of original tensors: see ``HeldOriginal``."""
+        """The original tensors that this change holds, each as a ``HeldOriginal``."""
 
 
 @runtime_checkable
@@ -90,27 +83,15 @@ Failures = list[tuple[WayBack, BaseException]]
 
 
 class Journal:
-    """The changes made to a model, newest last.
-
-    Invariant: whatever ``apply`` has changed is either recorded here or has been put back.
-
-    Attributes:
-        changes: The changes, oldest first.
-    """
+    """The changes made to a model, oldest first: whatever ``apply`` changed is recorded here or was put back."""
 
     def __init__(self) -> None:
         self.changes: list[Any] = []
 
     def apply(self, edits: Iterable[Edit], view: View) -> None:
-        """Apply every edit, or none.
+        """Apply every edit, or none: where one fails, this call's edits are undone and ``EditError`` is raised.
 
-        Args:
-            edits: The edits, in order.
-            view: The model, as it is before the first of them.
-
-        Raises:
-            EditError: An edit raised an ``Exception``. This call's edits were undone; earlier ones stand.
-            BaseException: ``KeyboardInterrupt`` and ``SystemExit`` pass unchanged, the edits undone likewise.
+        ``KeyboardInterrupt`` and ``SystemExit`` pass unchanged, after the same undoing.
         """
         start = len(self.changes)
         edit: Edit | None = None
@@ -152,24 +133,16 @@ class Journal:
         self.changes += changes
 
     def undo(self, view: Any, *, since: int = 0, show: Callable[[Sequence[Any]], Iterable[Any]] = iter) -> Failures:
-        """Undo changes, newest first, each of them even when another fails; what failed stays in the journal.
+        """Undo all but the ``since`` oldest changes, newest first, each even when another fails; return the failures.
 
-        An interrupt waits until the model is as it was. What it interrupted is done again: undoing writes values.
-
-        Args:
-            view: The model.
-            since: How many of the oldest changes to leave alone.
-            show: Wraps the list of changes in a progress bar.
-
-        Returns:
-            What went wrong, in the order in which it happened; empty when everything is back.
+        A change that fails stays in the journal. One that is interrupted is undone again, and the interrupt returned.
         """
         failures: Failures = []
         for change in show(self.changes[since:][::-1]):
             for _ in range(2):
                 try:
                     change.undo(view)
-                    self._forget(change)
+                    del self.changes[next(i for i, other in enumerate(self.changes) if other is change)]
                     break
                 except Exception as error:
                     failures.append((change, error))
@@ -178,21 +151,10 @@ class Journal:
                     failures.append((change, error))
         return failures
 
-    def _forget(self, change: Any) -> None:
-        place = next(i for i, other in enumerate(self.changes) if other is change)
-        del self.changes[place]
-
     def suspend(self, view: Any, way_back: Journal, also: Sequence[Any] = ()) -> None:
-        """Put back the state from before all changes for a while, all or nothing.
+        """Put back the state from before all changes, and before the newer ones in ``also``, all or nothing.
 
-        Args:
-            view: The model.
-            way_back: The journal that leads back to what is there now: its ``resume`` ends the suspension. It is
-                complete at every moment, whatever interrupts this call.
-            also: Further changes, newer than the journal's, which are undone for the while.
-
-        Raises:
-            BaseException: What a change raised; the state from before this call is back.
+        ``way_back.resume`` ends the suspension; it is complete at every moment, whatever interrupts this call.
         """
         try:
             for change in reversed([*self.changes, *also]):
@@ -209,5 +171,5 @@ class Journal:
             raise failures[0][1]
 
     def originals(self) -> list[Any]:
-        """What the changes hold of original tensors, the newest first: where two hold one tensor, the last says it."""
+        """The original tensors that the changes hold, newest first: of one held twice, the last is the original."""
         return [held for change in reversed(self.changes) for held in change.originals()]

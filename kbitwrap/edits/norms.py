@@ -1,4 +1,4 @@
-"""The edit that makes norms compute in float32 while they store half."""
+"""The edit that makes norms compute in float32 from half weights."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def forward_slot(module: nn.Module) -> str:
 
 
 def can_rebind_forward(module: nn.Module) -> bool:
-    """Whether a module's ``forward`` can be run on a stand-in for the module, and once more to see what it returns.
+    """Whether a module's ``forward`` can be run on a shell, and once more to see what dtype it returns.
 
-    It must be its class's own, or a bound method, and have no buffers, in which statistics are kept.
+    It must be the class's own or a method bound to the module, which must have no buffers: these may keep statistics.
     """
     if any(True for _ in module.buffers()):
         return False
@@ -44,17 +44,11 @@ def computes_in_float32(module: nn.Module) -> bool:
 
 
 class Float32Forward:
-    """A module's own ``forward``, run as though its inputs and parameters were float32.
+    """A module's own ``forward``, run on float32 casts of its half inputs and parameters; the output's dtype is kept.
 
-    The forward runs on a shell: an object of the module's class with its attributes, in which the half parameters are
-    replaced by float32 copies. The module itself is not touched, so this is safe under threads, exceptions,
-    recomputation and ``torch.compile``, and gradients reach a trained parameter through the cast. The output is
-    returned in the dtype that the module's own forward returns for the same input.
-
-    Copying or pickling the module copies this object with it, bound to the copy.
-
-    Args:
-        module: The module whose forward this is.
+    The forward runs on a shell that shares the module's attributes and holds the casts. The module is not touched, so
+    this is safe under threads, exceptions, recomputation and ``torch.compile``, and gradients reach a trained parameter
+    through the cast. Copying or pickling the module copies this object, bound to the copy.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -64,7 +58,7 @@ class Float32Forward:
         self._output_dtypes: dict[Any, list[torch.dtype | None]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute in float32; see the class."""
+        """Run the forward; in float32 while active."""
         module = self.module
         forward = type(module).forward if self.inner is MISSING else self.inner.__func__
         if not self.is_active:
@@ -82,13 +76,13 @@ class Float32Forward:
         return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
 
     def _unprepared_dtypes(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.dtype | None]:
-        """The dtypes that the unprepared module returns, found by running it once for each kind of input.
+        """The dtypes that the unprepared module returns, measured by running it once for each kind of input.
 
-        Which dtype that is depends on the class (T5's norm returns its weight's, Llama's promotes, others return the
-        input's) and on autocast, so it is measured rather than guessed. A compiler drops the unused computation.
+        They depend on autocast and the class: the weight's (T5's norm), promoted (Llama's) or the input's. A compiler
+        drops the unused computation.
         """
         if torch.compiler.is_compiling():
-            # What a kernel would refuse must not be traced.
+            # A call that a kernel refuses must not be traced.
             first = args[0] if args else next(iter(kwargs.values()))
             is_refused = isinstance(self.module, (nn.LayerNorm, nn.GroupNorm)) and first.dtype not in HALF_DTYPES
             return [first.dtype] if is_refused else _output_dtypes(self.module, forward, args, kwargs)
@@ -97,7 +91,7 @@ class Float32Forward:
         if key not in self._output_dtypes:
             devices = {v.device for v in named.values() if isinstance(v, torch.Tensor) and v.device.type == "cuda"}
             with warnings.catch_warnings(), torch.random.fork_rng(devices=[device.index for device in devices]):
-                # Whatever the unprepared forward warns of, or draws, is not what is computed.
+                # This run's warnings and random draws must not show: its result is not used.
                 warnings.simplefilter("ignore")
                 self._output_dtypes[key] = _output_dtypes(self.module, forward, args, kwargs)
         return self._output_dtypes[key]
@@ -120,7 +114,7 @@ def _float32_shell(module: nn.Module) -> nn.Module:
 
 
 def _kind(value: Any) -> Any:
-    """What of an argument decides the dtype of the output."""
+    """The part of an argument that decides the dtype of the output."""
     if not isinstance(value, torch.Tensor):
         return value if isinstance(value, (bool, int, str)) else type(value)
     device = value.device.type
@@ -135,8 +129,7 @@ def _output_dtypes(module: nn.Module, forward: Callable[..., Any], args: Any, kw
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:
-            # The kernel refuses this mix of dtypes (layer_norm with float32 input and half weight), so there is no
-            # dtype to match: the input's is kept.
+            # The kernel refuses this mix of dtypes (layer_norm with float32 input and half weight): no dtype to match.
             output = args[0] if args else next(iter(kwargs.values()))
     parts = [output] if isinstance(output, torch.Tensor) else list(output)
     return [part.dtype if isinstance(part, torch.Tensor) else None for part in parts]
@@ -146,7 +139,7 @@ _SLOTS = ("forward", "_old_forward")
 
 
 class ComputeChange(ChangeBase):
-    """Forwards replaced by ``Float32Forward``, on the modules given and on the copies made of them."""
+    """Forwards replaced by ``Float32Forward``, on the given modules and on copies of them."""
 
     def __init__(self) -> None:
         self._installed: list[weakref.ref[Float32Forward]] = []
@@ -158,7 +151,7 @@ class ComputeChange(ChangeBase):
         vars(module)[forward_slot(module)] = forward
 
     def _live(self, tree: ModelTree) -> list[Float32Forward]:
-        """Every forward of this kind: in the live model, and on modules that have left it."""
+        """Every ``Float32Forward`` in the live model, and on modules that have left it."""
         found = {id(f): f for ref in self._installed if (f := ref()) is not None}
         for node in tree.modules:
             for value in vars(node.module).values():
@@ -167,7 +160,7 @@ class ComputeChange(ChangeBase):
         return list(found.values())
 
     def undo(self, tree: ModelTree) -> None:
-        """Put the modules' own forwards back. One that another library wrapped meanwhile is made inert."""
+        """Put the modules' own forwards back; one that another library wrapped meanwhile becomes inactive."""
         for forward in self._live(tree):
             forward.is_active = False
             for slot in _SLOTS:
@@ -175,7 +168,7 @@ class ComputeChange(ChangeBase):
                     _put_back_forward(forward, slot)
 
     def now(self, tree: ModelTree) -> WayBack:
-        """Record where the forwards are; the same objects are installed again."""
+        """Record where the forwards are, to install the same objects again."""
         live = self._live(tree)
         installed = [(f, slot) for f in live for slot in _SLOTS if vars(f.module).get(slot) is f]
 
@@ -199,11 +192,7 @@ def _put_back_forward(forward: Float32Forward, slot: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeInFloat32(EditBase):
-    """Make modules compute in float32 from their half parameters.
-
-    Attributes:
-        modules: The modules, weakly.
-    """
+    """Make modules compute in float32 from their half parameters."""
 
     modules: tuple[weakref.ref[nn.Module], ...] = field(default=(), repr=False)
 

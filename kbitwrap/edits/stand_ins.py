@@ -1,4 +1,4 @@
-"""The edit that makes modules see, and use, float32 tensors in the place of their half weights."""
+"""The edit that makes modules see and use float32 tensors in place of their half weights."""
 
 from __future__ import annotations
 
@@ -24,27 +24,16 @@ from .journal import MISSING, Call, WayBack
 
 
 class Float32Copy:
-    """An instance's ``__deepcopy__``: a copy of a module whose weights are stood in for stores them in float32.
+    """An instance's ``__deepcopy__``: the copy of a module with stand-ins stores its half weights in float32.
 
-    PEFT copies modules to train them (``modules_to_save``), and a trained weight is kept in float32, as it would be
-    where the module itself stored float32.
-
-    Args:
-        module: The module.
+    PEFT copies modules to train them (``modules_to_save``), and a trained weight is stored in float32.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def __call__(self, memo: dict[int, Any]) -> nn.Module:
-        """Copy the module.
-
-        Args:
-            memo: As in ``copy.deepcopy``; parameters shared with other modules stay shared among the copies.
-
-        Returns:
-            The copy, with nothing of a preparation's on it.
-        """
+        """Copy the module, without stand-ins; parameters shared with other modules stay shared among the copies."""
         module = self.module
         result: nn.Module = object.__new__(type(module))
         memo[id(module)] = result
@@ -61,35 +50,22 @@ class Float32Copy:
 
 
 class StandInState:
-    """An instance's ``__getstate__``: a pickle of a module keeps its stand-ins, and the half weights behind them.
-
-    Args:
-        module: The module.
-    """
+    """An instance's ``__getstate__``: a pickle of a module keeps its stand-ins and their half weights."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def __call__(self) -> dict[str, Any]:
-        """The module's attributes.
-
-        Returns:
-            Them, with each stand-in marked as the module's own.
-        """
+        """The module's attributes, with each stand-in marked as the module's own."""
         state = getattr(type(self.module), "__getstate__", vars)(self.module)
         return {k: value.as_state() if isinstance(value, UpcastTensor) else value for k, value in state.items()}
 
 
 class Float32First:
-    """An instance's ``parameters``: one that is stored in float32 goes before those that are upcast at use.
+    """An instance's ``parameters``: the same objects, with one that is stored in float32 before those upcast at use.
 
-    Models take the dtype of their first parameter for their own (``PreTrainedModel.dtype``), and cast masks, images and
-    caches to it. No parameter is left out, and none is another object. A copy of the module has the same order.
-
-    Args:
-        module: The module.
-        owner: A module in it.
-        name: The name there of a parameter that is stored in float32; it is looked up at each call.
+    A model takes the dtype of its first parameter for its own, and casts masks, images and caches to it. The parameter
+    is looked up in ``owner`` at each call; a copy of the module has the same order.
     """
 
     def __init__(self, module: nn.Module, owner: nn.Module, name: str) -> None:
@@ -98,14 +74,7 @@ class Float32First:
         self.name = name
 
     def __call__(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The module's parameters.
-
-        Args:
-            recurse: As in ``nn.Module.parameters``.
-
-        Yields:
-            Each of them once.
-        """
+        """Yield each of the module's parameters once."""
         parameters = type(self.module).parameters(self.module, recurse)
         first = self.owner._parameters.get(self.name)
         if first is None or not recurse:
@@ -122,13 +91,9 @@ class Float32First:
 
 
 def install_stand_in(module: nn.Module, name: str, parameter: torch.Tensor, chunk_bytes: int | None) -> None:
-    """Let a float32 tensor stand in for a module's parameter, as an instance attribute of the same name.
+    """Set the instance attributes that stand in for a parameter: ``name``, ``__deepcopy__`` and ``__getstate__``.
 
-    Args:
-        module: The module; it gets ``name``, ``__deepcopy__`` and ``__getstate__``.
-        name: The parameter's name in it.
-        parameter: The parameter.
-        chunk_bytes: The largest float32 piece alive at once in a matrix product; ``None``: one piece.
+    ``chunk_bytes`` is the largest float32 piece alive at once in a matrix product; ``None`` is one piece.
     """
     vars(module)[name] = UpcastTensor(parameter, (module, name), chunk_bytes)
     vars(module)["__deepcopy__"] = Float32Copy(module)
@@ -138,9 +103,8 @@ def install_stand_in(module: nn.Module, name: str, parameter: torch.Tensor, chun
 def can_stand_in(module: nn.Module, name: str) -> bool:
     """Whether an instance attribute can stand in for a module's parameter.
 
-    Not where the class has an attribute of that name (a parametrization's property) or the instance has one already,
-    not where the instance is copied or pickled in a way of its own, and not where the embedding renormalizes its rows
-    in place as it looks them up.
+    ``name`` must be free on the class (a parametrization has a property there), all three attributes on the instance;
+    and an embedding must not renormalize its rows in place.
     """
     is_renormalized = isinstance(module, nn.Embedding) and module.max_norm is not None
     is_taken = {name, "__deepcopy__", "__getstate__"} & vars(module).keys() or hasattr(type(module), name)
@@ -148,10 +112,10 @@ def can_stand_in(module: nn.Module, name: str) -> bool:
 
 
 class UpcastChange(ChangeBase):
-    """Instance attributes that stand in for the parameters of their names, wherever these are registered again.
+    """Instance attributes that stand in for the parameters of their names.
 
-    A weight that is tied (``head.weight = embeddings.weight``), parametrized, or given other data in the same dtype
-    (``load_state_dict(assign=True)``) is registered anew, and torch's hook on that is how its stand-in follows it.
+    A weight is registered again when it is tied (``head.weight = embeddings.weight``), parametrized or loaded
+    (``load_state_dict(assign=True)``); the stand-in follows it by torch's hook on registration.
     """
 
     def __init__(self, tree: ModelTree, chunk_bytes: int | None) -> None:
@@ -162,7 +126,7 @@ class UpcastChange(ChangeBase):
         self._hook: RemovableHandle | None = None
 
     def install(self, module: nn.Module, name: str) -> None:
-        """Put a stand-in there."""
+        """Put a stand-in in front of a module's parameter."""
         parameter = module._parameters[name]
         assert parameter is not None
         self._install(module, name, parameter)
@@ -172,9 +136,9 @@ class UpcastChange(ChangeBase):
         install_stand_in(module, name, parameter, self._chunk_bytes)
 
     def put_float32_first(self) -> None:
-        """Let the modules whose first floating-point parameter is one of the weights see a float32 one before it.
+        """Put a float32 parameter first in each module whose first floating-point parameter is one of the weights.
 
-        That is the first frozen one on the same device; where there is none, the module sees half.
+        It is the first frozen one on the same device; where there is none, the half parameter stays first.
         """
         model = self._model()
         assert model is not None
@@ -199,7 +163,7 @@ class UpcastChange(ChangeBase):
                 self._readers.add(module)
 
     def follow(self) -> None:
-        """Begin to follow the weights."""
+        """Begin to follow weights that are registered again."""
         if self._hook is None:
             change = weakref.ref(self)
 
@@ -212,9 +176,9 @@ class UpcastChange(ChangeBase):
             weakref.finalize(self, self._hook.remove)
 
     def _registered(self, module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        """What to register instead of a parameter: for a stand-in, what it stands for; its place gets one, too."""
+        """The parameter to register instead, if any: for a stand-in its half weight; the new place gets a stand-in."""
         if isinstance(module, ParametrizationList):
-            # The owner gives the weight away: in its place there is to be a property.
+            # The owner gives the weight away, and gets a property in its place.
             for owner, own_name in self._attributes():
                 if vars(owner).get(own_name) is parameter:
                     del vars(owner)[own_name]
@@ -234,7 +198,7 @@ class UpcastChange(ChangeBase):
         return half
 
     def _attributes(self, tree: ModelTree | None = None) -> list[tuple[nn.Module, str]]:
-        """Where stand-ins may be: on the weights' owners and, in a tree, on those who see float32 first."""
+        """Where stand-ins may be: on the weights' owners and, given a tree, on modules that put float32 first."""
         owners = [
             (module, name)
             for module, names in self._names.items()
@@ -242,12 +206,12 @@ class UpcastChange(ChangeBase):
         ]
         if tree is None:
             return owners
-        # PEFT's copies of them in the live model too.
+        # In the live model, PEFT's copies too.
         modules = dict.fromkeys([*self._readers, *(node.module for node in tree.modules)])
         return owners + [(m, "parameters") for m in modules if isinstance(vars(m).get("parameters"), Float32First)]
 
     def undo(self, tree: ModelTree) -> None:
-        """Remove the stand-ins: the parameters are seen again."""
+        """Remove the stand-ins, so that the parameters are seen again."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -259,7 +223,7 @@ class UpcastChange(ChangeBase):
                 del vars(module)[name]
 
     def now(self, tree: ModelTree) -> WayBack:
-        """Record the stand-ins that are there."""
+        """Record the current stand-ins."""
         current = [(module, name, vars(module).get(name, MISSING)) for module, name in self._attributes(tree)]
 
         def resume() -> None:
@@ -274,22 +238,17 @@ class UpcastChange(ChangeBase):
 
 @dataclass(frozen=True, kw_only=True)
 class UpcastAtUse(EditBase):
-    """Make half weights be seen, and used, as float32, through a stand-in that upcasts at each use.
-
-    Attributes:
-        weights: Where the weights are.
-        chunk_bytes: The largest float32 piece alive at once in a matrix product; ``None``: one piece.
-    """
+    """Make modules see and use half weights as float32, through a stand-in that upcasts at each use."""
 
     weights: tuple[TensorRef, ...] = field(repr=False)
     chunk_bytes: int | None = None
 
     def capture(self, tree: ModelTree) -> UpcastChange:
-        """Begin a record of the stand-ins; none is there, or it would not have been planned."""
+        """Begin a record of the stand-ins: a planned edit finds none."""
         return UpcastChange(tree, self.chunk_bytes)
 
     def apply(self, change: UpcastChange) -> None:
-        """Put the stand-ins there."""
+        """Install the stand-ins, and follow the weights."""
         for ref in self.weights:
             module = ref.owner()
             if module is not None:

@@ -1,8 +1,7 @@
-"""The edits of what parameters store: cast to float32 and exactly back, shared memory and trained values included.
+"""The edits of storage dtypes: a parameter is cast to float32 and exactly back, also if it is trained or shares memory.
 
-float16 and bfloat16 survive the way to float32 and back in every bit, except the payloads of NaNs, which are recorded
-sparsely. Whether training changed a value is told by rounding it back: it must be exactly representable in the
-original dtype, and the bits must have the fingerprint that they had.
+Half values survive the cast in every bit except NaN payloads, which are recorded sparsely. A value is untrained if it
+is exactly representable in the original dtype and its bits there have the recorded fingerprint.
 """
 
 from __future__ import annotations
@@ -18,42 +17,24 @@ from ..model.tree import ModelTree, NamedTensor
 from ..tensors.bits import Layout, NanPayloads, fingerprint, same_values
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import LazyTensor
-from .base import ChangeBase, EditBase, TrainedPolicy, all_of
+from .base import ChangeBase, EditBase, HeldOriginal, TrainedPolicy, all_of
 from .journal import Call, WayBack
 
 _PIECE = 4 << 20  # elements cast at once: few enough for an allocator to use their memory again
 
 
 class TrainedError(RuntimeError):
-    """A parameter's value changed while it was stored upcast, and the caller asked for that to be an error.
-
-    Attributes:
-        fqns: The parameters' names.
-    """
+    """Values of parameters changed while they were stored upcast, and the caller asked for that to be an error."""
 
     def __init__(self, fqns: Sequence[str]) -> None:
         super().__init__("; ".join(f"{fqn} was trained while it was stored in {torch.float32}" for fqn in fqns))
         self.fqns = tuple(fqns)
 
 
-class StorageChange(ChangeBase):
-    """What one parameter stored, and how to get back to it.
+class StorageChange(HeldOriginal):
+    """The original storage of one parameter: recorded before a cast, and put back by undo.
 
-    Args:
-        record: The record of the parameter.
-        parameter: The parameter, before it is cast.
-        keep: Hold on to the original tensor: on the CPU itself, elsewhere a copy on the host unless ``on_device``.
-        on_device: Hold the original itself on any device (for the small biases that bitsandbytes rewrites).
-
-    Attributes:
-        record: As given.
-        fqn: The parameter's name.
-        dtype: The dtype that it stored.
-        kept: The original, if it is held.
-        policy: What ``undo`` does with a value that changed while it was stored upcast.
-        was_trained: Whether ``undo`` found such a value.
-        was_resized: Whether ``undo`` found another shape; such a value is not counted as trained.
-        group: The change of all parameters over the same memory, where there are several.
+    With ``keep`` the original itself is held: on the CPU, or on any device where ``on_device`` is set.
     """
 
     def __init__(
@@ -64,11 +45,10 @@ class StorageChange(ChangeBase):
         self.fqn = record.fqn
         self.dtype = data.dtype
         self.kept = (data if on_device else data.cpu()) if keep else None
-        self.policy: TrainedPolicy = "keep"
-        self.was_trained = False
-        self.was_resized = False
-        self.group: SharedStorageChange | None = None
-        self._layout = Layout.of(data)
+        self.was_resized = False  # whether `undo` found another shape; such a value is not counted as trained
+        self.group: SharedStorageChange | None = None  # where other parameters lie over the same memory
+        self.layout = Layout.of(data)
+        self._policy: TrainedPolicy = "keep"
         self._payloads = NanPayloads.find(data) if self.kept is None else None
         self._fingerprint = fingerprint(data) if self.kept is None else None
         self._is_undone = False
@@ -76,15 +56,15 @@ class StorageChange(ChangeBase):
 
     def _rounded(self, current: torch.Tensor) -> torch.Tensor:
         """The current value in the original dtype, NaN payloads included."""
-        # Of the original's dtype already, it would be the live memory, where no payload is to be written.
+        # A value in the original dtype already is live memory, and payloads are written into a copy only.
         rounded = current.detach().to(self.dtype, copy=self._payloads is not None)
-        if self._payloads is not None and tuple(rounded.shape) == self._layout.shape:
+        if self._payloads is not None and tuple(rounded.shape) == self.layout.shape:
             self._payloads.write(rounded)
         return rounded
 
     def _is_untouched(self, current: torch.Tensor, rounded: torch.Tensor | None) -> bool:
-        """Whether the current value is the original's, in whatever dtype others put it since."""
-        if tuple(current.shape) != self._layout.shape:
+        """Whether the current value is the original's, in any dtype; ``rounded`` is ``None`` where that is kept."""
+        if tuple(current.shape) != self.layout.shape:
             return False
         if self.kept is not None:
             # bitsandbytes casts a bias to the dtype of its input, which may have rounded it on the way.
@@ -95,21 +75,21 @@ class StorageChange(ChangeBase):
         return same_values(current, rounded) and fingerprint(rounded) == self._fingerprint
 
     def is_untouched(self, current: torch.Tensor) -> bool:
-        """Whether a current value is the original's, in whatever dtype."""
+        """Whether the current value is the original's, in any dtype."""
         return self._is_untouched(current, self._rounded(current) if self.kept is None else None)
 
     def _original(self, current: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """The value to put back, in its layout, and whether training changed it."""
+        """The value to put back, in the original layout where it is untrained, and whether training changed it."""
         rounded = self._rounded(current) if self.kept is None else None
         was_trained = not self._is_untouched(current, rounded)
-        discards = self.policy == "discard" and tuple(current.shape) == self._layout.shape
+        discards = self._policy == "discard" and tuple(current.shape) == self.layout.shape
         if self.kept is not None and (not was_trained or discards):
             original = self.kept.to(current.device)
         else:
             original = self._rounded(current) if rounded is None else rounded
-        if original.stride() == self._layout.stride or was_trained:
+        if original.stride() == self.layout.stride or was_trained:
             return original, was_trained
-        return Layout.place([(original, self._layout)])[0], was_trained
+        return Layout.place([(original, self.layout)])[0], was_trained
 
     def original_of(self, current: torch.Tensor) -> torch.Tensor:
         """The value that ``restore(trained="keep")`` would put back of a parameter that stores ``current``."""
@@ -121,16 +101,12 @@ class StorageChange(ChangeBase):
         """Whether the original is to be computed from what the parameter stores."""
         return parameter.dtype != self.dtype or self.kept is not None
 
-    def originals(self) -> tuple[StorageChange, ...]:
-        """The parameter's."""
-        return (self,)
-
     def decide(self, policy: TrainedPolicy) -> None:
-        """Say what ``undo`` does with a value that changed while it was stored upcast."""
-        self.policy = policy
+        """Set what ``undo`` does with a value that changed while it was stored upcast."""
+        self._policy = policy
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What stands for the original of the live parameter; see ``HeldOriginal``."""
+        """The original of the live parameter, computed when it is used; see ``HeldOriginal``."""
         if not self.converts(parameter):
             return parameter
         return LazyTensor(
@@ -138,7 +114,7 @@ class StorageChange(ChangeBase):
         )
 
     def _pieces(self, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The values of the original, flat and one after the other, without having all of them in memory."""
+        """The original's values in flat pieces, so that not all of them are in memory at once."""
         if self.kept is not None or self._payloads is not None or not parameter.is_contiguous():
             yield self.original_of(parameter.data).reshape(-1)
             return
@@ -146,16 +122,15 @@ class StorageChange(ChangeBase):
             yield piece.to(self.dtype)
 
     def _current(self) -> nn.Parameter | None:
-        """The parameter, unless it stores its original, held by this change, or is gone."""
+        """The parameter, or ``None`` where it is gone or stores the original that this change holds."""
         parameter = self.record.live()
         is_original = parameter is not None and self.kept is not None and _is_same_tensor(parameter, self.kept)
         return None if is_original else parameter
 
     def undo(self, tree: ModelTree) -> None:
-        """Put the original storage back: exact where nothing was trained, else by ``policy``.
+        """Put the original storage back, exactly where nothing was trained, else by the policy.
 
-        Raises:
-            TrainedError: The value was trained and the policy is ``"error"``; the parameter is left as it is.
+        Under ``"error"`` a trained parameter is left as it is, and ``TrainedError`` raised.
         """
         parameter = self._current()
         if parameter is None or self._is_undone:
@@ -166,21 +141,16 @@ class StorageChange(ChangeBase):
         else:
             original, was_trained = self._original(parameter.data)
         is_upcast = parameter.dtype != self.dtype
-        if was_trained and is_upcast and self.policy == "error":
+        if was_trained and is_upcast and self._policy == "error":
             raise TrainedError([self.fqn])
-        self.was_resized = tuple(parameter.shape) != self._layout.shape
+        self.was_resized = tuple(parameter.shape) != self.layout.shape
         self.was_trained = was_trained and is_upcast and not self.was_resized
+        self.was_altered = self.was_trained and not self.is_untouched(original)
         self.write(parameter, original)
         self._is_undone = True
 
-    def write(self, parameter: nn.Parameter, data: torch.Tensor) -> None:
-        """Give the parameter other memory: it stays the same object, so ties and optimizers hold."""
-        self.record.expects(data)
-        parameter.data = data
-        self.record.saw(parameter)
-
     def now(self, tree: ModelTree) -> WayBack:
-        """Record what is stored now, bit for bit."""
+        """Record the current storage, bit for bit."""
         parameter = self._current()
         if parameter is None:
             return Call(lambda: None)
@@ -188,7 +158,7 @@ class StorageChange(ChangeBase):
         dtype = current.dtype
         original, was_trained = self._original(current)
         self._ready = current, original, was_trained
-        # A value that the original gives exactly is made again from it, so that only others are held twice.
+        # A value that the original gives exactly is made from it again; only others are held twice.
         is_derivable = dtype == torch.float32 and not was_trained and same_values(current, original)
         saved = None if is_derivable else current
 
@@ -200,11 +170,6 @@ class StorageChange(ChangeBase):
                 self.write(live, live.data.to(dtype) if saved is None else saved)
 
         return Call(resume)
-
-    @property
-    def layout(self) -> Layout:
-        """How the parameter lay in its memory."""
-        return self._layout
 
 
 def _is_same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -227,11 +192,7 @@ class SharedStorageChange(ChangeBase):
             change.group = self
 
     def undo(self, tree: ModelTree) -> None:
-        """Put the originals back; memory is shared again where no value was trained.
-
-        Raises:
-            TrainedError: As for one parameter; the others are restored.
-        """
+        """Put the originals back, each even when another raises; memory is shared again where no value was trained."""
         trained: list[str] = []
         for change in self.changes:
             try:
@@ -252,32 +213,22 @@ class SharedStorageChange(ChangeBase):
             change.write(parameter, view)
 
     def now(self, tree: ModelTree) -> WayBack:
-        """Record what each of them stores now."""
+        """Record the current storage of each."""
         return all_of([change.now(tree) for change in self.changes], tree)
 
     def originals(self) -> tuple[StorageChange, ...]:
-        """Theirs."""
+        """Return the changes of the parameters."""
         return self.changes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Store(EditBase):
-    """Store parameters in another dtype, and record what they stored.
-
-    They share one memory; nearly always it is a single one.
-
-    Attributes:
-        refs: Where the parameters are.
-        dtype: The storage dtype wanted, or ``None`` to record only.
-        keep: Hold on to the originals.
-        is_rewritten: bitsandbytes rewrites these (a quantized layer's bias), so the originals are held where they are.
-        record_bytes: Bytes that the record holds of them.
-    """
+    """Store a parameter, or several over the same memory, in another dtype, and record the original storage."""
 
     refs: tuple[TensorRef, ...] = field(repr=False)
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | None = None  # `None`: record only
     keep: bool = False
-    is_rewritten: bool = False
+    is_rewritten: bool = False  # by bitsandbytes (a quantized layer's bias): the originals are held on their device
     record_bytes: int = 0
 
     def capture(self, tree: ModelTree) -> StorageChange | SharedStorageChange:
@@ -301,17 +252,10 @@ class Store(EditBase):
                 one.write(parameter, parameter.data.to(self.dtype))
 
 
-class CopyChange(ChangeBase):
-    """A copy that PEFT made of an upcast parameter, or what stands in its place: taken to the original dtype.
+class CopyChange(HeldOriginal):
+    """PEFT's copy of an upcast parameter, or a base parameter that others cast (``is_base``): undo rounds it.
 
-    It is made for one restore or suspension, and holds the copy meanwhile.
-
-    Args:
-        record: The record of the copy.
-        parameter: The copy.
-        dtype: The original's dtype.
-        is_base: Whether it is no copy, but a parameter of the base that others cast.
-        is_resized: Whether it has another shape than the original.
+    It is made for one restore or suspension, and holds the parameter meanwhile.
     """
 
     def __init__(
@@ -330,29 +274,15 @@ class CopyChange(ChangeBase):
         self.is_base = is_base
         self.is_resized = is_resized
 
-    was_trained = False
-
-    def decide(self, policy: TrainedPolicy) -> None:
-        """Nothing: a copy is rounded, whatever became of it."""
-
-    def _write(self, data: torch.Tensor) -> None:
-        self.record.expects(data)
-        self.parameter.data = data
-        self.record.saw(self.parameter)
-
     def undo(self, tree: ModelTree) -> None:
         """Round the value to the original dtype; the Parameter object stays."""
-        self._write(self.parameter.data.to(self.dtype))
+        self.write(self.parameter, self.parameter.data.to(self.dtype))
 
     def now(self, tree: ModelTree) -> WayBack:
         """Record the exact float32 value."""
         saved = self.parameter.data
-        return Call(lambda: self._write(saved))
-
-    def originals(self) -> tuple[CopyChange, ...]:
-        """The parameter's."""
-        return (self,)
+        return Call(lambda: self.write(self.parameter, saved))
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What stands for the original of the live parameter; see ``HeldOriginal``."""
+        """The live parameter rounded to the original dtype when it is used; see ``HeldOriginal``."""
         return LazyTensor(parameter.shape, self.dtype, lambda: parameter.data.to(self.dtype))

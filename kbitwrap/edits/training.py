@@ -1,4 +1,4 @@
-"""What training rewrites on its own, recorded: train modes, caches, ``use_cache``, what layers and accelerate set."""
+"""The edits that record what training rewrites: train modes, caches, ``use_cache``, layers' and accelerate's fields."""
 
 from __future__ import annotations
 
@@ -25,23 +25,17 @@ from ..model.quantization import (
 )
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree
-from .base import AttributesNow, ChangeBase, EditBase, ModuleRecord, Together, TrainedPolicy, write_attribute
+from .base import AttributesNow, ChangeBase, EditBase, HeldOriginal, ModuleRecord, Together, write_attribute
 from .journal import MISSING
 
-# What accelerate sets on the model that it is given: a forward under autocast, the forward before that, and a mark.
+# Set by accelerate on the model that it is given: a forward under autocast, the forward before that, and a mark.
 _ACCELERATE_ATTRIBUTES = ("forward", "_original_forward", "_is_accelerate_prepared")
 # The types of the plain attributes that a module computes with, and may replace when it runs.
 _PLAIN = frozenset({torch.Tensor, type(None), bool, int, float, str, torch.dtype, torch.device})
-Caches = tuple[dict[str, Any], dict[str, torch.Tensor | None]]
-"""Plain attributes, and the buffers that no checkpoint holds."""
 
 
 class AccelerateChange(ChangeBase):
-    """A model as it was before accelerate prepared it: without its autocast, and without its mark.
-
-    Args:
-        model: The model that is given to a ``Trainer``, or to ``Accelerator.prepare``.
-    """
+    """A model as it was before a ``Trainer`` or ``Accelerator.prepare`` gave it a forward under autocast and a mark."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = weakref.ref(model)
@@ -58,7 +52,7 @@ class AccelerateChange(ChangeBase):
                 write_attribute(vars(model), name, value)
 
     def now(self, tree: ModelTree) -> AttributesNow:
-        """Record the attributes of now."""
+        """Record the current attributes."""
         model = self.model()
         return AttributesNow([] if model is None else [model], _ACCELERATE_ATTRIBUTES)
 
@@ -70,7 +64,7 @@ class RecordAccelerate(EditBase):
     model: weakref.ref[nn.Module] = field(repr=False)
 
     def capture(self, tree: ModelTree) -> AccelerateChange:
-        """Record."""
+        """Record the attributes."""
         model = self.model()
         assert model is not None
         return AccelerateChange(model)
@@ -80,27 +74,27 @@ class RecordAccelerate(EditBase):
 
 
 class TrainModeChange(ChangeBase):
-    """The train modes of a model's modules as they were. Adapters keep theirs; copies of modules get the base's."""
+    """The train modes of a model's modules as they were; adapters keep theirs, and copies of modules get the base's."""
 
     def __init__(self, tree: ModelTree) -> None:
         self._record = ModuleRecord(tree, lambda module: module.training)
 
     def undo(self, tree: ModelTree) -> None:
-        """Put them back."""
+        """Put the modes back."""
         for module, training in self._record.affected(tree):
             module.training = training
 
     def now(self, tree: ModelTree) -> AttributesNow:
-        """Record the modes of now."""
+        """Record the current modes."""
         return AttributesNow([node.module for node in tree.modules], ["training"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class FollowTrainMode(EditBase):
-    """Let what is no module of the base follow the train mode of the module that it sits in."""
+    """Give modules outside the base (adapters, wrappers, copies) the train mode of the module that contains them."""
 
     def capture(self, tree: ModelTree) -> _Followers:
-        """Record their modes."""
+        """Record their modes, each with the one to set."""
         modes = {"": tree.model.training}
         followers: list[tuple[nn.Module, bool]] = []
         for node in tree.nodes:
@@ -111,7 +105,7 @@ class FollowTrainMode(EditBase):
         return _Followers(followers)
 
     def apply(self, change: _Followers) -> None:
-        """Set them."""
+        """Set the modes."""
         for module, training in change.followers:
             module.training = training
 
@@ -126,9 +120,9 @@ class _Followers(AttributesNow):
 
 @functools.cache
 def _keeps_caches(cls: Any) -> bool:
-    """Whether a module's class may keep tensors for its next forward; torch's own do not.
+    """Whether a class's modules may keep tensors for their next forward in the input's dtype.
 
-    Those of the libraries that quantize keep what their kernels need, in no dtype of the input's.
+    torch's own keep none, and those of the quantization libraries keep their kernels' tensors, in dtypes of their own.
     """
     return not cls.__module__.startswith("torch.nn.") and cls.__module__.partition(".")[0] not in DISTRIBUTIONS
 
@@ -136,20 +130,15 @@ def _keeps_caches(cls: Any) -> bool:
 class CachesChange(ChangeBase):
     """Tensors that modules keep from one forward to the next, as they were: rotary tables, position encodings.
 
-    A forward makes them, or casts them, in the dtype that it computes in, so that those of a prepared model are not
-    those of the model before. Such a tensor is a plain attribute, or a buffer that no checkpoint holds. Where another
-    one stands in its place, or one where there was none, the module gets back what it had, and the numbers beside it,
-    which may say what the tensor is good for.
-
-    Args:
-        tree: The model.
+    A forward makes them in its compute dtype, which preparing changes. Such a tensor is a plain attribute or a buffer
+    outside the state dict; where one was replaced or added, the numbers beside it, which may describe it, go back too.
     """
 
     def __init__(self, tree: ModelTree) -> None:
         self._record = ModuleRecord(tree, self._read)
 
     @staticmethod
-    def _read(module: nn.Module) -> Caches:
+    def _read(module: nn.Module) -> tuple[dict[str, Any], dict[str, torch.Tensor | None]]:
         cls: Any = type(module)
         if not _keeps_caches(cls):
             return {}, {}
@@ -160,7 +149,7 @@ class CachesChange(ChangeBase):
         )
 
     def undo(self, tree: ModelTree) -> None:
-        """Put them back, on substitutes too. What others put there that is neither tensor nor number stays."""
+        """Put the tensors back, on substitutes too; values of other types that others put there stay."""
         for module, (recorded, buffers) in self._record.affected(tree):
             fields = module.__dict__
             changed = {
@@ -176,30 +165,22 @@ class CachesChange(ChangeBase):
             if replaced or any(torch.Tensor in (type(value), type(fields.get(n))) for n, value in changed.items()):
                 fields.update(changed)
                 for name, value in replaced.items():
-                    # Moving a model replaces its buffers, and they stay where they were moved to.
-                    module._buffers[name] = _beside(value, module._buffers[name])
+                    # Moving a model replaces its buffers, and they stay on the device that they were moved to.
+                    current = module._buffers[name]
+                    module._buffers[name] = value if value is None or current is None else value.to(current.device)
 
     def now(self, tree: ModelTree) -> CachesChange:
-        """Record those of now."""
+        """Record the current tensors."""
         return CachesChange(tree)
 
 
-def _beside(tensor: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-    return tensor if tensor is None or other is None else tensor.to(other.device)
-
-
-class RuntimeChange(ChangeBase):
-    """What a bitsandbytes layer rewrites on itself when it runs, as it was.
+class RuntimeChange(HeldOriginal):
+    """The fields that a bitsandbytes layer rewrites on itself when it runs, as they were.
 
     ``Linear4bit`` fills in ``compute_dtype``, and on some CPUs repacks its weight in eval mode; ``Linear8bitLt`` moves
-    its weight's statistics into ``state``. Nothing is kept alive but the layer's small quantization statistics, and
-    these on the CPU only, where repacking replaces them by an approximation. A weight that was replaced since (a
-    merge) keeps its own state. A repacked weight holds the same nibbles in another order, so either layout is made of
-    the other exactly.
-
-    Args:
-        module: The layer.
-        record: The record of its weight.
+    its weight's statistics into ``state``. Only small quantization statistics are kept alive, on the CPU only, where
+    repacking replaces them by an approximation. A weight that was replaced since (a merge) keeps its own state. A
+    repacked weight holds the same nibbles in another order, so either layout is made from the other exactly.
     """
 
     def __init__(self, module: nn.Module, record: ParameterRecord) -> None:
@@ -212,24 +193,18 @@ class RuntimeChange(ChangeBase):
         self._state = {name: _recorded(vars(owner), keys) for name, owner, keys in state_owners(module, weight)}
 
     def keep_unpacked(self) -> None:
-        """Have the layer keep the layout in which it can be trained, in eval mode too.
+        """Keep the trainable layout in eval mode too.
 
-        ``Linear4bit`` computes with a repacked weight in train mode as well once it ran in eval mode, by a kernel that
-        has no backward: gradients would end at the layer, silently.
+        Once ``Linear4bit`` is repacked, its kernel has no backward, in train mode either: gradients would end silently.
         """
         module = self._module()
         weight = None if module is None else module._parameters.get("weight")
         state = getattr(weight, "quant_state", None)
         if weight is not None and state is not None and is_repacked(vars(state)):
-            self._write_weight(weight, in_other_layout(weight, state))
+            self.write(weight, in_other_layout(weight, state))
             unpack_statistics(state)
         if module is not None and vars(module).get(REPACKS):
             vars(module)[REPACKS] = False
-
-    def _write_weight(self, weight: torch.Tensor, data: torch.Tensor) -> None:
-        self.record.expects(data)
-        weight.data = data
-        self.record.saw(weight)
 
     def undo(self, tree: ModelTree) -> None:
         """Put the recorded fields back."""
@@ -243,52 +218,46 @@ class RuntimeChange(ChangeBase):
         quant_state = getattr(weight, "quant_state", None)
         was_repacked = is_repacked(self._state.get("quant_state", {}))
         if quant_state is not None and is_repacked(vars(quant_state)) != was_repacked:
-            self._write_weight(weight, in_other_layout(weight, quant_state))
-        owners = state_owners(module, weight)
+            self.write(weight, in_other_layout(weight, quant_state))
+        owners = [o for o in state_owners(module, weight) if o[0] in self._state and not self._is_as_recorded(*o)]
+        if not owners:
+            return
         # All values are looked up before any is written: one field may be all that holds another's value.
-        places = [vars(owner) for _, owner, _ in owners]
-        values = {n: _values(self._state[n], vars(owner), places) for n, owner, _ in owners if n in self._state}
-        for name, owner, keys in owners:
-            if name in values:
-                _write(vars(owner), values[name], keys)
+        places = [vars(owner) for _, owner, _ in state_owners(module, weight)]
+        values = [_values(self._state[name], vars(owner), places) for name, owner, _ in owners]
+        for (_, owner, keys), value in zip(owners, values, strict=True):
+            _write(vars(owner), value, keys)
+
+    def _is_as_recorded(self, name: str, owner: Any, keys: tuple[str, ...] | None) -> bool:
+        recorded, fields = self._state[name], vars(owner)
+        names = set(fields) if keys is None else {key for key in keys if key in fields}
+        return names == recorded.keys() and all(fields.get(key) is value for key, value in recorded.items())
 
     def now(self, tree: ModelTree) -> RuntimeChange:
-        """Record the layer as it is now; of one that is gone, this record."""
+        """Record the layer as it is now; if it is gone, return this record."""
         module = self._module()
         is_gone = module is None or module._parameters.get("weight") is None
         return self if module is None or is_gone else RuntimeChange(module, self.record)
 
-    def originals(self) -> tuple[RuntimeChange, ...]:
-        """The weight, where the layer has repacked it."""
-        return (self,)
-
-    was_trained = False
-
-    def decide(self, policy: TrainedPolicy) -> None:
-        """Nothing: quantized weights are not trained."""
-
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The weight as it was before the layer repacked it, as a copy; the weight where it did not."""
+        """A copy of the weight as it was before the layer repacked it; the weight itself where the layer did not."""
         copied = unpacked_copy(parameter, self._settle)
         return parameter if copied is None else copied
 
     def _settle(self, fields: dict[str, Any]) -> None:
-        """Make the fields of copied 4-bit statistics the recorded ones, where there is a record."""
+        """Replace the fields of copied 4-bit statistics by the recorded ones, where there are any."""
         held = self._state.get("quant_state")
         if held is not None:
             _write(fields, _values(held, fields, [fields]), None)
 
     def original_quant_state(self, parameter: torch.Tensor) -> Any:
-        """The 4-bit statistics as they were before the layer repacked its weight, for a weight that lost them.
-
-        Sharding makes a 4-bit weight a plain tensor; its layer still holds the statistics.
-        """
+        """The layer's 4-bit statistics from before repacking, for a weight that lost them when it was sharded."""
         module = self._module()
         return None if module is None else unpacked_state(quant_state_of(module, parameter), self._settle)
 
 
 class _HeldWeakly:
-    """A tensor to be found among others by the memory it lies in, so that a record pins no device memory."""
+    """A tensor that is found among others by its memory, so that a record keeps no device memory alive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._memory = StorageWeakRef(tensor.untyped_storage())
@@ -301,7 +270,7 @@ class _HeldWeakly:
 
 
 def _recorded(fields: dict[str, Any], keys: tuple[str, ...] | None) -> dict[str, Any]:
-    """An object's fields, or those named in ``keys``; large tensors, and those off the CPU, are held weakly."""
+    """Record all fields of an object, or the ``keys``; large (int8) tensors, and those off the CPU, are held weakly."""
     found = dict(fields) if keys is None else {key: fields[key] for key in keys if key in fields}
     for key, value in found.items():
         if isinstance(value, torch.Tensor) and not (value.is_cpu and value.dtype != torch.int8):
@@ -321,13 +290,10 @@ def _values(recorded: dict[str, Any], fields: dict[str, Any], places: list[dict[
 
 
 def _write(fields: dict[str, Any], values: dict[str, Any], keys: tuple[str, ...] | None) -> None:
-    """Make ``fields`` (or those named in ``keys``) these: the same keys in the same order, the same objects."""
+    """Replace all ``fields``, or those named in ``keys``, by these values, in their order."""
     for key in list(fields) if keys is None else keys:
         fields.pop(key, None)
     fields.update(values)
-
-
-_RUNTIME_CONFIGS = ("config", "generation_config")
 
 
 def _configs(tree: ModelTree) -> list[Any]:
@@ -335,7 +301,7 @@ def _configs(tree: ModelTree) -> list[Any]:
     configs = {
         id(config): config
         for node in tree.modules
-        for name in _RUNTIME_CONFIGS
+        for name in ("config", "generation_config")
         if (config := node.module.__dict__.get(name)) is not None
     }
     return [config for config in configs.values() if hasattr(config, "__dict__")]
@@ -343,16 +309,12 @@ def _configs(tree: ModelTree) -> list[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Record(EditBase):
-    """Record what training rewrites on its own, and have no layer rewrite what could not be trained then.
+    """Record what training rewrites, and keep 4-bit layers in the layout that can be trained."""
 
-    Attributes:
-        layers: The quantized layers that rewrite fields of their own, weakly.
-    """
-
-    layers: tuple[weakref.ref[nn.Module], ...] = field(default=(), repr=False)
+    layers: tuple[weakref.ref[nn.Module], ...] = field(default=(), repr=False)  # those that rewrite their own fields
 
     def capture(self, tree: ModelTree) -> Together:
-        """Record."""
+        """Record all of it, as one change."""
         layers = {id(layer) for ref in self.layers if (layer := ref()) is not None}
         weights = [t for t in tree.all_tensors if t.name == "weight" and id(t.module) in layers]
         return Together(
@@ -364,7 +326,7 @@ class Record(EditBase):
         )
 
     def apply(self, change: Together) -> None:
-        """Have 4-bit layers keep the layout in which they can be trained."""
+        """Keep 4-bit layers in the layout that can be trained."""
         for held in change.originals():
             if isinstance(held, RuntimeChange):
                 held.keep_unpacked()

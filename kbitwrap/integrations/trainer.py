@@ -30,22 +30,22 @@ _Model = nn.Module | None
 class KbitTrainerCallback(TrainerCallback, ExportableState):
     """Records the preparation in every checkpoint, refuses to resume on another one, and can suspend for evaluation.
 
-    Each checkpoint folder gets the manifest, written by the processes that save. Its essence (the settings, the model,
-    one digest over all tensors) goes into the checkpoint's own ``trainer_state.json`` too. A resumed training is
-    compared with that: a callback is given the state, and not the folder. The base is digested once, when training
-    begins.
+    Each checkpoint folder gets the manifest, written by the processes that save. The manifest's essence (the settings,
+    the model, one digest over all tensors) is also written into the checkpoint's ``trainer_state.json``, and a resumed
+    training is compared with it: a callback is given the state, and not the folder. The base is digested once, when
+    training begins.
 
     The model that is trained is adopted when the ``Trainer`` is made: under ``"adapted"`` the norms of adapted blocks
-    compute in float32 from there on, and ``restore`` takes back what accelerate sets on the ``PeftModel``. A callback
-    that is added to a ``Trainer`` later comes too late for that: ``adopt`` the model before.
+    compute in float32 from then on, and ``restore`` removes what accelerate sets on the ``PeftModel``. A callback that
+    is added to a ``Trainer`` later is too late for that: ``adopt`` the model before.
 
     With ``suspend_evaluation``, evaluations during training run on the base in its original state, as it will be after
-    ``restore``; training goes on bit for bit as without an evaluation. The callback suspends at the end of a step or an
-    epoch, when it learns that an evaluation follows, and resumes when that is over. Put it last: callbacks after it
-    find the model suspended, and an evaluation that they ask for is refused. So is any other that would run on the
-    prepared model: several evaluation datasets, and ``evaluate`` and ``predict`` outside training, which no event
-    announces. `SuspendedEvaluation` covers these too. An evaluation that raises leaves the model suspended, until the
-    end of its with-block or until ``prepared.resume()``.
+    ``restore``; training continues bit for bit as without an evaluation. The callback suspends at the end of a step or
+    an epoch, when it learns that an evaluation follows, and resumes after the evaluation. Put it last: callbacks after
+    it find the model suspended, and an evaluation that they request is refused. Any other evaluation on the prepared
+    model is refused too: several evaluation datasets, and ``evaluate`` and ``predict`` outside training, which no event
+    announces. `SuspendedEvaluation` covers these as well. An evaluation that raises leaves the model suspended until
+    the end of its with-block or until ``prepared.resume()``.
 
     Args:
         prepared: The wrapper of the model that is trained; ``None`` finds it from the model.
@@ -53,11 +53,11 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         suspend_evaluation: Whether to evaluate in the original state.
 
     Raises:
-        StateError: When training begins: the model is not prepared, or not by ``prepared``, or it is suspended. When
+        StateError: When training begins: the model is not prepared, not prepared by ``prepared``, or suspended. When
             the model is evaluated: it should be suspended and is not, or cannot be, because several processes train and
             a trained parameter would change its dtype. After a step: an evaluation was called off.
         ManifestMismatchError: When training begins: the checkpoint to resume from was trained on another base, or on
-            one that was prepared otherwise. No step was taken.
+            one that was prepared differently. No step was taken.
         ExportError: A manifest could not be written.
 
     Example:
@@ -89,7 +89,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: _Model = None, **kwargs: Any
     ) -> None:
-        """Adopt the model that was made of the prepared one, and record a base that is to be trained itself."""
+        """Adopt the model that was made from the prepared one, and record a base that will be trained itself."""
         prepared = self._wrapper(model)
         if prepared is not None:
             _adopt(model)
@@ -100,7 +100,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: _Model = None, **kwargs: Any
     ) -> None:
         """Make the manifest; where training is resumed, compare it with the checkpoint's."""
-        # A step above 0 is one of a resumed training.
+        # Above step 0, training is resumed.
         expected = self._expected(args, state) if state.global_step else None
         prepared = self._wrapper(model)
         if prepared is None:
@@ -115,8 +115,8 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         if prepared.state is not LifecycleState.PREPARED:
             raise StateError(
                 "the model is suspended, as an evaluation that raised leaves it; no step was taken, but a checkpoint "
-                "may have been loaded into it, and an optimizer made for it. Call prepared.resume(), make the Trainer "
-                "anew, and train",
+                "may have been loaded into it, and an optimizer made for it. Call prepared.resume(), make a new "
+                "Trainer, and train",
                 state=prepared.state,
                 expected=(LifecycleState.PREPARED,),
             )
@@ -129,7 +129,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         elif state.global_step:
             warnings.warn(
                 f"the checkpoint of step {state.global_step} holds no record of a preparation: unless its base was "
-                "prepared as this one is, training goes on with other losses",
+                "prepared as this one is, training continues with other losses",
                 UserWarning,
                 stacklevel=2,
             )
@@ -140,7 +140,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: _Model = None, **kwargs: Any
     ) -> None:
-        """Refuse to go on with a suspended model."""
+        """Refuse to continue with a suspended model."""
         self._expect_evaluated(state, model)
 
     on_train_end = on_step_begin
@@ -157,7 +157,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: _Model = None, **kwargs: Any
     ) -> None:
-        """Refuse to evaluate the prepared model where evaluation is to be in the original state."""
+        """Refuse to evaluate the prepared model where the original state is to be evaluated."""
         prepared = _prepared(model)
         if self.suspend_evaluation and prepared is not None and prepared.state is LifecycleState.PREPARED:
             raise StateError(
@@ -200,7 +200,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             self._resume = prepared.suspend()
 
     def _expect_evaluated(self, state: TrainerState, model: nn.Module | None) -> None:
-        """Refuse to go on while the model is suspended; a model that this callback suspended is resumed."""
+        """Refuse to continue while the model is suspended; resume a model that this callback suspended."""
         resume, self._resume = self._resume, None
         prepared = self._wrapper(model)
         if prepared is None or prepared.state is not LifecycleState.SUSPENDED:
@@ -221,7 +221,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         return found if self.prepared is None or found is self.prepared else None
 
     def _expected(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any] | None:
-        """The essence that is recorded with the checkpoint resumed from, where there is one."""
+        """The essence recorded with the checkpoint that is resumed, if there is one."""
         for saved in _callback_states(state).values():  # under the name of a class, which may have been derived
             for one in saved if isinstance(saved, list) else [saved]:
                 record = one.get("preparation") if isinstance(one, Mapping) else None
@@ -231,7 +231,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         return None if path is None else Manifest.load(path).essence()
 
     def _manifest_path(self, args: TrainingArguments, state: TrainerState) -> Path | None:
-        """The manifest in the folder that was probably resumed from, where there is one."""
+        """The manifest in the folder that was probably resumed from, if there is one."""
         named = [Path(args.resume_from_checkpoint)] if args.resume_from_checkpoint else []
         paths = (folder / self.manifest_name for folder in (*named, *_checkpoint_folders(args, state)))
         return next((path for path in paths if path.is_file()), None)
@@ -239,21 +239,21 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
     def _refuse(
         self, args: TrainingArguments, state: TrainerState, expected: dict[str, Any], manifest: Manifest | None
     ) -> NoReturn:
-        """Raise with the differences, the tensors among them where the checkpoint's own manifest is found."""
+        """Raise with the differences, those of tensors too if the checkpoint's own manifest is found."""
         path = self._manifest_path(args, state)
         try:
             recorded = None if path is None else Manifest.load(path)
         except ManifestError:
-            recorded = None  # damaged: what differs is known without it
+            recorded = None  # damaged: the essence is compared without it
         if recorded is None or recorded.diff_essence(expected):
             path = recorded = None  # another checkpoint's
         found = ManifestDiff({"": {"prepared": (True, False)}})
         if manifest is not None:
             found = manifest.diff_essence(expected, recorded)
-        where = f"{str(path)!r}" if path is not None else f"the checkpoint's {self.manifest_name}"
+        where = repr(str(path)) if path is not None else f"the checkpoint's {self.manifest_name}"
         raise ManifestMismatchError(
             f"the checkpoint of step {state.global_step} was trained on a base that was prepared otherwise; "
-            f"{found.summary()}. No step was taken. Load that base anew and prepare it with "
+            f"{found.summary()}. No step was taken. Load that base again and prepare it with "
             f"KbitPreparedModel.from_manifest(model, {where}), or train without resuming",
             **vars(found),
         )
@@ -263,7 +263,7 @@ class SuspendedEvaluation(Trainer):
     """A ``Trainer`` that evaluates and predicts with the base in its original state, as it will be after ``restore``.
 
     ``evaluate`` and ``predict``, in training or not, of several datasets, with generation or without, run their loop
-    inside ``suspended()``; training goes on bit for bit as without an evaluation. The model is adopted, as by the
+    inside ``suspended()``; training continues bit for bit as without an evaluation. The model is adopted, as by the
     callback. Other trainers get the same: put this class before theirs.
 
     Example:
@@ -300,7 +300,7 @@ class SuspendedEvaluation(Trainer):
 
 
 def _prepared(model: _Model) -> KbitPreparedModel | None:
-    """The wrapper that holds a model, where there is one."""
+    """The wrapper that holds a model, if there is one."""
     return None if model is None else prepared_of(model)
 
 
@@ -308,7 +308,7 @@ _manifests: weakref.WeakKeyDictionary[KbitPreparedModel, Manifest] = weakref.Wea
 
 
 def _manifest_of(prepared: KbitPreparedModel) -> Manifest:
-    """The manifest of a preparation; of a base that has been trained itself, the one that was made before."""
+    """The manifest of a preparation; for a base that has been trained itself, the one made before training."""
     try:
         _manifests[prepared] = prepared.manifest()
     except ManifestError:
@@ -325,12 +325,12 @@ def _adopt(model: _Model) -> None:
 
 
 def _callback_states(state: TrainerState) -> dict[str, Any]:
-    """The states of callbacks by class; transformers annotates the field otherwise."""
+    """The states of callbacks by class; transformers annotates the field with another type."""
     return cast("dict[str, Any]", state.stateful_callbacks)
 
 
 def _checkpoint_folders(args: TrainingArguments, state: TrainerState) -> list[Path]:
-    """The folders of this step's checkpoint, newest first: a search has one for each trial."""
+    """The folders of this step's checkpoint, newest first: a hyperparameter search has one for each trial."""
     name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
     folders = Path(args.output_dir or ".").glob(f"*/{name}" if state.is_hyper_param_search else name)
     return sorted((f for f in folders if f.is_dir()), key=lambda folder: folder.stat().st_mtime, reverse=True)

@@ -1,4 +1,4 @@
-"""What a model is: its class, its config and every tensor's original content, read without touching it."""
+"""Reading a model's identity without touching it: its class, its config and every tensor's original content."""
 
 from __future__ import annotations
 
@@ -27,56 +27,34 @@ from ..tensors.dtypes import dtype_name
 from ..tensors.lazy import LazyTensor
 from .schema import ModelRecord, QuantizationRecord, TensorRecord
 
-# What use, saving or another version of transformers changes in a config, at any depth; names that begin with an
-# underscore too.
+# Config keys that use, saving or another version of transformers changes, at any depth. Those with a leading "_" are
+# volatile too.
 _VOLATILE = (
-    "architectures",
-    "bos_token_id",
-    "dtype",
-    "eos_token_id",
-    "output_attentions",
-    "output_hidden_states",
-    "pad_token_id",
-    "problem_type",
-    "quantization_config",
-    "return_dict",
-    "torch_dtype",
-    "transformers_version",
+    "architectures", "bos_token_id", "dtype", "eos_token_id", "output_attentions", "output_hidden_states",
+    "pad_token_id", "problem_type", "quantization_config", "return_dict", "torch_dtype", "transformers_version",
     "use_cache",
-)
-# Which modules stay unquantized shows in the tensors; where others are computed is no property of the model.
+)  # fmt: skip
+# The tensors show which modules stay unquantized, and the device of a layer is no property of the model.
 _VOLATILE_QUANTIZATION = ("llm_int8_enable_fp32_cpu_offload", "llm_int8_skip_modules", "modules_to_not_convert")
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a model is, whatever was made of it since it was loaded.
+    """The identity of a model as it was loaded.
 
-    Attributes:
-        model: Which model it is.
-        tensors: Every base parameter, persistent buffer and statistic of a quantized weight, by the name that it has
-            in the state dict of the unwrapped model. Dtypes, flags and digests are the original's.
-        trained: Names of parameters that a preparation holds and that training has changed.
+    Every base parameter, persistent buffer and quantization statistic is in ``tensors``, by its name in the state dict
+    of the unwrapped model, with the original's dtype, flag and digest.
     """
 
     model: ModelRecord
     tensors: dict[str, TensorRecord]
-    trained: tuple[str, ...] = ()
+    trained: tuple[str, ...]  # parameters that a preparation holds and that training has changed
 
 
 def read_contents(model: nn.Module, *, progress: bool = False) -> Contents:
-    """Read what a model is: one as loaded, or prepared, or suspended, with adapters and wrappers or without.
+    """Read the contents of a model that is as loaded, prepared or suspended, with adapters and wrappers or without.
 
-    Args:
-        model: The model; it is left untouched.
-        progress: Show a progress bar on standard error.
-
-    Returns:
-        Its contents.
-
-    Raises:
-        ManifestError: Adapters are merged into its weights, or these were replaced since it was prepared.
-        UnsupportedModelError: It is sharded, offloaded or on the meta device.
+    Raises ``ManifestError`` where weights were merged or replaced, ``UnsupportedModelError`` where some cannot be read.
     """
     tree = tree_of(model)
     preparation = Preparation.find(tree)
@@ -148,15 +126,15 @@ def _digest(fqn: str, tensor: torch.Tensor) -> int:
 
 def _at(live: Mapping[str, tuple[nn.Module, str]], fqn: str) -> torch.Tensor | None:
     """The live parameter or buffer of that name."""
-    module, name = live.get(fqn, (None, ""))
-    if module is None:
+    if fqn not in live:
         return None
+    module, name = live[fqn]
     found = module._parameters.get(name)
     return module._buffers.get(name) if found is None else found
 
 
 def _ties(parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Number the groups of names that are one and the same memory, seen in the same way."""
+    """Number the groups of names that are the same memory with the same dtype, shape and stride."""
     groups: dict[Any, list[str]] = {}
     for fqn, parameter in parameters.items():
         is_empty = parameter.numel() == 0
@@ -187,13 +165,15 @@ def _model_record(
     quantization = QuantizationRecord(
         method=ModelTree(twin).quantization.method, config=quantizations.get("", quantizations)
     )
-    return ModelRecord.of(
-        class_name=type(twin).__name__,
-        name_or_path=str(getattr(config, "_name_or_path", "")),
-        config_sha256=_sha256(settled.get("", settled)) if settled else None,
-        dtype=next(numbers, None),
-        quantization=quantization,
-    )
+    sha256 = hashlib.sha256(json.dumps(settled.get("", settled), sort_keys=True).encode()).hexdigest()
+    record = {
+        "class": type(twin).__name__,
+        "name_or_path": str(getattr(config, "_name_or_path", "")),
+        "config_sha256": sha256 if settled else None,
+        "dtype": next(numbers, None),
+        "quantization": quantization,
+    }
+    return ModelRecord.model_validate(record)
 
 
 def _inner_configs(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -207,10 +187,7 @@ def _inner_configs(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _as_dict(config: Any) -> dict[str, Any]:
-    """A config as plain values: what differs from its class's defaults, if it can say so, or else everything.
-
-    Defaults are left out where possible: another version of transformers has further ones.
-    """
+    """A config as plain values, if possible without its class's defaults: versions of transformers add some."""
     if config is None or isinstance(config, dict):
         return dict(config or {})
     convert = getattr(config, "to_diff_dict", None) or getattr(config, "to_dict", None)
@@ -220,7 +197,7 @@ def _as_dict(config: Any) -> dict[str, Any]:
 
 
 def _settled(value: Any, volatile: tuple[str, ...]) -> Any:
-    """A config's values as JSON has them, without what is volatile, the same in every process."""
+    """A config's values as JSON values, without volatile keys, the same in every process."""
     if isinstance(value, Mapping):
         items = {str(key): item for key, item in value.items()}
         kept = {key: item for key, item in items.items() if not key.startswith("_") and key not in volatile}
@@ -235,18 +212,14 @@ def _settled(value: Any, volatile: tuple[str, ...]) -> Any:
     return value if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
 
 
-def _sha256(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
 @functools.cache
 def versions() -> dict[str, str]:
-    """The versions of Python and of the installed libraries that take part, by distribution; none is imported."""
+    """The versions of Python and of the libraries involved, by distribution; none is imported."""
     found = {"python": platform.python_version()}
     for name in ("kbitwrap", "torch", "transformers", "peft", "accelerate", "safetensors", *DISTRIBUTIONS):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    found["torch"] = str(torch.__version__)  # a distribution's version need not name the build
+    found["torch"] = str(torch.__version__)  # the distribution's version may lack the build
     return found

@@ -1,4 +1,4 @@
-"""Comparison of two records of a model."""
+"""Comparison of two manifests, or of a manifest and a model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class ManifestDiff(Differences):
     Attributes:
         missing: Names of tensors that only the first has.
         unexpected: Names of tensors that only the second has.
-        different: ``{fqn: {what: (first, second)}}`` of the others; the name ``""`` is the manifest itself, and what
-            differs there has names such as ``"model.class"`` or ``"config.precision"``.
+        different: ``{fqn: {what: (first, second)}}`` of the others; the name ``""`` is the manifest itself, whose
+            differences have names such as ``"model.class"`` or ``"config.precision"``.
     """
 
 
@@ -28,8 +28,8 @@ def compare(
     other_header: Mapping[str, Any],
     ignored: Collection[str] = (),
 ) -> ManifestDiff:
-    """Compare two sets of tensors, by the values that `read` gives of both, and two headers of nested values."""
-    one, other = flat(header), flat(other_header)
+    """Compare two sets of tensors, by the values that ``read`` gives of each, and two headers of nested values."""
+    one, other = _flat(header), _flat(other_header)
     pairs = {key: (one.get(key), other.get(key)) for key in (*one, *other) if key not in ignored}
     different = {"": _unequal(pairs)}
     ties, other_ties = _tied(first), _tied(second)
@@ -50,7 +50,7 @@ def _unequal(pairs: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]
 
 
 def _tied(tensors: Mapping[str, TensorRecord]) -> dict[str, tuple[str, ...]]:
-    """The names of each group of tied tensors, by each of its names."""
+    """For each tied tensor, the names of its group."""
     groups: dict[int, list[str]] = {}
     for fqn, record in tensors.items():
         if record.tie_group is not None:
@@ -58,22 +58,22 @@ def _tied(tensors: Mapping[str, TensorRecord]) -> dict[str, tuple[str, ...]]:
     return {fqn: tuple(sorted(names)) for names in groups.values() for fqn in names}
 
 
-def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Write nested mappings as one, with dotted keys."""
+def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested mappings into one with dotted keys."""
     found: dict[str, Any] = {}
     for key, value in data.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return found
 
 
 def as_loaded(tensor: TensorRecord) -> dict[str, Any]:
-    """The values of a tensor that are compared with a live model's."""
+    """The values of a tensor to compare with a live model's."""
     return {name: getattr(tensor, name) for name in ("type", "shape", "original_dtype", "digest")}
 
 
 def for_training(tensor: TensorRecord) -> dict[str, Any]:
     """The values of a tensor that training depends on, in the order in which an essence hashes them."""
-    # Not the flag from before, which depends on whether the adapter or the preparation came first; and not the content
-    # of what is trainable, which training changes.
+    # The flag from before depends on whether the adapter or the preparation came first, and training changes the
+    # content of what is trainable: neither is one of them.
     names = ["type", "shape", "original_dtype", "prepared_dtype", "prepared_requires_grad", "digest"]
     return {name: getattr(tensor, name) for name in names[: 5 if tensor.prepared_requires_grad else 6]}

@@ -1,6 +1,6 @@
 """``Manifest``: the record of a preparation, versioned and validated, as JSON.
 
-Reading one parses text and compares values. Nothing named in a manifest is imported, executed, opened or unpickled.
+Reading one only parses text and compares values: nothing named in it is imported, executed, opened or unpickled.
 """
 
 from __future__ import annotations
@@ -26,19 +26,11 @@ from ..preparation.preparation import Preparation
 from ..reports import shown
 from .contents import read_contents, versions
 from .diff import ManifestDiff, as_loaded, compare, for_training
-from .schema import (
-    ConfigRecord,
-    Kind,
-    ModelRecord,
-    Name,
-    Row,
-    TensorRecord,
-    parse_json,
-)
+from .schema import ConfigRecord, Kind, ModelRecord, Name, Row, TensorRecord, parse_json
 
 FORMAT = "kbitwrap-manifest"
 VERSIONS = (1, 2)
-# Settings that change neither what is computed nor what is stored.
+# Settings that change no result and no storage.
 _OPERATIONAL = {"memory_budget", "audit", "keep_originals", "empty_cache", "progress"}
 MAX_BYTES = 128 << 20
 """The largest manifest that is read, in bytes: about a million tensors."""
@@ -151,7 +143,7 @@ class Manifest(Record):
             return cls.model_validate(data)._of_lowest_version()
 
     def _of_lowest_version(self) -> Manifest:
-        """This manifest with the lowest version that has a place for all of it."""
+        """This manifest with the lowest version that can hold all of it."""
         is_new = any(getattr(self.config, name) != default for name, default in self.config.new_fields().items())
         return self.model_copy(update={"version": 2 if is_new else 1})
 
@@ -354,7 +346,7 @@ class Manifest(Record):
 
 
 class _Tensors(Mapping[str, TensorRecord]):
-    """Makes each record when it is asked for: a manifest of 100,000 tensors loads in the time of its text."""
+    """Makes each record when it is read, so that a manifest of 100,000 tensors loads in the time of its text."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._rows = manifest.rows
@@ -379,7 +371,7 @@ def _lines(opening: str, items: Iterator[str], closing: str) -> str:
 
 @contextlib.contextmanager
 def _refusing(complaint: str, kind: type[ManifestError] = ManifestError) -> Iterator[None]:
-    """Raise what pydantic refuses as an error of the tree, with the first few complaints and the first one's tensor."""
+    """Raise pydantic's refusals as a ``ManifestError``, with the first few complaints and the first one's tensor."""
     try:
         yield
     except ValidationError as error:

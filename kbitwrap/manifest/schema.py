@@ -1,4 +1,4 @@
-"""The types of what a manifest's JSON may hold. ``Manifest`` itself is in its own room."""
+"""The types of a manifest's parts, as they stand in its JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..reports import shown
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON; numbers that are not finite, long integers and doubled keys are a ``ValueError``."""
+    """Parse JSON; raise ``ValueError`` on numbers that are not finite, long integers and doubled keys."""
     return json.loads(
         text, object_pairs_hook=_unique, parse_constant=_finite, parse_float=_finite, parse_int=_small_int
     )
@@ -43,14 +43,14 @@ def _small_int(text: str) -> int:
 
 
 def _readable(value: dict[str, Any]) -> dict[str, Any]:
-    """Refuse a lone surrogate or a long integer at any depth: JSON can hold them, and no manifest is read with them."""
+    """Refuse a lone surrogate or a long integer at any depth: JSON can hold them, but no manifest is read with them."""
     text = json.dumps(value, ensure_ascii=False)
     text.encode()
     parse_json(text)
     return value
 
 
-# A tensor's name is used as a key and never as a path; names that look like paths are refused all the same.
+# A tensor's name is never used as a path; names that look like paths are refused all the same.
 Name = Annotated[str, StringConstraints(max_length=1024, pattern=r"^[^\p{C}/\\.:]+(\.[^\p{C}/\\.:]+)*$")]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
@@ -92,11 +92,6 @@ class ModelRecord(Record):
     dtype: DType | None
     quantization: QuantizationRecord
 
-    @classmethod
-    def of(cls, *, class_name: str, **fields: Any) -> ModelRecord:
-        """Make a record by keywords: its key for the class, ``"class"``, cannot be one."""
-        return cls(**{"class": class_name, **fields})
-
 
 class ConfigRecord(Record):
     """The fields of ``PrepareConfig``. A class among ``norm_modules`` is recorded by its name, and matches by name.
@@ -124,7 +119,7 @@ class ConfigRecord(Record):
 
     @classmethod
     def of(cls, config: PrepareConfig) -> ConfigRecord:
-        """The record of some settings."""
+        """Record the settings."""
         norms = [norm if isinstance(norm, str) else norm.__name__ for norm in config.norm_modules]
         return cls(**{**vars(config), "precision": config.precision.value, "norm_modules": norms})
 
@@ -134,11 +129,7 @@ class ConfigRecord(Record):
         return {name: field.default for name, field in cls.model_fields.items() if not field.is_required()}
 
     def prepare_config(self) -> PrepareConfig:
-        """The settings as a ``PrepareConfig``.
-
-        Raises:
-            ConfigError: A setting is invalid.
-        """
+        """The settings as a ``PrepareConfig``; raises ``ConfigError`` where one is invalid."""
         try:
             return PrepareConfig(**self.model_dump())
         except (OverflowError, RecursionError) as error:

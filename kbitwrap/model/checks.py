@@ -36,8 +36,9 @@ def refuse_unsupported_tensors(tree: ModelTree, *, allow_meta: bool, allow_dtens
     """
     if not tree.tensors:
         raise UnsupportedModelError(f"{type(tree.model).__name__} has no parameters: there is nothing to prepare")
+    d_tensor = () if allow_dtensor else loaded_class("torch.distributed.tensor", "DTensor")
     for tensor in tree.tensors:
-        sharding = _sharding_of(tensor.parameter, allow_dtensor)
+        sharding = _sharding_of(tensor.parameter, d_tensor)
         if sharding:
             raise UnsupportedModelError(f"{tensor.path} is {sharding}: {_BEFORE}", fqn=tensor.path)
     fsdp1 = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
@@ -82,10 +83,12 @@ def refuse_unreadable(tree: ModelTree, *, allow_dtensor: bool) -> None:
         ) from error
 
 
-def _sharding_of(parameter: torch.Tensor, allow_dtensor: bool) -> str:
+def _sharding_of(parameter: torch.Tensor, d_tensor: type | tuple[()]) -> str:
     marks = vars(parameter)
-    if is_sharded_tensor(parameter) and not allow_dtensor:
+    if isinstance(parameter, d_tensor):
         return "a DTensor (FSDP2 or tensor parallelism)"
+    if not marks:
+        return ""
     if marks.get("_is_flat_param", False):
         return "an FSDP1 flat parameter"
     return "a ZeRO-3 partition" if "ds_id" in marks else ""

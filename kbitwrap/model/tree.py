@@ -63,6 +63,7 @@ class ModelTree:
     def __init__(self, model: nn.Module, records: Records | None = None) -> None:
         self.model = model
         self.records = Records() if records is None else records
+        self._has_wrappers = False
         self._recorded: dict[int, ParameterRecord] = {}  # by ``id`` of parameters that the model holds
 
     def again(self) -> ModelTree:
@@ -77,6 +78,7 @@ class ModelTree:
         while stack:
             path, fqn, module, is_base, holds_copies = stack.pop()
             wrapped = wrapped_children(module)
+            self._has_wrappers |= bool(wrapped)
             found.append(Node(path, fqn, module, is_base and not wrapped))
             is_adapter = bool(wrapped) and is_adapter_module(module)
             paths, fqns = path and f"{path}.", fqn and f"{fqn}."
@@ -103,11 +105,8 @@ class ModelTree:
     @cached_property
     def base(self) -> list[Node]:
         """The places of the base's modules, without wrappers, adapters and copies."""
-        return [node for node in self.nodes if node.is_base] if self._has_wrappers else self.nodes
-
-    @cached_property
-    def _has_wrappers(self) -> bool:
-        return any(not node.is_base for node in self.nodes)
+        nodes = self.nodes
+        return [node for node in nodes if node.is_base] if self._has_wrappers else nodes
 
     @cached_property
     def owners(self) -> set[int]:
@@ -150,7 +149,7 @@ class ModelTree:
     @cached_property
     def base_tensors(self) -> list[NamedTensor]:
         """Every place of the base's parameters in the base."""
-        if not self._has_wrappers and not self.adapters:
+        if self.base is self.nodes and not self.adapters:
             return self.all_tensors
         return _tensors_of([node for node in self.base if not is_adapter_module(node.module)])
 

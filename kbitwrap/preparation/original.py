@@ -102,9 +102,11 @@ class Original:
                 self._names.setdefault(owner, []).append(name)
             once = {record: tensor.parameter for record, tensor in records}
             self._records = list(once)
+            self._fingerprints = Fingerprints(once.items(), audit)
             # Those of adapters that were there before, too.
-            self._flags = {tree.record(t): t.parameter.requires_grad for t in (*tree.base_tensors, *tree.tensors)}
-        self._fingerprints = Fingerprints(once.items(), audit)
+            adapters = [t for t in tree.tensors if id(t.parameter) in tree.adapter_ids] if tree.adapter_ids else []
+            self._flags = {record: parameter.requires_grad for record, parameter in once.items()}
+            self._flags.update({tree.record(t): t.parameter.requires_grad for t in adapters})
         self._configs: dict[int, Any] = {}  # by ``id``; the memo of ``deepcopy`` holds the configs
         self._hook_ids: set[int] = set()
         self._buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, Buffer]] = weakref.WeakKeyDictionary()

@@ -18,6 +18,7 @@ from ..edits.journal import Edit, Journal
 from ..edits.storage import CopyChange, TrainedError
 from ..edits.training import FollowTrainMode, RecordAccelerate
 from ..errors import ConfigError, EditError, RestoreError, StateError, UnsupportedModelError
+from ..model.checks import refuse_sharded_since
 from ..model.tree import ModelTree, only_reading
 from ..model.wrappers import unwrap
 from ..reports import LifecycleState, RestoreReport, StateDiff
@@ -168,6 +169,7 @@ class Preparation:
             raise ConfigError("restore(trained='discard') needs a preparation with keep_originals=True")
         with plain_mode():
             tree = self.tree()
+            refuse_sharded_since(tree)
             held, changes = self.journal.originals(), self.changes(tree)
             with only_reading():
                 copies = self.copies(tree)
@@ -210,7 +212,7 @@ class Preparation:
             )
         names = [copy.fqn for copy in copies if not copy.is_base and not copy.is_resized] + changes.trained
         names += [one.record.fqn for one in held if one.was_trained and id(one) in trainable]
-        replaced += changes.drifted + [one.record.fqn for one in held if one.was_trained and id(one) not in trainable]
+        replaced += changes.drifted + [one.record.fqn for one in held if one.was_altered and id(one) not in trainable]
         return RestoreReport(tuple(dict.fromkeys(names)), tuple(dict.fromkeys(replaced)), tuple(foreign))
 
     def suspend(self, way_back: Journal, *, hold: bool) -> None:
@@ -222,6 +224,7 @@ class Preparation:
         """
         with plain_mode():
             tree = self.tree()
+            refuse_sharded_since(tree)
             copies = self.copies(tree)
             refuse_retyping_under_ddp([*self.journal.originals(), *copies])
             way_back.record(random_state(tree))

@@ -34,7 +34,9 @@ class PreparedState:
             self._base: list[tuple[ParameterRecord, str, dict[str, Any]]] = [
                 (tree.record(tensor), tensor.fqn, _read_parameter(tensor.parameter)) for tensor in tree.base_tensors
             ]
-            self._by_record = {tree.record(t): (t.parameter.dtype, t.parameter.requires_grad) for t in tree.tensors}
+            self._by_record = {record: (read["dtype"], read["requires_grad"]) for record, _, read in self._base}
+            adapters = [t for t in tree.tensors if id(t.parameter) in tree.adapter_ids] if tree.adapter_ids else []
+            self._by_record.update({tree.record(t): (t.parameter.dtype, t.parameter.requires_grad) for t in adapters})
             # Most modules have nothing that a preparation sets.
             self._modules = {node.fqn: _read_module(node.module) for node in tree.base}
 
