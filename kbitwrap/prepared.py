@@ -139,8 +139,8 @@ class KbitPreparedModel:
         tree = tree_of(self.model)
         with only_reading():
             _refuse_held(tree)
+            refuse_unsupported_tensors(tree, allow_meta=False)
             if signature(tree) != self._planned_for:
-                refuse_unsupported_tensors(tree, allow_meta=False)
                 self.plan = plan_as_detected(tree, self.config)
                 self._planned_for = signature(tree)
         if not self.plan.is_quantized:
@@ -177,10 +177,15 @@ class KbitPreparedModel:
     def _apply(self, plan: Plan, tree: ModelTree) -> None:
         """Apply a plan on top of what is applied, all or nothing."""
         preparation = self._preparation or Preparation(self)
-        preparation.apply(plan, tree)
-        self._preparation = preparation
-        self._report = None
-        self.state = LifecycleState.PREPARED
+        before = self._preparation, self._report, self.state
+        try:
+            # First, so that an interrupt right after the last edit leaves a wrapper that can restore the model.
+            self._preparation, self._report, self.state = preparation, None, LifecycleState.PREPARED
+            preparation.apply(plan, tree)
+        except BaseException:
+            if not preparation.journal.changes or before[0] is not None:
+                self._preparation, self._report, self.state = before
+            raise
 
     def restore(self, trained: TrainedPolicy = "keep") -> RestoreReport:
         """Undo the preparation: dtypes, bits, ``requires_grad``, hooks and attributes are those from before.
@@ -211,8 +216,8 @@ class KbitPreparedModel:
         refuse_sharded_since(ModelTree(self.model))
         report = preparation.undo(trained)
         self._report = report
-        self._preparation = None
         self.state = LifecycleState.RESTORED
+        self._preparation = None
         return report
 
     def __enter__(self) -> KbitPreparedModel:

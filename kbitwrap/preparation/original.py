@@ -100,6 +100,9 @@ class Original:
             self._records = list(once)
             # Those of adapters that were there before, too.
             self._flags = {tree.record(t): t.parameter.requires_grad for t in (*tree.base_tensors, *tree.tensors)}
+        self._names: dict[str, list[str]] = {}
+        for full in self._base:
+            self._names.setdefault(full.rpartition(".")[0], []).append(full.rpartition(".")[2])
         self._fingerprints = Fingerprints(once.items(), audit)
         self._configs: dict[int, Any] = {}  # by ``id``; the memo of ``deepcopy`` holds the configs
         self._hook_ids: set[int] = set()
@@ -174,12 +177,14 @@ class Original:
         compared: dict[ParameterRecord, torch.Tensor] = {}
         for fqn, reference in self._modules.items():
             module = live.pop(fqn, None)
-            recorded = reference()
-            if module is None or (module is not recorded and (recorded is None or recorded._parameters)):
-                if recorded is None or recorded._parameters:
-                    found.replaced[fqn] = "is gone" if module is None else "was replaced"
+            names = self._names.get(fqn, [])
+            if module is None and any(name.startswith(f"{fqn}.") for name in self._base):
+                found.replaced[fqn] = "is gone"
+            elif module is not None and module is not reference() and names:
+                found.replaced[fqn] = "was replaced"
+            if module is None or fqn in found.replaced:
                 continue
-            for name in dict.fromkeys([*self._names_in(fqn), *module._parameters]):
+            for name in dict.fromkeys([*names, *module._parameters]):
                 full, parameter = join(fqn, name), module._parameters.get(name)
                 record = self._base.get(full)
                 if record is None and parameter is None:
@@ -204,14 +209,10 @@ class Original:
                 (found.trained if compared[record].requires_grad else found.drifted).append(record.fqn)
         return found
 
-    def _names_in(self, fqn: str) -> list[str]:
-        """The names of the parameters that a module of the base had."""
-        if not hasattr(self, "_names"):
-            self._names: dict[str, list[str]] = {}
-            for full in self._base:
-                owner, _, name = full.rpartition(".")
-                self._names.setdefault(owner, []).append(name)
-        return self._names.get(fqn, [])
+    def gone(self, changes: Changes) -> list[str]:
+        """The names of the parameters of the base that are not there any more."""
+        inside = [join(fqn, name) for fqn in changes.replaced for name in self._names.get(fqn, [])]
+        return [fqn for fqn in (*changes.replaced, *inside) if fqn in self._base]
 
     def known(self, tree: ModelTree) -> dict[int, ParameterRecord]:
         """The records of the live parameters that were there before, by the ``id`` of the parameter."""

@@ -89,7 +89,7 @@ class Preparation:
         Raises:
             EditError: An edit failed; the model is as it was before this call.
         """
-        start = len(self.journal.changes)
+        start, before = len(self.journal.changes), dict(vars(self))
         try:
             with plain_mode():
                 edits: list[EditBase] = list(plan.edits)
@@ -100,18 +100,21 @@ class Preparation:
                 if plan.config.empty_cache:
                     empty_cache()
                 tree = tree.again()
-                left, after = PreparedState(tree), read_moment(tree)
+                self.left, self.after = PreparedState(tree), read_moment(tree)
+            self.plan = plan
+            self.precisions = {*self.precisions, plan.config.precision}
+            self._upcasts_all |= plan.config.precision.upcasts_all and plan.casts
+            _in_force.add(self)
         except BaseException as error:
             with plain_mode():
                 self.journal.undo(tree.again(), since=start)
             del self.journal.changes[start:]
+            vars(self).update(before)
+            if start == 0:
+                _in_force.discard(self)
             if isinstance(error, EditError) or not isinstance(error, Exception):
                 raise
             raise EditError(f"could not prepare: {error}; the model is as it was", edit=None) from error
-        self.plan, self.left, self.after = plan, left, after
-        self.precisions.add(plan.config.precision)
-        self._upcasts_all |= plan.config.precision.upcasts_all and plan.casts
-        _in_force.add(self)
 
     def adopt(self, peft_model: nn.Module) -> bool:
         """Compute the norms of blocks with new adapters as the precision says, and record what accelerate may set.
@@ -210,7 +213,8 @@ class Preparation:
             )
         names = [copy.fqn for copy in copies if not copy.is_base and not copy.is_resized] + changes.trained
         names += [one.record.fqn for one in held if one.was_trained and id(one) in trainable]
-        replaced += changes.drifted + [one.record.fqn for one in held if one.was_trained and id(one) not in trainable]
+        replaced += [*self.original.gone(changes), *changes.drifted]
+        replaced += [one.record.fqn for one in held if one.was_trained and id(one) not in trainable]
         return RestoreReport(tuple(dict.fromkeys(names)), tuple(dict.fromkeys(replaced)), tuple(foreign))
 
     def suspend(self, way_back: Journal, *, hold: bool) -> None:
