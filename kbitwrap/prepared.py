@@ -110,8 +110,8 @@ class KbitPreparedModel:
         with only_reading():
             refuse_held(tree)
             found = signature(tree)
+            refuse_unsupported_tensors(tree, allow_meta=False)
             if found != self._planned_for:
-                refuse_unsupported_tensors(tree, allow_meta=False)
                 self.plan = plan_as_detected(tree, self.config)
                 self._planned_for = found
 
@@ -165,10 +165,15 @@ class KbitPreparedModel:
     def _apply(self, plan: Plan, tree: ModelTree) -> None:
         """Apply a plan on top of what is applied, all or nothing."""
         preparation = self._preparation or Preparation(self)
-        preparation.apply(plan, tree)
-        self._preparation = preparation
-        self._report = None
-        self.state = LifecycleState.PREPARED
+        before = self._preparation, self._report, self.state
+        try:
+            # First, so that an interrupt right after the last edit leaves a wrapper that can restore the model.
+            self._preparation, self._report, self.state = preparation, None, LifecycleState.PREPARED
+            preparation.apply(plan, tree)
+        except BaseException:
+            if not preparation.journal.changes or before[0] is not None:
+                self._preparation, self._report, self.state = before
+            raise
 
     def restore(self, trained: TrainedPolicy = "keep") -> RestoreReport:
         """Undo the preparation: dtypes, bits, ``requires_grad``, hooks and attributes are those from before.
@@ -198,8 +203,8 @@ class KbitPreparedModel:
         preparation = self._expect_prepared("restore")
         report = preparation.undo(trained)
         self._report = report
-        self._preparation = None
         self.state = LifecycleState.RESTORED
+        self._preparation = None
         return report
 
     def __enter__(self) -> KbitPreparedModel:
@@ -221,13 +226,10 @@ class KbitPreparedModel:
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[nn.Module]:
-        """Put the model in its original state for a while: for ``generate``, evaluation, saving.
+        """Put the model, which is yielded, in its original state for a while: for ``generate``, evaluation, saving.
 
         Adapters stay in place. Afterwards everything is as before, trained float32 values bit for bit, and so are the
         states of torch's random generators, so that training goes on as though nothing had been.
-
-        Yields:
-            The model.
 
         Raises:
             StateError: The model is not prepared, or suspended already; or several processes train together and a

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..model.records import ParameterRecord
@@ -29,7 +30,8 @@ class FlagsChange(ChangeBase):
         """Set the recorded flags back."""
         for parameter, flag in self._live():
             if parameter.requires_grad != flag and parameter.is_leaf:
-                parameter.requires_grad_(flag)
+                with torch.inference_mode(parameter.is_inference()):  # the mode that it was made in
+                    parameter.requires_grad_(flag)
 
     def now(self, tree: ModelTree) -> FlagsChange:
         """Record the current flags."""

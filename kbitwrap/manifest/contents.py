@@ -72,7 +72,7 @@ def read_contents(model: nn.Module, *, progress: bool = False) -> Contents:
         try:
             twin = build_twin(tree, preparation).model
         except ExportError as error:
-            raise ManifestError(f"cannot tell what the base was: {error}") from error
+            raise ManifestError(f"cannot tell what the base was: {error}", fqn=error.fqn) from error
         live = {
             join(node.fqn, name): (node.module, name)
             for node in tree.base

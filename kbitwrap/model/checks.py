@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..errors import UnsupportedModelError
 from .tree import ModelTree
@@ -32,19 +33,24 @@ def tree_of(model: Any) -> ModelTree:
 def refuse_unsupported_tensors(tree: ModelTree, *, allow_meta: bool, allow_dtensor: bool = False) -> None:
     """Raise for a model without parameters, or with sharded or meta ones, which cannot be edited one by one.
 
-    Planning allows meta ones, an export by all ranks DTensors. The error's ``fqn`` is the path of the first one found.
+    Planning allows meta ones, an export by all ranks DTensors. Sparse, nested and uninitialized ones are never allowed.
+    The error's ``fqn`` is the path of the first one found.
     """
     if not tree.tensors:
         raise UnsupportedModelError(f"{type(tree.model).__name__} has no parameters: there is nothing to prepare")
-    d_tensor = () if allow_dtensor else loaded_class("torch.distributed.tensor", "DTensor")
+    _refuse_sharded(tree, allow_dtensor)
     for tensor in tree.tensors:
-        sharding = _sharding_of(tensor.parameter, d_tensor)
-        if sharding:
-            raise UnsupportedModelError(f"{tensor.path} is {sharding}: {_BEFORE}", fqn=tensor.path)
-    fsdp1 = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
-    for node in tree.modules if fsdp1 else ():
-        if isinstance(node.module, fsdp1):
-            raise UnsupportedModelError(f"{node.path or 'the model'} is wrapped by FSDP1: {_BEFORE}", fqn=node.path)
+        parameter = tensor.parameter
+        if is_lazy(parameter):
+            raise UnsupportedModelError(
+                f"{tensor.path} is not initialized yet: run the model once, or load its weights, before it is prepared",
+                fqn=tensor.path,
+            )
+        if parameter.layout is not torch.strided or parameter.is_nested:
+            kind = "nested" if parameter.is_nested else f"of layout {parameter.layout}"
+            raise UnsupportedModelError(
+                f"{tensor.path} is {kind}: only dense parameters can be recorded and put back", fqn=tensor.path
+            )
     if allow_meta:
         return
     for tensor in tree.tensors:
@@ -58,10 +64,22 @@ def refuse_unsupported_tensors(tree: ModelTree, *, allow_meta: bool, allow_dtens
             raise UnsupportedModelError(f"{tensor.path} is on the meta device: {remedy}", fqn=tensor.path)
 
 
+def _refuse_sharded(tree: ModelTree, allow_dtensor: bool = False) -> None:
+    d_tensor = () if allow_dtensor else loaded_class("torch.distributed.tensor", "DTensor")
+    for tensor in tree.tensors:
+        sharding = _sharding_of(tensor.parameter, d_tensor)
+        if sharding:
+            raise UnsupportedModelError(f"{tensor.path} is {sharding}: {_BEFORE}", fqn=tensor.path)
+    fsdp1 = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
+    for node in tree.modules if fsdp1 else ():
+        if isinstance(node.module, fsdp1):
+            raise UnsupportedModelError(f"{node.path or 'the model'} is wrapped by FSDP1: {_BEFORE}", fqn=node.path)
+
+
 def refuse_sharded_since(tree: ModelTree) -> None:
     """Raise for a model that was sharded after it was prepared."""
     try:
-        refuse_unsupported_tensors(tree, allow_meta=True)
+        _refuse_sharded(tree)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
             f"the model was sharded after it was prepared, and no dtype of a sharded parameter can be changed safely "

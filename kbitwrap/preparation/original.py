@@ -177,13 +177,17 @@ class Original:
         holders = {id(one.record): one for one in held}
         compared: dict[ParameterRecord, torch.Tensor] = {}
         for fqn, reference in self._modules.items():
-            module, names = live.pop(fqn, None), self._names.get(fqn)
-            if module is None or (names and module is not reference()):
-                found.replaced.update({fqn: "is gone" if module is None else "was replaced"} if names else {})
+            module, names = live.pop(fqn, None), self._names.get(fqn, [])
+            if module is None:
+                if any(name.startswith(f"{fqn}.") for name in self._base):
+                    found.replaced[fqn] = "is gone"
+                continue
+            if names and module is not reference():
+                found.replaced[fqn] = "was replaced"
                 continue
             if not names and not module._parameters:
                 continue
-            for name in dict.fromkeys([*(names or ()), *module._parameters]):
+            for name in dict.fromkeys([*names, *module._parameters]):
                 full, parameter = join(fqn, name), module._parameters.get(name)
                 record = self._base.get(full)
                 if record is None and parameter is None:
@@ -207,6 +211,11 @@ class Original:
             if record in changed:
                 (found.trained if compared[record].requires_grad else found.drifted).append(record.fqn)
         return found
+
+    def gone(self, changes: Changes) -> list[str]:
+        """The names of the parameters of the base that are not there any more."""
+        inside = [join(fqn, name) for fqn in changes.replaced for name in self._names.get(fqn, [])]
+        return [fqn for fqn in (*changes.replaced, *inside) if fqn in self._base]
 
     def known(self, tree: ModelTree) -> dict[int, ParameterRecord]:
         """The records of the live parameters that were there before, by the ``id`` of the parameter."""

@@ -91,6 +91,7 @@ class Preparation:
         Raises:
             EditError: An edit failed; the model is as it was before this call.
         """
+        before = dict(vars(self))
         try:
             with plain_mode(), self.journal.all_or_nothing(tree):
                 edits: list[EditBase] = list(plan.edits)
@@ -101,15 +102,18 @@ class Preparation:
                 if plan.config.empty_cache:
                     empty_cache()
                 tree = tree.again()
-                left, after = PreparedState(tree), read_moment(tree)
-        except EditError:
-            raise
-        except Exception as error:
+                self.left, self.after = PreparedState(tree), read_moment(tree)
+                self.plan = plan
+                self.precisions = {*self.precisions, plan.config.precision}
+                self._upcasts_all |= plan.config.precision.upcasts_all and plan.casts
+                _in_force.add(self)
+        except BaseException as error:
+            vars(self).update(before)
+            if not self.journal.changes:
+                _in_force.discard(self)
+            if isinstance(error, EditError) or not isinstance(error, Exception):
+                raise
             raise EditError(f"could not prepare: {error}; the model is as it was", edit=None) from error
-        self.plan, self.left, self.after = plan, left, after
-        self.precisions.add(plan.config.precision)
-        self._upcasts_all |= plan.config.precision.upcasts_all and plan.casts
-        _in_force.add(self)
 
     def adopt(self, peft_model: nn.Module) -> bool:
         """Compute the norms of blocks with new adapters as the precision says, and record what accelerate may set.
@@ -212,7 +216,8 @@ class Preparation:
             )
         names = [copy.fqn for copy in copies if not copy.is_base and not copy.is_resized] + changes.trained
         names += [one.record.fqn for one in held if one.was_trained and id(one) in trainable]
-        replaced += changes.drifted + [one.record.fqn for one in held if one.was_altered and id(one) not in trainable]
+        replaced += [*self.original.gone(changes), *changes.drifted]
+        replaced += [one.record.fqn for one in held if one.was_altered and id(one) not in trainable]
         return RestoreReport(tuple(dict.fromkeys(names)), tuple(dict.fromkeys(replaced)), tuple(foreign))
 
     def suspend(self, way_back: Journal, *, hold: bool) -> None:

@@ -1,0 +1,181 @@
+"""What others did to a prepared model: export, manifest, verify and the report of a restore say the same of it."""
+
+import gc
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+import kbitwrap
+from kbitwrap import EditError, ExportError, KbitPreparedModel, ManifestError, RestoreReport, UnsupportedModelError
+from snapshot import Snapshot
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+PRECISIONS = ("full", "compute", "norms", "none")
+
+
+def block() -> nn.Sequential:
+    """An embedding, a norm, a linear layer, an activation and a head that is not tied."""
+    torch.manual_seed(0)
+    layers = nn.Embedding(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8, bias=False)
+    return nn.Sequential(*layers).bfloat16()
+
+
+def replaced(prepared: KbitPreparedModel, path: Any) -> tuple[str, ...]:
+    """What the report says was replaced, where export, manifest and verify name it too."""
+    differences = prepared.verify().differences
+    with pytest.raises(ExportError) as refused:
+        prepared.export(path / "base")
+    with pytest.raises(ManifestError) as unmade:
+        prepared.manifest()
+    report = prepared.restore()
+    assert refused.value.fqn == unmade.value.fqn
+    assert refused.value.fqn in report.replaced
+    assert set(report.replaced) <= differences.keys()
+    assert report.trained == ()
+    return report.replaced
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_frozen_weight_that_changed_is_named_by_all(precision: str, tmp_path: Any) -> None:
+    model = block()
+    prepared = KbitPreparedModel(model, precision=precision).prepare()
+    with torch.no_grad():
+        model[1].weight[3] += 1
+    assert replaced(prepared, tmp_path) == ("1.weight",)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_weight_that_was_tied_to_another_is_replaced(precision: str, tmp_path: Any) -> None:
+    model = block()
+    model[0].weight = nn.Parameter(torch.randn(8, 8).bfloat16())
+    prepared = KbitPreparedModel(model, precision=precision).prepare()
+    model[4].weight = model[0].weight
+    assert replaced(prepared, tmp_path) == ("4.weight",)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_parameter_that_was_taken_away_is_replaced(precision: str, tmp_path: Any) -> None:
+    model = block()
+    prepared = KbitPreparedModel(model, precision=precision).prepare()
+    model[2].bias = None
+    assert replaced(prepared, tmp_path) == ("2.bias",)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_parametrized_weight_is_replaced(precision: str, tmp_path: Any) -> None:
+    model = block()
+    prepared = KbitPreparedModel(model, precision=precision).prepare()
+    parametrize.register_parametrization(model[2], "weight", nn.Identity())
+    assert replaced(prepared, tmp_path) == ("2.weight",)
+
+
+def test_a_module_without_parameters_is_no_part_of_the_base(tmp_path: Any) -> None:
+    model = block()
+    prepared = KbitPreparedModel(model).prepare()
+    model[3] = nn.ReLU()
+    gc.collect()
+    prepared.export(tmp_path / "base")
+    prepared.manifest()
+    assert not prepared.verify()
+    assert prepared.restore() == RestoreReport((), (), ())
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda: nn.Parameter(torch.eye(4).to_sparse()), "torch.sparse_coo"),
+        (lambda: nn.Parameter(torch.eye(4).bfloat16().to_sparse_csr()), "torch.sparse_csr"),
+        (lambda: nn.Parameter(torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])), "nested"),
+        (nn.UninitializedParameter, "not initialized"),
+    ],
+)
+def test_what_has_no_memory_of_its_own_is_refused_by_name(make: Any, what: str) -> None:
+    model = block()
+    model[2].weight = make()
+    for refuse in (KbitPreparedModel, kbitwrap.build_plan, kbitwrap.prepare_model_for_kbit_training):
+        with pytest.raises(UnsupportedModelError, match=what) as error:
+            refuse(model)
+        assert error.value.fqn == "2.weight"
+
+
+def test_a_model_made_in_inference_mode_is_restored() -> None:
+    with torch.inference_mode():
+        model = block()
+    before = Snapshot(model)
+    with KbitPreparedModel(model) as prepared:
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+        with prepared.suspended():
+            assert all(parameter.requires_grad for parameter in model.parameters())
+    assert not before.diff(Snapshot(model))
+
+
+@pytest.mark.parametrize("precision", ["full", "compute"])
+def test_a_model_made_in_inference_mode_that_cannot_be_cast_is_as_it_was(precision: str) -> None:
+    with torch.inference_mode():
+        model = block()
+    before = Snapshot(model)
+    with pytest.raises(EditError, match="the model is as it was"):
+        KbitPreparedModel(model, precision=precision).prepare()
+    assert not before.diff(Snapshot(model), moved=True)
+
+
+def interrupt_at(line: int, call: Any) -> bool:
+    """Call with an interrupt before the ``line``-th line of the two modules that hold a preparation."""
+    count = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal count
+        if not frame.f_code.co_filename.endswith(("kbitwrap/prepared.py", "preparation/preparation.py")):
+            return None
+        if event == "line":
+            count += 1
+            if count == line:
+                raise KeyboardInterrupt
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(previous)
+    return False
+
+
+@pytest.mark.parametrize("precision", ["full", "norms"])
+def test_an_interrupt_between_two_lines_leaves_a_wrapper_that_knows_its_model(precision: str) -> None:
+    line = 0
+    was_interrupted = True
+    while was_interrupted:
+        line += 1
+        model = block()
+        before = Snapshot(model)
+        prepared = KbitPreparedModel(model, precision=precision)
+        was_interrupted = interrupt_at(line, prepared.prepare)
+        if prepared.state == "prepared":
+            prepared.restore()
+        assert kbitwrap.prepared_of(model) is None
+        assert not before.diff(Snapshot(model), moved=True), line
+    assert line > 20
+
+
+def test_an_interrupt_in_restore_leaves_a_wrapper_that_can_be_restored() -> None:
+    line = 0
+    was_interrupted = True
+    while was_interrupted:
+        line += 1
+        model = block()
+        before = Snapshot(model)
+        prepared = KbitPreparedModel(model, precision="full").prepare()
+        was_interrupted = interrupt_at(line, prepared.restore)
+        prepared.restore()
+        assert prepared.state == "restored"
+        assert kbitwrap.prepared_of(model) is None
+        assert not before.diff(Snapshot(model), moved=True), line
+    assert line > 20
