@@ -108,8 +108,8 @@ class KbitPreparedModel:
     def _settle_plan(self, tree: ModelTree) -> None:
         """Refuse a model that another wrapper holds, and plan where the plan is not of the model as it is."""
         with only_reading():
-            refuse_held(tree)
             refuse_unsupported_tensors(tree, allow_meta=False)
+            refuse_held(tree)
             found = signature(tree)
             if found != self._planned_for:
                 self.plan = plan_as_detected(tree, self.config)

@@ -899,18 +899,18 @@ def test_experts_run_in_inference_mode(name: str) -> None:
     assert torch.equal(*outputs)
 
 
-def test_a_head_that_was_cast_to_another_half_dtype_is_cast_back() -> None:
+def test_a_head_that_was_cast_to_another_half_dtype_is_cast_back_and_named() -> None:
     model = zoo.load("llama")
     original = model.lm_head.weight
-    expected = original.half().bfloat16()
+    loaded, expected = original.detach().clone(), original.half().bfloat16()
     with KbitPreparedModel(model, precision="compute") as prepared:
         model.lm_head.half()
         with prepared.suspended():
             assert model.lm_head.weight.dtype == torch.bfloat16
         assert original.dtype == torch.float16
         report = prepared.restore()
-    # The way through float16 changed no value: there is nothing to name.
-    assert (report.trained, report.replaced) == ((), ())
+    assert not torch.equal(loaded, expected)  # float16 has no room for the smallest values
+    assert (report.trained, report.replaced) == ((), ("lm_head.weight",))
     assert model.lm_head.weight is original
     assert torch.equal(original, expected)
 
