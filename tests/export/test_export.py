@@ -353,7 +353,7 @@ def test_it_loads_as_any_checkpoint(tmp_path: Path) -> None:
 
 
 def test_the_page_says_what_is_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = Path(__file__).parents[1] / "docs" / "export.md"
+    page = Path(__file__).parents[2] / "docs" / "export.md"
     section = page.read_text(encoding="utf-8").partition("## The exact base\n")[2].partition("\n## ")[0]
     (block,) = re.findall("```python\n(.*?)```", section, re.DOTALL)
     model = zoo.load("llama")

@@ -234,7 +234,7 @@ def test_importing_is_light_and_a_reader_that_is_gone_is_no_traceback(tmp_path: 
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).parents[2],
     )
     assert process.stdout is not None
     process.stdout.close()

@@ -101,7 +101,7 @@ def test_a_hundred_thousand_tensors_fit() -> None:
 
 
 def test_the_published_schema_is_the_one_that_is_used() -> None:
-    published = json.loads((HERE.parent / "docs" / "manifest.schema.json").read_text())
+    published = json.loads((HERE.parents[1] / "docs" / "manifest.schema.json").read_text())
     assert published == Manifest.model_json_schema(), (
         "docs/manifest.schema.json is to hold json.dumps(Manifest.model_json_schema(), indent=2), with the pydantic of "
         ".ci/constraints.txt"

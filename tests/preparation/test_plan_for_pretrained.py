@@ -57,7 +57,7 @@ def parameter_bytes(model: nn.Module) -> int:
 
 @pytest.fixture(scope="module")
 def memory_tables() -> ModuleType:
-    path = Path(__file__).parents[1] / ".ci" / "memory_tables.py"
+    path = Path(__file__).parents[2] / ".ci" / "memory_tables.py"
     spec = importlib.util.spec_from_file_location("memory_tables", path)
     assert spec is not None
     assert spec.loader is not None
@@ -214,7 +214,7 @@ def test_the_known_figures_of_full(memory_tables: ModuleType, name: str, added: 
 
 
 def test_the_memory_guide_is_filled_in(memory_tables: ModuleType) -> None:
-    source = (Path(__file__).parents[1] / "docs" / "memory.md").read_text(encoding="utf-8")
+    source = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
     page = memory_tables.on_page_markdown(source, page=None, config=None, files=None)
     assert source.count("<!-- memory-table:") == len(memory_tables.TABLES)
     assert "<!-- memory-table:" not in page

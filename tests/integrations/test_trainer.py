@@ -26,7 +26,7 @@ from kbitwrap import KbitPreparedModel, LifecycleState, Manifest
 from snapshot import Snapshot, tensor_digest
 from trainers import NUM_STEPS, RecordingTrainer, adapt, dataset, prompt, trained_weights, trainer_for
 
-PAGE = Path(__file__).parents[1] / "docs" / "trainer.md"
+PAGE = Path(__file__).parents[2] / "docs" / "trainer.md"
 PRECISIONS = ("full", "norms", "none")
 
 pytestmark = [

@@ -934,7 +934,7 @@ def test_hooks_on_an_adapted_layer_are_neither_run_nor_copied(tmp_path: Path) ->
 # What the documentation says.
 # ----------------------------------------------------------------------------------------------------
 
-PAGE = Path(__file__).parents[1] / "docs" / "export.md"
+PAGE = Path(__file__).parents[2] / "docs" / "export.md"
 
 
 def test_the_comparison_with_merging_into_4_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1032,7 +1032,7 @@ print(status("VmHWM") - start)
 
 
 def test_the_process_grows_by_two_tensors_at_most(tmp_path: Path) -> None:
-    folders = os.pathsep.join([str(PAGE.parents[1]), str(Path(__file__).parent)])
+    folders = os.pathsep.join([str(PAGE.parents[1]), str(Path(__file__).parents[1])])
     # What is freed goes back to the system: which pieces the C library keeps is not measured.
     variables = {"PYTHONPATH": folders, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     result = subprocess.run(

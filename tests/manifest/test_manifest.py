@@ -47,7 +47,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*neither a quantization attribute nor a quantized layer:UserWarning"),
 ]
 
-PAGE = Path(__file__).parents[1] / "docs" / "manifest.md"
+PAGE = Path(__file__).parents[2] / "docs" / "manifest.md"
 
 
 ODD_BUFFERS: dict[str, Callable[[], torch.Tensor]] = {
