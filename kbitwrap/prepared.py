@@ -145,10 +145,7 @@ class KbitPreparedModel:
     @classmethod
     def as_peft(cls, model: nn.Module, config: PrepareConfig) -> KbitPreparedModel:
         """Prepare a model by PEFT's rules: its detection, adapters frozen too, on top of what holds it already."""
-        tree = tree_of(model)
-        preparation = Preparation.find(tree)
-        if preparation is not None:
-            tree = ModelTree(model, preparation.original.records)
+        tree, _ = Preparation.tree_of(model)
         with only_reading():
             refuse_unsupported_tensors(tree, allow_meta=False)
             plan = write_plan(Planner(tree, config, detect_as_peft(model), freeze_adapters=True))

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from ..errors import ExportError, ManifestError, UnsupportedModelError
 from ..export.twin import build_twin
-from ..model.checks import refuse_unsupported_tensors, tree_of
+from ..model.checks import refuse_unsupported_tensors
 from ..model.quantization import DISTRIBUTIONS, is_quantized_parameter
 from ..model.tree import ModelTree, join
 from ..preparation.preparation import Preparation
@@ -51,15 +51,11 @@ class Contents:
     trained: tuple[str, ...]  # parameters that a preparation holds and that training has changed
 
 
-def read_contents(model: nn.Module, *, progress: bool = False) -> Contents:
+def read_contents(tree: ModelTree, preparation: Preparation | None, *, progress: bool = False) -> Contents:
     """Read the contents of a model that is as loaded, prepared or suspended, with adapters and wrappers or without.
 
     Raises ``ManifestError`` where weights were merged or replaced, ``UnsupportedModelError`` where some cannot be read.
     """
-    tree = tree_of(model)
-    preparation = Preparation.find(tree)
-    if preparation is not None:
-        tree = ModelTree(model, preparation.original.records)
     try:
         refuse_unsupported_tensors(tree, allow_meta=False)
     except UnsupportedModelError as error:

@@ -111,7 +111,7 @@ class Manifest(Record):
             )
         plan = preparation.plan
         with _refusing("cannot record this preparation"):
-            contents = read_contents(preparation.tree().model, progress=plan.config.progress)
+            contents = read_contents(preparation.tree(), preparation, progress=plan.config.progress)
             for fqn in contents.trained:
                 raise ManifestError(
                     f"{fqn} was trained since the model was prepared, so that a manifest made now would record the "
@@ -183,7 +183,7 @@ class Manifest(Record):
             kbitwrap.errors.ManifestMismatchError: ... bias: digest: expected ..., found '...'...
         """
         with _refusing("this is not the model that was prepared", ManifestMismatchError):
-            contents = read_contents(model, progress=self.config.progress)
+            contents = read_contents(*Preparation.tree_of(model), progress=self.config.progress)
             current = contents.model
         ignored = ["model.name_or_path"]
         recorded_with, installed = (found.get("transformers") for found in (self.versions, versions()))

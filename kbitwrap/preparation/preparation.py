@@ -18,7 +18,7 @@ from ..edits.journal import Edit, Journal
 from ..edits.storage import CopyChange, TrainedError
 from ..edits.training import FollowTrainMode, RecordAccelerate
 from ..errors import ConfigError, EditError, RestoreError, StateError, UnsupportedModelError
-from ..model.checks import refuse_sharded_since
+from ..model.checks import refuse_sharded_since, tree_of
 from ..model.tree import ModelTree, only_reading
 from ..model.wrappers import unwrap
 from ..reports import LifecycleState, RestoreReport, StateDiff
@@ -70,6 +70,13 @@ class Preparation:
             if model is not None and ModelTree(model).holds_part_of(tree):
                 return preparation
         return None
+
+    @staticmethod
+    def tree_of(model: nn.Module) -> tuple[ModelTree, Preparation | None]:
+        """Begin an operation on a model that may be prepared: its tree, with the records of its preparation."""
+        tree = tree_of(model)
+        preparation = Preparation.find(tree)
+        return tree if preparation is None else ModelTree(model, preparation.original.records), preparation
 
     def tree(self) -> ModelTree:
         """The model now, with every recorded parameter that is still there found again."""

@@ -1032,7 +1032,7 @@ print(status("VmHWM") - start)
 
 
 def test_the_process_grows_by_two_tensors_at_most(tmp_path: Path) -> None:
-    folders = os.pathsep.join([str(PAGE.parents[1]), str(Path(__file__).parents[1])])
+    folders = os.pathsep.join(map(str, (PAGE.parents[1], *Path(__file__).parents[:2])))
     # What is freed goes back to the system: which pieces the C library keeps is not measured.
     variables = {"PYTHONPATH": folders, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     result = subprocess.run(
