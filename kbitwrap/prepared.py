@@ -226,7 +226,7 @@ class KbitPreparedModel:
         """Put the model, which is yielded, in its original state for a while: for ``generate``, evaluation, saving.
 
         Adapters stay in place. Afterwards everything is as before, trained float32 values bit for bit, and so are the
-        states of torch's random generators, so that training goes on as though nothing had been.
+        states of torch's random generators, so that training continues as without a suspension.
 
         Raises:
             StateError: The model is not prepared, or suspended already; or several processes train together and a
@@ -414,7 +414,7 @@ class KbitPreparedModel:
         """Make the wrapper for the preparation that a manifest records; changes nothing.
 
         Args:
-            model: The recorded model, loaded anew; it may carry adapters, or be the ``PeftModel`` around it.
+            model: The recorded model, loaded again; it may carry adapters, or be the ``PeftModel`` around it.
             manifest: The manifest, or the file that it was saved to.
 
         Returns:

@@ -279,7 +279,7 @@ def _recorded(fields: dict[str, Any], keys: tuple[str, ...] | None) -> dict[str,
 
 
 def _values(recorded: dict[str, Any], fields: dict[str, Any], places: list[dict[str, Any]]) -> dict[str, Any]:
-    """What was recorded; of a tensor that is gone, what has replaced it."""
+    """The recorded values, with the current one for a tensor that is gone."""
     values = {}
     for key, value in recorded.items():
         if isinstance(value, _HeldWeakly):

@@ -70,7 +70,7 @@ class _Copier:
         if any(getattr(wrapper, "merged", False) for wrapper in wrappers):
             raise ExportError(
                 f"{fqn or 'the model'}: an adapter is merged into its weight, which has changed; "
-                "export before merging, or load the base anew",
+                "export before merging, or load the base again",
                 fqn=fqn,
             )
         shell = self.shells.get(id(base))
@@ -79,7 +79,7 @@ class _Copier:
             if lacks_statistics(base):
                 raise ExportError(
                     f"{fqn}: the scales of its quantized weight are gone, so its values cannot be computed (PEFT's "
-                    "DoRA on 8-bit layers loses them in training on a CPU); load the base anew",
+                    "DoRA on 8-bit layers loses them in training on a CPU); load the base again",
                     fqn=fqn,
                 )
             shell = self.shells[id(base)] = self._shell(base)
@@ -153,7 +153,7 @@ def _refuse_replaced(changes: Changes) -> None:
     for fqn, what in changes.replaced.items():
         raise ExportError(
             f"{fqn or 'the model'} {what} since the model was prepared (by a merge, resized embeddings or unloaded "
-            "modules_to_save), so the exact base is not there any more; export before that, or load the base anew",
+            "modules_to_save), so the exact base is not there any more; export before that, or load the base again",
             fqn=fqn,
         )
 
@@ -163,7 +163,7 @@ def _refuse_drifted(changes: Changes) -> None:
         raise ExportError(
             f"{fqn} holds other values than when the model was prepared, although it is frozen (a merge that was taken "
             "back is rounded; PiSSA and OLoRA leave a residual), so the exact base is not there any more; export "
-            "before that, or load the base anew",
+            "before that, or load the base again",
             fqn=fqn,
         )
 

@@ -96,7 +96,7 @@ def refuse_unreadable(tree: ModelTree, *, allow_dtensor: bool) -> None:
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
             f"only a model whose tensors are loaded, and whole or sharded by FSDP2 since it was prepared, can be "
-            f"exported ({error.fqn}); export it before sharding, or load the base anew",
+            f"exported ({error.fqn}); export it before sharding, or load the base again",
             fqn=error.fqn,
         ) from error
 

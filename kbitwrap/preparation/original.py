@@ -1,4 +1,4 @@
-"""What was there before: one record of the unprepared model, which restore, verify, export and the manifest all read.
+"""The record of the unprepared model, which restore, verify, export and the manifest all read.
 
 It holds no parameter, and no value but samples: see ``ParameterRecord`` and ``Fingerprints``.
 """
@@ -59,7 +59,7 @@ def configs_of(module: nn.Module) -> list[tuple[str, Any]]:
 
 @dataclass
 class Changes:
-    """What became of the base's parameters.
+    """The base's parameters that are not as they were recorded.
 
     Attributes:
         trained: Names of those whose value changed, and that may be trained.
@@ -130,7 +130,7 @@ class Original:
         return self._configs.get(id(config), config)
 
     def buffer(self, module: nn.Module, name: str) -> Buffer | None:
-        """What a persistent buffer was: dtype, shape and digest; ``None`` where it was not there."""
+        """The recorded dtype, shape and digest of a persistent buffer; ``None`` where it was not there."""
         return self._buffers.get(module, {}).get(name)
 
     def flag(self, record: ParameterRecord) -> bool:

@@ -34,7 +34,7 @@ _in_force: weakref.WeakSet[Preparation] = weakref.WeakSet()
 
 
 class Preparation:
-    """What was done to a model, from the first edit to the last undo; found again by the model.
+    """The preparation of one model, from its first edit to its last undo; found again by the model.
 
     Args:
         holder: The wrapper, which the model keeps alive from then on.
@@ -152,18 +152,18 @@ class Preparation:
         return bool(norms)
 
     def copies(self, tree: ModelTree) -> list[CopyChange]:
-        """What takes the float32 copies back that PEFT made of base modules while everything was upcast."""
+        """The changes that take back the float32 copies that PEFT made of base modules while all was upcast."""
         if not self._upcasts_all:
             return []
         return self.original.copies(tree, [held.record for held in self.journal.originals()])
 
     def changes(self, tree: ModelTree) -> Changes:
-        """What became of the base's parameters: what a restore would give, beside what was there before."""
+        """The parameters of the base that are not what a restore would have to give."""
         with only_reading():
             return self.original.changes(tree, self.journal.originals())
 
     def verify(self) -> StateDiff:
-        """How the live model differs from what was left."""
+        """Compare the live model with what the preparation left."""
         with plain_mode():
             tree = self.tree()
             return self.left.diff(tree, self.changes(tree).drifted)

@@ -22,7 +22,7 @@ Differences = dict[str, dict[str, tuple[Any, Any]]]
 
 
 class PreparedState:
-    """What there was when a preparation ended: of every parameter and module of the base, with its fqn.
+    """The state of every parameter and module of the base at the end of a preparation, by fqn.
 
     Args:
         tree: The prepared model.
@@ -106,7 +106,7 @@ _UNMARKED: dict[str, Any] = {
 
 
 def _read_module(module: nn.Module) -> dict[str, Any]:
-    """What a preparation sets on a module; most have nothing of it."""
+    """The attributes that a preparation sets on a module; most modules have none of them."""
     fields = vars(module)
     if not module._forward_hooks and _MARKS.isdisjoint(fields):
         return _UNMARKED

@@ -1,4 +1,4 @@
-"""What of the process a preparation touches: allocator caches, autograd modes, random generators, process groups."""
+"""The state of the process that a preparation touches: allocators, autograd modes, random generators, ranks."""
 
 from __future__ import annotations
 
@@ -117,5 +117,5 @@ def refuse_retyping_under_ddp(held: Sequence[HeldOriginal]) -> None:
             raise StateError(
                 f"suspended() would change the dtype of {one.record.fqn}, which is being trained, and "
                 "DistributedDataParallel would no longer synchronize it; use precision 'norms' or 'none', where "
-                "nothing changes its dtype, or restore(), and wrap anew"
+                "nothing changes its dtype, or restore(), and wrap again"
             )

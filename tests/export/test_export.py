@@ -578,7 +578,7 @@ def test_a_base_that_is_gone(change: Callable[[nn.Module], str], precision: str,
     model = zoo.load("llama")
     prepared = KbitPreparedModel(model, precision=precision).prepare()
     fqn = change(model)
-    with pytest.raises(ExportError, match=rf"^{fqn}[ :].*export before .*load the base anew") as caught:
+    with pytest.raises(ExportError, match=rf"^{fqn}[ :].*export before .*load the base again") as caught:
         prepared.export(tmp_path / "export")
     assert caught.value.fqn == fqn
     assert list(tmp_path.iterdir()) == []
