@@ -210,7 +210,7 @@ class Case:
         return adapted
 
     def _measure_step(self, model: PeftModel, tokens: int, baseline: int) -> dict[str, Any]:
-        """What a step costs, and its numbers; ``None`` for figures that the device has too little memory for."""
+        """The cost of a step, and its numbers; ``None`` for figures that the device has too little memory for."""
         settings = self.settings
         generator = torch.Generator().manual_seed(settings.seed)
         ids = torch.randint(settings.shape.vocab_size, (1, tokens), generator=generator).to(self.device)
@@ -279,7 +279,7 @@ def _is_base(name: str) -> bool:
 
 
 def _undo_of_peft(model: PreTrainedModel) -> Callable[[], None]:
-    """What puts the model back so that PEFT's function, which nothing undoes, can be timed once more."""
+    """A call that puts the model back so that PEFT's function, which nothing undoes, can be timed once more."""
     states = [(parameter, parameter.dtype, parameter.requires_grad) for parameter in model.parameters()]
     hooks = {id(module): list(module._forward_hooks) for module in model.modules()}
 
@@ -313,7 +313,7 @@ def _deterministic(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What the libraries warn of here is theirs, or is what the benchmark is there to do."""
+    """Silence the warnings of libraries: they are theirs, or of what the benchmark is there to do."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -84,7 +84,7 @@ class MemoryMeter:
         return torch.cuda.max_memory_reserved(self.device) if self.is_cuda else self.absolute_peak()
 
     def allocator(self) -> dict[str, int] | None:
-        """What CUDA's caching allocator holds now, and the most since ``start``; ``None`` on a host."""
+        """The bytes that CUDA's caching allocator holds now, and the most since ``start``; ``None`` on a host."""
         if not self.is_cuda:
             return None
         return {

@@ -18,7 +18,7 @@ _OUT_OF_MEMORY = "out of memory"
 
 
 def environment(device: str) -> dict[str, Any]:
-    """What a benchmark runs on.
+    """The machine and the libraries of a benchmark.
 
     Args:
         device: The device that the model is on.

@@ -1,4 +1,4 @@
-"""What a benchmark measures: the model's shape and the options, as plain values that travel between processes."""
+"""The settings of a benchmark: the model's shape and the options, as plain values that travel between processes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ SMALL = MISTRAL_7B.resized(hidden_size=1024, num_layers=4, vocab_size=None)
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is measured.
+    """The settings of one benchmark.
 
     Attributes:
         shape: The model's shape.

@@ -34,7 +34,7 @@ ASPECTS = {
 
 @dataclass(frozen=True)
 class BaseState:
-    """What each module of a base model holds, by the module's name when the state was first taken.
+    """The contents of each module of a base model, by the module's name when the state was first taken.
 
     Attributes:
         modules: The module objects. An adapter wraps them, and leaves them the same objects.
@@ -107,7 +107,7 @@ class _Same:
 
 
 def _stored(module: nn.Module) -> dict[str, Any]:
-    """What a module stores itself; of a leaf all of its ``state_dict``, where a quantized layer has its whole state."""
+    """The tensors that a module stores itself; of a leaf its ``state_dict``, which has all of a quantized layer."""
     buffers = dict(module.named_buffers(recurse=False))
     if next(module.children(), None) is None:
         return {**buffers, **module.state_dict()}

@@ -1,4 +1,4 @@
-"""What the commands share: exit statuses, checks, tables, and quiet libraries."""
+"""Shared by the commands: exit statuses, checks, tables, and quiet libraries."""
 
 from __future__ import annotations
 

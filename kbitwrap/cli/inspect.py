@@ -110,7 +110,7 @@ def _some(names: tuple[str, ...]) -> str:
 
 
 def _summary(manifest: Manifest) -> dict[str, Any]:
-    """What a manifest records, without its tensors."""
+    """The lines that describe a manifest, without its tensors."""
     kinds = Counter(record.type for record in manifest.tensors.values())
     upcast = [fqn for fqn, record in manifest.tensors.items() if record.original_dtype != record.prepared_dtype]
     data = manifest.model_dump(mode="json", by_alias=True, include={"created", "versions", "model", "config", "plan"})

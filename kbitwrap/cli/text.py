@@ -15,7 +15,7 @@ _MAX_CHARACTERS = 400_000
 
 
 class Tokens(Protocol):
-    """What turns text into tokens and back."""
+    """A tokenizer: turns text into tokens and back."""
 
     def encode(self, text: str) -> list[int]:
         """Text as token ids, without special tokens."""
