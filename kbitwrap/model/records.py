@@ -44,22 +44,22 @@ class ParameterRecord:
         self.quantized_class = type(parameter) if is_quantized_parameter(parameter) else None
         state = getattr(parameter, "quant_state", None)
         self.quant_state: weakref.ref[Any] | None = None if state is None else weakref.ref(state)
-        self._memories: list[tuple[StorageWeakRef, ...]] = []
-        self._keys: set[Any] = set()
-        self.saw(parameter)
+        key, memory = _memory_of(parameter)
+        self._memories: dict[Any, tuple[StorageWeakRef, ...]] = {key: memory}
 
     def expects(self, data: torch.Tensor) -> None:
         """Note that the parameter is about to get this memory, so that it is found wherever that is interrupted."""
-        self._memories.append(_memory_of(data))
-        self._keys.add(_key_of(data))
+        key, memory = _memory_of(data)
+        self._memories[key] = memory
 
     def saw(self, parameter: torch.Tensor) -> None:
         """Note that the parameter lies in this memory now."""
-        self._memories, self._keys = [_memory_of(parameter)], {_key_of(parameter)}
+        key, memory = _memory_of(parameter)
+        self._memories = {key: memory}
 
     def is_seen(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter at one of the places is the one recorded: it lies where that was last seen."""
-        if _key_of(parameter) in self._keys:
+        if _key_of(parameter) in self._memories:
             return True
         state = None if self.quant_state is None else self.quant_state()
         return state is not None and getattr(parameter, "quant_state", None) is state
@@ -80,14 +80,21 @@ class ParameterRecord:
         return next((p for ref in self.refs if (p := ref()) is not None and p.shape == self.shape), None)
 
 
-def _memory_of(tensor: torch.Tensor) -> tuple[StorageWeakRef, ...]:
-    return tuple(StorageWeakRef(part.untyped_storage()) for part in dense_parts(tensor))
+def _memory_of(tensor: torch.Tensor) -> tuple[Any, tuple[StorageWeakRef, ...]]:
+    """The key of the memory that a tensor lies in, and references by which nothing else gets that key."""
+    if is_composed(type(tensor)):
+        memory = tuple([StorageWeakRef(part.untyped_storage()) for part in dense_parts(tensor)])
+        return tuple([reference.cdata for reference in memory]), memory
+    if tensor.layout is not torch.strided:
+        return (), ()
+    reference = StorageWeakRef(tensor.untyped_storage())
+    return tensor.untyped_storage()._cdata, (reference,)
 
 
 def _key_of(tensor: torch.Tensor) -> Any:
-    """The memory that a tensor lies in, as long as somebody refers to that."""
+    """The key of the memory that a tensor lies in."""
     if is_composed(type(tensor)):
-        return tuple(part.untyped_storage()._cdata for part in dense_parts(tensor))
+        return tuple([part.untyped_storage()._cdata for part in dense_parts(tensor)])
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else ()
 
 
@@ -95,15 +102,21 @@ class Records:
     """The records of a model's parameters, one for each, by owner and name."""
 
     def __init__(self) -> None:
-        self._by_owner: weakref.WeakKeyDictionary[nn.Module, dict[str, ParameterRecord]] = weakref.WeakKeyDictionary()
+        # By ``id`` of the owner, which is compared with the owner itself: a dictionary of weak keys is slower.
+        self._by_owner: dict[int, tuple[weakref.ref[nn.Module], dict[str, ParameterRecord]]] = {}
 
     def at(self, module: nn.Module, name: str) -> ParameterRecord | None:
         """The record of the parameter that was at a place."""
-        return self._by_owner.get(module, {}).get(name)
+        owner, records = self._by_owner.get(id(module), (None, {}))
+        return records.get(name) if owner is not None and owner() is module else None
 
     def add(self, record: ParameterRecord) -> None:
         """Keep a record under each of its places."""
-        for ref in record.refs:
-            module = ref.owner()
+        for owner, name in record.refs:
+            module = owner()
             if module is not None:
-                self._by_owner.setdefault(module, {})[ref.name] = record
+                known, records = self._by_owner.get(id(module), (owner, {}))
+                if known() is not module:  # one that is gone had this ``id``
+                    known, records = owner, {}
+                records[name] = record
+                self._by_owner[id(module)] = known, records

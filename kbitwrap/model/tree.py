@@ -129,11 +129,12 @@ class ModelTree:
     @cached_property
     def places(self) -> dict[int, list[tuple[nn.Module, str]]]:
         """Every owner of a parameter, each once, with the parameter's name there, by the parameter's ``id``."""
-        found: dict[int, dict[tuple[int, str], tuple[nn.Module, str]]] = {}
-        for tensor in self.all_tensors:
-            place = tensor.module, tensor.name
-            found.setdefault(id(tensor.parameter), {}).setdefault((id(tensor.module), tensor.name), place)
-        return {key: list(places.values()) for key, places in found.items()}
+        found: dict[int, list[tuple[nn.Module, str]]] = {}
+        for _, module, name, parameter, _ in self.all_tensors:
+            places = found.setdefault(id(parameter), [])
+            if not any(owner is module and name == known for owner, known in places):
+                places.append((module, name))
+        return found
 
     def record(self, tensor: NamedTensor) -> ParameterRecord:
         """The record of a parameter: the one that there is, or a new one."""
