@@ -129,8 +129,9 @@ def test_experts(dtype: torch.dtype) -> None:
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_in_pieces_every_piece_is_a_whole_number_of_columns() -> None:
-    half, full = pair(nn.Linear(64, 200, bias=True, dtype=torch.bfloat16), chunk_bytes=64 * 4 * 48)
+@pytest.mark.parametrize("width", [200, 4 * 48 + 1])  # the last piece is shorter, or a single column
+def test_in_pieces_every_piece_is_a_whole_number_of_columns(width: int) -> None:
+    half, full = pair(nn.Linear(64, width, bias=True, dtype=torch.bfloat16), chunk_bytes=64 * 4 * 48)
     half._parameters["bias"].data.add_(0)  # a bias is sliced with the columns
     ours, theirs = (run(m, torch.randn(3, 64, generator=torch.Generator().manual_seed(0))) for m in (half, full))
     # Another blocking of the same sums: equal up to the rounding of one sum over 64 (or 200) float32 terms.
