@@ -26,7 +26,7 @@ from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 import forks
-from kbitwrap import KbitPreparedModel
+from kbitwrap import KbitPreparedModel, build_plan
 from kbitwrap.edits.norms import ComputeChange, Float32Forward, can_rebind_forward, forward_slot
 from kbitwrap.model.tree import ModelTree
 from strategies import HALF_DTYPES, RMSNorm
@@ -255,6 +255,14 @@ def test_a_norm_that_keeps_statistics_computes_as_loaded() -> None:
         assert any("0 computes as loaded" in warning for warning in prepared.plan.warnings)
         assert_same_bits(model(x), expected)
     assert int(model[0].num_rows) == 2 * len(x)
+
+
+@pytest.mark.parametrize("keeps_statistics", [True, False])
+def test_a_batch_norm_is_none_of_the_norms(keeps_statistics: bool) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(WIDTH, track_running_stats=keeps_statistics)).bfloat16()
+    plan = build_plan(model, precision="norms", gradient_checkpointing=False)
+    assert not any(edit.action == "compute" for edit in plan.edits)
+    assert not any("computes as loaded" in warning for warning in plan.warnings)
 
 
 class ScaledNorm(RMSNorm):

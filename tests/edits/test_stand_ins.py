@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import zoo
-from kbitwrap import KbitPreparedModel
+from kbitwrap import KbitPreparedModel, build_plan
 from kbitwrap.edits.stand_ins import install_stand_in
 from kbitwrap.tensors.upcast import UpcastTensor
 from snapshot import Snapshot
@@ -129,8 +129,9 @@ def test_experts(dtype: torch.dtype) -> None:
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_in_pieces_every_piece_is_a_whole_number_of_columns() -> None:
-    half, full = pair(nn.Linear(64, 200, bias=True, dtype=torch.bfloat16), chunk_bytes=64 * 4 * 48)
+@pytest.mark.parametrize("width", [200, 4 * 48 + 1])  # the last piece is shorter, or a single column
+def test_in_pieces_every_piece_is_a_whole_number_of_columns(width: int) -> None:
+    half, full = pair(nn.Linear(64, width, bias=True, dtype=torch.bfloat16), chunk_bytes=64 * 4 * 48)
     half._parameters["bias"].data.add_(0)  # a bias is sliced with the columns
     ours, theirs = (run(m, torch.randn(3, 64, generator=torch.Generator().manual_seed(0))) for m in (half, full))
     # Another blocking of the same sums: equal up to the rounding of one sum over 64 (or 200) float32 terms.
@@ -563,6 +564,16 @@ def test_what_compute_stores_in_float32_is_named_with_its_reason(name: str) -> N
     half = {fqn for fqn, p in prepared.model.named_parameters() if p.dtype == torch.bfloat16}
     assert stored.keys() | upcast == half
     assert any("embed" in fqn for fqn in upcast)
+
+
+def test_what_cannot_have_a_stand_in_is_stored_in_float32() -> None:
+    model = nn.Sequential(nn.Embedding(8, 4, max_norm=1.0), nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16()
+    vars(model[1])["__deepcopy__"] = lambda memo: model[1]
+    plan = build_plan(model, precision="compute", gradient_checkpointing=False)
+    stored = {fqn: edit.reason for edit in plan.edits if edit.action == "store" for fqn in edit.fqns}
+    assert "writes to it" in stored["0.weight"]  # an embedding that renormalizes the rows that it looks up
+    assert "something else than the parameter" in stored["1.weight"]
+    assert "2.weight" not in stored
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
