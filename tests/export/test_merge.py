@@ -711,6 +711,7 @@ def test_tied_weights_that_are_trained_together_stay_tied(kind: str, tmp_path: P
     original = zoo.load("gemma2", None, FLOAT32)
     head, embeddings = head_and_embeddings(same_outputs("gemma2", adapted, tmp_path / "merged"))
     assert head is embeddings
+    assert "lm_head.weight" not in saved(tmp_path / "merged")  # the files hold it once
     assert not torch.equal(embeddings, original.get_input_embeddings().weight)
 
 
