@@ -200,3 +200,24 @@ def test_what_others_replace_is_freed_at_once() -> None:
     finally:
         gc.enable()
     assert LM_HEAD in prepared.restore().replaced
+
+
+@pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("quant", ["nf4", "int8"])
+def test_every_tensor_of_a_merged_model_has_the_loaded_half_dtype(
+    quant: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = zoo.load("llama", quant, dtype)
+    prepared = KbitPreparedModel(model, precision="full").prepare()
+    adapt("llama", model)
+    prepared.export(tmp_path / "merged", merge_adapters=True)
+    assert {t.dtype for t in load_file(tmp_path / "merged" / "model.safetensors").values()} == {dtype}
+
+
+def test_the_cache_of_generation_is_as_it_was() -> None:
+    model = zoo.load("llama")
+    before = model.generation_config.use_cache
+    with KbitPreparedModel(model):
+        model.generation_config.use_cache = not before
+    assert model.generation_config.use_cache == before
