@@ -129,13 +129,14 @@ class ModuleRecord(Generic[T]):
         self._index = tree.index
         self._values = [read(module) for _, module in self._index.live()]
 
-    def affected(self, tree: ModelTree) -> list[tuple[nn.Module, T]]:
+    def affected(self, tree: ModelTree | None) -> list[tuple[nn.Module, T]]:
         """The modules that an undo reaches, each with its value: the recorded ones that are alive, and substitutes.
 
-        A substitute has the name and class of a recorded module: PEFT's copies for ``modules_to_save``.
+        A substitute is found in the tree, and has the name and class of a recorded module: PEFT's copies for
+        ``modules_to_save``.
         """
         found = [(module, self._values[number]) for number, module in self._index.live()]
-        for node in tree.modules:
+        for node in tree.modules if tree else ():
             if self._index.number(node.module) is None:
                 cls, number = self._index.by_fqn.get(node.fqn, (None, 0))
                 if cls is type(node.module):
@@ -166,8 +167,8 @@ class AttributesChange(ChangeBase):
         """Write the recorded values back, on substitutes too."""
         self.undo_of(self.names, tree)
 
-    def undo_of(self, names: Collection[str], tree: ModelTree) -> None:
-        """Write the recorded values of some of the attributes back, on substitutes too."""
+    def undo_of(self, names: Collection[str], tree: ModelTree | None = None) -> None:
+        """Write the recorded values of some of the attributes back, on the tree's substitutes too."""
         slots = [(slot, name) for slot, name in enumerate(self.names) if name in names]
         for module, values in self.record.affected(tree):
             fields = vars(module)

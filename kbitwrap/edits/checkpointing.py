@@ -42,10 +42,11 @@ class HooksChange(ChangeBase):
 
     def __init__(self, tree: ModelTree) -> None:
         self._index = tree.index
-        self.before = {key for node in tree.modules for key in input_gradient_hooks(node.module)}
+        hooked = [node.module for node in tree.modules if node.module._forward_hooks]
+        self.before = {key for module in hooked for key in input_gradient_hooks(module)}
 
-    def _affected(self, tree: ModelTree) -> dict[nn.Module, list[int]]:
-        modules = [*(m for _, m in self._index.live()), *(node.module for node in tree.modules)]
+    def _affected(self, tree: ModelTree | None) -> dict[nn.Module, list[int]]:
+        modules = [m for _, m in self._index.live()] + [node.module for node in (tree.modules if tree else ())]
         hooked = (m for m in modules if m._forward_hooks)
         return {m: new for m in hooked if (new := [k for k in input_gradient_hooks(m) if k not in self.before])}
 
@@ -53,8 +54,8 @@ class HooksChange(ChangeBase):
         """Remove the hooks added since."""
         self.remove_added(tree, keep_one=False)
 
-    def remove_added(self, tree: ModelTree, *, keep_one: bool) -> bool:
-        """Remove the hooks added since, and say whether one is left.
+    def remove_added(self, tree: ModelTree | None, *, keep_one: bool) -> bool:
+        """Remove the hooks added since, without a tree only those of recorded modules, and say whether one is left.
 
         With ``keep_one`` each hooked module keeps one: an older one if it has any, else the newest.
         """
@@ -165,9 +166,8 @@ class Checkpoint(EditBase):
             _hook_inputs(model)
         if self.enable:
             _enable_checkpointing(model, self.kwargs)
-        tree = ModelTree(model)  # walked again: other libraries' code may have changed the model
-        if not change.hooks.remove_added(tree, keep_one=self.hook_inputs):
-            change.attributes.undo_of(CHECKPOINTING_ATTRIBUTES[2:], tree)
+        if not change.hooks.remove_added(None, keep_one=self.hook_inputs):
+            change.attributes.undo_of(CHECKPOINTING_ATTRIBUTES[2:])
 
 
 def _hook_inputs(model: nn.Module) -> None:

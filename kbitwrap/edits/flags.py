@@ -22,14 +22,16 @@ class FlagsChange(ChangeBase):
     def __init__(self, flags: Iterable[tuple[ParameterRecord, bool]]) -> None:
         self._flags = list(flags)
 
-    def _live(self) -> list[tuple[nn.Parameter, bool]]:
+    def _changed(self) -> list[tuple[nn.Parameter, bool]]:
+        """The live parameters whose flag is not the recorded one, which comes with each."""
         with only_reading():
-            return [(p, flag) for record, flag in self._flags if (p := record.there()) is not None]
+            live = [(record.there(), flag) for record, flag in self._flags]
+            return [(p, flag) for p, flag in live if p is not None and p.requires_grad != flag]
 
     def undo(self, tree: ModelTree) -> None:
         """Set the recorded flags back."""
-        for parameter, flag in self._live():
-            if parameter.requires_grad != flag and parameter.is_leaf:
+        for parameter, flag in self._changed():
+            if parameter.is_leaf:
                 with torch.inference_mode(parameter.is_inference()):  # the mode that it was made in
                     parameter.requires_grad_(flag)
 
@@ -38,9 +40,9 @@ class FlagsChange(ChangeBase):
         return FlagsChange((r, p.requires_grad) for r, _ in self._flags if (p := r.there()) is not None)
 
     def freeze(self) -> None:
-        """Set every flag false."""
-        for parameter, _ in self._live():
-            if parameter.requires_grad:
+        """Set every flag false that was recorded as true."""
+        for record, flag in self._flags:
+            if flag and (parameter := record.there()) is not None:
                 parameter.requires_grad_(False)
 
 

@@ -155,7 +155,7 @@ class ComputeChange(ChangeBase):
         found = {id(f): f for ref in self._installed if (f := ref()) is not None}
         for node in tree.modules:
             for value in vars(node.module).values():
-                if isinstance(value, Float32Forward) and value.module is node.module:
+                if type(value) is Float32Forward and value.module is node.module:
                     found[id(value)] = value
         return list(found.values())
 

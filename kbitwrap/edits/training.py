@@ -82,7 +82,8 @@ class TrainModeChange(ChangeBase):
     def undo(self, tree: ModelTree) -> None:
         """Put the modes back."""
         for module, training in self._record.affected(tree):
-            module.training = training
+            if module.training is not training:
+                module.training = training
 
     def now(self, tree: ModelTree) -> AttributesNow:
         """Record the current modes."""
@@ -219,19 +220,20 @@ class RuntimeChange(HeldOriginal):
         was_repacked = is_repacked(self._state.get("quant_state", {}))
         if quant_state is not None and is_repacked(vars(quant_state)) != was_repacked:
             self.write(weight, in_other_layout(weight, quant_state))
-        owners = [o for o in state_owners(module, weight) if o[0] in self._state and not self._is_as_recorded(*o)]
+        all_owners = state_owners(module, weight)
+        owners = [o for o in all_owners if o[0] in self._state and not self._is_as_recorded(*o)]
         if not owners:
             return
         # All values are looked up before any is written: one field may be all that holds another's value.
-        places = [vars(owner) for _, owner, _ in state_owners(module, weight)]
+        places = [vars(owner) for _, owner, _ in all_owners]
         values = [_values(self._state[name], vars(owner), places) for name, owner, _ in owners]
         for (_, owner, keys), value in zip(owners, values, strict=True):
             _write(vars(owner), value, keys)
 
     def _is_as_recorded(self, name: str, owner: Any, keys: tuple[str, ...] | None) -> bool:
         recorded, fields = self._state[name], vars(owner)
-        names = set(fields) if keys is None else {key for key in keys if key in fields}
-        return names == recorded.keys() and all(fields.get(key) is value for key, value in recorded.items())
+        num_fields = len(fields) if keys is None else sum([key in fields for key in keys])
+        return num_fields == len(recorded) and all([fields.get(k, MISSING) is v for k, v in recorded.items()])
 
     def now(self, tree: ModelTree) -> RuntimeChange:
         """Record the layer as it is now; if it is gone, return this record."""

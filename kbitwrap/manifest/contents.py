@@ -63,8 +63,6 @@ def read_contents(tree: ModelTree, preparation: Preparation | None, *, progress:
             f"cannot read every tensor of this model: {error}. Make a manifest, or check it, before that", fqn=error.fqn
         ) from error
     with plain_mode():
-        if preparation is not None:
-            preparation.original.follow(tree)
         try:
             twin = build_twin(tree, preparation).model
         except ExportError as error:
@@ -76,7 +74,7 @@ def read_contents(tree: ModelTree, preparation: Preparation | None, *, progress:
         }
         state = {fqn: t for fqn, t in twin.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
         ties = _ties({fqn: t for fqn, t in state.items() if isinstance(_at(live, fqn), nn.Parameter)})
-        known = {} if preparation is None else preparation.original.known(tree)
+        known = {} if preparation is None else tree.known
         digests: dict[int, int] = {}  # a tied tensor is read once
         tensors = {}
         for fqn, tensor in tqdm(state.items(), desc="digest", unit="tensor", disable=not progress, leave=False):

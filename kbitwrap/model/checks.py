@@ -41,6 +41,11 @@ def refuse_unsupported_tensors(tree: ModelTree, *, allow_meta: bool, allow_dtens
     _refuse_sharded(tree, allow_dtensor)
     for tensor in tree.tensors:
         parameter = tensor.parameter
+        is_read = (
+            parameter.layout is torch.strided and not parameter.is_nested and (allow_meta or not parameter.is_meta)
+        )
+        if is_read and type(parameter) is nn.Parameter:  # the quick answer for nearly all
+            continue
         if is_lazy(parameter):
             raise UnsupportedModelError(
                 f"{tensor.path} is not initialized yet: run the model once, or load its weights, before it is prepared",

@@ -129,8 +129,9 @@ def dequantizer(module: nn.Module) -> Callable[[Rows], torch.Tensor]:
 def has_runtime_state(module: nn.Module) -> bool:
     """Whether a module is a bitsandbytes linear layer that rewrites fields of its own when it runs."""
     weight = module._parameters.get("weight")
-    is_linear = isinstance(module, _bitsandbytes_classes("Linear4bit", "Linear8bitLt"))
-    return is_linear and weight is not None and is_quantized_parameter(weight)
+    if weight is None or not is_quantized_parameter(weight):
+        return False
+    return isinstance(module, _bitsandbytes_classes("Linear4bit", "Linear8bitLt"))
 
 
 def is_of_a_quantizer(conversion: Any) -> bool:

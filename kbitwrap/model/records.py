@@ -36,16 +36,17 @@ class ParameterRecord:
     ``quant_state``, which moves with it; ``quantized_class`` is kept because sharding makes it a plain tensor.
     """
 
+    __slots__ = ("__weakref__", "_memories", "dtype", "fqn", "quant_state", "quantized_class", "refs", "shape")
+
     def __init__(self, fqn: str, places: Sequence[tuple[nn.Module, str]], parameter: nn.Parameter) -> None:
         self.fqn = fqn
-        self.refs = tuple(TensorRef(weakref.ref(module), name) for module, name in places)
+        self.refs = tuple([TensorRef(weakref.ref(module), name) for module, name in places])
         self.dtype = parameter.dtype
         self.shape = parameter.shape
         self.quantized_class = type(parameter) if is_quantized_parameter(parameter) else None
         state = getattr(parameter, "quant_state", None)
         self.quant_state: weakref.ref[Any] | None = None if state is None else weakref.ref(state)
-        key, memory = _memory_of(parameter)
-        self._memories: dict[Any, tuple[StorageWeakRef, ...]] = {key: memory}
+        self._memories = dict((_memory_of(parameter),))
 
     def expects(self, data: torch.Tensor) -> None:
         """Note that the parameter is about to get this memory, so that it is found wherever that is interrupted."""
@@ -54,15 +55,19 @@ class ParameterRecord:
 
     def saw(self, parameter: torch.Tensor) -> None:
         """Note that the parameter lies in this memory now."""
-        key, memory = _memory_of(parameter)
-        self._memories = {key: memory}
+        self._memories = dict((_memory_of(parameter),))
+
+    @property
+    def memory(self) -> tuple[Any, ...]:
+        """The keys of the memory that it was last seen in, or may have got since."""
+        return tuple(self._memories)
 
     def is_seen(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter at one of the places is the one recorded: it lies where that was last seen."""
-        if _key_of(parameter) in self._memories:
-            return True
+        """Whether a parameter at one of the places is the one recorded: it has its statistics, or lies where it did."""
         state = None if self.quant_state is None else self.quant_state()
-        return state is not None and getattr(parameter, "quant_state", None) is state
+        if state is not None and getattr(parameter, "quant_state", None) is state:
+            return True
+        return _key_of(parameter) in self._memories
 
     def live(self) -> nn.Parameter | None:
         """The parameter, if it is still at one of its places."""
@@ -88,7 +93,7 @@ def _memory_of(tensor: torch.Tensor) -> tuple[Any, tuple[StorageWeakRef, ...]]:
     if tensor.layout is not torch.strided:
         return (), ()
     reference = StorageWeakRef(tensor.untyped_storage())
-    return tensor.untyped_storage()._cdata, (reference,)
+    return reference.cdata, (reference,)
 
 
 def _key_of(tensor: torch.Tensor) -> Any:

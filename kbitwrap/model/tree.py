@@ -65,10 +65,26 @@ class ModelTree:
         self.records = Records() if records is None else records
         self._has_wrappers = False
         self._recorded: dict[int, ParameterRecord] = {}  # by ``id`` of parameters that the model holds
+        self.known: dict[int, ParameterRecord] = {}  # those of parameters recorded earlier that were found again
 
     def again(self) -> ModelTree:
-        """The same model, walked again: after code that may have replaced modules."""
-        return ModelTree(self.model, self.records)
+        """The same model, walked again unless it has the same modules and parameters under the same names."""
+        return self if self._is_current() else ModelTree(self.model, self.records)
+
+    def _is_current(self) -> bool:
+        if any(t.module._parameters.get(t.name) is not t.parameter for t in self.all_tensors):
+            return False
+        num_parameters, walked, stack = 0, iter(self.nodes), [("", self.model)]
+        while stack:
+            name, module = stack.pop()
+            node = next(walked, None)
+            if node is None or node.module is not module or not node.path.endswith(name):
+                return False
+            if module._parameters:
+                num_parameters += sum([parameter is not None for parameter in module._parameters.values()])
+            if module._modules:
+                stack += [(key, child) for key, child in reversed(module._modules.items()) if child is not None]
+        return next(walked, None) is None and num_parameters == len(self.all_tensors)
 
     @cached_property
     def nodes(self) -> list[Node]:

@@ -16,7 +16,12 @@ _RUNS_OF_QUANTIZED = 8  # their samples tell whether a parameter is the recorded
 
 
 def _sampled(record: ParameterRecord, parameter: torch.Tensor) -> torch.Tensor | None:
-    """A sample of what a parameter holds, in the dtype that it had; ``None`` of one without elements in memory."""
+    """A sample of what a parameter holds, in the dtype that it had.
+
+    ``None`` of one without elements in memory, and of a 4-bit weight: its ``quant_state`` tells whether it is there.
+    """
+    if record.quant_state is not None:
+        return None
     if record.quantized_class is not None:
         copied = unpacked_copy(parameter)
         data = (parameter if copied is None else copied).as_subclass(torch.Tensor)
@@ -54,6 +59,10 @@ class Fingerprints:
             together = torch.cat([taken for _, taken in found])  # one piece of memory, and nothing pinned
             pieces = together.split([len(taken) for _, taken in found])
             self._samples.update(zip((record for record, _ in found), pieces, strict=True))
+
+    def has(self, record: ParameterRecord) -> bool:
+        """Whether there is a sample of a parameter."""
+        return record in self._samples
 
     def changed(
         self,

@@ -48,9 +48,9 @@ def signature(tree: ModelTree) -> int:
 
 def configs_of(module: nn.Module) -> list[tuple[str, Any]]:
     """The configs of a module that are saved with a checkpoint, each with its attribute's name."""
-    found = []
+    found, fields = [], vars(module)
     for name in ("config", "generation_config"):
-        config = vars(module).get(name)
+        config = fields.get(name)
         # Of the class first: asking a config of transformers takes many times as long.
         if config is not None and (hasattr(type(config), "save_pretrained") or hasattr(config, "save_pretrained")):
             found.append((name, config))
@@ -96,10 +96,10 @@ class Original:
             self._modules = {node.fqn: weakref.ref(node.module) for node in base}
             records = [(tree.record(tensor), tensor) for tensor in tree.base_tensors]
             self._base = {tensor.fqn: record for record, tensor in records}
-            self._names: dict[str, list[str]] = {}
-            for fqn in self._base:
+            self._inside: dict[str, dict[str, ParameterRecord]] = {}  # by the owner's fqn
+            for fqn, record in self._base.items():
                 owner, _, name = fqn.rpartition(".")
-                self._names.setdefault(owner, []).append(name)
+                self._inside.setdefault(owner, {})[name] = record
             once = {record: tensor.parameter for record, tensor in records}
             self._records = list(once)
             self._fingerprints = Fingerprints(once.items(), audit)
@@ -120,9 +120,9 @@ class Original:
         for node in tree.base:
             for _, config in configs_of(node.module):
                 copy.deepcopy(config, self._configs)
-        owners: dict[int, set[ParameterRecord]] = {}
-        for record, parameter in once.items():
-            owners.setdefault(parameter.untyped_storage()._cdata, set()).add(record)
+        owners: dict[Any, list[ParameterRecord]] = {}
+        for record in once:
+            owners.setdefault(record.memory, []).append(record)
         self._sharing_memory = {record for group in owners.values() if len(group) > 1 for record in group}
 
     def config(self, config: Any) -> Any:
@@ -153,17 +153,21 @@ class Original:
         return record in self._sharing_memory
 
     def follow(self, tree: ModelTree) -> None:
-        """Find parameters again that were moved or swapped: what is at their place holds the recorded values."""
-        lost = []
-        for record in self._records:
-            if record.live() is None:
-                there = next((p for ref in record.refs if (p := ref()) is not None), None)
-                if there is not None and not is_sharded_tensor(there) and there.shape == record.shape:
-                    lost.append((record, there))
-        changed = self._fingerprints.changed(lost) if lost else set()
+        """Find every parameter again; of one that was moved or swapped, what is there holds the recorded values."""
+        with only_reading():
+            live = {record: record.live() for record in self._flags}
+            lost = []
+            for record in self._records:
+                if live[record] is None and self._fingerprints.has(record):
+                    there = next((p for ref in record.refs if (p := ref()) is not None), None)
+                    if there is not None and not is_sharded_tensor(there) and there.shape == record.shape:
+                        lost.append((record, there))
+            changed = self._fingerprints.changed(lost) if lost else set()
         for record, there in lost:
             if record not in changed:
                 record.saw(there)
+                live[record] = there
+        tree.known = {id(parameter): record for record, parameter in live.items() if parameter is not None}
 
     def changes(self, tree: ModelTree, held: Sequence[HeldOriginal]) -> Changes:
         """Find what became of the base, in one read of each device. ``follow`` comes first.
@@ -177,25 +181,23 @@ class Original:
         holders = {id(one.record): one for one in held}
         compared: dict[ParameterRecord, torch.Tensor] = {}
         for fqn, reference in self._modules.items():
-            module, names = live.pop(fqn, None), self._names.get(fqn, [])
+            module, inside = live.pop(fqn, None), self._inside.get(fqn, {})
             if module is None:
                 if any(name.startswith(f"{fqn}.") for name in self._base):
                     found.replaced[fqn] = "is gone"
                 continue
-            if names and module is not reference():
+            if inside and module is not reference():
                 found.replaced[fqn] = "was replaced"
                 continue
-            if not names and not module._parameters:
-                continue
-            for name in dict.fromkeys([*names, *module._parameters]):
-                full, parameter = join(fqn, name), module._parameters.get(name)
-                record = self._base.get(full)
-                if record is None and parameter is None:
-                    continue
-                if parameter is None or record is None or not _is_recorded(record, module, parameter):
-                    found.replaced[full] = "was replaced or resized"
-                elif not is_sharded_tensor(parameter):
+            for name, parameter in module._parameters.items():
+                record = inside.get(name)
+                if parameter is None or record is None or not _is_recorded(record, module, parameter, tree):
+                    if parameter is not None or record is not None:
+                        found.replaced[join(fqn, name)] = "was replaced or resized"
+                elif id(parameter) in tree.known:  # not sharded
                     compared[record] = parameter
+            gone = [name for name in inside if name not in module._parameters]
+            found.replaced.update({join(fqn, name): "was replaced or resized" for name in gone})
         found.replaced.update({fqn: "was added" for fqn, module in live.items() if any(_parameters(module))})
         unquantized = [(r, p) for r, p in compared.items() if r.quantized_class is None]
         kept = {r for r, _ in unquantized if getattr(holders.get(id(r)), "kept", None) is not None}
@@ -214,17 +216,8 @@ class Original:
 
     def gone(self, changes: Changes) -> list[str]:
         """The names of the parameters of the base that are not there any more."""
-        inside = [join(fqn, name) for fqn in changes.replaced for name in self._names.get(fqn, [])]
+        inside = [join(fqn, name) for fqn in changes.replaced for name in self._inside.get(fqn, {})]
         return [fqn for fqn in (*changes.replaced, *inside) if fqn in self._base]
-
-    def known(self, tree: ModelTree) -> dict[int, ParameterRecord]:
-        """The records of the live parameters that were there before, by the ``id`` of the parameter."""
-        by_memory = {}
-        for record in self._flags:
-            parameter = record.live()
-            if parameter is not None:
-                by_memory[id(parameter)] = record
-        return by_memory
 
     def copies(self, tree: ModelTree, cast: Iterable[ParameterRecord]) -> list[CopyChange]:
         """Find parameters in float32 that stand, by name, for a half one: PEFT's copies, beside it or in its place.
@@ -238,7 +231,7 @@ class Original:
         Returns:
             A change for each that takes it to the original dtype.
         """
-        known, skipped, base = self.known(tree), set(map(id, cast)), set(self._records)
+        known, skipped, base = tree.known, set(map(id, cast)), set(self._records)
         found = []
         for tensor in tree.tensors:
             parameter = tensor.parameter
@@ -263,7 +256,7 @@ class Original:
             The fqns at which another parameter is, beside the original or in its place; and the paths of what was
             added: parameters, and hooks other than those that a restore removes.
         """
-        known = self.known(tree)
+        known = tree.known
         replaced, foreign = [], []
         for tensor in tree.tensors:
             original = self._base.get(tensor.fqn)
@@ -287,13 +280,15 @@ def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in module._parameters.items() if p is not None]
 
 
-def _is_recorded(record: ParameterRecord, module: nn.Module, parameter: torch.Tensor) -> bool:
+def _is_recorded(record: ParameterRecord, module: nn.Module, parameter: torch.Tensor, tree: ModelTree) -> bool:
     """Whether a live parameter of a module is the one recorded, or, as far as can be told, that one sharded."""
     # Not by shape: a 4-bit layer that repacks its weight for the CPU gives it another of as many elements.
     if parameter.numel() != record.shape.numel():
         return False
+    if tree.known.get(id(parameter)) is record:
+        return True
     if not is_sharded_tensor(parameter):
-        return record.is_seen(parameter)
+        return False
     return record.quant_state is None or record.quant_state() is quant_state_of(module, parameter)
 
 

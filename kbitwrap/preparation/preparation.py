@@ -83,8 +83,7 @@ class Preparation:
         model = self.original.model()
         assert model is not None
         tree = ModelTree(model, self.original.records)
-        with only_reading():
-            self.original.follow(tree)
+        self.original.follow(tree)
         return tree
 
     def is_of(self, model: nn.Module) -> bool:
