@@ -233,7 +233,7 @@ class RuntimeChange(HeldOriginal):
     def _is_as_recorded(self, name: str, owner: Any, keys: tuple[str, ...] | None) -> bool:
         recorded, fields = self._state[name], vars(owner)
         num_fields = len(fields) if keys is None else sum([key in fields for key in keys])
-        return num_fields == len(recorded) and all([fields.get(k, MISSING) is v for k, v in recorded.items()])
+        return num_fields == len(recorded) and all(fields.get(k, MISSING) is v for k, v in recorded.items())
 
     def now(self, tree: ModelTree) -> RuntimeChange:
         """Record the layer as it is now; if it is gone, return this record."""
