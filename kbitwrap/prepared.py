@@ -131,7 +131,7 @@ class KbitPreparedModel:
         """
         if self.state in _HELD:
             raise StateError(
-                "prepare() on a wrapper that has prepared its model; restore() it first",
+                "prepare() on a wrapper that has prepared its model already; restore() it first",
                 state=self.state,
                 expected=(LifecycleState.NEW, LifecycleState.RESTORED),
             )

@@ -171,7 +171,7 @@ class LazyTensor(torch.Tensor):
         """Run the operation on shapes, and keep how to compute its values."""
         kwargs = kwargs or {}
         if func._schema.is_mutable:
-            raise TypeError(f"{func} writes to a tensor whose values are not there yet; materialize it first")
+            raise TypeError(f"{func} writes to a lazy tensor, whose values are not computed yet; materialize it first")
         if _needs_values(func, kwargs):
             return func(*_values(args), **_values(kwargs))
         lazies = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyTensor)]

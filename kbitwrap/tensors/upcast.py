@@ -153,7 +153,7 @@ class UpcastTensor(torch.Tensor):
     def _for_writing(self) -> torch.Tensor:
         """The storage, cast to float32 for good: half would round what is written."""
         if self._owner is None:
-            raise RuntimeError("an upcast tensor that is no module's weight cannot be written to")
+            raise RuntimeError("an upcast tensor that is not a module's weight cannot be written to")
         parameter = self.parameter
         if parameter.dtype != torch.float32:
             parameter.data = parameter.data.float()

@@ -429,7 +429,7 @@ def test_a_manifest_may_be_a_path(saved: Callable[..., Saved], tmp_path: Path) -
 
 def test_there_is_one_source_of_dtypes_and_it_names_half_ones(saved: Callable[..., Saved], tmp_path: Path) -> None:
     case = saved()
-    with pytest.raises(ConfigError, match="expected one of manifest, reference and dtype"):
+    with pytest.raises(ConfigError, match="expected at most one source of dtypes"):
         convert_checkpoint(case.prepared, tmp_path / "out", case.manifest, dtype="bfloat16")
     with pytest.raises(ConfigError, match=r"original dtype is not known: expected float16 or bfloat16, found .*32"):
         convert_checkpoint(case.prepared, tmp_path / "out")
@@ -514,23 +514,23 @@ BROKEN = {
     "huge header": "cannot be read as safetensors",
     "no JSON": "cannot be read as safetensors",
     "empty": "cannot be read as safetensors",
-    "shard missing": "names 'other.safetensors', which is not there",
-    "shard elsewhere": "names '../in/model.safetensors', which is no file of its folder",
+    "shard missing": "names the file 'other.safetensors', which does not exist",
+    "shard elsewhere": "names '../in/model.safetensors': expected a file name without a folder",
     "index of nothing": "expected a weight_map of file names",
-    "tensor of no file": "names the tensor 'b', which is in none of its files",
-    "name too long": "names 'a+', which is not there",
+    "tensor of no file": "names the tensor 'b', which none of its files holds",
+    "name too long": "names the file 'a+', which does not exist",
     "metadata of nothing": "expected an object as its metadata",
     "config": "expected a JSON object, found a list",
     "twice": "1 tensors are in more than one file",
-    "pickled, not by torch": r"is damaged, or holds something else than tensors \(\w+\); nothing in it was run",
-    "pickled code": r"is damaged, or holds something else than tensors \(UnpicklingError\); nothing in it was run",
-    "pickled, cut off": r"is damaged, or holds something else than tensors \(\w+\); nothing in it was run",
+    "pickled, not by torch": r"found a damaged one or other objects \(\w+\); no code in it was run",
+    "pickled code": r"found a damaged one or other objects \(UnpicklingError\); no code in it was run",
+    "pickled, cut off": r"found a damaged one or other objects \(\w+\); no code in it was run",
     "pickled, no tensors by name": "expected tensors by name, found a list",
     "pickled numbers": "a: expected a dense tensor, found a int",
-    "pickled before torch 1.6": "a: is written before torch 1.6",
+    "pickled before torch 1.6": "a: is stored in the format of torch before 1.6",
     "pickled, transposed": "a: is not contiguous",
-    "no weights": "there are no weights in it",
-    "adapter": "holds an adapter alone, in 'adapter_model.safetensors'",
+    "no weights": "expected model weights",
+    "adapter": r"found only an adapter \('adapter_model.safetensors'\)",
 }
 
 

@@ -84,7 +84,7 @@ def test_its_suggestion_works(saved: Path, capsys: pytest.CaptureFixture[str], t
 def test_inspect_of_a_clean_checkpoint(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "inspect", saved / "original")
     assert status == 0
-    assert out.splitlines()[-1] == "nothing of a preparation is left in it"
+    assert out.splitlines()[-1] == "no tensor was left in float32 by a preparation"
     assert run_json(capsys, "inspect", saved / "original")[1]["suggestion"] is None
 
 

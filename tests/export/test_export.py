@@ -410,7 +410,7 @@ def test_a_class_that_saves_in_its_own_way(tmp_path: Path) -> None:
     assert "extra.txt" in expected
     prepared = KbitPreparedModel(model, precision="full").prepare()
     before = Snapshot(model)
-    with pytest.warns(UserWarning, match="LlamaForCausalLM has a save_pretrained of its own, so .* at once"):
+    with pytest.warns(UserWarning, match="LlamaForCausalLM overrides save_pretrained, so .* at once"):
         prepared.export(tmp_path / "export", max_shard_size=SHARD)
     assert before.diff(Snapshot(model)) == []
     assert read(tmp_path / "export") == expected
@@ -587,7 +587,9 @@ def test_a_base_that_is_gone(change: Callable[[nn.Module], str], precision: str,
 def test_another_model(tmp_path: Path) -> None:
     prepared = KbitPreparedModel(zoo.load("llama")).prepare()
     for other in (zoo.load("llama"), "llama"):
-        with pytest.raises(UnsupportedModelError, match=r"export\(\) expects what was made of this LlamaForCausalLM"):
+        with pytest.raises(
+            UnsupportedModelError, match=r"model: expected this LlamaForCausalLM or a model made from it"
+        ):
             prepared.export(tmp_path / "export", model=other)
     assert list(tmp_path.iterdir()) == []
 

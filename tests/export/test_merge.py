@@ -776,7 +776,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "p-tuning": (lambda: adapted_llama(peft.PromptEncoderConfig(**PROMPTS)), "P_TUNING adds to the input"),
     "adapted attention": (
         lambda: adapted_llama(peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=1, task_type="CAUSAL_LM")),
-        "has no merge of its own",
+        "has no method that merges",
     ),
     "activated LoRA": (
         lambda: adapted_llama(
@@ -792,7 +792,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     # PEFT lets it read the int8 codes as though they were weights, so it is nothing that a merge could keep.
     "a method that reads what is quantized": (
         lambda: adapted_llama(peft.HRAConfig(target_modules=["q_proj"]), "int8"),
-        "merged, it computes another output",
+        "the merged layer computes another output",
     ),
 }
 
@@ -818,7 +818,7 @@ def test_gates_that_see_the_input_are_refused(tmp_path: Path) -> None:
         task_type="CAUSAL_LM", hidden_size=64, xlora_depth=1, adapters={"a": str(tmp_path / "adapter")}
     )
     mixture = get_peft_model(zoo.load("llama", use_cache=False), config)
-    with pytest.raises(ExportError, match="weighs adapters by the input"):
+    with pytest.raises(ExportError, match="the weights of its adapters depend on the input"):
         export(mixture, tmp_path / "merged")
 
 

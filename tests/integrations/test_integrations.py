@@ -768,7 +768,7 @@ def test_several_datasets_are_suspended_with_the_class(tmp_path: Path) -> None:
 def test_nothing_goes_on_after_an_evaluation_that_was_called_off(tmp_path: Path, options: dict[str, Any]) -> None:
     prepared = prepare("full")
     trainer = suspending(prepared, tmp_path, others=[Asks(False)], **options)
-    with pytest.raises(StateError, match=r"at step 1 .*called off.*last of the callbacks"):
+    with pytest.raises(StateError, match=r"at step 1 .*cancelled.*last of the callbacks"):
         trainer.train()
     assert len(trainer.losses) == 1
     assert prepared.state is LifecycleState.PREPARED

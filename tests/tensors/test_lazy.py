@@ -119,7 +119,9 @@ def test_operations_that_need_values_get_them() -> None:
 
 @pytest.mark.parametrize("write", [lambda t: t.add_(1), lambda t: t.zero_(), lambda t: t.__setitem__(0, 1)])
 def test_writing_is_refused(write: Callable[[torch.Tensor], object]) -> None:
-    with pytest.raises(TypeError, match="writes to a tensor whose values are not there yet; materialize it first"):
+    with pytest.raises(
+        TypeError, match="writes to a lazy tensor, whose values are not computed yet; materialize it first"
+    ):
         write(Counted(2, 2).lazy)
 
 
