@@ -122,6 +122,13 @@ class Layout:
         return views
 
 
+def without_storage(cls: Any, like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Any:
+    """Make a tensor of a subclass without storage, in the shape and layout of another tensor."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls, like.shape, strides=like.stride(), storage_offset=like.storage_offset(), dtype=dtype, device=device
+    )
+
+
 @functools.cache
 def is_composed(cls: Any) -> bool:
     """Whether tensors of a class may be made of others."""

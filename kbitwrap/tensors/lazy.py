@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .bits import without_storage
+
 # Tags of operations whose result's shape follows from values, or whose result differs from call to call.
 _NEEDS_VALUES = (
     torch.Tag.data_dependent_output,
@@ -106,14 +108,7 @@ class LazyTensor(torch.Tensor):
         base: LazyTensor | None = None,
         parent: LazyTensor | None = None,
     ) -> LazyTensor:
-        made: LazyTensor = torch.Tensor._make_wrapper_subclass(
-            cls,
-            meta.shape,
-            strides=meta.stride(),
-            storage_offset=meta.storage_offset(),
-            dtype=meta.dtype,
-            device=_CPU,
-        )
+        made: LazyTensor = without_storage(cls, meta, meta.dtype, _CPU)
         made._meta = meta
         made._storage = base._storage if base is not None else LazyStorage(meta.untyped_storage().nbytes())
         made._compute = compute

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .bits import without_storage
 from .dtypes import HALF_DTYPES
 
 aten = torch.ops.aten
@@ -79,15 +80,7 @@ class UpcastTensor(torch.Tensor):
         is_view: bool = False,
     ) -> UpcastTensor:
         """Make a float32 tensor without storage, of the half tensor's shape and layout."""
-        wrapper: UpcastTensor = torch.Tensor._make_wrapper_subclass(
-            cls,
-            half.shape,
-            strides=half.stride(),
-            storage_offset=half.storage_offset(),
-            dtype=torch.float32,
-            device=half.device,
-        )
-        return wrapper
+        return without_storage(cls, half, torch.float32, half.device)  # type: ignore[no-any-return]
 
     def __init__(
         self,

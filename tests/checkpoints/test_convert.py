@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import forks
 import zoo
+from files import tensors_of
 from kbitwrap import (
     ConfigError,
     ExportError,
@@ -66,10 +67,6 @@ def differing(expected: Path, found: Path) -> list[str]:
     names, others = files_of(expected), files_of(found)
     same = [name for name in names if name in others and filecmp.cmp(expected / name, found / name, shallow=False)]
     return sorted({*names, *others} - {*same})
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: t for path in sorted(folder.glob("*.safetensors")) for name, t in load_file(path).items()}
 
 
 def ways(case: Saved) -> dict[str, dict[str, Any]]:

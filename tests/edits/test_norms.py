@@ -449,15 +449,22 @@ def test_undoing_reaches_a_compiled_module(fresh_compiler: None) -> None:
 # ----------------------------------------------------------------------------------------------------
 
 
-@every_norm
-def test_undoing_leaves_the_module_as_it_was(kind: str) -> None:
-    norm, inputs = make(kind), make_inputs(kind, torch.bfloat16)
+@contextlib.contextmanager
+def undone_as_it_was(norm: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Iterator[None]:
+    """Compute in float32 inside; afterwards the module has the attributes and the output from before."""
     before, attributes = norm(*inputs), dict(vars(norm))
     change = install(norm)
-    norm(*inputs)
+    yield
     change.undo(ModelTree(norm))
     assert vars(norm) == attributes
     assert_same_bits(norm(*inputs), before)
+
+
+@every_norm
+def test_undoing_leaves_the_module_as_it_was(kind: str) -> None:
+    norm, inputs = make(kind), make_inputs(kind, torch.bfloat16)
+    with undone_as_it_was(norm, inputs):
+        norm(*inputs)
 
 
 @every_norm
@@ -521,14 +528,10 @@ def test_accelerates_hook_from_before_stays_around_it(kind: str) -> None:
     norm, inputs = make(kind), make_inputs(kind, torch.bfloat16)
     expected = doubled(norm, inputs)
     accelerate.hooks.add_hook_to_module(norm, Doubling())
-    before, attributes = norm(*inputs), dict(vars(norm))
     assert forward_slot(norm) == "_old_forward"
     assert can_rebind_forward(norm)
-    change = install(norm)
-    assert_same_bits(norm(*inputs), expected)
-    change.undo(ModelTree(norm))
-    assert vars(norm) == attributes
-    assert_same_bits(norm(*inputs), before)
+    with undone_as_it_was(norm, inputs):
+        assert_same_bits(norm(*inputs), expected)
 
 
 @every_norm

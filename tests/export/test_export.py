@@ -31,7 +31,7 @@ import forks
 import kbitwrap.export.export
 import kbitwrap.export.writer
 import zoo
-from files import SHARD, read, saved
+from files import SHARD, read, saved, tensors_of
 from kbitwrap import (
     ConfigError,
     EditError,
@@ -430,7 +430,7 @@ def test_a_library_that_writes_files_in_another_way(
     with pytest.warns(UserWarning, match="cannot be computed and written one at a time") as caught:
         report = prepared.export(tmp_path / "export", max_shard_size=SHARD)
     (warning,) = caught
-    tensors = [t for path in (tmp_path / "export").glob("*.safetensors") for t in load_file(path).values()]
+    tensors = tensors_of(tmp_path / "export").values()
     num_bytes = sum(tensor.nbytes for tensor in tensors if tensor.dtype == torch.bfloat16)
     message = str(warning.message)
     assert f"transformers {transformers.__version__} does not write files by calling safe_save_file" in message
@@ -469,9 +469,7 @@ def test_a_model_of_no_library(shard: int | str, tmp_path: Path) -> None:
     before = Snapshot(model)
     report = prepared.export(tmp_path / "export", max_shard_size=shard)
     assert before.diff(Snapshot(model)) == []
-    found = {}
-    for file in (tmp_path / "export").glob("*.safetensors"):
-        found |= load_file(file)
+    found = tensors_of(tmp_path / "export")
     assert found.keys() == expected.keys()
     assert all(found[fqn].dtype == expected[fqn].dtype and torch.equal(found[fqn], expected[fqn]) for fqn in found)
     assert report.num_tensors == len(expected)

@@ -185,7 +185,7 @@ def fail(
         prepared.export(path, max_shard_size=-1)
     # A mistake of the last rank alone.
     error, message = (
-        (ExportError, r"rank 1 cannot export: export\(\) expects") if rank == 0 else (UnsupportedModelError, "")
+        (ExportError, r"rank 1 cannot export: model: expected") if rank == 0 else (UnsupportedModelError, "")
     )
     with pytest.raises(error, match=message):
         prepared.export(path, model=None if rank == 0 else nn.Linear(2, 2))

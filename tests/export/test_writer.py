@@ -54,7 +54,7 @@ def test_every_dtype_and_shape_is_written_as_by_the_library(
     dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path
 ) -> None:
     if dtype == getattr(torch, "float4_e2m1fn_x2", None) and shape == ():
-        with pytest.raises(ExportError, match=r"b: .*no tensors of shape"):
+        with pytest.raises(ExportError, match=r"b: .*cannot hold tensors of shape"):
             write_safetensors(tmp_path / "file", {"b": values(dtype)})
         return
     tensors = {"b": values(dtype, *shape), "a": values(torch.uint8, 3), "c": values(torch.float32, 2)}

@@ -51,6 +51,20 @@ def trainer_with_callback(
     return trainer_for(peft_model, folder, callbacks=[KbitTrainerCallback(prepared)], **kwargs)
 
 
+def every_run(test: Callable[..., None]) -> Callable[..., None]:
+    """Each precision, with a trained head and without, under autocast and without."""
+    runs = {
+        f"{'bf16' if bf16 else 'plain'}-{'lora-and-head' if head else 'lora'}": {
+            "bf16": bf16,
+            "adapter": {"modules_to_save": head},
+        }
+        for bf16 in (False, True)
+        for head in (False, True)
+    }
+    test = pytest.mark.parametrize("run", runs.values(), ids=runs.keys())(test)
+    return pytest.mark.parametrize("precision", ["full", "compute", "norms"])(test)
+
+
 def outcome(trainer: RecordingTrainer) -> tuple[list[float], dict[str, object]]:
     return trainer.losses, trained_weights(trainer.model)
 
@@ -543,23 +557,18 @@ def evaluating(prepared: KbitPreparedModel, folder: Path, **kwargs: Any) -> Eval
     return trainer
 
 
-@pytest.mark.parametrize("modules_to_save", [False, True], ids=["lora", "lora-and-head"])
-@pytest.mark.parametrize("bf16", [False, True], ids=["plain", "bf16"])
-@pytest.mark.parametrize("precision", ["full", "compute", "norms"])
+@every_run
 def test_training_after_a_suspended_evaluation_is_that_without(
-    tmp_path: Path, precision: str, bf16: bool, modules_to_save: bool
+    tmp_path: Path, precision: str, run: dict[str, Any]
 ) -> None:
-    adapter = {"modules_to_save": modules_to_save}
-    without = trainer_with_callback(prepare(precision), tmp_path, adapter=adapter, bf16=bf16)
+    without = trainer_with_callback(prepare(precision), tmp_path, **run)
     without.train()
-
     prepared = prepare(precision)
     rows = dataset(prepared.model)
     trainer = evaluating(
         prepared,
         tmp_path,
-        adapter=adapter,
-        bf16=bf16,
+        **run,
         eval_strategy="steps",
         eval_steps=1,
         eval_on_start=True,
@@ -650,19 +659,14 @@ def suspending(
     return trainer
 
 
-@pytest.mark.parametrize("modules_to_save", [False, True], ids=["lora", "lora-and-head"])
-@pytest.mark.parametrize("bf16", [False, True], ids=["plain", "bf16"])
-@pytest.mark.parametrize("precision", ["full", "compute", "norms"])
+@every_run
 def test_training_with_a_suspending_callback_is_that_without(
-    tmp_path: Path, precision: str, bf16: bool, modules_to_save: bool
+    tmp_path: Path, precision: str, run: dict[str, Any]
 ) -> None:
-    adapter = {"modules_to_save": modules_to_save}
-    without = trainer_with_callback(prepare(precision), tmp_path / "without", adapter=adapter, bf16=bf16, **EVERY_STEP)
+    without = trainer_with_callback(prepare(precision), tmp_path / "without", **run, **EVERY_STEP)
     without.train()
     prepared = prepare(precision)
-    trainer = suspending(
-        prepared, tmp_path / "with", adapter=adapter, bf16=bf16, eval_on_start=True, eval_delay=0, **EVERY_STEP
-    )
+    trainer = suspending(prepared, tmp_path / "with", **run, eval_on_start=True, eval_delay=0, **EVERY_STEP)
     trainer.train()
     evaluation = [("evaluated", LifecycleState.SUSPENDED)]
     assert trainer.states == evaluation + NUM_STEPS * [*evaluation, ("saved", LifecycleState.PREPARED)]

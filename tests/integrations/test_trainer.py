@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainingArguments
 
 import zoo
+from files import saved
 from kbitwrap import KbitPreparedModel, LifecycleState, Manifest
 from snapshot import Snapshot, tensor_digest
 from trainers import NUM_STEPS, RecordingTrainer, adapt, dataset, prompt, trained_weights, trainer_for
@@ -319,11 +320,6 @@ def test_trainer_that_casts_what_is_trainable_is_undone_too(tmp_path: Path, prec
 # ----------------------------------------------------------------------------------------------------
 
 
-def saved(model: nn.Module, folder: Path) -> dict[str, bytes]:
-    model.save_pretrained(folder)
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 @pytest.mark.parametrize("modules_to_save", [False, True], ids=["lora", "lora-and-head"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_merged_model_is_that_of_a_base_never_prepared(tmp_path: Path, precision: str, modules_to_save: bool) -> None:
@@ -359,8 +355,8 @@ def test_after_pefts_own_preparation_the_merged_model_is_another(tmp_path: Path)
     assert [fqn for fqn, p in merged.named_parameters() if p.dtype == torch.float32] != []
     merged.requires_grad_(False)
     assert merged(**prompt(merged)).logits.requires_grad
-    size = len(saved(zoo.load("llama"), tmp_path / "loaded")["model.safetensors"])
-    assert len(saved(merged, tmp_path / "merged")["model.safetensors"]) > size
+    size = len(saved(zoo.load("llama"), tmp_path / "loaded", "5GB")["model.safetensors"])
+    assert len(saved(merged, tmp_path / "merged", "5GB")["model.safetensors"]) > size
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -62,13 +62,9 @@ ODD_BUFFERS: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
-def fields(name: str) -> dict[str, Any]:
-    return {"gradient_checkpointing": zoo.ARCHITECTURES[name].supports_gradient_checkpointing}
-
-
 def recorded(name: str, quant: str = "nf4", **options: Any) -> Manifest:
     """The manifest of a zoo model that is prepared and restored for it."""
-    with KbitPreparedModel(zoo.load(name, quant), **{**fields(name), **options}) as prepared:
+    with KbitPreparedModel(zoo.load(name, quant), **{**zoo.fields(name), **options}) as prepared:
         return Manifest.from_json(prepared.manifest().to_json())
 
 
@@ -95,7 +91,7 @@ def cases() -> list[Any]:
 def test_the_same_base_passes_and_one_flipped_bit_is_named(name: str, quant: str) -> None:
     model = zoo.load(name, quant)
     names = {fqn for fqn, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
-    prepared = KbitPreparedModel(model, precision="full", **fields(name)).prepare()
+    prepared = KbitPreparedModel(model, precision="full", **zoo.fields(name)).prepare()
     before = prepared.manifest()
     peft_model = adapt(name, model)
     step(name, peft_model)
