@@ -314,7 +314,7 @@ def test_what_the_reference_has_in_float32_stays(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"dtype": "float16"}
 
 
-def test_shapes_stay_also_of_empty_tensors(tmp_path: Path) -> None:
+def test_shapes_are_kept_for_empty_tensors_too(tmp_path: Path) -> None:
     shapes = [(0, 4), (2, 0), (0,), (), (3, 2)]
     source = checkpoint(tmp_path / "in", {str(shape): torch.ones(shape) for shape in shapes})
     convert_checkpoint(source, tmp_path / "out", dtype="bfloat16")
@@ -385,7 +385,7 @@ def changed(case: Saved, folder: Path, **tensors: torch.Tensor | None) -> Path:
         ("model.layers.0.self_attn.q_proj.weight", torch.ones(64, 64), "shape"),
     ],
 )
-def test_another_tensor_than_the_manifests(
+def test_a_tensor_of_another_shape_or_dtype_than_recorded_is_refused(
     name: str, tensor: torch.Tensor, what: str, saved: Callable[..., Saved], tmp_path: Path
 ) -> None:
     case = saved()
@@ -400,7 +400,9 @@ def test_another_tensor_than_the_manifests(
 
 
 @pytest.mark.parametrize("name", ["model.layers.7.mlp.up_proj.weight", "surprise", "model.norm.bias", "model.SCB"])
-def test_a_tensor_that_the_manifest_has_not(name: str, saved: Callable[..., Saved], tmp_path: Path) -> None:
+def test_a_tensor_that_the_manifest_does_not_name_is_refused(
+    name: str, saved: Callable[..., Saved], tmp_path: Path
+) -> None:
     case = saved()
     source = changed(case, tmp_path / "in", **{name: torch.ones(2)})
     with pytest.raises(ManifestMismatchError, match=f"{name}: the manifest has no such tensor") as error:

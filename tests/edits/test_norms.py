@@ -133,7 +133,7 @@ def gradients(
 @every_dtype
 @every_input
 @every_autocast
-def test_it_computes_in_float32_and_returns_what_it_did(
+def test_a_norm_computes_in_float32_and_returns_the_unprepared_dtype(
     kind: str, dtype: torch.dtype, input_dtype: Any, autocast: bool
 ) -> None:
     norm = make(kind, dtype)
@@ -147,7 +147,7 @@ def test_it_computes_in_float32_and_returns_what_it_did(
 
 
 @pytest.mark.parametrize("kind", ["Llama", "T5", "Mamba 2, gated"])
-def test_it_makes_a_difference(kind: str) -> None:
+def test_float32_changes_the_output_of_a_norm(kind: str) -> None:
     # These round before they multiply with the weight. Without a difference the test above would show nothing.
     norm, inputs = make(kind), make_inputs(kind, torch.bfloat16)
     before = norm(*inputs)
@@ -180,7 +180,7 @@ def test_dtypes_of_inputs_are_told_apart(kind: str) -> None:
             assert_same_bits(norm(*inputs), output)
 
 
-def test_it_warns_of_nothing_that_it_does_not_do() -> None:
+def test_a_norm_in_float32_warns_of_no_slow_kernel() -> None:
     # A process of its own: torch warns once in each that half weights and float32 inputs find no fast kernel. In
     # float32 they do.
     program = (
@@ -258,7 +258,7 @@ def test_a_norm_that_keeps_statistics_computes_as_loaded() -> None:
 
 
 @pytest.mark.parametrize("keeps_statistics", [True, False])
-def test_a_batch_norm_is_none_of_the_norms(keeps_statistics: bool) -> None:
+def test_a_batch_norm_is_not_treated_as_a_norm(keeps_statistics: bool) -> None:
     model = nn.Sequential(nn.BatchNorm1d(WIDTH, track_running_stats=keeps_statistics)).bfloat16()
     plan = build_plan(model, precision="norms", gradient_checkpointing=False)
     assert not any(edit.action == "compute" for edit in plan.edits)

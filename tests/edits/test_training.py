@@ -186,7 +186,7 @@ def test_an_export_is_of_the_weights_as_loaded(quant: str, when: str, tmp_path: 
 
 
 @pytest.mark.parametrize("quant", ["nf4", "fp4"])
-def test_a_base_that_ran_before_is_exported_as_if_it_had_not(quant: str, tmp_path: Path) -> None:
+def test_a_base_that_ran_before_is_exported_like_a_fresh_load(quant: str, tmp_path: Path) -> None:
     fresh, model = zoo.load("llama", quant, torch.float16), zoo.load("llama", quant, torch.float16)
     round_statistics(fresh)
     round_statistics(model)

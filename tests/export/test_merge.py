@@ -555,7 +555,7 @@ def test_the_active_adapters_are_merged_and_no_others(active: list[str], tmp_pat
         assert_rounded_once(tensors[f"{fqn}.weight"], lora_weight(layer, here))
 
 
-def test_disabled_for_a_while(tmp_path: Path) -> None:
+def test_a_temporarily_disabled_adapter_is_left_out_of_the_merge(tmp_path: Path) -> None:
     adapted = training.adapt("llama", zoo.load("llama"), modules_to_save=True)
     jitter(adapted)
     export(adapted, tmp_path / "merged")
@@ -578,7 +578,7 @@ def test_adapters_inside_the_model_are_found_without_naming_what_is_around_it(tm
     assert all(torch.equal(first[fqn], second[fqn]) for fqn in first)
 
 
-def test_different_methods_on_one_layer(tmp_path: Path) -> None:
+def test_different_methods_on_one_layer_are_merged(tmp_path: Path) -> None:
     # Of a model that is not quantized: PEFT mixes methods on no other.
     adapted = peft.PeftMixedModel(
         zoo.load("llama", None, FLOAT32), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False), "first"
@@ -737,7 +737,7 @@ def test_embeddings_with_a_padding_row(method: str, tmp_path: Path) -> None:
     torch.testing.assert_close(tensors_of(tmp_path / "merged")["0.weight"], expected, rtol=1e-6, atol=1e-6)
 
 
-def test_single_rows_of_the_embeddings(tmp_path: Path) -> None:
+def test_trained_rows_of_the_embeddings_are_merged(tmp_path: Path) -> None:
     adapted = get_peft_model(
         zoo.load("llama"), peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [9, 11]})
     )
@@ -838,7 +838,7 @@ def test_a_layer_that_computes_zeros_is_merged(value: float, tmp_path: Path) -> 
         ({}, [3, 64], "index 64 is out of bounds"),
     ],
 )
-def test_embeddings_whose_merge_would_be_another(
+def test_embeddings_that_cannot_be_merged_exactly_are_refused(
     options: dict[str, Any], indices: list[int], message: str, tmp_path: Path
 ) -> None:
     model = nn.Sequential(nn.Embedding(64, 32, **options))
@@ -850,7 +850,7 @@ def test_embeddings_whose_merge_would_be_another(
 
 
 @pytest.mark.filterwarnings("ignore:Merge lora module to 4-bit")
-def test_what_is_merged_already_is_refused(tmp_path: Path) -> None:
+def test_a_merged_adapter_is_refused(tmp_path: Path) -> None:
     adapted = training.adapt("llama", zoo.load("llama"))
     wrapper = KbitPreparedModel(adapted)
     adapted.merge_adapter()

@@ -231,5 +231,5 @@ def fail(
     assert {path.name for path in folder.iterdir() if "saved" not in path.name} == {"export", "taken"}
 
 
-def test_what_fails_on_one_fails_on_all(tmp_path: Path) -> None:
+def test_a_failure_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     forks.run_ranks(fails_on_all, tmp_path)

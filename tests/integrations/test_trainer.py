@@ -339,8 +339,8 @@ def test_merged_model_is_that_of_a_base_never_prepared(tmp_path: Path, precision
     assert [fqn for fqn, p in merged.named_parameters() if p.dtype == torch.float32] == []
     assert merged.lm_head.weight is head
     assert head.dtype == torch.bfloat16
-    found = saved(merged, tmp_path / "merged")
-    assert found == saved(expected, tmp_path / "expected")
+    found = saved(merged, tmp_path / "merged", "5GB")
+    assert found == saved(expected, tmp_path / "expected", "5GB")
     assert "model.safetensors" in found
     merged.requires_grad_(False)
     assert not merged(**prompt(merged)).logits.requires_grad
@@ -418,7 +418,7 @@ def uninterrupted(precision: str, modules_to_save: bool) -> list[Any]:
 
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("precision", "modules_to_save"), [("full", True), ("norms", False), ("none", False)])
-def test_optimizer_stays_valid_across_suspensions(precision: str, modules_to_save: bool, do_sample: bool) -> None:
+def test_an_optimizer_stays_valid_across_suspensions(precision: str, modules_to_save: bool, do_sample: bool) -> None:
     suspended = train_by_hand(precision, modules_to_save, generate_suspended(do_sample=do_sample))
     assert suspended == uninterrupted(precision, modules_to_save)
 

@@ -201,7 +201,7 @@ def test_tied_tensors_form_a_group() -> None:
     assert {fqn: list(rows) for fqn, rows in caught.value.different.items()} == {name: ["tied"] for name in names}
 
 
-def test_what_shares_memory_without_being_one_parameter_is_tied_too() -> None:
+def test_parameters_that_share_memory_are_tied_too() -> None:
     def shared() -> Tied:
         model = tied()
         model.head.weight = nn.Parameter(model.embed.weight.detach())
@@ -213,7 +213,7 @@ def test_what_shares_memory_without_being_one_parameter_is_tied_too() -> None:
     manifest.check(shared())
 
 
-def test_statistics_that_training_writes_are_those_from_before() -> None:
+def test_buffers_in_a_manifest_are_those_from_before_training() -> None:
     model = tied()
     with KbitPreparedModel(model, precision="none", freeze=False) as prepared:
         first = prepared.manifest()
@@ -329,7 +329,7 @@ def test_other_states_have_no_manifest() -> None:
         prepared.manifest()
 
 
-def test_the_drop_in_has_one_too() -> None:
+def test_the_drop_in_shows_a_progress_bar_too() -> None:
     model = prepare_model_for_kbit_training(zoo.load("llama"))
     prepared = prepared_of(model)
     assert prepared is not None
@@ -402,7 +402,7 @@ def test_a_meta_model_has_no_content() -> None:
         small_manifest().check(model)
 
 
-def test_what_cannot_be_recorded_is_named() -> None:
+def test_settings_that_cannot_be_recorded_are_named() -> None:
     kwargs = {"use_reentrant": False, "context_fn": lambda: None}
     model = zoo.load("llama")
     with (
@@ -449,7 +449,7 @@ class Slots:
     ["tiny", 3, [1, 2], (1, 2), Slots(), types.SimpleNamespace(a={1, "x", None})],
     ids=lambda config: type(config).__name__,
 )
-def test_whatever_is_called_config(config: Any) -> None:
+def test_any_object_named_config_is_hashed(config: Any) -> None:
     model = nn.LayerNorm(3).bfloat16()
     model.config = config
     with KbitPreparedModel(model, precision="full") as prepared:

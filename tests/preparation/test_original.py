@@ -93,7 +93,7 @@ def test_a_module_without_parameters_is_no_part_of_the_base(tmp_path: Any) -> No
         (nn.UninitializedParameter, "not initialized"),
     ],
 )
-def test_what_has_no_memory_of_its_own_is_refused_by_name(make: Any, what: str) -> None:
+def test_a_tensor_without_its_own_memory_is_refused_by_name(make: Any, what: str) -> None:
     model = block()
     model[2].weight = make()
     for refuse in (KbitPreparedModel, kbitwrap.build_plan, kbitwrap.prepare_model_for_kbit_training):
