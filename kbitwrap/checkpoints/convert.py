@@ -44,23 +44,24 @@ def convert_checkpoint(
     overwrite: bool = False,
     progress: bool = False,
 ) -> ExportReport:
-    """Write a checkpoint with the dtypes that it had before a preparation made some of it float32.
+    """Write a checkpoint again, with the dtypes from before a preparation made some tensors float32.
 
     Tensors are read, rounded and written one at a time. Only float32 tensors are rounded, and only where the original
     is known to be half: by the manifest; or else by the tensor of the same name in a reference checkpoint; or else by
     a dtype, in which ``from_pretrained`` would load what is not kept in float32 by its architecture. Adapters, the
     state of quantized weights, trained copies (``modules_to_save``) and every other file are copied as they are; the
-    config gets its dtype back. Values that training left alone get their original bits, but for the payloads of NaNs.
+    config gets its dtype back. Values that training did not change get their original bits, except payloads of NaNs.
 
     Args:
         src: A folder with safetensors files, or with ``pytorch_model.bin`` or its shards, which become safetensors
             files; or one such file. Names may be those that PEFT gave.
-        dst: The folder to make. It is there whole in the end, or not at all.
+        dst: The folder to make: complete in the end, or absent.
         manifest: The record of the preparation, or the path of its file.
         reference: A checkpoint of the original model, quantized or not, or its ``config.json``: its dtypes are taken.
         dtype: ``torch.bfloat16`` or ``torch.float16``, or its name. Without ``manifest`` and ``reference`` the default
             is the dtype that the config of ``src`` names.
-        max_shard_size: The most bytes in a file, or a string such as ``"5GB"``; ``None`` keeps the files of ``src``.
+        max_shard_size: The maximum size of a file in bytes, or a string such as ``"5GB"``; ``None`` keeps the files of
+            ``src``.
         overwrite: Replace a folder that is not empty.
         progress: Show a bar of the bytes written, on a terminal.
 

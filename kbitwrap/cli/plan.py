@@ -164,7 +164,7 @@ def _right_aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _mib(num_bytes: int) -> str:
-    """Mebibytes; what is not nothing is not written as nothing."""
+    """Mebibytes; a number above zero is never shown as zero."""
     return "0" if num_bytes == 0 else f"{max(num_bytes / 2**20, 0.001):,.{1 if num_bytes >= 2**20 else 3}f}"
 
 

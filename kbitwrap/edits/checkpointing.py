@@ -188,7 +188,7 @@ def _enable_checkpointing(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
         return
     if kwargs:
         warnings.warn(
-            f"{type(model).__name__} does not take gradient_checkpointing_kwargs, so {dict(kwargs)} is ignored; "
+            f"gradient_checkpointing_kwargs is not supported by {type(model).__name__}, so {dict(kwargs)} is ignored; "
             "a newer transformers takes them",
             FutureWarning,
             stacklevel=2,

@@ -80,7 +80,7 @@ def trained_copy(wrapper: Any) -> nn.Module | None:
 
 
 def refuse_unmergeable(fqn: str, wrapper: Any) -> None:
-    """Raise `ExportError` if one of PEFT's modules that is no layer is more than a frame around layers."""
+    """Raise `ExportError` if a PEFT module that is not a layer does more than hold layers."""
     from peft import PeftMixedModel, PeftModel
     from peft.tuners.tuners_utils import BaseTuner
     from peft.utils.other import AuxiliaryTrainingWrapper

@@ -284,7 +284,7 @@ def _shared_places(model: nn.Module) -> _Places:
 
 
 def _settle_ties(model: nn.Module, places: _Places) -> None:
-    """Tie again what was tied and is still equal; if something is not, untie everything and set the configs so."""
+    """Tie again the weights that were tied, if all are still equal; otherwise untie all of them, in the configs too."""
     is_untied = False
     for group in places:
         tensors = {id(tensor): tensor for module, name in group if (tensor := module._parameters[name]) is not None}

@@ -284,7 +284,7 @@ class Manifest(Record):
             The manifest.
 
         Raises:
-            ManifestError: It is no JSON, no manifest, or an invalid one.
+            ManifestError: The text is not JSON, not a manifest, or an invalid one.
             ManifestVersionError: It has a version that this kbitwrap does not read.
         """
         return cls._read(text.encode(errors="surrogatepass"), "the manifest")
@@ -335,7 +335,7 @@ class Manifest(Record):
             The manifest.
 
         Raises:
-            ManifestError: The file cannot be read, is larger than 128 MiB, is no JSON, no manifest, or an invalid one.
+            ManifestError: The file cannot be read, is larger than 128 MiB, or holds no valid manifest.
             ManifestVersionError: It has a version that this kbitwrap does not read.
         """
         name = repr(os.fspath(path))

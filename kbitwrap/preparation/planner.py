@@ -172,7 +172,7 @@ class Planner:
         if precision not in (Precision.NORMS, Precision.ADAPTED) or not self.quantization.casts:
             return []
         blocks = _adapted_blocks(self.tree) if precision is Precision.ADAPTED else {""}
-        # Few modules own a half parameter: what takes longer is asked of these alone.
+        # Few modules own a half parameter: only these get the slower checks.
         halves = {id(t.module) for t in self.tree.all_tensors if t.parameter.dtype in HALF_DTYPES}
         found: dict[int, Node] = {}
         for node in self.tree.base:

@@ -84,8 +84,8 @@ class LazyTensor(torch.Tensor):
     _meta: torch.Tensor
     _storage: LazyStorage
     _compute: Callable[[], torch.Tensor]
-    _view_of: LazyTensor | None  # what a view is a view of
-    _parent: LazyTensor | None  # the lazy tensor that another is made from, if it is one alone
+    _view_of: LazyTensor | None  # the tensor that a view is taken of
+    _parent: LazyTensor | None  # the lazy tensor that this one is made from, if there is only one
     _pieces: Pieces | None
 
     # Without `__torch_function__`, methods and functions go straight to `__torch_dispatch__`.

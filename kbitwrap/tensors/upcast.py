@@ -219,7 +219,7 @@ class UpcastTensor(torch.Tensor):
             raise self._refusal()
 
     def requires_grad_(self, requires_grad: bool = True) -> UpcastTensor:
-        """Refuse to be trained: the stand-in is no parameter of the model."""
+        """Refuse to be trained: the stand-in is not a parameter of the model."""
         self.requires_grad = requires_grad
         return self
 
