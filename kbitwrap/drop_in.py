@@ -88,7 +88,7 @@ def _prepare(
 
 
 def restore(model: nn.Module, trained: TrainedPolicy = "keep") -> RestoreReport:
-    """Undo ``prepare_model_for_kbit_training``, or whatever wrapper holds the model.
+    """Undo ``prepare_model_for_kbit_training``, or the preparation of any wrapper that holds the model.
 
     Args:
         model: The model that was prepared, or what was wrapped around it since (a ``PeftModel``).

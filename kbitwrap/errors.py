@@ -101,7 +101,7 @@ class ExportError(KbitWrapError, RuntimeError):
     """A checkpoint could not be written. Nothing was left at the destination; ``__cause__``, if any, is the reason.
 
     Attributes:
-        fqn: The fully qualified name of the tensor or module in the way; ``""`` where it is none in particular.
+        fqn: The fully qualified name of the tensor or module in the way; ``""`` if there is no single one.
     """
 
     def __init__(self, message: str, *, fqn: str = "") -> None:
@@ -110,10 +110,10 @@ class ExportError(KbitWrapError, RuntimeError):
 
 
 class ManifestError(KbitWrapError, ValueError):
-    """Invalid manifest, or a model that none can be made of.
+    """Invalid manifest, or a model whose manifest cannot be made.
 
     Attributes:
-        fqn: The fully qualified name of the tensor in the way; ``""`` where it is none in particular.
+        fqn: The fully qualified name of the tensor in the way; ``""`` if there is no single one.
     """
 
     def __init__(self, message: str, *, fqn: str = "") -> None:

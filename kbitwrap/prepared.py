@@ -122,7 +122,7 @@ class KbitPreparedModel:
         """Apply the plan, all or nothing, and return the wrapper; from ``RESTORED`` a second time.
 
         ``"full"`` stores every unquantized half parameter in float32, twice its bytes (512 MiB more on a 7B with a
-        vocabulary of 32,768); ``"compute"`` only what is no embedding, linear layer or expert (half a MiB there);
+        vocabulary of 32,768); ``"compute"`` only norms, biases and the like (half a MiB there);
         ``"norms"``, ``"adapted"`` and ``"none"`` nothing. See ``plan.added_bytes`` and ``plan.peak_bytes``.
 
         Raises:
@@ -131,7 +131,7 @@ class KbitPreparedModel:
         """
         if self.state in _HELD:
             raise StateError(
-                "prepare() on a wrapper that has prepared its model; restore() it first",
+                "prepare() on a wrapper that has prepared its model already; restore() it first",
                 state=self.state,
                 expected=(LifecycleState.NEW, LifecycleState.RESTORED),
             )
@@ -191,7 +191,7 @@ class KbitPreparedModel:
             ConfigError: An unknown ``trained``, or ``"discard"`` without ``keep_originals``.
             UnsupportedModelError: The model was sharded since; nothing was changed.
             RestoreError: Something could not be put back, or was trained under ``"error"``; ``failures`` names it.
-                Everything else is restored; a further ``restore`` settles what is left.
+                Everything else is restored; call ``restore`` again for the rest.
         """
         if trained not in ("keep", "discard", "error"):
             raise ConfigError(f"trained: expected 'keep', 'discard' or 'error', found {trained!r}")
@@ -267,13 +267,13 @@ class KbitPreparedModel:
     def resume(self) -> bool:
         """End a suspension, and return whether there was one.
 
-        A failure, such as for want of memory, leaves the model suspended; a further call settles what is left. The end
-        of a with-block that prepared the model resumes it too.
+        After a failure, such as too little memory, the model stays suspended; another call resumes the rest. The end of
+        a with-block that prepared the model resumes it too.
         """
         return self._suspension is not None and self._end(self._suspension)
 
     def _end(self, suspension: Journal) -> bool:
-        """End a suspension, where it is the one that is."""
+        """End a suspension, if it is the current one."""
         if self.state is not LifecycleState.SUSPENDED or suspension is not self._suspension:
             return False
         assert self._preparation is not None
@@ -315,7 +315,7 @@ class KbitPreparedModel:
             self._planned_for = None
 
     def verify(self) -> StateDiff:
-        """Compare the live model with what preparation left. Adapters are no difference.
+        """Compare the live model with the state that ``prepare`` left. Adapters do not count.
 
         Returns:
             The differences by fqn; empty, and false, where there are none.
@@ -360,7 +360,7 @@ class KbitPreparedModel:
             ConfigError: ``max_shard_size`` is invalid.
             UnsupportedModelError: The model is offloaded, or sharded by FSDP1 or ZeRO-3, or ``model`` is another; with
                 ``merge_adapters``, it is sharded.
-            ExportError: The base is not there any more, because adapters are merged into it, its tensors were replaced,
+            ExportError: The exact base is gone, because adapters are merged into it, its tensors were replaced,
                 or a frozen one holds other values; a quantized layer has lost its scales; it cannot be written; or an
                 active adapter cannot be merged exactly. ``fqn`` names the first. Nothing was left at ``path``.
 

@@ -112,13 +112,13 @@ def test_the_defaults_are_not_shared() -> None:
 
 
 @pytest.mark.parametrize("field", FIELDS)
-def test_it_is_frozen(field: str) -> None:
+def test_a_config_is_frozen(field: str) -> None:
     config = PrepareConfig()
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(config, field, getattr(config, field))
 
 
-def test_it_is_keyword_only() -> None:
+def test_a_config_takes_keywords_only() -> None:
     kinds = {parameter.kind for parameter in inspect.signature(PrepareConfig).parameters.values()}
     assert kinds == {inspect.Parameter.KEYWORD_ONLY}
     with pytest.raises(TypeError):
@@ -150,7 +150,7 @@ def test_an_unknown_field_names_the_nearest(read: Any, given: str, meant: str) -
 
 
 @pytest.mark.parametrize("read", READERS)
-def test_an_unknown_field_like_no_other_lists_them_all(read: Any) -> None:
+def test_an_unknown_field_without_a_near_match_lists_all_fields(read: Any) -> None:
     with pytest.raises(ConfigError, match="unknown field 'zzz'") as caught:
         read(nn.Linear(2, 2), zzz=1)
     assert all(field in str(caught.value) for field in FIELDS)
@@ -158,7 +158,7 @@ def test_an_unknown_field_like_no_other_lists_them_all(read: Any) -> None:
 
 @pytest.mark.parametrize("read", READERS)
 @pytest.mark.parametrize("config", ["norms", {"precision": "norms"}, Precision.NORMS, PrepareConfig])
-def test_a_config_is_a_config(read: Any, config: Any) -> None:
+def test_a_config_of_another_type_is_refused(read: Any, config: Any) -> None:
     with pytest.raises(ConfigError, match="config: expected a PrepareConfig or None"):
         read(nn.Linear(2, 2), config)
 

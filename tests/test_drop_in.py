@@ -107,7 +107,7 @@ def test_empty_cache_is_called_once_or_never(prepare: Callable[..., nn.Module], 
         ({"use_reentrant": False}, [{"use_reentrant": False}]),
     ],
 )
-def test_how_checkpointing_is_asked_for(
+def test_checkpointing_is_enabled_with_the_given_arguments(
     prepare: Callable[..., nn.Module], given: dict[str, bool] | None, expected: list[object]
 ) -> None:
     model = Recorder()
@@ -116,7 +116,7 @@ def test_how_checkpointing_is_asked_for(
 
 
 @BOTH
-def test_a_transformers_without_kwargs_gets_none_and_the_user_is_told(prepare: Callable[..., nn.Module]) -> None:
+def test_kwargs_unknown_to_transformers_are_dropped_with_a_warning(prepare: Callable[..., nn.Module]) -> None:
     with pytest.warns(FutureWarning, match="gradient_checkpointing_kwargs is not supported"):
         prepare(model := OldRecorder(), gradient_checkpointing_kwargs={"use_reentrant": True})
     assert model.calls == ["inputs", "old"]
@@ -175,7 +175,7 @@ def test_an_unquantized_model_is_frozen_and_cast_and_not_checkpointed(prepare: C
 
 
 @pytest.mark.filterwarnings("default:.*neither a quantization attribute:UserWarning")
-def test_an_unquantized_model_is_said_to_be_one() -> None:
+def test_an_unquantized_model_warns_at_the_callers_line() -> None:
     with pytest.warns(UserWarning, match="not checkpointed") as caught:
         prepare_model_for_kbit_training(nn.Linear(4, 4))
     assert caught[0].filename == __file__
@@ -212,7 +212,7 @@ def test_no_hook_is_orphaned() -> None:
     assert not any(input_gradient_hooks(module) for module in model.modules())
 
 
-def test_peft_orphans_a_hook() -> None:
+def test_pefts_function_leaves_an_orphaned_hook() -> None:
     """What the difference above is measured against."""
     model = zoo.load("llama")
     with warnings.catch_warnings():
@@ -277,7 +277,7 @@ def test_what_cannot_be_checkpointed_is_refused_before_anything_changes() -> Non
     prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
 
 
-def test_a_fault_leaves_the_first_call_standing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_the_second_call_keeps_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     model = zoo.load("llama")
     prepare_model_for_kbit_training(model)
     during = Snapshot(model)

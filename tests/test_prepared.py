@@ -280,13 +280,13 @@ class TestCaches:
         assert model[0].positions is positions
         assert (model[0].seen, model[0].length, model[0].statistics.tolist()) == (None, 0, [1, 1])
 
-    def test_what_others_set_stays(self) -> None:
+    def test_attributes_set_by_others_stay(self) -> None:
         model, table = nn.Sequential(Keeping()), object()
         with KbitPreparedModel(model, precision="full"):
             model[0].title, model[0].seen = "another", table
         assert (model[0].title, model[0].seen) == ("another", table)
 
-    def test_what_was_moved_stays_there(self) -> None:
+    def test_a_moved_tensor_stays_on_its_device(self) -> None:
         model = nn.Sequential(Keeping())
         with KbitPreparedModel(model, precision="full"):
             model[0].positions = model[0].positions.to("meta")
@@ -300,7 +300,7 @@ class TestCaches:
         prepared.restore()
         assert model[0].seen is seen
 
-    def test_a_copy_in_its_place_gets_it_too(self) -> None:
+    def test_a_copied_module_gets_the_recorded_tensor_too(self) -> None:
         model = nn.Sequential(Keeping())
         prepared = KbitPreparedModel(model, precision="full").prepare()
         model[0] = copy.deepcopy(model[0])
@@ -403,11 +403,11 @@ def test_a_fault_inside_transformers_enabling_leaves_the_model_as_it_was(monkeyp
 
 
 class TestBadInput:
-    def test_not_a_module(self) -> None:
+    def test_an_argument_that_is_not_a_module_is_refused(self) -> None:
         with pytest.raises(UnsupportedModelError, match=r"torch\.nn\.Module"):
             KbitPreparedModel("meta-llama/Llama-3-8B")  # type: ignore[arg-type]
 
-    def test_no_parameters(self) -> None:
+    def test_a_model_with_no_parameters_is_refused(self) -> None:
         with pytest.raises(UnsupportedModelError, match="no parameters"):
             KbitPreparedModel(nn.ReLU())
 
@@ -484,7 +484,7 @@ class TestBadInput:
             KbitPreparedModel(model, precision="full")
         assert before.diff(Snapshot(model)) == []
 
-    def test_a_budget_that_does_not_hold(self) -> None:
+    def test_a_plan_over_the_budget_names_the_precisions_that_fit(self) -> None:
         model = zoo.load("llama")
         needed = build_plan(model, precision="full").peak_bytes
         with pytest.raises(MemoryBudgetError, match="norms") as caught:
@@ -579,7 +579,7 @@ class TestTrained:
         assert prepared.restore("discard").trained == ("model.norm.weight",)
         assert torch.equal(weight, original)
 
-    def test_error_names_them_and_restores_the_rest(self) -> None:
+    def test_the_error_policy_names_all_trained_parameters_and_restores_the_rest(self) -> None:
         prepared, weight, _ = self.prepared()
         trained = weight.detach().clone()
         with pytest.raises(RestoreError, match=r"model\.norm\.weight") as caught:
@@ -647,7 +647,7 @@ class TestOthers:
         assert {"model.embed_tokens.weight", "lm_head.weight"} <= set(report.replaced)
         assert not report.trained
 
-    def test_the_base_is_trainable_again_under_an_adapter_and_it_is_said(self) -> None:
+    def test_restoring_under_an_adapter_warns_of_a_trainable_base(self) -> None:
         model = zoo.load("llama")
         prepared = KbitPreparedModel(model).prepare()
         adapt("llama", model)
@@ -902,7 +902,7 @@ class TestOddMoments:
             assert prepared.state is LifecycleState.PREPARED
             assert during.diff(Snapshot(model), moved=True, ignore=REORDERED) == []
 
-    def test_what_fails_to_resume_can_be_resumed_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_failed_resume_can_be_repeated(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model = zoo.load("llama")
         prepared = KbitPreparedModel(model, precision="full").prepare()
         during = Snapshot(model)
@@ -1034,7 +1034,7 @@ class TestOddMoments:
         assert handle.id not in model.model.embed_tokens._forward_hooks
         assert not prepared.verify()
 
-    def test_a_lora_on_parameters_is_no_difference(self) -> None:
+    def test_verify_ignores_a_lora_on_parameters(self) -> None:
         model = zoo.load("mixtral")
         prepared = KbitPreparedModel(model).prepare()
         config = peft.LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"], r=2)
@@ -1054,7 +1054,7 @@ class TestOddMoments:
         assert plan.by_role["other"]["bytes"] == 20
         assert plan.added_bytes == 20
 
-    def test_a_model_where_no_layer_listens_is_refused_by_the_constructor(self) -> None:
+    def test_a_model_without_checkpointable_layers_is_refused_by_the_constructor(self) -> None:
         model = zoo.load("llama")
         for module in model.modules():
             vars(module).pop("gradient_checkpointing", None)
@@ -1150,7 +1150,7 @@ class TestMixedPrecision:
     def warnings(self, precision: str = "full") -> str:
         return "\n".join(build_plan(zoo.load("llama"), precision=precision).warnings)
 
-    def test_without_a_policy_nothing_is_said(self) -> None:
+    def test_there_is_no_warning_without_a_mixed_precision_policy(self) -> None:
         assert "nullif" not in self.warnings()
 
     def test_autocast_nullifies_the_heads_upcast(self) -> None:
@@ -1159,14 +1159,14 @@ class TestMixedPrecision:
             assert "under bfloat16 autocast" in self.warnings("compute")
             assert "nullif" not in self.warnings("norms")
 
-    def test_a_launcher_says_it_in_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_mixed_precision_is_read_from_the_launchers_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("accelerate.state.AcceleratorState._shared_state", {})
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
         assert "under float16 autocast" in self.warnings()
         monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
         assert "FSDP casts every parameter to float16" in self.warnings()
 
-    def test_accelerates_state_says_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_mixed_precision_is_read_from_accelerates_state(self, monkeypatch: pytest.MonkeyPatch) -> None:
         plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2)
         state = {"_mixed_precision": "bf16", "fsdp_plugin": plugin}
         monkeypatch.setattr("accelerate.state.AcceleratorState._shared_state", state)

@@ -70,7 +70,7 @@ LOADS = [(name, "nf4", torch.bfloat16) for name in zoo.ARCHITECTURES] + OTHERS
 
 
 @pytest.mark.parametrize(("name", "quant", "dtype"), LOADS)
-def test_a_copy_is_a_load_from_the_checkpoint(name: str, quant: str | None, dtype: torch.dtype) -> None:
+def test_a_copied_model_equals_one_loaded_from_the_checkpoint(name: str, quant: str | None, dtype: torch.dtype) -> None:
     loaded, copied = zoo.load(name, quant, dtype, use_safetensors=True), zoo.load(name, quant, dtype)
     expected, found = list(structure(loaded, "", {})), list(structure(copied, "", {}))
     assert len(expected) > 500
@@ -126,7 +126,7 @@ def test_first_step_reaches_every_adapter_weight(
 
 
 @pytest.mark.parametrize("name", zoo.CORE)
-def test_two_loads_compute_the_same(name: str) -> None:
+def test_two_loads_of_a_model_compute_the_same_loss(name: str) -> None:
     first, second = (
         zoo.loss(name, model, zoo.inputs(name, model))
         for model in (zoo.load(name, eval_mode=False), zoo.load(name, eval_mode=False))

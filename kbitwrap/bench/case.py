@@ -137,7 +137,7 @@ class Case:
         for run in range(memory_runs + self.settings.repeats):
             measures_memory = run < memory_runs
             undo = _undo_of_peft(self.model) if self.name in (PEFT, PEFT_UNCLEARED) else None
-            gc.collect()  # what the run before has left is none of this one's time
+            gc.collect()  # garbage of the previous run must not cost time in this one
             if measures_memory:
                 self.meter.start()
             before = self.meter.allocator()
@@ -269,7 +269,7 @@ class Case:
 
 
 def _settle_disk() -> None:
-    """Wait for what was written before: it would be written meanwhile."""
+    """Wait until earlier writes are on the disk, so that they do not slow this one."""
     if hasattr(os, "sync"):
         os.sync()
 
@@ -313,7 +313,7 @@ def _deterministic(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the warnings of libraries: they are theirs, or of what the benchmark is there to do."""
+    """Silence the warnings of libraries, about themselves or about what the benchmark does on purpose."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ConfigError, ManifestMismatchError
-from ..export.writer import checkpoint_writer, split_into_files
+from ..export.writer import CheckpointWriter, checkpoint_writer, split_into_files
 from ..manifest.manifest import Manifest
 from ..model.wrappers import canonical_fqn
 from ..reports import ExportReport
@@ -44,23 +44,24 @@ def convert_checkpoint(
     overwrite: bool = False,
     progress: bool = False,
 ) -> ExportReport:
-    """Write a checkpoint with the dtypes that it had before a preparation made some of it float32.
+    """Write a checkpoint again, with the dtypes from before a preparation made some tensors float32.
 
     Tensors are read, rounded and written one at a time. Only float32 tensors are rounded, and only where the original
     is known to be half: by the manifest; or else by the tensor of the same name in a reference checkpoint; or else by
     a dtype, in which ``from_pretrained`` would load what is not kept in float32 by its architecture. Adapters, the
     state of quantized weights, trained copies (``modules_to_save``) and every other file are copied as they are; the
-    config gets its dtype back. Values that training left alone get their original bits, but for the payloads of NaNs.
+    config gets its dtype back. Values that training did not change get their original bits, except payloads of NaNs.
 
     Args:
         src: A folder with safetensors files, or with ``pytorch_model.bin`` or its shards, which become safetensors
             files; or one such file. Names may be those that PEFT gave.
-        dst: The folder to make. It is there whole in the end, or not at all.
+        dst: The folder to make: complete in the end, or absent.
         manifest: The record of the preparation, or the path of its file.
         reference: A checkpoint of the original model, quantized or not, or its ``config.json``: its dtypes are taken.
         dtype: ``torch.bfloat16`` or ``torch.float16``, or its name. Without ``manifest`` and ``reference`` the default
             is the dtype that the config of ``src`` names.
-        max_shard_size: The most bytes in a file, or a string such as ``"5GB"``; ``None`` keeps the files of ``src``.
+        max_shard_size: The maximum size of a file in bytes, or a string such as ``"5GB"``; ``None`` keeps the files of
+            ``src``.
         overwrite: Replace a folder that is not empty.
         progress: Show a bar of the bytes written, on a terminal.
 
@@ -90,28 +91,41 @@ def convert_checkpoint(
     checkpoint = open_checkpoint(src)
     casts, chosen = _casts(checkpoint, manifest, reference, dtype)
     tensors = {name: stored.lazy(casts.get(name)) for name, stored in checkpoint.tensors.items()}
-    if max_shard_size is None:
-        files = {_as_safetensors(file): list(names) for file, names in checkpoint.files.items()}
-    else:
-        files = split_into_files(tensors, max_shard_size)
-    first = next(iter(checkpoint.metadata.values()))
+    files = _files(checkpoint, tensors, max_shard_size)
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     disable = None if progress else True
     with checkpoint_writer(dst, "convert", overwrite=overwrite, num_bytes=num_bytes, disable=disable) as writer:
         if checkpoint.path.is_dir():
             _copy_rest(checkpoint, writer.folder, chosen)
-        writer.save(
-            tensors,
-            files,
-            {file: checkpoint.metadata.get(file, first) for file in files},
-            checkpoint.index if files.keys() == checkpoint.files.keys() else None,
-            read_json(checkpoint.folder / checkpoint.index) if checkpoint.index else None,
-        )
+        _save(checkpoint, writer, tensors, files)
     seconds = time.perf_counter() - start
     saved_bytes = sum(stored.num_bytes for stored in checkpoint.tensors.values()) - writer.num_bytes
     return ExportReport(
         Path(dst), writer.files, writer.num_tensors, writer.num_bytes, tuple(casts), (), seconds, saved_bytes
     )
+
+
+def _files(
+    checkpoint: SavedCheckpoint, tensors: Mapping[str, torch.Tensor], max_shard_size: int | str | None
+) -> dict[str, list[str]]:
+    """The names of the tensors of each file to write; without a size, the checkpoint's own files as safetensors."""
+    if max_shard_size is not None:
+        return split_into_files(tensors, max_shard_size)
+    return {_as_safetensors(file): list(names) for file, names in checkpoint.files.items()}
+
+
+def _save(
+    checkpoint: SavedCheckpoint,
+    writer: CheckpointWriter,
+    tensors: Mapping[str, torch.Tensor],
+    files: Mapping[str, list[str]],
+) -> None:
+    """Write the tensors with the metadata of their files; files that keep their names keep the index's name too."""
+    first = next(iter(checkpoint.metadata.values()))
+    metadata = {file: checkpoint.metadata.get(file, first) for file in files}
+    index_name = checkpoint.index if files.keys() == checkpoint.files.keys() else None
+    index = read_json(checkpoint.folder / checkpoint.index) if checkpoint.index else None
+    writer.save(tensors, files, metadata, index_name, index)
 
 
 def _casts(
@@ -122,7 +136,7 @@ def _casts(
 ) -> tuple[dict[str, torch.dtype], torch.dtype | None]:
     """The dtypes to cast tensors to, by name, and the dtype for the config, if it is known."""
     if sum(source is not None for source in (manifest, reference, dtype)) > 1:
-        raise ConfigError("expected one of manifest, reference and dtype: each says what the dtypes were")
+        raise ConfigError("expected at most one source of dtypes: a manifest, a reference or a dtype")
     if manifest is not None:
         record = manifest if isinstance(manifest, Manifest) else Manifest.load(manifest)
         return casts_by_manifest(checkpoint, record), find_dtype(record.model.dtype)

@@ -1,4 +1,4 @@
-"""Inspection of a checkpoint for what a preparation left in it."""
+"""Inspection of a checkpoint for float32 tensors that a preparation left in it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OTHER = "other"
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """The contents of a checkpoint, and what a preparation left in it. True where it left something.
+    """The contents of a checkpoint, and the float32 tensors that a preparation left in it. True if there are any.
 
     Attributes:
         path: The checkpoint.
@@ -75,7 +75,7 @@ class CheckpointReport:
 
 
 def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
-    """Find what a preparation left in a checkpoint. Headers are read, and no tensor.
+    """Find the float32 tensors that a preparation left in a checkpoint. Only headers are read.
 
     A float32 tensor is left over where the model is half or quantized and its architecture does not keep that tensor
     in float32. Nothing is left over in a float32 model: a checkpoint that is float32 throughout, is not quantized and

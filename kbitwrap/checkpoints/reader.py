@@ -93,7 +93,7 @@ class StoredTensor:
         while left:
             num_read = file.readinto(left)
             if not num_read:
-                raise OSError(errno.EIO, "became shorter while it was read", str(self.path))
+                raise OSError(errno.EIO, "the file became shorter while it was read", str(self.path))
             left = left[num_read:]
 
 
@@ -159,7 +159,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
     if index is not None:
         absent = [name for name in read_json(folder / index)["weight_map"] if name not in checkpoint.tensors]
         if absent:
-            raise ConfigError(f"{folder / index}: names the tensor {absent[0]!r}, which is in none of its files")
+            raise ConfigError(f"{folder / index}: names the tensor {absent[0]!r}, which none of its files holds")
     return _without_ties(checkpoint)
 
 
@@ -193,10 +193,12 @@ def _weight_files(folder: Path) -> tuple[list[str], str | None]:
             return names, index
     adapter = next((path.name for path in sorted(folder.glob(f"{_ADAPTER}*"))), None)
     if adapter is not None:
-        raise ConfigError(f"{folder}: holds an adapter alone, in {adapter!r}; give the folder of its base's weights")
+        raise ConfigError(
+            f"{folder}: expected model weights, found only an adapter ({adapter!r}); give the folder of its base"
+        )
     raise ConfigError(
-        f"{folder}: there are no weights in it (no model.safetensors, no pytorch_model.bin, no index of one, no other "
-        ".safetensors)"
+        f"{folder}: expected model weights (model.safetensors, pytorch_model.bin, an index of either, or other "
+        ".safetensors files), found none"
     )
 
 
@@ -215,9 +217,9 @@ def _weight_files_of(folder: Path, single: str, beginning: str) -> tuple[list[st
         names = sorted(set(weight_map.values()))
         for name in names:
             if Path(name).name != name:
-                raise ConfigError(f"{folder / index}: names {name!r}, which is no file of its folder")
+                raise ConfigError(f"{folder / index}: names {name!r}: expected a file name without a folder")
             if not os.path.isfile(folder / name):
-                raise ConfigError(f"{folder / index}: names {name!r}, which is not there")
+                raise ConfigError(f"{folder / index}: names the file {name!r}, which does not exist")
         return names, index
     if (folder / single).is_file():
         return [single], None
@@ -273,7 +275,8 @@ def _read_pickled(path: Path) -> dict[str, StoredTensor]:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ConfigError(
-            f"{path}: is damaged, or holds something else than tensors ({type(error).__name__}); nothing in it was run"
+            f"{path}: expected a file of tensors, found a damaged one or other objects ({type(error).__name__}); "
+            "no code in it was run"
         ) from error
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise ConfigError(f"{path}: expected tensors by name, found a {type(content).__name__}")
@@ -285,7 +288,11 @@ def _read_pickled(path: Path) -> dict[str, StoredTensor]:
             raise ConfigError(f"{path}: {name}: expected a dense tensor, found {found}")
         start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
         if start is None or not tensor.is_contiguous():
-            found = "written before torch 1.6, or read by one before 2.7" if start is None else "not contiguous"
+            found = (
+                "stored in the format of torch before 1.6, or read by torch before 2.7"
+                if start is None
+                else "not contiguous"
+            )
             raise ConfigError(f"{path}: {name}: is {found}; load it with torch.load and save it as safetensors")
         start += tensor.storage_offset() * tensor.itemsize
         if start + tensor.nbytes > num_bytes:

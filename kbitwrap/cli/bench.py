@@ -64,7 +64,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         f"same bytes, by default of {_EXPORT_LAYERS} layers",
     )
     what.add_argument(
-        "--from", dest="source", type=Path, metavar="FILE", help="nothing: show what --json saved to this file"
+        "--from",
+        dest="source",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing: show the results that --json saved to this file",
     )
     parser.add_argument(
         "--case",
@@ -76,7 +80,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--device", metavar="DEVICE", default="cpu", help="such as cuda (default: %(default)s)")
     parser.add_argument("--repeats", type=_positive, default=3, help="runs of each timing (default: %(default)s)")
-    parser.add_argument("--seed", type=_natural, default=0, help="seed of all that is random (default: %(default)s)")
+    parser.add_argument("--seed", type=_natural, default=0, help="random seed (default: %(default)s)")
     size = parser.add_argument_group("model")
     size.add_argument("--layers", type=_positive, metavar="N", help="decoder layers")
     size.add_argument("--hidden-size", type=_positive, metavar="N", help=f"width, a multiple of {_SIZE_MULTIPLE}")
@@ -94,7 +98,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     step.add_argument(
         "--compute-dtype",
         choices=("bfloat16", "float32"),
-        help="what quantized layers compute in (default: bfloat16, but float32 on a CPU, which is faster in it)",
+        help="compute dtype of quantized layers (default: bfloat16; on a CPU float32, which is faster there)",
     )
     step.add_argument("--autocast", action="store_true", help="under bfloat16 autocast")
     step.add_argument("--reentrant", action="store_true", help="with reentrant checkpointing")
@@ -106,7 +110,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=8 << 20,
         help=f"size of the head's pieces in the case {CHUNKED} (default: %(default)s)",
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write what is printed to this file too")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the output to this file")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw the figures to this file, such as bench.svg; needs matplotlib"
     )
@@ -170,15 +174,15 @@ def _show(line: str) -> None:
 def _settings(arguments: argparse.Namespace) -> Settings:
     for name in _OF_STEPS:
         if getattr(arguments, name) and arguments.identity:
-            raise InputError(f"--identity is with and without {_option(name)}: leave it out")
+            raise InputError(f"--identity measures with and without {_option(name)}: leave {_option(name)} out")
         if getattr(arguments, name) and not arguments.step and name != "reentrant":
-            raise InputError(f"{_option(name)} is about training steps, and needs --step")
+            raise InputError(f"{_option(name)} applies to training steps only: add --step")
     if arguments.tied and arguments.identity:
-        raise InputError("--identity is with and without --tied: leave it out")
+        raise InputError("--identity measures with and without --tied: leave --tied out")
     if arguments.export and not {*(arguments.case or ())} <= {*EXPORTED}:
-        raise InputError(f"--export: expected --case out of {', '.join(EXPORTED)}")
+        raise InputError(f"--export: expected a --case among {', '.join(EXPORTED)}")
     if MERGED in (arguments.case or ()) and not arguments.export:
-        raise InputError(f"--case {MERGED} is about exporting, and needs --export")
+        raise InputError(f"--case {MERGED} applies to exports only: add --export")
     default_tokens = _IDENTITY_TOKENS if arguments.identity else _STEP_TOKENS
     return Settings(
         shape=_shape(arguments),
@@ -227,7 +231,7 @@ def _as_text(result: dict[str, Any]) -> str:
 
 def _check_plot(arguments: argparse.Namespace) -> None:
     if arguments.identity or arguments.export:
-        raise InputError("--plot draws what preparing and training cost, which is not measured here")
+        raise InputError("--plot draws the costs of preparing and training: leave out --identity and --export")
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError("--plot needs matplotlib, which is not installed: pip install 'kbitwrap[plot]'")
     from ..bench.plot import SUFFIXES

@@ -22,9 +22,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         subparsers,
         "demo",
         run,
-        summary="prepare, train and restore a small quantized model, and check every promise",
+        summary="prepare, train and restore a small quantized model, and check each step",
         description="Build a small model, load it quantized, prepare it, train a LoRA on it, generate from it while "
-        "suspended, restore it and merge the LoRA; check after each step that the model is what it has to be. "
+        "suspended, restore it and merge the LoRA; check the model after each step. "
         "Needs no network. Exit status: 0 every check passed, 1 one failed, 2 bad usage or bad input.",
     )
     parser.add_argument(
@@ -39,7 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--device", metavar="DEVICE", help="such as cpu or cuda:1 (default: cuda if there is one)")
     parser.add_argument("--steps", type=_positive, default=30, help="training steps (default: %(default)s)")
-    parser.add_argument("--seed", type=_seed, default=0, help="seed of all that is random (default: %(default)s)")
+    parser.add_argument("--seed", type=_seed, default=0, help="random seed (default: %(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -53,7 +53,7 @@ class Demo:
         device: The device's name, or ``None``.
         steps: Training steps.
         seed: Seed of the weights, the adapter, the text and the generation.
-        show: Takes what is to be printed as the run goes.
+        show: Called with each text to print during the run.
         checks: What was checked so far.
         seconds: How long each part took.
         measured: Further figures, ready for JSON.

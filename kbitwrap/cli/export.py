@@ -20,7 +20,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         subparsers,
         "export",
         run,
-        summary="a checkpoint that was saved while prepared, with its original dtypes",
+        summary="rewrite a checkpoint that was saved while prepared, with its original dtypes",
         description="Read a checkpoint that was saved while prepared (float32 where the model was half) and write it "
         "with its original dtypes, one tensor at a time. 'kbitwrap inspect' says whether one needs it. Exit status: "
         "0 written, 1 the checkpoint is not of the manifest's model, 2 bad usage, bad input, or it cannot be written; "
@@ -35,21 +35,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--out", metavar="DST", required=True, type=_folder, help="the folder to make")
     dtypes = parser.add_mutually_exclusive_group()
-    dtypes.add_argument("--manifest", metavar="M", help="the original dtypes are those of this manifest")
+    dtypes.add_argument("--manifest", metavar="M", help="take the original dtypes from this manifest")
     dtypes.add_argument(
-        "--like", metavar="REFERENCE", help="... those of this checkpoint of the original model, or of its config.json"
+        "--like", metavar="REFERENCE", help="... from this checkpoint of the original model, or from its config.json"
     )
     dtypes.add_argument(
         "--dtype",
         choices=("bfloat16", "float16"),
-        help="... those of the model loaded in this dtype (default: the dtype that the config of SRC names)",
+        help="... from the model loaded in this dtype (default: the dtype that the config of SRC names)",
     )
     parser.add_argument(
         "--max-shard-size",
         metavar="SIZE",
-        help="the most bytes in a file, such as 5GB (default: the files of SRC)",
+        help="maximum size of a file, such as 5GB (default: keep the files of SRC)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace DST, if it is a folder without folders")
+    parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists and contains no folders")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -26,7 +26,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         subparsers,
         "inspect",
         run,
-        summary="what a manifest records, or what a preparation left in a checkpoint",
+        summary="show what a manifest records, or find float32 tensors left in a checkpoint",
         description="Of a manifest: which model was prepared, and how. Of a checkpoint: the float32 tensors that a "
         "preparation left in a half-precision model, and how to get rid of them. Headers are read, no tensor, and "
         "nothing in a file is run. Exit status: 0 a manifest, or nothing is left over, 1 something is, 2 bad input.",
@@ -83,9 +83,9 @@ def _describe_checkpoint(report: CheckpointReport) -> str:
     if report.adapters:
         lines.append(f"adapters: {_some(report.adapters)}")
     if report.use_cache is False:
-        lines.append("use_cache is false in the config: trainers leave it so, and generation is slower for it")
+        lines.append("use_cache is false in the config, as trainers leave it: generation is slower without the cache")
     if not report:
-        return "\n".join([*lines, "nothing of a preparation is left in it"])
+        return "\n".join([*lines, "no tensor was left in float32 by a preparation"])
     rows = [("left in float32", "tensors", "wasted bytes", "names")]
     for kind, tensors in report.leftovers.items():
         rows.append((kind, str(len(tensors)), f"{sum(tensors.values()):,}", _some(tuple(tensors))))

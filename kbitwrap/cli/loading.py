@@ -112,7 +112,9 @@ def load_named(name: str, quant: str, device: torch.device) -> LoadedModel:
     except (OSError, ValueError, KeyError, ImportError):
         tokens = ByteTokens()
         if model.get_input_embeddings().weight.shape[0] < NUM_BYTES:
-            raise InputError(f"the model {name!r} has no tokenizer, and a vocabulary too small for bytes") from None
+            raise InputError(
+                f"the model {name!r} has no tokenizer, and its vocabulary is too small for bytes"
+            ) from None
     return LoadedModel(name, model, tokens, 2e-4, None)
 
 

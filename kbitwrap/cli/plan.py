@@ -23,7 +23,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         subparsers,
         "plan",
         run,
-        summary="what preparing a model costs, from its config alone",
+        summary="show what preparing a model costs, from its config alone",
         description="Plan the preparation of a model from its config, without reading a weight, and print what each "
         "precision adds, by role. Exit status: 0 every precision asked for fits the memory budget (or there is none), "
         "1 one does not, 2 bad usage or bad input.",
@@ -39,7 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--dtype",
         choices=("bfloat16", "float16"),
         default="bfloat16",
-        help="dtype of what is not quantized (default: %(default)s)",
+        help="dtype of the tensors that are not quantized (default: %(default)s)",
     )
     parser.add_argument(
         "--precision",
@@ -53,7 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--memory-budget",
         metavar="BYTES",
         type=_budget,
-        help="what the peak of the preparation may be, such as 512MiB",
+        help="the largest peak allowed while preparing, such as 512MiB",
     )
 
 
@@ -164,7 +164,7 @@ def _right_aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _mib(num_bytes: int) -> str:
-    """Mebibytes; what is not nothing is not written as nothing."""
+    """Mebibytes; a number above zero is never shown as zero."""
     return "0" if num_bytes == 0 else f"{max(num_bytes / 2**20, 0.001):,.{1 if num_bytes >= 2**20 else 3}f}"
 
 

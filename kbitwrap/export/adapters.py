@@ -80,7 +80,7 @@ def trained_copy(wrapper: Any) -> nn.Module | None:
 
 
 def refuse_unmergeable(fqn: str, wrapper: Any) -> None:
-    """Raise `ExportError` if one of PEFT's modules that is no layer is more than a frame around layers."""
+    """Raise `ExportError` if a PEFT module that is not a layer does more than hold layers."""
     from peft import PeftMixedModel, PeftModel
     from peft.tuners.tuners_utils import BaseTuner
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -93,9 +93,9 @@ def refuse_unmergeable(fqn: str, wrapper: Any) -> None:
                 method = str(getattr(config.peft_type, "value", config.peft_type))
                 raise refusal(fqn, wrapper, active, f"{method} adds to the input")
     elif type(wrapper).__name__ == "XLoraModel":
-        raise refusal(fqn, wrapper, (), "it weighs adapters by the input")
+        raise refusal(fqn, wrapper, (), "the weights of its adapters depend on the input")
     elif not isinstance(wrapper, (BaseTuner, AuxiliaryTrainingWrapper)):
-        raise refusal(fqn, wrapper, (), "it has no merge of its own")
+        raise refusal(fqn, wrapper, (), "it has no method that merges")
 
 
 def merge_layer(
@@ -136,7 +136,7 @@ def merge_layer(
         difference = float((found - expected).abs().max())
         largest = max(float(output.abs().max()) for output in (unadapted, expected))
         if not difference <= _TOLERANCE * largest:
-            why = f"merged, it computes another output (off by {difference:.1e}, the largest is {largest:.1e})"
+            why = f"the merged layer computes another output (off by {difference:.1e}, the largest is {largest:.1e})"
             raise refusal(fqn, layer, active, why)
     return merged
 

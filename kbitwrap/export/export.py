@@ -53,13 +53,13 @@ def export_model(
             refuse_unreadable(tree, allow_dtensor=gathering is not None)
             if not isinstance(live, nn.Module) or unwrap(live)[0] is not unwrap(model)[0]:
                 raise UnsupportedModelError(
-                    f"export() expects what was made of this {type(model).__name__}, such as "
+                    f"model: expected this {type(model).__name__} or a model made from it, such as "
                     f"get_peft_model(prepared.model, ...), found another {type(live).__name__}"
                 )
             if gathering is not None and merge_adapters:
                 raise UnsupportedModelError(
-                    "the adapters of a sharded model cannot be merged; export() the base, save the adapters, and merge "
-                    "them into the base loaded from there in one process"
+                    "the adapters of a sharded model cannot be merged; export() the base, save the adapters, then load "
+                    "both in one process and merge there"
                 )
             twin = build_twin(ModelTree(live, tree.records), preparation, gathering)
             merged = merge_into(twin) if merge_adapters else ()
@@ -121,7 +121,7 @@ def _why_not_streamed(model_class: Any) -> str | None:
     """Why `_streaming` cannot take the place of a class's ``save_pretrained``; ``None`` where it can."""
     own = sys.modules["transformers.modeling_utils"].PreTrainedModel.save_pretrained
     if model_class.save_pretrained is not own:
-        return f"{model_class.__name__} has a save_pretrained of its own"
+        return f"{model_class.__name__} overrides save_pretrained"
     if inspect.unwrap(own) is not own or _SAVE_FILE not in own.__code__.co_names:
         version = sys.modules["transformers"].__version__
         return f"save_pretrained of transformers {version} does not write files by calling {_SAVE_FILE} itself"

@@ -140,7 +140,10 @@ class _Merge:
         """The original's dtype, which is rounded to."""
         before = self.original._parameters.get(name)
         if before is None:
-            raise ExportError(f"{self.fqn}: its trained copy has a {name}, which the base has not", fqn=self.fqn)
+            raise ExportError(
+                f"{self.fqn}: its trained copy has a {name}, but the base has none; export without merging",
+                fqn=self.fqn,
+            )
         if not is_quantized_parameter(before):
             return before.dtype
         state = getattr(before, "quant_state", None) or getattr(self.original, "quant_state", None)
@@ -180,8 +183,8 @@ class _Merge:
             if self.is_adapted and not torch.isfinite(rounded).all():
                 what = f"beyond the range of {dtype}" if torch.isfinite(value).all() else "not finite"
                 raise ExportError(
-                    f"{self.fqn}.{name}: with its adapters it has values that are {what}; export without merging, or "
-                    "disable these adapters",
+                    f"{self.fqn}.{name}: merged with its adapters, it has values that are {what}; export without "
+                    "merging, or disable these adapters",
                     fqn=self.fqn,
                 )
             del values, value
@@ -281,7 +284,7 @@ def _shared_places(model: nn.Module) -> _Places:
 
 
 def _settle_ties(model: nn.Module, places: _Places) -> None:
-    """Tie again what was tied and is still equal; if something is not, untie everything and set the configs so."""
+    """Tie again the weights that were tied, if all are still equal; otherwise untie all of them, in the configs too."""
     is_untied = False
     for group in places:
         tensors = {id(tensor): tensor for module, name in group if (tensor := module._parameters[name]) is not None}

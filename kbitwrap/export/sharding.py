@@ -53,7 +53,7 @@ class Gathering:
         """Promise a parameter's whole original, to be computed inside `lead`; raise `ExportError` where it is lost."""
         if was.quantized_class is not None and was.quant_state is None:
             raise ExportError(
-                f"{fqn}: sharding took the scales off this {was.quantized_class.__name__}; shard with "
+                f"{fqn}: sharding removed the scales of this {was.quantized_class.__name__}; shard with "
                 "fully_shard(..., ignored_params={every Int8Params}), or export before sharding",
                 fqn=fqn,
             )
@@ -63,7 +63,7 @@ class Gathering:
 
         def compute() -> torch.Tensor:
             if not self._is_led:
-                raise RuntimeError(f"{fqn} is sharded: its values are there only while all ranks write together")
+                raise RuntimeError(f"{fqn} is sharded: its values can be read only while all ranks export together")
             _tell(index)
             gathered = self._gather(index)
             return gathered if stored is None else stored.original_of(gathered)
@@ -96,8 +96,8 @@ class Gathering:
                 raise ExportError(f"rank {rank} cannot export: {message}")
             if others != tensors:
                 raise ExportError(
-                    f"rank {rank} holds other sharded parameters than rank {distributed.get_rank()}: expected the same "
-                    "model on every rank, prepared and sharded in the same way"
+                    f"rank {rank} holds different sharded parameters than rank {distributed.get_rank()}: expected the "
+                    "same model on every rank, prepared and sharded in the same way"
                 )
 
     def lead(self, write: Callable[[], T]) -> T:

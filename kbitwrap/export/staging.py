@@ -60,14 +60,14 @@ def _check_replaceable(target: Path, destination: str | os.PathLike[str], overwr
     entries = list(target.iterdir())
     if entries and not overwrite:
         raise ExportError(
-            f"{where}: exists and is not empty; choose another folder, or have it replaced "
+            f"{where}: exists and is not empty; choose another folder, or replace this one "
             "(overwrite=True, --overwrite)"
         )
     folders = [entry.name for entry in entries if entry.is_dir()]
     if folders:
         raise ExportError(
-            f"{where}: holds the folder {folders[0]!r}, and would be replaced as a whole; nothing was written: remove "
-            "it yourself, or choose another folder"
+            f"{where}: contains the folder {folders[0]!r}, which overwriting would delete; nothing was written: remove "
+            "that folder yourself, or choose another destination"
         )
     return bool(entries)
 
@@ -84,7 +84,7 @@ def _beside(path: str | os.PathLike[str]) -> Iterator[tuple[Path, Path]]:
     try:
         target = Path(os.path.realpath(path))
     except ValueError as error:  # a NUL
-        raise ExportError(f"{where!r}: cannot be a path: {error}") from error
+        raise ExportError(f"{where!r}: not a valid path: {error}") from error
     made = [parent for parent in target.parents if not os.path.lexists(parent)]
     # A hash, because the destination's own name may be as long as names can be.
     prefix = f".kbitwrap-{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}-"

@@ -154,7 +154,7 @@ def _refuse_replaced(changes: Changes) -> None:
     for fqn, what in changes.replaced.items():
         raise ExportError(
             f"{fqn or 'the model'} {what} since the model was prepared (by a merge, resized embeddings or unloaded "
-            "modules_to_save), so the exact base is not there any more; export before that, or load the base again",
+            "modules_to_save), so the exact base is gone; export before that, or load the base again",
             fqn=fqn,
         )
 
@@ -162,9 +162,9 @@ def _refuse_replaced(changes: Changes) -> None:
 def _refuse_drifted(changes: Changes) -> None:
     for fqn in changes.drifted:
         raise ExportError(
-            f"{fqn} holds other values than when the model was prepared, although it is frozen (a merge that was taken "
-            "back is rounded; PiSSA and OLoRA leave a residual), so the exact base is not there any more; export "
-            "before that, or load the base again",
+            f"{fqn} is frozen, but its values have changed since the model was prepared (a merge that was taken back "
+            "leaves rounding; PiSSA and OLoRA leave a residual), so the exact base is gone; export before that, or "
+            "load the base again",
             fqn=fqn,
         )
 
@@ -178,15 +178,15 @@ def _gathered(tree: ModelTree, original: Original, held: _Held, gathering: Gathe
             continue
         was = original.at(fqn)
         if was is None:
-            raise _cannot_tell(fqn, "it was not there when the model was prepared")
+            raise _cannot_tell(fqn, "it was added after the model was prepared")
         if original.shared_memory(was):
-            raise _cannot_tell(fqn, "another parameter lay in its memory")
+            raise _cannot_tell(fqn, "it shared its memory with another parameter")
         found[id(parameter)] = gathering.promise(fqn, parameter, was, held.get((id(tensor.module), tensor.name)))
     return found
 
 
 def _cannot_tell(fqn: str, why: str) -> ExportError:
-    return ExportError(f"{fqn}: {why}, which a sharded model does not show any more; export before sharding", fqn=fqn)
+    return ExportError(f"{fqn}: {why}, so its original cannot be written from shards; export before sharding", fqn=fqn)
 
 
 def _sharing_memory(held: _Held) -> dict[int, torch.Tensor]:

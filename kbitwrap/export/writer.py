@@ -145,7 +145,7 @@ def write_safetensors(
                     if left or not is_as_announced:
                         raise ExportError(
                             f"{name}: expected {shape.numel()} values of {dtype} in the shape {tuple(shape)}, found "
-                            "others: it changed while it was exported; export while nothing replaces or resizes it",
+                            "others: the tensor changed while it was exported; export while nothing changes it",
                             fqn=name,
                         )
     except BaseException:
@@ -166,7 +166,7 @@ def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | N
         elif _CODES[tensor.dtype] == TWO_A_BYTE and not tensor.shape:
             found = f"shape () and dtype {tensor.dtype}"
         if found:
-            raise ExportError(f"{name}: safetensors files hold no tensors of {found}; convert it first", fqn=name)
+            raise ExportError(f"{name}: safetensors files cannot hold tensors of {found}; convert it first", fqn=name)
     entries: dict[str, object] = {}
     if metadata is not None:
         entries["__metadata__"] = dict(sorted(metadata.items()))

@@ -104,7 +104,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         expected = self._expected(args, state) if state.global_step else None
         prepared = self._wrapper(model)
         if prepared is None:
-            found = "is not prepared" if self.prepared is None else "is not that of the given wrapper, or was restored"
+            found = "is not prepared" if self.prepared is None else "is not the given wrapper's model, or was restored"
             if expected is not None:
                 self._refuse(args, state, expected, None)
             raise StateError(
@@ -114,9 +114,9 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             )
         if prepared.state is not LifecycleState.PREPARED:
             raise StateError(
-                "the model is suspended, as an evaluation that raised leaves it; no step was taken, but a checkpoint "
-                "may have been loaded into it, and an optimizer made for it. Call prepared.resume(), make a new "
-                "Trainer, and train",
+                "training was started while the model is suspended, as after an evaluation that raised. No step was "
+                "taken, but a checkpoint may have been loaded and an optimizer created in that state. Call "
+                "prepared.resume(), make a new Trainer, and train",
                 state=prepared.state,
                 expected=(LifecycleState.PREPARED,),
             )
@@ -129,7 +129,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         elif state.global_step:
             warnings.warn(
                 f"the checkpoint of step {state.global_step} holds no record of a preparation: unless its base was "
-                "prepared as this one is, training continues with other losses",
+                "prepared in the same way, the losses will differ from those of the first run",
                 UserWarning,
                 stacklevel=2,
             )
@@ -161,10 +161,10 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         prepared = _prepared(model)
         if self.suspend_evaluation and prepared is not None and prepared.state is LifecycleState.PREPARED:
             raise StateError(
-                "KbitTrainerCallback(suspend_evaluation=True): the model is evaluated, and is not in its original "
-                "state: a callback learns of an evaluation in training alone, of the first dataset alone, and where no "
-                "callback after it asks for one. Use the trainer kbitwrap.integrations.SuspendedEvaluation instead, or "
-                "evaluate inside `with prepared.suspended()`",
+                "KbitTrainerCallback(suspend_evaluation=True): this evaluation runs on the prepared model, not in its "
+                "original state. A callback can suspend only for an evaluation during training, only for the first "
+                "dataset, and only if no later callback requested it. Use the trainer "
+                "kbitwrap.integrations.SuspendedEvaluation instead, or evaluate inside `with prepared.suspended()`",
                 state=prepared.state,
                 expected=(LifecycleState.SUSPENDED,),
             )
@@ -187,8 +187,8 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             self._manifest.save(folders[0] / self.manifest_name)
         else:
             warnings.warn(
-                f"found no {PREFIX_CHECKPOINT_DIR}-{state.global_step} in {args.output_dir}: no manifest is written "
-                "there; the checkpoint's trainer_state.json records the preparation all the same",
+                f"found no {PREFIX_CHECKPOINT_DIR}-{state.global_step} in {args.output_dir}, so no manifest was "
+                "written; the checkpoint's trainer_state.json records the preparation all the same",
                 UserWarning,
                 stacklevel=2,
             )
@@ -208,9 +208,9 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         if resume is not None:
             resume()
         raise StateError(
-            f"at step {state.global_step} the model was suspended, for an evaluation that was called off or did not "
-            "say that it had ended, or by another callback; what was saved, loaded or drawn at random since may be "
-            "wrong. Make KbitTrainerCallback the last of the callbacks, or use "
+            f"at step {state.global_step} the model was suspended: an evaluation was cancelled or did not report its "
+            "end, or another callback suspended the model. Checkpoints saved or loaded and random numbers drawn since "
+            "then may be wrong. Make KbitTrainerCallback the last of the callbacks, or use "
             "kbitwrap.integrations.SuspendedEvaluation",
             state=LifecycleState.SUSPENDED,
             expected=(LifecycleState.PREPARED,),
@@ -252,7 +252,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             found = manifest.diff_essence(expected, recorded)
         where = repr(str(path)) if path is not None else f"the checkpoint's {self.manifest_name}"
         raise ManifestMismatchError(
-            f"the checkpoint of step {state.global_step} was trained on a base that was prepared otherwise; "
+            f"the checkpoint of step {state.global_step} was trained on a base that was prepared differently; "
             f"{found.summary()}. No step was taken. Load that base again and prepare it with "
             f"KbitPreparedModel.from_manifest(model, {where}), or train without resuming",
             **vars(found),

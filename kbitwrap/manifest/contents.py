@@ -60,13 +60,14 @@ def read_contents(tree: ModelTree, preparation: Preparation | None, *, progress:
         refuse_unsupported_tensors(tree, allow_meta=False)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
-            f"cannot read every tensor of this model: {error}. Make a manifest, or check it, before that", fqn=error.fqn
+            f"cannot read every tensor of this model: {error}. Make or check a manifest while all of them are loaded",
+            fqn=error.fqn,
         ) from error
     with plain_mode():
         try:
             twin = build_twin(tree, preparation).model
         except ExportError as error:
-            raise ManifestError(f"cannot tell what the base was: {error}", fqn=error.fqn) from error
+            raise ManifestError(f"cannot determine the original base: {error}", fqn=error.fqn) from error
         live = {
             join(node.fqn, name): (node.module, name)
             for node in tree.base
@@ -113,7 +114,7 @@ def _digest(fqn: str, tensor: torch.Tensor) -> int:
     if not is_dense(tensor):
         raise ManifestError(
             f"{fqn}: expected a dense tensor, whose bytes can be read, found {type(tensor).__name__} of "
-            f"{tensor.layout} and {tensor.dtype}; register what is no part of the model's record as persistent=False"
+            f"{tensor.layout} and {tensor.dtype}; register a buffer that checkpoints do not need with persistent=False"
         )
     return content_digest(tensor)
 

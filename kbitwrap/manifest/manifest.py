@@ -72,13 +72,15 @@ class Manifest(Record):
     def _is_consistent(self) -> Manifest:
         highest = max((row[0] for row in self.rows.values()), default=-1)
         if highest >= len(self.kinds):
-            raise ValueError(f"a tensor is of kind {highest}, and there are {len(self.kinds)} kinds")
+            raise ValueError(
+                f"a tensor is of kind {highest}, but there are only {len(self.kinds)} kinds, counted from 0"
+            )
         tied = [name for names in self.ties for name in names]
         if len(set(tied)) < len(tied):
             raise ValueError("a tensor is tied twice")
         for names in self.ties:
             if len({self.rows.get(name) for name in names}) != 1 or names[0] not in self.rows:
-                raise ValueError(f"{names[0]} and {names[1]} are tied, and not the same")
+                raise ValueError(f"{names[0]} and {names[1]} are tied, but their records differ")
         new = self.config.new_fields().keys() & self.config.model_fields_set
         if new and self.version == 1:
             raise ValueError(f"version 1 has no field config.{min(new)}")
@@ -190,8 +192,8 @@ class Manifest(Record):
         if recorded_with != installed and self.model.config_sha256 != current.config_sha256:
             ignored.append("model.config_sha256")
             warnings.warn(
-                f"the model's config is not the recorded one, as far as transformers {installed} can tell; the "
-                f"manifest was written with {recorded_with}",
+                f"the model's config differs from the recorded one, but transformers {installed} may write the same "
+                f"config differently than {recorded_with}, with which the manifest was made",
                 UserWarning,
                 stacklevel=2,
             )
@@ -282,7 +284,7 @@ class Manifest(Record):
             The manifest.
 
         Raises:
-            ManifestError: It is no JSON, no manifest, or an invalid one.
+            ManifestError: The text is not JSON, not a manifest, or an invalid one.
             ManifestVersionError: It has a version that this kbitwrap does not read.
         """
         return cls._read(text.encode(errors="surrogatepass"), "the manifest")
@@ -333,7 +335,7 @@ class Manifest(Record):
             The manifest.
 
         Raises:
-            ManifestError: The file cannot be read, is larger than 128 MiB, is no JSON, no manifest, or an invalid one.
+            ManifestError: The file cannot be read, is larger than 128 MiB, or holds no valid manifest.
             ManifestVersionError: It has a version that this kbitwrap does not read.
         """
         name = repr(os.fspath(path))
@@ -379,7 +381,7 @@ def _refusing(complaint: str, kind: type[ManifestError] = ManifestError) -> Iter
         lines = []
         for entry in found[:3]:
             where = ".".join(repr(str(part))[1:-1][:80] for part in entry["loc"])
-            lines.append(f"{where or 'as a whole'}: {entry['msg']}, found {shown(entry['input'])}")
+            lines.append(f"{where or 'the whole'}: {entry['msg']}, found {shown(entry['input'])}")
         more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
         refusal = kind(f"{complaint}: {'; '.join(lines)}{more}")
         first = found[0]["loc"]

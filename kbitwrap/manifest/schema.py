@@ -169,7 +169,7 @@ class TensorRecord:
         requires_grad: The flag before preparation.
         prepared_requires_grad: The flag while prepared.
         digest: The 64-bit digest of the original content, 16 hex digits.
-        tie_group: Tensors of the same group are one tensor; ``None`` where it is no other's.
+        tie_group: Tensors of the same group are one tensor; ``None`` for a tensor that is not tied.
     """
 
     fqn: str

@@ -48,7 +48,7 @@ def refuse_unsupported_tensors(tree: ModelTree, *, allow_meta: bool, allow_dtens
             continue
         if is_lazy(parameter):
             raise UnsupportedModelError(
-                f"{tensor.path} is not initialized yet: run the model once, or load its weights, before it is prepared",
+                f"{tensor.path} is not initialized yet: load the weights, or run the model once, before preparing it",
                 fqn=tensor.path,
             )
         if parameter.layout is not torch.strided or parameter.is_nested:
@@ -100,8 +100,8 @@ def refuse_unreadable(tree: ModelTree, *, allow_dtensor: bool) -> None:
         refuse_unsupported_tensors(tree, allow_meta=False, allow_dtensor=allow_dtensor)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
-            f"only a model whose tensors are loaded, and whole or sharded by FSDP2 since it was prepared, can be "
-            f"exported ({error.fqn}); export it before sharding, or load the base again",
+            f"{error.fqn or 'the model'}: expected loaded tensors, whole or sharded by FSDP2 after the preparation; "
+            "export before sharding, or load the base again",
             fqn=error.fqn,
         ) from error
 

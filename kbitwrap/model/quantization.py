@@ -58,7 +58,7 @@ def is_quantized_layer(module: nn.Module) -> bool:
 def is_quantized_parameter(parameter: torch.Tensor) -> bool:
     """Whether a parameter holds quantized storage, whatever its dtype.
 
-    4-bit weights can be packed into a half dtype (``bnb_4bit_quant_storage``), whose bytes are no numbers.
+    4-bit weights can be packed into a half dtype (``bnb_4bit_quant_storage``), whose bytes are not numbers.
     """
     cls = type(parameter)
     if cls is nn.Parameter:
@@ -156,13 +156,13 @@ def state_owners(module: nn.Module, weight: torch.Tensor) -> list[tuple[str, Any
 
 
 def quant_state_of(module: nn.Module, weight: torch.Tensor) -> Any:
-    """The 4-bit statistics of a layer's weight; sharding leaves them on the layer alone. ``None`` where none are."""
+    """The 4-bit statistics of a layer's weight, which sharding leaves on the layer only; ``None`` where it has none."""
     state = getattr(weight, "quant_state", None)
     return getattr(module, "quant_state", None) if state is None else state
 
 
 def lacks_statistics(module: nn.Module) -> bool:
-    """Whether a bitsandbytes layer has lost the statistics without which its weight is no number."""
+    """Whether a bitsandbytes layer has lost the statistics without which its weight cannot be computed."""
     weight = module._parameters.get("weight")
     if weight is None or not is_quantized_parameter(weight):
         return False

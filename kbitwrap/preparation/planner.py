@@ -104,11 +104,11 @@ class Planner:
         module, name, parameter = tensor.module, tensor.name, tensor.parameter
         is_expert = self.roles[id(parameter)] is Role.EXPERT and parameter.dim() >= 2
         if not (isinstance(module, (nn.Linear, nn.Embedding)) and name == "weight") and not is_expert:
-            return "not the weight of a lookup or of a linear layer"
+            return "not the weight of an embedding or of a linear layer"
         if not self.config.freeze and parameter.requires_grad:
             return "trained"
         if not all(can_stand_in(m, n) for m, n in self.tree.places[id(parameter)]):
-            return "its module computes with something else than the parameter, or writes to it"
+            return "its module does not compute with the parameter itself, or writes to it"
         return None
 
     def _upcast_at_use(self) -> list[UpcastAtUse]:
@@ -172,7 +172,7 @@ class Planner:
         if precision not in (Precision.NORMS, Precision.ADAPTED) or not self.quantization.casts:
             return []
         blocks = _adapted_blocks(self.tree) if precision is Precision.ADAPTED else {""}
-        # Few modules own a half parameter: what takes longer is asked of these alone.
+        # Few modules own a half parameter: only these get the slower checks.
         halves = {id(t.module) for t in self.tree.all_tensors if t.parameter.dtype in HALF_DTYPES}
         found: dict[int, Node] = {}
         for node in self.tree.base:
@@ -187,8 +187,8 @@ class Planner:
                 found[id(module)] = node
             else:
                 self.warnings.append(
-                    f"{fqn} computes as loaded: it has buffers, where norms keep statistics, or its forward was "
-                    "replaced by a function that is no method of it"
+                    f"{fqn} computes as loaded: it has buffers, as norms with statistics do, or its forward was "
+                    "replaced by a function that is not its method"
                 )
         if not found:
             return []

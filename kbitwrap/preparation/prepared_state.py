@@ -45,14 +45,14 @@ class PreparedState:
         return None if record is None else self._by_record.get(record)
 
     def reread(self, tree: ModelTree, modules: Collection[nn.Module]) -> None:
-        """Take what some modules, which were edited since, are now for what they are to be."""
+        """Read modules again that were edited since: their present attributes are the expected ones."""
         self._modules.update({node.fqn: _read_module(node.module) for node in tree.base if node.module in modules})
 
     def diff(self, tree: ModelTree, drifted: Collection[str]) -> StateDiff:
-        """Compare a live model with this state. Adapters that others added are no difference.
+        """Compare a live model with this state. Adapters that others added do not count.
 
         Args:
-            tree: The model, whatever was put into it since.
+            tree: The live model, with everything that was put into it since.
             drifted: The names of frozen parameters that hold other values.
 
         Returns:
@@ -79,7 +79,10 @@ class PreparedState:
                     ignored.append("writes")
                 _compare(differences, fqn, expected, _read_parameter(found), ignored)
         for fqn in drifted:
-            differences.setdefault(fqn, {})["value"] = ("the original's", "another, of a frozen parameter")
+            differences.setdefault(fqn, {})["value"] = (
+                "the original value",
+                "another value, although the parameter is frozen",
+            )
         modules = {node.fqn: node.module for node in tree.base}
         for fqn, marks in self._modules.items():
             if fqn in modules:
@@ -146,7 +149,7 @@ def _compare(
     found: dict[str, Any],
     ignored: Collection[str] = (),
 ) -> None:
-    """Add what is found otherwise than expected."""
+    """Add the values that differ from the expected ones."""
     for what, value in expected.items():
         if what not in ignored and found[what] is not value and found[what] != value:
             differences.setdefault(fqn, {})[what] = (value, found[what])

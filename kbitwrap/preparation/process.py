@@ -116,6 +116,6 @@ def refuse_retyping_under_ddp(held: Sequence[HeldOriginal]) -> None:
         if is_retyped and torch.distributed.get_world_size() > 1:
             raise StateError(
                 f"suspended() would change the dtype of {one.record.fqn}, which is being trained, and "
-                "DistributedDataParallel would no longer synchronize it; use precision 'norms' or 'none', where "
-                "nothing changes its dtype, or restore(), and wrap again"
+                "DistributedDataParallel would no longer synchronize it; use precision 'norms' or 'none', which "
+                "change no dtype, or restore() and wrap the model again"
             )

@@ -122,6 +122,13 @@ class Layout:
         return views
 
 
+def without_storage(cls: Any, like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Any:
+    """Make a tensor of a subclass without storage, in the shape and layout of another tensor."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls, like.shape, strides=like.stride(), storage_offset=like.storage_offset(), dtype=dtype, device=device
+    )
+
+
 @functools.cache
 def is_composed(cls: Any) -> bool:
     """Whether tensors of a class may be made of others."""
@@ -176,7 +183,7 @@ def content_digest(tensor: torch.Tensor) -> int:
     """Digest a dense tensor's bytes in the order of its elements, on its own device, to an integer below 2**64.
 
     Manifests hold it: ``docs/manifest.md`` gives the formula. All arithmetic is on integers modulo 2**64, so that every
-    device gives the same digest; shape and dtype are no part of it. It finds accidents, not deceit. Beside the tensor
+    device gives the same digest; shape and dtype do not enter it. It detects accidents, not forgery. Beside the tensor
     two pieces of 1 MiB (CPU) or 32 MiB are held, and a copy of a tensor that is not contiguous.
     """
     plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()

@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .bits import without_storage
+
 # Tags of operations whose result's shape follows from values, or whose result differs from call to call.
 _NEEDS_VALUES = (
     torch.Tag.data_dependent_output,
@@ -82,8 +84,8 @@ class LazyTensor(torch.Tensor):
     _meta: torch.Tensor
     _storage: LazyStorage
     _compute: Callable[[], torch.Tensor]
-    _view_of: LazyTensor | None  # what a view is a view of
-    _parent: LazyTensor | None  # the lazy tensor that another is made from, if it is one alone
+    _view_of: LazyTensor | None  # the tensor that a view is taken of
+    _parent: LazyTensor | None  # the lazy tensor that this one is made from, if there is only one
     _pieces: Pieces | None
 
     # Without `__torch_function__`, methods and functions go straight to `__torch_dispatch__`.
@@ -106,14 +108,7 @@ class LazyTensor(torch.Tensor):
         base: LazyTensor | None = None,
         parent: LazyTensor | None = None,
     ) -> LazyTensor:
-        made: LazyTensor = torch.Tensor._make_wrapper_subclass(
-            cls,
-            meta.shape,
-            strides=meta.stride(),
-            storage_offset=meta.storage_offset(),
-            dtype=meta.dtype,
-            device=_CPU,
-        )
+        made: LazyTensor = without_storage(cls, meta, meta.dtype, _CPU)
         made._meta = meta
         made._storage = base._storage if base is not None else LazyStorage(meta.untyped_storage().nbytes())
         made._compute = compute
@@ -171,7 +166,7 @@ class LazyTensor(torch.Tensor):
         """Run the operation on shapes, and keep how to compute its values."""
         kwargs = kwargs or {}
         if func._schema.is_mutable:
-            raise TypeError(f"{func} writes to a tensor whose values are not there yet; materialize it first")
+            raise TypeError(f"{func} writes to a lazy tensor, whose values are not computed yet; materialize it first")
         if _needs_values(func, kwargs):
             return func(*_values(args), **_values(kwargs))
         lazies = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyTensor)]

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .bits import without_storage
 from .dtypes import HALF_DTYPES
 
 aten = torch.ops.aten
@@ -79,15 +80,7 @@ class UpcastTensor(torch.Tensor):
         is_view: bool = False,
     ) -> UpcastTensor:
         """Make a float32 tensor without storage, of the half tensor's shape and layout."""
-        wrapper: UpcastTensor = torch.Tensor._make_wrapper_subclass(
-            cls,
-            half.shape,
-            strides=half.stride(),
-            storage_offset=half.storage_offset(),
-            dtype=torch.float32,
-            device=half.device,
-        )
-        return wrapper
+        return without_storage(cls, half, torch.float32, half.device)  # type: ignore[no-any-return]
 
     def __init__(
         self,
@@ -153,7 +146,7 @@ class UpcastTensor(torch.Tensor):
     def _for_writing(self) -> torch.Tensor:
         """The storage, cast to float32 for good: half would round what is written."""
         if self._owner is None:
-            raise RuntimeError("an upcast tensor that is no module's weight cannot be written to")
+            raise RuntimeError("an upcast tensor that is not a module's weight cannot be written to")
         parameter = self.parameter
         if parameter.dtype != torch.float32:
             parameter.data = parameter.data.float()
@@ -226,7 +219,7 @@ class UpcastTensor(torch.Tensor):
             raise self._refusal()
 
     def requires_grad_(self, requires_grad: bool = True) -> UpcastTensor:
-        """Refuse to be trained: the stand-in is no parameter of the model."""
+        """Refuse to be trained: the stand-in is not a parameter of the model."""
         self.requires_grad = requires_grad
         return self
 

@@ -174,7 +174,7 @@ def test_full_and_compute_are_peft_bit_for_bit(measured: dict[str, Any], name: s
         assert (step["loss_difference"], step["largest_gradient_difference"]) == (0, 0)
 
 
-def test_the_others_are_seen_to_differ(measured: dict[str, Any]) -> None:
+def test_precisions_other_than_compute_differ_from_peft(measured: dict[str, Any]) -> None:
     for name in ("norms", "adapted", "none"):
         assert by_case(measured)[name]["steps"][0]["largest_gradient_difference"] > 0
 
@@ -212,7 +212,7 @@ def out_of_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], 
     return install
 
 
-def test_what_a_device_has_too_little_memory_for_is_said_and_the_rest_measured(
+def test_a_case_that_runs_out_of_memory_is_named_and_the_others_are_measured(
     out_of_memory: Callable[[Callable[[int], bool]], None], tmp_path: Path
 ) -> None:
     out_of_memory(lambda tokens: tokens == 16)
@@ -229,7 +229,7 @@ def test_what_a_device_has_too_little_memory_for_is_said_and_the_rest_measured(
     draw(result, tmp_path / "plot.svg")
 
 
-def test_a_comparison_that_takes_more_memory_than_a_step_leaves_its_costs(
+def test_a_step_whose_comparison_runs_out_of_memory_keeps_its_costs(
     out_of_memory: Callable[[Callable[[int], bool]], None],
 ) -> None:
     out_of_memory(lambda tokens: torch.are_deterministic_algorithms_enabled())
@@ -380,7 +380,7 @@ def test_stored_bytes_count_a_quantized_weights_scales() -> None:
     assert stored_bytes(layer) == layer.weight.nbytes + scales.nbytes + 16 * 4 + state.nbytes
 
 
-def test_the_peak_of_tensors_is_exact() -> None:
+def test_the_measured_peak_of_tensors_is_exact() -> None:
     meter = MemoryMeter(torch.device("cpu"))
     kept = torch.ones(1000, dtype=torch.uint8)
 
@@ -395,7 +395,7 @@ def test_the_peak_of_tensors_is_exact() -> None:
         assert meter.tensor_peak(lambda: kept.nbytes, run) == 1000 + 5300
 
 
-def test_a_peak_is_seen() -> None:
+def test_a_short_peak_is_measured() -> None:
     meter = MemoryMeter(torch.device("cpu"))
     if not meter.method.endswith("reset before"):
         pytest.skip("the high-water mark cannot be reset here")

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import forks
 import zoo
+from files import tensors_of
 from kbitwrap import (
     ConfigError,
     ExportError,
@@ -66,10 +67,6 @@ def differing(expected: Path, found: Path) -> list[str]:
     names, others = files_of(expected), files_of(found)
     same = [name for name in names if name in others and filecmp.cmp(expected / name, found / name, shallow=False)]
     return sorted({*names, *others} - {*same})
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: t for path in sorted(folder.glob("*.safetensors")) for name, t in load_file(path).items()}
 
 
 def ways(case: Saved) -> dict[str, dict[str, Any]]:
@@ -317,7 +314,7 @@ def test_what_the_reference_has_in_float32_stays(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"dtype": "float16"}
 
 
-def test_shapes_stay_also_of_empty_tensors(tmp_path: Path) -> None:
+def test_shapes_are_kept_for_empty_tensors_too(tmp_path: Path) -> None:
     shapes = [(0, 4), (2, 0), (0,), (), (3, 2)]
     source = checkpoint(tmp_path / "in", {str(shape): torch.ones(shape) for shape in shapes})
     convert_checkpoint(source, tmp_path / "out", dtype="bfloat16")
@@ -388,7 +385,7 @@ def changed(case: Saved, folder: Path, **tensors: torch.Tensor | None) -> Path:
         ("model.layers.0.self_attn.q_proj.weight", torch.ones(64, 64), "shape"),
     ],
 )
-def test_another_tensor_than_the_manifests(
+def test_a_tensor_of_another_shape_or_dtype_than_recorded_is_refused(
     name: str, tensor: torch.Tensor, what: str, saved: Callable[..., Saved], tmp_path: Path
 ) -> None:
     case = saved()
@@ -403,7 +400,9 @@ def test_another_tensor_than_the_manifests(
 
 
 @pytest.mark.parametrize("name", ["model.layers.7.mlp.up_proj.weight", "surprise", "model.norm.bias", "model.SCB"])
-def test_a_tensor_that_the_manifest_has_not(name: str, saved: Callable[..., Saved], tmp_path: Path) -> None:
+def test_a_tensor_that_the_manifest_does_not_name_is_refused(
+    name: str, saved: Callable[..., Saved], tmp_path: Path
+) -> None:
     case = saved()
     source = changed(case, tmp_path / "in", **{name: torch.ones(2)})
     with pytest.raises(ManifestMismatchError, match=f"{name}: the manifest has no such tensor") as error:
@@ -429,7 +428,7 @@ def test_a_manifest_may_be_a_path(saved: Callable[..., Saved], tmp_path: Path) -
 
 def test_there_is_one_source_of_dtypes_and_it_names_half_ones(saved: Callable[..., Saved], tmp_path: Path) -> None:
     case = saved()
-    with pytest.raises(ConfigError, match="expected one of manifest, reference and dtype"):
+    with pytest.raises(ConfigError, match="expected at most one source of dtypes"):
         convert_checkpoint(case.prepared, tmp_path / "out", case.manifest, dtype="bfloat16")
     with pytest.raises(ConfigError, match=r"original dtype is not known: expected float16 or bfloat16, found .*32"):
         convert_checkpoint(case.prepared, tmp_path / "out")
@@ -514,23 +513,23 @@ BROKEN = {
     "huge header": "cannot be read as safetensors",
     "no JSON": "cannot be read as safetensors",
     "empty": "cannot be read as safetensors",
-    "shard missing": "names 'other.safetensors', which is not there",
-    "shard elsewhere": "names '../in/model.safetensors', which is no file of its folder",
+    "shard missing": "names the file 'other.safetensors', which does not exist",
+    "shard elsewhere": "names '../in/model.safetensors': expected a file name without a folder",
     "index of nothing": "expected a weight_map of file names",
-    "tensor of no file": "names the tensor 'b', which is in none of its files",
-    "name too long": "names 'a+', which is not there",
+    "tensor of no file": "names the tensor 'b', which none of its files holds",
+    "name too long": "names the file 'a+', which does not exist",
     "metadata of nothing": "expected an object as its metadata",
     "config": "expected a JSON object, found a list",
     "twice": "1 tensors are in more than one file",
-    "pickled, not by torch": r"is damaged, or holds something else than tensors \(\w+\); nothing in it was run",
-    "pickled code": r"is damaged, or holds something else than tensors \(UnpicklingError\); nothing in it was run",
-    "pickled, cut off": r"is damaged, or holds something else than tensors \(\w+\); nothing in it was run",
+    "pickled, not by torch": r"found a damaged one or other objects \(\w+\); no code in it was run",
+    "pickled code": r"found a damaged one or other objects \(UnpicklingError\); no code in it was run",
+    "pickled, cut off": r"found a damaged one or other objects \(\w+\); no code in it was run",
     "pickled, no tensors by name": "expected tensors by name, found a list",
     "pickled numbers": "a: expected a dense tensor, found a int",
-    "pickled before torch 1.6": "a: is written before torch 1.6",
+    "pickled before torch 1.6": "a: is stored in the format of torch before 1.6",
     "pickled, transposed": "a: is not contiguous",
-    "no weights": "there are no weights in it",
-    "adapter": "holds an adapter alone, in 'adapter_model.safetensors'",
+    "no weights": "expected model weights",
+    "adapter": r"found only an adapter \('adapter_model.safetensors'\)",
 }
 
 

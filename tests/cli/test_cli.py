@@ -98,7 +98,7 @@ def test_named_model_without_a_tokenizer_takes_bytes(capsys: pytest.CaptureFixtu
     assert [name for name in failed(result) if name != "the held-out loss fell"] == []
 
 
-def test_restore_that_does_nothing_until_after_the_merge_fails(
+def test_a_restore_that_does_nothing_fails_a_check(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(KbitPreparedModel, "restore", lambda self, trained="keep": RestoreReport())
@@ -128,14 +128,16 @@ def test_restore_that_raises_fails(capsys: pytest.CaptureFixture[str], monkeypat
     assert "restore() put everything back" in failed(result)
 
 
-def test_training_that_does_nothing_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_without_effect_fails_a_check(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: None)
     status, result = run_json(capsys, "--steps", "1")
     assert status == 1
     assert failed(result) == ["the held-out loss fell"]
 
 
-def test_write_to_the_base_is_noticed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_to_the_base_fails_a_check(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     step = torch.optim.AdamW.step
     prepare = KbitPreparedModel.prepare
     models = []
@@ -228,7 +230,7 @@ sys.exit(kbitwrap.cli.main(sys.argv[1:]))
 """
 
 
-def test_importing_is_light_and_a_reader_that_is_gone_is_no_traceback(tmp_path: Path) -> None:
+def test_importing_is_light_and_a_closed_pipe_prints_no_traceback(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", BARE, "inspect", save_llama(tmp_path)],
         stdin=subprocess.PIPE,

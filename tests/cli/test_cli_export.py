@@ -84,7 +84,7 @@ def test_its_suggestion_works(saved: Path, capsys: pytest.CaptureFixture[str], t
 def test_inspect_of_a_clean_checkpoint(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "inspect", saved / "original")
     assert status == 0
-    assert out.splitlines()[-1] == "nothing of a preparation is left in it"
+    assert out.splitlines()[-1] == "no tensor was left in float32 by a preparation"
     assert run_json(capsys, "inspect", saved / "original")[1]["suggestion"] is None
 
 
@@ -101,7 +101,7 @@ def test_a_float32_model_is_clean(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "inspect", zoo.checkpoint("llama"))[0] == 0
 
 
-def test_a_merged_model_left_half_upcast(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_inspect_finds_a_partly_upcast_merged_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     tensors = {"model.layers.0.mlp.weight": torch.ones(4, 4).half(), "model.norm.weight": torch.ones(4)}
     save_file({**tensors, "lm_head.weight": torch.ones(8, 4)}, tmp_path / "model.safetensors")
     status, result = run_json(capsys, "inspect", tmp_path / "model.safetensors")
@@ -148,7 +148,7 @@ def test_inspect_of_a_manifest(saved: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\x80\x04K\x01.", b'{"format": "kbitwrap-manifest", "version": 9}'])
-def test_inspect_of_what_is_neither(content: bytes, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_inspect_refuses_other_files(content: bytes, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(content)
     for path in (tmp_path / "file", tmp_path / "none", tmp_path, tmp_path / (300 * "n")):
         status, out, err = run(capsys, "inspect", path)
@@ -218,7 +218,9 @@ def test_export_in_shards(saved: Path, capsys: pytest.CaptureFixture[str], tmp_p
     assert run(capsys, *command, "--overwrite", "--max-shard-size", "a few")[0] == 2
 
 
-def test_export_of_another_model(saved: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_no_match(
+    saved: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     convert_checkpoint(saved / "prepared", tmp_path / "in", dtype="bfloat16")
     tensors = load_file(tmp_path / "in" / "model.safetensors")
     save_file({**tensors, "model.norm.weight": torch.ones(3)}, tmp_path / "in" / "model.safetensors")

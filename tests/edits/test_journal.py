@@ -85,7 +85,7 @@ def edits(state: dict[str, int], log: list[str], **fails: dict[str, BaseExceptio
     return [Set(state, key, i + 1, log, **fails.get(key, {})) for i, key in enumerate(START)]
 
 
-def test_the_two_parts_are_an_edit_and_a_change() -> None:
+def test_edits_and_changes_meet_their_protocols() -> None:
     edit = Set({}, "a", 1, [])
     assert isinstance(edit, Edit)
     assert isinstance(edit.capture(LOOK), Change)
@@ -151,7 +151,7 @@ def test_an_interrupt_passes_unchanged_with_everything_as_it_was(key: str, phase
 
 
 @pytest.mark.parametrize("error", [ValueError("no room"), KeyboardInterrupt()], ids=repr)
-def test_earlier_edits_stand_when_a_later_call_fails(error: BaseException) -> None:
+def test_edits_of_an_earlier_call_stay_when_a_later_call_fails(error: BaseException) -> None:
     state = dict(START)
     journal = Journal()
     journal.apply([Set(state, "a", 5, [])], LOOK)
@@ -194,7 +194,7 @@ def test_an_undo_that_fails_does_not_hide_an_interrupt() -> None:
     assert state == START | {"b": 2}
 
 
-def test_a_fault_in_the_list_itself_undoes_what_it_gave() -> None:
+def test_a_fault_in_the_iterator_of_edits_undoes_the_applied_ones() -> None:
     state = dict(START)
 
     def generate() -> Any:
@@ -206,7 +206,7 @@ def test_a_fault_in_the_list_itself_undoes_what_it_gave() -> None:
     assert state == START
 
 
-def test_a_list_that_fails_at_once_is_an_edit_error_without_an_edit() -> None:
+def test_a_plan_that_fails_before_its_first_edit_is_an_edit_error() -> None:
     def generate() -> Any:
         raise ValueError("no list")
         yield
@@ -218,7 +218,7 @@ def test_a_list_that_fails_at_once_is_an_edit_error_without_an_edit() -> None:
     assert journal.changes == []
 
 
-def test_nothing_is_a_list_too() -> None:
+def test_an_empty_list_of_edits_is_applied_suspended_and_undone() -> None:
     journal = Journal()
     journal.apply([], LOOK)
     way_back = Journal()
@@ -296,7 +296,7 @@ def test_missing_is_one_object_however_it_is_copied() -> None:
     assert pickle.loads(pickle.dumps(MISSING)) is MISSING
 
 
-def test_what_fails_to_undo_stays_and_is_undone_by_the_next_call() -> None:
+def test_a_change_that_fails_to_undo_stays_for_the_next_call() -> None:
     state, log = dict(START), []
     journal = Journal()
     journal.apply(edits(state, log, b={"undo": ValueError("not yet")}), LOOK)
@@ -308,7 +308,7 @@ def test_what_fails_to_undo_stays_and_is_undone_by_the_next_call() -> None:
     assert state == START
 
 
-def test_an_interrupted_undo_is_done_again_before_the_interrupt_is_told() -> None:
+def test_an_interrupted_undo_is_repeated_before_the_interrupt_is_raised() -> None:
     state, log = dict(START), []
     journal = Journal()
     interrupt = KeyboardInterrupt()
@@ -317,7 +317,7 @@ def test_an_interrupted_undo_is_done_again_before_the_interrupt_is_told() -> Non
     assert state == START | {"b": 2}
 
 
-def test_the_oldest_changes_can_be_left_alone() -> None:
+def test_undo_can_keep_the_oldest_changes() -> None:
     state, log = dict(START), []
     journal = Journal()
     journal.apply(edits(state, log), LOOK)
@@ -326,13 +326,13 @@ def test_the_oldest_changes_can_be_left_alone() -> None:
     assert [change.edit.key for change in journal.changes] == ["a"]
 
 
-def test_originals_are_told_newest_first() -> None:
+def test_originals_are_listed_newest_first() -> None:
     journal = Journal()
     journal.apply(edits(dict(START), []), LOOK)
     assert journal.originals() == ["d", "c", "b", "a"]
 
 
-def test_a_failed_edit_is_undone_on_what_is_seen_anew() -> None:
+def test_a_failed_edit_is_undone_on_a_new_walk_of_the_model() -> None:
     look = Look()
     with pytest.raises(EditError):
         Journal().apply(edits(dict(START), [], c={"apply": ValueError("no room")}), look)

@@ -133,7 +133,7 @@ def gradients(
 @every_dtype
 @every_input
 @every_autocast
-def test_it_computes_in_float32_and_returns_what_it_did(
+def test_a_norm_computes_in_float32_and_returns_the_unprepared_dtype(
     kind: str, dtype: torch.dtype, input_dtype: Any, autocast: bool
 ) -> None:
     norm = make(kind, dtype)
@@ -147,7 +147,7 @@ def test_it_computes_in_float32_and_returns_what_it_did(
 
 
 @pytest.mark.parametrize("kind", ["Llama", "T5", "Mamba 2, gated"])
-def test_it_makes_a_difference(kind: str) -> None:
+def test_float32_changes_the_output_of_a_norm(kind: str) -> None:
     # These round before they multiply with the weight. Without a difference the test above would show nothing.
     norm, inputs = make(kind), make_inputs(kind, torch.bfloat16)
     before = norm(*inputs)
@@ -180,7 +180,7 @@ def test_dtypes_of_inputs_are_told_apart(kind: str) -> None:
             assert_same_bits(norm(*inputs), output)
 
 
-def test_it_warns_of_nothing_that_it_does_not_do() -> None:
+def test_a_norm_in_float32_warns_of_no_slow_kernel() -> None:
     # A process of its own: torch warns once in each that half weights and float32 inputs find no fast kernel. In
     # float32 they do.
     program = (
@@ -258,7 +258,7 @@ def test_a_norm_that_keeps_statistics_computes_as_loaded() -> None:
 
 
 @pytest.mark.parametrize("keeps_statistics", [True, False])
-def test_a_batch_norm_is_none_of_the_norms(keeps_statistics: bool) -> None:
+def test_a_batch_norm_is_not_treated_as_a_norm(keeps_statistics: bool) -> None:
     model = nn.Sequential(nn.BatchNorm1d(WIDTH, track_running_stats=keeps_statistics)).bfloat16()
     plan = build_plan(model, precision="norms", gradient_checkpointing=False)
     assert not any(edit.action == "compute" for edit in plan.edits)
@@ -449,15 +449,22 @@ def test_undoing_reaches_a_compiled_module(fresh_compiler: None) -> None:
 # ----------------------------------------------------------------------------------------------------
 
 
-@every_norm
-def test_undoing_leaves_the_module_as_it_was(kind: str) -> None:
-    norm, inputs = make(kind), make_inputs(kind, torch.bfloat16)
+@contextlib.contextmanager
+def undone_as_it_was(norm: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Iterator[None]:
+    """Compute in float32 inside; afterwards the module has the attributes and the output from before."""
     before, attributes = norm(*inputs), dict(vars(norm))
     change = install(norm)
-    norm(*inputs)
+    yield
     change.undo(ModelTree(norm))
     assert vars(norm) == attributes
     assert_same_bits(norm(*inputs), before)
+
+
+@every_norm
+def test_undoing_leaves_the_module_as_it_was(kind: str) -> None:
+    norm, inputs = make(kind), make_inputs(kind, torch.bfloat16)
+    with undone_as_it_was(norm, inputs):
+        norm(*inputs)
 
 
 @every_norm
@@ -521,14 +528,10 @@ def test_accelerates_hook_from_before_stays_around_it(kind: str) -> None:
     norm, inputs = make(kind), make_inputs(kind, torch.bfloat16)
     expected = doubled(norm, inputs)
     accelerate.hooks.add_hook_to_module(norm, Doubling())
-    before, attributes = norm(*inputs), dict(vars(norm))
     assert forward_slot(norm) == "_old_forward"
     assert can_rebind_forward(norm)
-    change = install(norm)
-    assert_same_bits(norm(*inputs), expected)
-    change.undo(ModelTree(norm))
-    assert vars(norm) == attributes
-    assert_same_bits(norm(*inputs), before)
+    with undone_as_it_was(norm, inputs):
+        assert_same_bits(norm(*inputs), expected)
 
 
 @every_norm

@@ -74,14 +74,16 @@ class Transposed(nn.Linear):
 @DTYPES
 @pytest.mark.parametrize("shape", [(64,), (3, 64), (2, 5, 64)], ids=str)
 @pytest.mark.parametrize("make", [nn.Linear, Transposed])
-def test_a_linear_layer(make: type[nn.Linear], shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_a_linear_layer_computes_as_in_float32(
+    make: type[nn.Linear], shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     half, full = pair(make(64, 200, dtype=dtype))
     assert_same(half, full, torch.randn(shape))
 
 
 @DTYPES
 @pytest.mark.parametrize("make", [nn.Embedding, TiedRows])
-def test_an_embedding(make: type[nn.Embedding], dtype: torch.dtype) -> None:
+def test_an_embedding_computes_as_in_float32(make: type[nn.Embedding], dtype: torch.dtype) -> None:
     half, full = pair(make(50, 16, padding_idx=3, dtype=dtype))
     assert_same(half, full, torch.randint(0, 50, (2, 9)))
 
@@ -114,7 +116,7 @@ def test_compiled_in_one_graph(make: Callable[..., nn.Module], backend: str) -> 
 
 
 @DTYPES
-def test_experts(dtype: torch.dtype) -> None:
+def test_a_stack_of_experts_computes_as_in_float32(dtype: torch.dtype) -> None:
     weight = torch.randn(4, 32, 16, dtype=dtype)
     upcast, full = UpcastTensor(weight), weight.float()
     x = torch.randn(4, 5, 16)
@@ -140,7 +142,7 @@ def test_in_pieces_every_piece_is_a_whole_number_of_columns(width: int) -> None:
 
 
 @pytest.mark.parametrize("chunk_bytes", [None, 64 * 4 * 10])
-def test_how_much_is_alive_at_once(chunk_bytes: int | None) -> None:
+def test_the_float32_copies_alive_at_once_are_bounded(chunk_bytes: int | None) -> None:
     half, _ = pair(nn.Linear(64, 2000, bias=False, dtype=torch.bfloat16), chunk_bytes)
     x = torch.randn(1, 64)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
@@ -225,7 +227,7 @@ class TestAsAnAttribute:
     def linear(self) -> nn.Linear:
         return pair(nn.Linear(8, 4, bias=False, dtype=torch.bfloat16))[0]  # type: ignore[return-value]
 
-    def test_it_says_float32_and_the_parameter_is_half(self) -> None:
+    def test_a_stand_in_is_float32_over_a_half_parameter(self) -> None:
         linear = self.linear()
         assert linear.weight.dtype == torch.float32
         assert linear.weight.shape == (4, 8)
@@ -233,7 +235,7 @@ class TestAsAnAttribute:
         assert linear.state_dict()["weight"].dtype == torch.bfloat16
         assert "stored=torch.bfloat16" in repr(linear.weight)
 
-    def test_writing_what_is_there_changes_nothing(self) -> None:
+    def test_writing_the_present_value_changes_nothing(self) -> None:
         """Gemma 3n clamps weights in every forward of its training."""
         linear, _ = pair(nn.Linear(16, 8, dtype=torch.bfloat16))
         parameter = linear._parameters["weight"]
@@ -262,7 +264,7 @@ class TestAsAnAttribute:
         assert linear.weight.shape == (5, 8)
         assert linear(torch.ones(1, 8)).tolist() == [[8.0] * 5]
 
-    def test_a_new_parameter_takes_its_place(self) -> None:
+    def test_a_newly_assigned_parameter_replaces_the_stand_in(self) -> None:
         linear = self.linear()
         linear.weight = nn.Parameter(torch.ones(4, 8))
         assert isinstance(linear.weight, nn.Parameter)
@@ -334,7 +336,7 @@ class TestAsAnAttribute:
             linear.weight.data_ptr()
         assert linear.weight.clone().data_ptr() != 0
 
-    def test_training_it_is_refused_aloud(self) -> None:
+    def test_training_a_stand_in_is_refused_with_the_way_out(self) -> None:
         linear = self.linear()
         linear.requires_grad_(True)
         with pytest.raises(RuntimeError, match="modules_to_save"):
@@ -342,7 +344,7 @@ class TestAsAnAttribute:
         with torch.no_grad():
             linear(torch.randn(2, 8))
 
-    def test_making_the_stand_in_trainable_is_refused(self) -> None:
+    def test_making_a_stand_in_trainable_is_refused(self) -> None:
         linear = self.linear()
         with pytest.raises(RuntimeError, match="modules_to_save"):
             linear.weight.requires_grad_(True)
@@ -364,7 +366,7 @@ class TestAsAnAttribute:
             lambda w: setattr(w, "data", w.data + 0.001),
         ],
     )
-    def test_whatever_is_written_is_what_float32_storage_gets(self, write: Callable[[torch.Tensor], object]) -> None:
+    def test_writes_give_what_float32_storage_would_hold(self, write: Callable[[torch.Tensor], object]) -> None:
         linear = self.linear()
         full = linear.weight.detach().float().clone()
         with torch.no_grad():
@@ -572,7 +574,7 @@ def test_what_cannot_have_a_stand_in_is_stored_in_float32() -> None:
     plan = build_plan(model, precision="compute", gradient_checkpointing=False)
     stored = {fqn: edit.reason for edit in plan.edits if edit.action == "store" for fqn in edit.fqns}
     assert "writes to it" in stored["0.weight"]  # an embedding that renormalizes the rows that it looks up
-    assert "something else than the parameter" in stored["1.weight"]
+    assert "does not compute with the parameter itself" in stored["1.weight"]
     assert "2.weight" not in stored
 
 
@@ -615,7 +617,7 @@ class TestRegisteredAnew:
         assert before.diff(Snapshot(model), moved=True) == []
 
     @pytest.mark.parametrize("precision", ["full", "compute"])
-    def test_tying_what_was_not(self, precision: str) -> None:
+    def test_untied_weights_can_be_tied_while_prepared(self, precision: str) -> None:
         model = zoo.load("llama")
         original = model.model.embed_tokens.weight
         prepared = KbitPreparedModel(model, precision=precision).prepare()
@@ -643,7 +645,7 @@ class TestRegisteredAnew:
             assert isinstance(model.lm_head.weight, UpcastTensor)
         assert before.diff(Snapshot(model), moved=True) == []
 
-    def test_assigning_a_part_of_it_stores_float32(self) -> None:
+    def test_a_parameter_made_from_a_slice_is_stored_in_float32(self) -> None:
         model = zoo.load("llama")
         with KbitPreparedModel(model, precision="compute"):
             small = nn.Linear(64, 8, bias=False)
@@ -651,14 +653,14 @@ class TestRegisteredAnew:
             assert type(small.weight) is nn.Parameter
             assert torch.equal(small.weight, model.lm_head._parameters["weight"][:8].float())
 
-    def test_a_stand_in_kept_beyond_the_restore_is_no_parameter(self) -> None:
+    def test_a_stand_in_kept_after_restore_is_not_a_parameter(self) -> None:
         model = zoo.load("llama")
         with KbitPreparedModel(model, precision="compute"):
             kept = model.lm_head.weight
         with pytest.raises(TypeError, match="cannot assign"):
             model.lm_head.weight = kept
 
-    def test_it_is_found_as_a_parameter(self) -> None:
+    def test_a_stand_in_passes_for_a_parameter(self) -> None:
         model = zoo.load("llama")
         with KbitPreparedModel(model, precision="compute"):
             assert model.get_parameter("lm_head.weight") is model.lm_head.weight
@@ -715,7 +717,7 @@ class TestRegisteredAnew:
         parametrize.remove_parametrizations(model.lm_head, "weight", leave_parametrized=False)
         assert model.lm_head.weight is original
 
-    def test_nothing_is_followed_once_nothing_is_prepared(self) -> None:
+    def test_parameter_hooks_are_removed_with_the_last_preparation(self) -> None:
         gc.collect()  # what other tests left prepared
         hooks = torch_module._global_parameter_registration_hooks
         assert not hooks
@@ -927,7 +929,7 @@ def test_a_head_that_was_cast_to_another_half_dtype_is_cast_back_and_named() -> 
 
 
 @pytest.mark.parametrize("name", AS_PARAMETERS)
-def test_lora_on_a_parameter_is_no_difference(name: str) -> None:
+def test_verify_ignores_a_lora_on_an_upcast_parameter(name: str) -> None:
     model = zoo.load(name)
     with KbitPreparedModel(model, precision="compute") as prepared:
         peft_model = adapt(name, model, target_parameters=AS_PARAMETERS[name])

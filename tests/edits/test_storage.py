@@ -244,7 +244,7 @@ def test_a_nan_comes_back_wherever_it_is(num_numbers: int, pattern: int) -> None
     assert torch.equal(bits(model.p0), before)
 
 
-def test_a_payload_is_not_written_over_a_number() -> None:
+def test_a_nan_payload_is_not_written_over_a_number() -> None:
     signalling = from_bits([0x7F81, 0x7F82, 0x3F80], torch.bfloat16)
     model = Holder(signalling)
     prepared = full(model)
@@ -335,7 +335,7 @@ def test_two_signs_that_flip_show() -> None:
 
 @few
 @given(half_tensors())
-def test_a_layout_is_made_anew(tensor: torch.Tensor) -> None:
+def test_a_layout_is_rebuilt_with_its_strides(tensor: torch.Tensor) -> None:
     contiguous = torch.empty(tensor.shape, dtype=tensor.dtype)
     bits(contiguous).copy_(bits(tensor))
     layout = Layout.of(tensor)
@@ -405,7 +405,7 @@ def test_a_tied_parameter_stays_one_object_at_both_places() -> None:
     assert weight.dtype == torch.float16
 
 
-def test_one_of_two_over_one_memory_is_trained() -> None:
+def test_one_of_two_parameters_over_one_memory_can_be_trained() -> None:
     base = numbered(4, 6)
     model = Holder(base, base.detach())
     prepared = full(model)
@@ -420,7 +420,7 @@ def test_one_of_two_over_one_memory_is_trained() -> None:
     assert torch.equal(bits(model.p1), bits(numbered(4, 6)))
 
 
-def test_error_names_the_one_that_was_trained_of_two_over_one_memory() -> None:
+def test_the_error_policy_names_the_trained_one_of_two_over_one_memory() -> None:
     base = numbered(4, 6)
     model = Holder(base, base.detach())
     prepared = full(model)
@@ -432,7 +432,7 @@ def test_error_names_the_one_that_was_trained_of_two_over_one_memory() -> None:
     assert model.p1.dtype == torch.bfloat16
 
 
-def test_discard_makes_two_over_one_memory_share_again() -> None:
+def test_discard_makes_parameters_share_their_memory_again() -> None:
     base = numbered(4, 6)
     model = Holder(base, base.t())
     prepared = full(model, keep_originals=True)
@@ -547,7 +547,7 @@ def test_discard_puts_the_original_bits_back(train: Any) -> None:
 
 
 @every_training
-def test_error_names_it_with_everything_else_restored(train: Any) -> None:
+def test_the_error_policy_names_the_trained_parameter_and_restores_the_rest(train: Any) -> None:
     model = two_weights()
     untouched = bits(model.p1).clone()
     prepared = full(model)
@@ -575,7 +575,7 @@ def test_nothing_trained_is_the_same_under_every_policy(policy: Any) -> None:
     assert snapshot.diff(Snapshot(model), moved=True) == []
 
 
-def test_a_value_trained_and_taken_back_is_not_trained() -> None:
+def test_a_value_that_training_changed_back_is_not_trained() -> None:
     model = two_weights()
     prepared = full(model)
     model.p0.data.add_(1.0)
@@ -678,7 +678,7 @@ def test_a_suspension_keeps_nan_and_infinities_that_training_made() -> None:
     assert torch.equal(model.p0.detach().view(torch.int32), expected)
 
 
-def test_two_over_one_memory_come_back_from_a_suspension_with_their_own_values() -> None:
+def test_parameters_over_one_memory_resume_with_their_own_values() -> None:
     base = numbered(4, 6)
     model = Holder(base, base.t())
     prepared = full(model)

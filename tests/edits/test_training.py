@@ -13,17 +13,16 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 import kbitwrap
 import zoo
+from files import SHARD, read, saved
 from kbitwrap import KbitPreparedModel
 from kbitwrap.cli import main
 from snapshot import Snapshot, tensor_digest
 from training import adapt, step
 
 LAYOUTS = ("repacking", "plain")
-SHARD = "20kB"
 QUANTS = ("nf4", "nf4-double", "fp4")
 
 
@@ -32,15 +31,6 @@ def repacks(request: pytest.FixtureRequest) -> bool:
     if request.param == "repacking":
         request.getfixturevalue("repacking")
     return request.param == "repacking"
-
-
-def read(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
-
-
-def saved(model: PreTrainedModel, folder: Path) -> dict[str, bytes]:
-    model.save_pretrained(folder, max_shard_size=SHARD)
-    return read(folder)
 
 
 def evaluate(model: nn.Module, name: str = "llama") -> torch.Tensor:
@@ -196,7 +186,7 @@ def test_an_export_is_of_the_weights_as_loaded(quant: str, when: str, tmp_path: 
 
 
 @pytest.mark.parametrize("quant", ["nf4", "fp4"])
-def test_a_base_that_ran_before_is_exported_as_if_it_had_not(quant: str, tmp_path: Path) -> None:
+def test_a_base_that_ran_before_is_exported_like_a_fresh_load(quant: str, tmp_path: Path) -> None:
     fresh, model = zoo.load("llama", quant, torch.float16), zoo.load("llama", quant, torch.float16)
     round_statistics(fresh)
     round_statistics(model)

@@ -31,7 +31,7 @@ import forks
 import kbitwrap.export.export
 import kbitwrap.export.writer
 import zoo
-from files import SHARD, read, saved
+from files import SHARD, read, saved, tensors_of
 from kbitwrap import (
     ConfigError,
     EditError,
@@ -149,7 +149,7 @@ WRAPS = [
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("precision", ["full", "compute", "norms"])
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_whatever_is_around_and_inside(
+def test_wrappers_and_adapters_are_left_out_of_an_export(
     wrap: Callable[[nn.Module], nn.Module], precision: str, when: str, tmp_path: Path
 ) -> None:
     model = zoo.load("llama")
@@ -266,7 +266,7 @@ def test_weights_that_a_cpu_repacked(quant: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep_originals", [False, True])
-def test_what_was_trained_itself_is_what_a_restore_leaves(keep_originals: bool, tmp_path: Path) -> None:
+def test_trained_base_parameters_are_exported_as_restore_leaves_them(keep_originals: bool, tmp_path: Path) -> None:
     model = zoo.load("llama")
     untrained = saved(model, tmp_path / "before")
     prepared = KbitPreparedModel(model, precision="full", freeze=False, keep_originals=keep_originals).prepare()
@@ -335,7 +335,7 @@ def test_the_drop_in_prepared_twice(tmp_path: Path) -> None:
     assert read(tmp_path / "export") == expected
 
 
-def test_it_loads_as_any_checkpoint(tmp_path: Path) -> None:
+def test_an_export_loads_as_any_checkpoint(tmp_path: Path) -> None:
     model = zoo.load("llama")
     original = {fqn: tensor.clone() for fqn, tensor in model.state_dict().items()}
     with KbitPreparedModel(model, precision="full") as prepared:
@@ -352,7 +352,7 @@ def test_it_loads_as_any_checkpoint(tmp_path: Path) -> None:
     )
 
 
-def test_the_page_says_what_is_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_export_page_shows_the_real_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = Path(__file__).parents[2] / "docs" / "export.md"
     section = page.read_text(encoding="utf-8").partition("## The exact base\n")[2].partition("\n## ")[0]
     (block,) = re.findall("```python\n(.*?)```", section, re.DOTALL)
@@ -403,21 +403,21 @@ def wrap_saving(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", wrapper)
 
 
-def test_a_class_that_saves_in_its_own_way(tmp_path: Path) -> None:
+def test_a_class_that_overrides_save_pretrained_is_materialized_with_a_warning(tmp_path: Path) -> None:
     model = zoo.load("llama")
     model.__class__ = LlamaForCausalLM
     expected = saved(model, tmp_path / "before")
     assert "extra.txt" in expected
     prepared = KbitPreparedModel(model, precision="full").prepare()
     before = Snapshot(model)
-    with pytest.warns(UserWarning, match="LlamaForCausalLM has a save_pretrained of its own, so .* at once"):
+    with pytest.warns(UserWarning, match="LlamaForCausalLM overrides save_pretrained, so .* at once"):
         prepared.export(tmp_path / "export", max_shard_size=SHARD)
     assert before.diff(Snapshot(model)) == []
     assert read(tmp_path / "export") == expected
 
 
 @pytest.mark.parametrize("change", [write_by_another_name, wrap_saving])
-def test_a_library_that_writes_files_in_another_way(
+def test_an_unknown_save_pretrained_is_materialized_with_a_warning(
     change: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = zoo.load("gemma2")
@@ -430,7 +430,7 @@ def test_a_library_that_writes_files_in_another_way(
     with pytest.warns(UserWarning, match="cannot be computed and written one at a time") as caught:
         report = prepared.export(tmp_path / "export", max_shard_size=SHARD)
     (warning,) = caught
-    tensors = [t for path in (tmp_path / "export").glob("*.safetensors") for t in load_file(path).values()]
+    tensors = tensors_of(tmp_path / "export").values()
     num_bytes = sum(tensor.nbytes for tensor in tensors if tensor.dtype == torch.bfloat16)
     message = str(warning.message)
     assert f"transformers {transformers.__version__} does not write files by calling safe_save_file" in message
@@ -441,7 +441,9 @@ def test_a_library_that_writes_files_in_another_way(
     assert (report.num_tensors, report.num_bytes) == (len(tensors), sum(tensor.nbytes for tensor in tensors))
 
 
-def test_nothing_is_said_where_no_tensor_has_to_be_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_no_warning_where_no_tensor_has_to_be_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = zoo.load("gemma2")
     expected = saved(model, tmp_path / "before")
     prepared = KbitPreparedModel(model, precision="norms").prepare()
@@ -462,16 +464,14 @@ class Plain(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:.*neither a quantization attribute nor a quantized layer:UserWarning")
 @pytest.mark.parametrize("shard", ["5GB", 100])
-def test_a_model_of_no_library(shard: int | str, tmp_path: Path) -> None:
+def test_a_plain_torch_model_is_exported(shard: int | str, tmp_path: Path) -> None:
     model = Plain().bfloat16()
     expected = {fqn: tensor.clone() for fqn, tensor in model.state_dict().items()}
     prepared = KbitPreparedModel(model, precision="full").prepare()
     before = Snapshot(model)
     report = prepared.export(tmp_path / "export", max_shard_size=shard)
     assert before.diff(Snapshot(model)) == []
-    found = {}
-    for file in (tmp_path / "export").glob("*.safetensors"):
-        found |= load_file(file)
+    found = tensors_of(tmp_path / "export")
     assert found.keys() == expected.keys()
     assert all(found[fqn].dtype == expected[fqn].dtype and torch.equal(found[fqn], expected[fqn]) for fqn in found)
     assert report.num_tensors == len(expected)
@@ -497,7 +497,7 @@ def test_names_that_wrappers_use_too(tmp_path: Path) -> None:
     assert {name: t.tolist() for name, t in tensors.items()} == {name: t.tolist() for name, t in expected.items()}
 
 
-def test_a_state_that_is_no_tensor(tmp_path: Path) -> None:
+def test_an_extra_state_that_is_not_a_tensor_is_refused(tmp_path: Path) -> None:
     class Stateful(Plain):
         def get_extra_state(self) -> dict[str, int]:
             return {"a": 1}
@@ -574,7 +574,9 @@ CHANGES = [
 
 @pytest.mark.parametrize("precision", ["full", "compute", "norms"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_base_that_is_gone(change: Callable[[nn.Module], str], precision: str, tmp_path: Path) -> None:
+def test_a_replaced_or_changed_base_is_refused_by_name(
+    change: Callable[[nn.Module], str], precision: str, tmp_path: Path
+) -> None:
     model = zoo.load("llama")
     prepared = KbitPreparedModel(model, precision=precision).prepare()
     fqn = change(model)
@@ -587,7 +589,9 @@ def test_a_base_that_is_gone(change: Callable[[nn.Module], str], precision: str,
 def test_another_model(tmp_path: Path) -> None:
     prepared = KbitPreparedModel(zoo.load("llama")).prepare()
     for other in (zoo.load("llama"), "llama"):
-        with pytest.raises(UnsupportedModelError, match=r"export\(\) expects what was made of this LlamaForCausalLM"):
+        with pytest.raises(
+            UnsupportedModelError, match=r"model: expected this LlamaForCausalLM or a model made from it"
+        ):
             prepared.export(tmp_path / "export", model=other)
     assert list(tmp_path.iterdir()) == []
 
@@ -598,14 +602,14 @@ def test_another_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", ["five", "5XB", 0, -1, 1.5, None])
-def test_a_shard_size_that_cannot_be_meant(size: object, tmp_path: Path) -> None:
+def test_an_invalid_shard_size_is_refused(size: object, tmp_path: Path) -> None:
     prepared = KbitPreparedModel(zoo.load("llama")).prepare()
     with pytest.raises(ConfigError, match="max_shard_size: expected bytes or a string such as '5GB', found"):
         prepared.export(tmp_path / "export", max_shard_size=size)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_destination_that_exists(tmp_path: Path) -> None:
+def test_an_existing_destination_is_refused(tmp_path: Path) -> None:
     model = zoo.load("llama")
     expected = saved(model, tmp_path / "before")
     prepared = KbitPreparedModel(model, precision="full").prepare()
@@ -619,7 +623,7 @@ def test_a_destination_that_exists(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_save_that_fails(overwrite: bool, tmp_path: Path) -> None:
+def test_a_failed_save_leaves_the_destination_as_it_was(overwrite: bool, tmp_path: Path) -> None:
     model = zoo.load("llama")
     model.generation_config.temperature = -1.0  # transformers refuses to save it
     prepared = KbitPreparedModel(model, precision="full").prepare()
@@ -635,7 +639,7 @@ def test_a_save_that_fails(overwrite: bool, tmp_path: Path) -> None:
     assert read(tmp_path / "export") == files
 
 
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+def test_an_unwritable_destination_is_refused(tmp_path: Path) -> None:
     prepared = KbitPreparedModel(zoo.load("llama")).prepare()
     (tmp_path / "file").write_text("")
     with pytest.raises(ExportError, match="file"):
@@ -653,7 +657,7 @@ def export_to_a_full_disk(folder: Path) -> type | None:
     return type(caught.value.__cause__)
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_export_error(tmp_path: Path) -> None:
     assert forks.run(export_to_a_full_disk, tmp_path / "export") is OSError
     assert list(tmp_path.iterdir()) == []
 

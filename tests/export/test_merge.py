@@ -27,13 +27,13 @@ import transformers
 from bitsandbytes.functional import dequantize_4bit
 from peft import PeftModel, get_peft_model
 from peft.helpers import DoraCaching
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
 import kbitwrap.export.merge as merge_module
 import training
 import zoo
+from files import tensors_of
 from kbitwrap import ExportError, ExportReport, KbitPreparedModel
 from memory import allocations, peak
 from pairwise import pairwise
@@ -62,15 +62,6 @@ def export(model: nn.Module, folder: Path, *, base: nn.Module | None = None, **o
     """Export what was made of a model that is not prepared."""
     wrapper = KbitPreparedModel(base or model, gradient_checkpointing=False)
     return wrapper.export(folder, merge_adapters=True, model=model, **options)
-
-
-def saved(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint."""
-    tensors = {}
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as opened:
-            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    return tensors
 
 
 def load(name: str, folder: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -236,7 +227,7 @@ def test_neither_preparation_nor_use_makes_a_difference(
     adapted = training.adapt("gemma2", zoo.load("gemma2", quant, dtype))
     report = export(adapted, tmp_path / "plain", max_shard_size="20kB")
     assert len([file for file in report.files if file.endswith(".safetensors")]) > 1
-    tensors = saved(tmp_path / "plain")
+    tensors = tensors_of(tmp_path / "plain")
     assert {tensor.dtype for tensor in tensors.values()} == {dtype}
     for fqn, layer in layers_of(adapted).items():
         assert_rounded_once(tensors[f"{fqn}.weight"], lora_weight(layer))
@@ -275,7 +266,7 @@ def test_a_base_that_was_loaded_quantized_from_a_checkpoint(tmp_path: Path) -> N
     model = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "quantized")
     adapted = training.adapt("mixtral", model)
     export(adapted, tmp_path / "merged")
-    tensors = saved(tmp_path / "merged")
+    tensors = tensors_of(tmp_path / "merged")
     assert not any("absmax" in name or "quant" in name for name in tensors)
     for fqn, layer in layers_of(adapted).items():
         assert_rounded_once(tensors[f"{fqn}.weight"], lora_weight(layer))
@@ -351,7 +342,7 @@ def test_methods_with_a_formula(
     adapted = get_peft_model(base, config())
     jitter(adapted)
     export(adapted, tmp_path / "merged")
-    tensors, layers = saved(tmp_path / "merged"), layers_of(adapted)
+    tensors, layers = tensors_of(tmp_path / "merged"), layers_of(adapted)
     assert len(layers) == 4
     for fqn, layer in layers.items():
         assert_rounded_once(tensors[f"{fqn}.weight"], formula(layer))
@@ -392,7 +383,7 @@ def test_methods_over_quantized_layers(method: str, quant: str, tmp_path: Path) 
     adapted = get_peft_model(zoo.load("llama", quant), config_of(f"{method}Config", TARGETS))
     jitter(adapted)
     export(adapted, tmp_path / "merged")
-    tensors, layers = saved(tmp_path / "merged"), layers_of(adapted)
+    tensors, layers = tensors_of(tmp_path / "merged"), layers_of(adapted)
     assert len(layers) == 4
     for fqn, layer in layers.items():
         exact = float64_weight(layer)
@@ -409,7 +400,7 @@ def test_methods_over_a_plain_layer_of_a_quantized_model(method: str, tmp_path: 
     jitter(adapted)
     export(adapted, tmp_path / "merged")
     (layer,) = layers_of(adapted).values()
-    found, exact = saved(tmp_path / "merged")["lm_head.weight"], float64_weight(layer)
+    found, exact = tensors_of(tmp_path / "merged")["lm_head.weight"], float64_weight(layer)
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(found.double(), base_weight(layer.get_base_layer()), atol=1e-3)
 
@@ -426,7 +417,7 @@ def test_lora_on_all_linear_layers(variant: str, tmp_path: Path) -> None:
     adapted = get_peft_model(zoo.load("llama"), config)
     jitter(adapted)
     export(adapted, tmp_path / "merged")
-    tensors, layers = saved(tmp_path / "merged"), layers_of(adapted)
+    tensors, layers = tensors_of(tmp_path / "merged"), layers_of(adapted)
     assert len(layers) == (21 if "layer_replication" in VARIANTS[variant] else 14)
     for fqn, layer in layers.items():
         assert_rounded_once(tensors[f"{fqn}.weight"], lora_weight(layer))
@@ -438,7 +429,7 @@ def test_loha_over_int8(tmp_path: Path) -> None:
     adapted = get_peft_model(zoo.load("llama", "int8"), peft.LoHaConfig(target_modules=TARGETS))
     jitter(adapted)
     export(adapted, tmp_path / "merged")
-    tensors = saved(tmp_path / "merged")
+    tensors = tensors_of(tmp_path / "merged")
     for fqn, layer in layers_of(adapted).items():
         exact = base_weight(layer.get_base_layer()) + layer.get_delta_weight("default").detach().double()
         assert_rounded_once(tensors[f"{fqn}.weight"], exact)
@@ -451,7 +442,7 @@ def test_a_dora_that_keeps_its_norms(tmp_path: Path) -> None:
     with DoraCaching(), torch.no_grad():
         zoo.loss("llama", adapted, zoo.inputs("llama", adapted))
         export(adapted, tmp_path / "merged")
-    tensors = saved(tmp_path / "merged")
+    tensors = tensors_of(tmp_path / "merged")
     for fqn, layer in layers_of(adapted).items():
         assert_rounded_once(tensors[f"{fqn}.weight"], dora_weight(layer))
 
@@ -471,7 +462,7 @@ def test_a_dora_that_put_another_parameter_over_the_same_memory(quant: str, tmp_
     prepared.manifest()
     prepared.export(tmp_path / "base")
     prepared.export(tmp_path / "merged", merge_adapters=True)
-    tensors = saved(tmp_path / "merged")
+    tensors = tensors_of(tmp_path / "merged")
     for name in names:
         assert_rounded_once(tensors[f"{name}.weight"], dora_weight(layers[name]))
     assert (tmp_path / "base/model.safetensors").read_bytes() == (tmp_path / "original/model.safetensors").read_bytes()
@@ -498,7 +489,7 @@ def test_layer_norm_tuning(tmp_path: Path) -> None:
     adapted = get_peft_model(model, peft.LNTuningConfig(target_modules=["input_layernorm"]))
     jitter(adapted)
     report = prepared.export(tmp_path / "merged", merge_adapters=True)
-    tensors = saved(tmp_path / "merged")
+    tensors = tensors_of(tmp_path / "merged")
     for fqn, layer in layers_of(adapted).items():
         assert fqn in report.merged
         assert torch.equal(tensors[f"{fqn}.weight"], layer.ln_tuning_layers["default"].weight.to(BFLOAT16))
@@ -513,7 +504,7 @@ def test_convolutions(name: str, targets: list[str], use_dora: bool, tmp_path: P
     adapted = training.adapt(name, zoo.load(name), target_modules=targets, use_dora=use_dora)
     jitter(adapted)
     export(adapted, tmp_path / "merged")
-    tensors, layers = saved(tmp_path / "merged"), layers_of(adapted)
+    tensors, layers = tensors_of(tmp_path / "merged"), layers_of(adapted)
     assert layers
     for fqn, layer in layers.items():
         a, b = (getattr(layer, f"lora_{part}")["default"].weight.detach().double() for part in "AB")
@@ -531,7 +522,7 @@ def test_trained_biases(tmp_path: Path) -> None:
     adapted = training.adapt("opt", zoo.load("opt"), lora_bias=True)
     jitter(adapted)
     export(adapted, tmp_path / "merged")
-    tensors = saved(tmp_path / "merged")
+    tensors = tensors_of(tmp_path / "merged")
     for fqn, layer in layers_of(adapted).items():
         bias = layer.get_base_layer().bias.double() + layer.lora_B["default"].bias.double() * layer.scaling["default"]
         assert_rounded_once(tensors[f"{fqn}.weight"], lora_weight(layer))
@@ -557,21 +548,21 @@ def test_the_active_adapters_are_merged_and_no_others(active: list[str], tmp_pat
     if not active:
         adapted.base_model.disable_adapter_layers()
     report = export(adapted, tmp_path / "merged")
-    tensors = saved(tmp_path / "merged")
+    tensors = tensors_of(tmp_path / "merged")
     for fqn, layer in layers_of(adapted).items():
         here = tuple(name for name in active if name in layer.lora_A)
         assert (fqn in report.merged) == bool(here)
         assert_rounded_once(tensors[f"{fqn}.weight"], lora_weight(layer, here))
 
 
-def test_disabled_for_a_while(tmp_path: Path) -> None:
+def test_a_temporarily_disabled_adapter_is_left_out_of_the_merge(tmp_path: Path) -> None:
     adapted = training.adapt("llama", zoo.load("llama"), modules_to_save=True)
     jitter(adapted)
     export(adapted, tmp_path / "merged")
     with adapted.disable_adapter():
         assert export(adapted, tmp_path / "disabled").merged == ()
     export(zoo.load("llama"), tmp_path / "base")
-    base, disabled, merged = (saved(tmp_path / folder) for folder in ("base", "disabled", "merged"))
+    base, disabled, merged = (tensors_of(tmp_path / folder) for folder in ("base", "disabled", "merged"))
     assert all(torch.equal(base[fqn], disabled[fqn]) for fqn in base)
     assert not torch.equal(base["lm_head.weight"], merged["lm_head.weight"])
 
@@ -583,11 +574,11 @@ def test_adapters_inside_the_model_are_found_without_naming_what_is_around_it(tm
     inside = wrapper.export(tmp_path / "inside", merge_adapters=True)
     around = wrapper.export(tmp_path / "around", merge_adapters=True, model=adapted)
     assert inside.merged == around.merged != ()
-    first, second = saved(tmp_path / "inside"), saved(tmp_path / "around")
+    first, second = tensors_of(tmp_path / "inside"), tensors_of(tmp_path / "around")
     assert all(torch.equal(first[fqn], second[fqn]) for fqn in first)
 
 
-def test_different_methods_on_one_layer(tmp_path: Path) -> None:
+def test_different_methods_on_one_layer_are_merged(tmp_path: Path) -> None:
     # Of a model that is not quantized: PEFT mixes methods on no other.
     adapted = peft.PeftMixedModel(
         zoo.load("llama", None, FLOAT32), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False), "first"
@@ -629,7 +620,7 @@ def test_fused_experts_are_rounded_once(tmp_path: Path) -> None:
     adapted = training.adapt("gpt_oss", zoo.load("gpt_oss"), target_parameters=["experts.gate_up_proj"])
     jitter(adapted)
     export(adapted, tmp_path / "merged")
-    tensors = saved(tmp_path / "merged")
+    tensors = tensors_of(tmp_path / "merged")
     for fqn, layer in layers_of(adapted).items():
         if not fqn.endswith("experts"):
             continue
@@ -655,14 +646,14 @@ def test_stacks_of_any_number_of_experts(num_experts: int, is_transposed: bool, 
     b = layer.lora_B["default"].weight.detach().double().view(-1, 3, num_experts)
     delta = torch.einsum("ore,eri->eoi", b, a) * layer.scaling["default"]
     exact = stack.up.detach().double() + (delta.transpose(1, 2) if is_transposed else delta)
-    assert_rounded_once(saved(tmp_path / "merged")["0.up"], exact)
+    assert_rounded_once(tensors_of(tmp_path / "merged")["0.up"], exact)
 
 
 def test_fused_experts_of_two_dimensions_are_rounded_once(tmp_path: Path) -> None:
     adapted = training.adapt("dbrx", zoo.load("dbrx"), target_parameters=["mlp.w1"])
     jitter(adapted)
     export(adapted, tmp_path / "merged")
-    tensors, experts = saved(tmp_path / "merged"), 0
+    tensors, experts = tensors_of(tmp_path / "merged"), 0
     for fqn, layer in layers_of(adapted).items():
         if hasattr(layer, "parameter_name"):
             a, b = (getattr(layer, f"lora_{part}")["default"].weight.detach().double() for part in "AB")
@@ -711,7 +702,7 @@ def test_tied_weights_that_are_trained_together_stay_tied(kind: str, tmp_path: P
     original = zoo.load("gemma2", None, FLOAT32)
     head, embeddings = head_and_embeddings(same_outputs("gemma2", adapted, tmp_path / "merged"))
     assert head is embeddings
-    assert "lm_head.weight" not in saved(tmp_path / "merged")  # the files hold it once
+    assert "lm_head.weight" not in tensors_of(tmp_path / "merged")  # the files hold it once
     assert not torch.equal(embeddings, original.get_input_embeddings().weight)
 
 
@@ -726,7 +717,7 @@ def test_trained_copies_are_rounded_to_the_original_dtype(precision: str, tmp_pa
     assert before.diff(Snapshot(adapted)) == []
     assert "classifier" in report.merged
     trained = adapted.base_model.model.classifier.modules_to_save["default"]
-    tensors = saved(tmp_path / "merged")
+    tensors = tensors_of(tmp_path / "merged")
     for name, parameter in trained.named_parameters():
         assert torch.equal(tensors[f"classifier.{name}"], parameter.detach().to(BFLOAT16))
     original = zoo.load("bert", None).classifier.weight
@@ -743,16 +734,16 @@ def test_embeddings_with_a_padding_row(method: str, tmp_path: Path) -> None:
     export(adapted, tmp_path / "merged")
     with torch.no_grad():
         expected = adapted(torch.arange(64))
-    torch.testing.assert_close(saved(tmp_path / "merged")["0.weight"], expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(tensors_of(tmp_path / "merged")["0.weight"], expected, rtol=1e-6, atol=1e-6)
 
 
-def test_single_rows_of_the_embeddings(tmp_path: Path) -> None:
+def test_trained_rows_of_the_embeddings_are_merged(tmp_path: Path) -> None:
     adapted = get_peft_model(
         zoo.load("llama"), peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [9, 11]})
     )
     jitter(adapted)
     export(adapted, tmp_path / "merged")
-    found = saved(tmp_path / "merged")["model.embed_tokens.weight"]
+    found = tensors_of(tmp_path / "merged")["model.embed_tokens.weight"]
     rows = adapted.base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta["default"]
     original = zoo.load("llama", None).model.embed_tokens.weight.detach().clone()
     assert not torch.equal(found[[9, 11]], original[[9, 11]])
@@ -776,7 +767,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "p-tuning": (lambda: adapted_llama(peft.PromptEncoderConfig(**PROMPTS)), "P_TUNING adds to the input"),
     "adapted attention": (
         lambda: adapted_llama(peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=1, task_type="CAUSAL_LM")),
-        "has no merge of its own",
+        "has no method that merges",
     ),
     "activated LoRA": (
         lambda: adapted_llama(
@@ -792,7 +783,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     # PEFT lets it read the int8 codes as though they were weights, so it is nothing that a merge could keep.
     "a method that reads what is quantized": (
         lambda: adapted_llama(peft.HRAConfig(target_modules=["q_proj"]), "int8"),
-        "merged, it computes another output",
+        "the merged layer computes another output",
     ),
 }
 
@@ -818,7 +809,7 @@ def test_gates_that_see_the_input_are_refused(tmp_path: Path) -> None:
         task_type="CAUSAL_LM", hidden_size=64, xlora_depth=1, adapters={"a": str(tmp_path / "adapter")}
     )
     mixture = get_peft_model(zoo.load("llama", use_cache=False), config)
-    with pytest.raises(ExportError, match="weighs adapters by the input"):
+    with pytest.raises(ExportError, match="the weights of its adapters depend on the input"):
         export(mixture, tmp_path / "merged")
 
 
@@ -836,7 +827,7 @@ def test_a_layer_that_computes_zeros_is_merged(value: float, tmp_path: Path) -> 
     ):
         nn.init.constant_(parameter, filled)
     export(adapted, tmp_path / "merged")
-    assert not saved(tmp_path / "merged")["0.weight"].any()
+    assert not tensors_of(tmp_path / "merged")["0.weight"].any()
 
 
 @pytest.mark.parametrize(
@@ -847,7 +838,7 @@ def test_a_layer_that_computes_zeros_is_merged(value: float, tmp_path: Path) -> 
         ({}, [3, 64], "index 64 is out of bounds"),
     ],
 )
-def test_embeddings_whose_merge_would_be_another(
+def test_embeddings_that_cannot_be_merged_exactly_are_refused(
     options: dict[str, Any], indices: list[int], message: str, tmp_path: Path
 ) -> None:
     model = nn.Sequential(nn.Embedding(64, 32, **options))
@@ -859,7 +850,7 @@ def test_embeddings_whose_merge_would_be_another(
 
 
 @pytest.mark.filterwarnings("ignore:Merge lora module to 4-bit")
-def test_what_is_merged_already_is_refused(tmp_path: Path) -> None:
+def test_a_merged_adapter_is_refused(tmp_path: Path) -> None:
     adapted = training.adapt("llama", zoo.load("llama"))
     wrapper = KbitPreparedModel(adapted)
     adapted.merge_adapter()
@@ -895,7 +886,7 @@ def test_autocast_makes_no_difference(tmp_path: Path) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         export(model, tmp_path / "autocast")
         assert torch.is_autocast_enabled("cpu")
-    plain, found = saved(tmp_path / "plain"), saved(tmp_path / "autocast")
+    plain, found = tensors_of(tmp_path / "plain"), tensors_of(tmp_path / "autocast")
     assert {name: tensor.tolist() for name, tensor in found.items()} == {name: t.tolist() for name, t in plain.items()}
 
 
@@ -910,7 +901,7 @@ def test_random_numbers_are_left_alone(tmp_path: Path, monkeypatch: pytest.Monke
     state = torch.get_rng_state()
     export(adapted, tmp_path / "merged")
     assert torch.equal(torch.get_rng_state(), state)
-    tensors = saved(tmp_path / "merged")
+    tensors = tensors_of(tmp_path / "merged")
     for fqn, layer in layers.items():
         assert_rounded_once(tensors[f"{fqn}.weight"], lora_weight(layer))
 

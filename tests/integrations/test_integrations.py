@@ -51,6 +51,20 @@ def trainer_with_callback(
     return trainer_for(peft_model, folder, callbacks=[KbitTrainerCallback(prepared)], **kwargs)
 
 
+def every_run(test: Callable[..., None]) -> Callable[..., None]:
+    """Each precision, with a trained head and without, under autocast and without."""
+    runs = {
+        f"{'bf16' if bf16 else 'plain'}-{'lora-and-head' if head else 'lora'}": {
+            "bf16": bf16,
+            "adapter": {"modules_to_save": head},
+        }
+        for bf16 in (False, True)
+        for head in (False, True)
+    }
+    test = pytest.mark.parametrize("run", runs.values(), ids=runs.keys())(test)
+    return pytest.mark.parametrize("precision", ["full", "compute", "norms"])(test)
+
+
 def outcome(trainer: RecordingTrainer) -> tuple[list[float], dict[str, object]]:
     return trainer.losses, trained_weights(trainer.model)
 
@@ -76,7 +90,7 @@ def test_every_checkpoint_gets_the_manifest(tmp_path: Path, monkeypatch: pytest.
     assert not prepared.verify()
 
 
-def test_the_callback_changes_no_number(tmp_path: Path) -> None:
+def test_the_callback_changes_no_loss_and_no_weight(tmp_path: Path) -> None:
     trainer = trainer_with_callback(prepare("full"), tmp_path, **EVERY_STEP)
     trainer.train()
     without = trainer_for(adapt(prepare("full").model), tmp_path / "without")
@@ -109,7 +123,7 @@ class MovesCheckpoints(RecordingTrainer):
         (folder / f"checkpoint-{self.state.global_step}").rename(folder / f"moved-{self.state.global_step}")
 
 
-def test_a_checkpoint_that_is_elsewhere_is_said_and_still_compared(tmp_path: Path) -> None:
+def test_a_moved_checkpoint_is_a_warning_and_is_still_compared(tmp_path: Path) -> None:
     trainer = trainer_with_callback(
         prepare(), tmp_path, cls=MovesCheckpoints, save_strategy="steps", save_steps=NUM_STEPS
     )
@@ -127,7 +141,7 @@ def test_what_is_not_prepared_is_not_trained(tmp_path: Path) -> None:
     restored.restore()
     cases = [
         (base, None, "is not prepared"),
-        (base, other, "not that of the given wrapper"),
+        (base, other, "not the given wrapper's model"),
         (peft_model, restored, "or was restored"),
     ]
     for model, prepared, message in cases:
@@ -248,7 +262,7 @@ def test_settings_that_change_no_number_are_no_difference(
     assert outcome(resume(prepared, run[0], tmp_path)) == (run[1][0][2:], run[1][1])
 
 
-def test_another_checkpoints_manifest_names_nothing(
+def test_the_manifest_of_another_checkpoint_is_not_used(
     tmp_path: Path, run: tuple[Path, tuple[list[float], dict[str, object]]]
 ) -> None:
     (tmp_path / "checkpoint-2").mkdir()
@@ -299,7 +313,7 @@ def test_another_version_of_transformers_may_write_a_config_differently(
 
 
 @pytest.mark.parametrize("name", ["m.json", NAME])
-def test_a_derived_callback_is_found_by_others(tmp_path: Path, name: str) -> None:
+def test_the_record_of_a_derived_callback_is_found(tmp_path: Path, name: str) -> None:
     class Derived(KbitTrainerCallback):
         pass
 
@@ -323,7 +337,7 @@ def test_a_damaged_manifest_hides_no_difference(
 
 
 @pytest.mark.parametrize("saved", [None, [], [None], "text", {}, {"preparation": 5}])
-def test_a_state_that_says_nothing_is_a_warning(
+def test_a_trainer_state_without_a_record_is_a_warning(
     tmp_path: Path, run: tuple[Path, tuple[list[float], dict[str, object]]], saved: Any
 ) -> None:
     checkpoint = tmp_path / "checkpoint-2"
@@ -543,23 +557,18 @@ def evaluating(prepared: KbitPreparedModel, folder: Path, **kwargs: Any) -> Eval
     return trainer
 
 
-@pytest.mark.parametrize("modules_to_save", [False, True], ids=["lora", "lora-and-head"])
-@pytest.mark.parametrize("bf16", [False, True], ids=["plain", "bf16"])
-@pytest.mark.parametrize("precision", ["full", "compute", "norms"])
+@every_run
 def test_training_after_a_suspended_evaluation_is_that_without(
-    tmp_path: Path, precision: str, bf16: bool, modules_to_save: bool
+    tmp_path: Path, precision: str, run: dict[str, Any]
 ) -> None:
-    adapter = {"modules_to_save": modules_to_save}
-    without = trainer_with_callback(prepare(precision), tmp_path, adapter=adapter, bf16=bf16)
+    without = trainer_with_callback(prepare(precision), tmp_path, **run)
     without.train()
-
     prepared = prepare(precision)
     rows = dataset(prepared.model)
     trainer = evaluating(
         prepared,
         tmp_path,
-        adapter=adapter,
-        bf16=bf16,
+        **run,
         eval_strategy="steps",
         eval_steps=1,
         eval_on_start=True,
@@ -650,19 +659,14 @@ def suspending(
     return trainer
 
 
-@pytest.mark.parametrize("modules_to_save", [False, True], ids=["lora", "lora-and-head"])
-@pytest.mark.parametrize("bf16", [False, True], ids=["plain", "bf16"])
-@pytest.mark.parametrize("precision", ["full", "compute", "norms"])
+@every_run
 def test_training_with_a_suspending_callback_is_that_without(
-    tmp_path: Path, precision: str, bf16: bool, modules_to_save: bool
+    tmp_path: Path, precision: str, run: dict[str, Any]
 ) -> None:
-    adapter = {"modules_to_save": modules_to_save}
-    without = trainer_with_callback(prepare(precision), tmp_path / "without", adapter=adapter, bf16=bf16, **EVERY_STEP)
+    without = trainer_with_callback(prepare(precision), tmp_path / "without", **run, **EVERY_STEP)
     without.train()
     prepared = prepare(precision)
-    trainer = suspending(
-        prepared, tmp_path / "with", adapter=adapter, bf16=bf16, eval_on_start=True, eval_delay=0, **EVERY_STEP
-    )
+    trainer = suspending(prepared, tmp_path / "with", **run, eval_on_start=True, eval_delay=0, **EVERY_STEP)
     trainer.train()
     evaluation = [("evaluated", LifecycleState.SUSPENDED)]
     assert trainer.states == evaluation + NUM_STEPS * [*evaluation, ("saved", LifecycleState.PREPARED)]
@@ -765,10 +769,10 @@ def test_several_datasets_are_suspended_with_the_class(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, EVERY_STEP, {"max_steps": 1}], ids=["training", "saving", "ending"])
-def test_nothing_goes_on_after_an_evaluation_that_was_called_off(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_training_stops_after_a_cancelled_evaluation(tmp_path: Path, options: dict[str, Any]) -> None:
     prepared = prepare("full")
     trainer = suspending(prepared, tmp_path, others=[Asks(False)], **options)
-    with pytest.raises(StateError, match=r"at step 1 .*called off.*last of the callbacks"):
+    with pytest.raises(StateError, match=r"at step 1 .*cancelled.*last of the callbacks"):
         trainer.train()
     assert len(trainer.losses) == 1
     assert prepared.state is LifecycleState.PREPARED
@@ -776,13 +780,13 @@ def test_nothing_goes_on_after_an_evaluation_that_was_called_off(tmp_path: Path,
 
 
 @pytest.mark.parametrize("suspend_evaluation", [False, True])
-def test_no_step_is_trained_while_somebody_else_suspends(tmp_path: Path, suspend_evaluation: bool) -> None:
+def test_no_step_is_trained_while_another_callback_suspends(tmp_path: Path, suspend_evaluation: bool) -> None:
     prepared = prepare("full")
     callback = KbitTrainerCallback(prepared, suspend_evaluation=suspend_evaluation)
     trainer = trainer_for(
         adapt(prepared.model), tmp_path, at_step_end=lambda model: prepared.suspend(), callbacks=[callback]
     )
-    with pytest.raises(StateError, match=r"at step 1 the model was suspended, .* by another callback"):
+    with pytest.raises(StateError, match=r"at step 1 the model was suspended: .* another callback suspended"):
         trainer.train()
     assert len(trainer.losses) == 1
     assert prepared.state is LifecycleState.SUSPENDED
@@ -839,7 +843,7 @@ def test_nothing_is_trained_after_an_evaluation_that_raised_until_resumed(tmp_pa
     with pytest.raises(RuntimeError, match="in the loop"):
         trainer.train()
     for train in (trainer.train, other.train, lambda: trainer.train(resume_from_checkpoint=checkpoint)):
-        with pytest.raises(StateError, match=r"is suspended, as an evaluation that raised .*prepared\.resume\(\)"):
+        with pytest.raises(StateError, match=r"is suspended, as after an evaluation that raised.*prepared\.resume\(\)"):
             train()
     for call in (prepared.restore, lambda: trainer_for(trainer.model, tmp_path, callbacks=callbacks())):
         with pytest.raises(StateError, match=r"resume\(\) it, or leave suspended"):

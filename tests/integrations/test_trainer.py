@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainingArguments
 
 import zoo
+from files import saved
 from kbitwrap import KbitPreparedModel, LifecycleState, Manifest
 from snapshot import Snapshot, tensor_digest
 from trainers import NUM_STEPS, RecordingTrainer, adapt, dataset, prompt, trained_weights, trainer_for
@@ -319,11 +320,6 @@ def test_trainer_that_casts_what_is_trainable_is_undone_too(tmp_path: Path, prec
 # ----------------------------------------------------------------------------------------------------
 
 
-def saved(model: nn.Module, folder: Path) -> dict[str, bytes]:
-    model.save_pretrained(folder)
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 @pytest.mark.parametrize("modules_to_save", [False, True], ids=["lora", "lora-and-head"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_merged_model_is_that_of_a_base_never_prepared(tmp_path: Path, precision: str, modules_to_save: bool) -> None:
@@ -343,8 +339,8 @@ def test_merged_model_is_that_of_a_base_never_prepared(tmp_path: Path, precision
     assert [fqn for fqn, p in merged.named_parameters() if p.dtype == torch.float32] == []
     assert merged.lm_head.weight is head
     assert head.dtype == torch.bfloat16
-    found = saved(merged, tmp_path / "merged")
-    assert found == saved(expected, tmp_path / "expected")
+    found = saved(merged, tmp_path / "merged", "5GB")
+    assert found == saved(expected, tmp_path / "expected", "5GB")
     assert "model.safetensors" in found
     merged.requires_grad_(False)
     assert not merged(**prompt(merged)).logits.requires_grad
@@ -359,8 +355,8 @@ def test_after_pefts_own_preparation_the_merged_model_is_another(tmp_path: Path)
     assert [fqn for fqn, p in merged.named_parameters() if p.dtype == torch.float32] != []
     merged.requires_grad_(False)
     assert merged(**prompt(merged)).logits.requires_grad
-    size = len(saved(zoo.load("llama"), tmp_path / "loaded")["model.safetensors"])
-    assert len(saved(merged, tmp_path / "merged")["model.safetensors"]) > size
+    size = len(saved(zoo.load("llama"), tmp_path / "loaded", "5GB")["model.safetensors"])
+    assert len(saved(merged, tmp_path / "merged", "5GB")["model.safetensors"]) > size
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -422,7 +418,7 @@ def uninterrupted(precision: str, modules_to_save: bool) -> list[Any]:
 
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("precision", "modules_to_save"), [("full", True), ("norms", False), ("none", False)])
-def test_optimizer_stays_valid_across_suspensions(precision: str, modules_to_save: bool, do_sample: bool) -> None:
+def test_an_optimizer_stays_valid_across_suspensions(precision: str, modules_to_save: bool, do_sample: bool) -> None:
     suspended = train_by_hand(precision, modules_to_save, generate_suspended(do_sample=do_sample))
     assert suspended == uninterrupted(precision, modules_to_save)
 

@@ -62,13 +62,9 @@ ODD_BUFFERS: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
-def fields(name: str) -> dict[str, Any]:
-    return {"gradient_checkpointing": zoo.ARCHITECTURES[name].supports_gradient_checkpointing}
-
-
 def recorded(name: str, quant: str = "nf4", **options: Any) -> Manifest:
     """The manifest of a zoo model that is prepared and restored for it."""
-    with KbitPreparedModel(zoo.load(name, quant), **{**fields(name), **options}) as prepared:
+    with KbitPreparedModel(zoo.load(name, quant), **{**zoo.fields(name), **options}) as prepared:
         return Manifest.from_json(prepared.manifest().to_json())
 
 
@@ -95,7 +91,7 @@ def cases() -> list[Any]:
 def test_the_same_base_passes_and_one_flipped_bit_is_named(name: str, quant: str) -> None:
     model = zoo.load(name, quant)
     names = {fqn for fqn, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
-    prepared = KbitPreparedModel(model, precision="full", **fields(name)).prepare()
+    prepared = KbitPreparedModel(model, precision="full", **zoo.fields(name)).prepare()
     before = prepared.manifest()
     peft_model = adapt(name, model)
     step(name, peft_model)
@@ -205,7 +201,7 @@ def test_tied_tensors_form_a_group() -> None:
     assert {fqn: list(rows) for fqn, rows in caught.value.different.items()} == {name: ["tied"] for name in names}
 
 
-def test_what_shares_memory_without_being_one_parameter_is_tied_too() -> None:
+def test_parameters_that_share_memory_are_tied_too() -> None:
     def shared() -> Tied:
         model = tied()
         model.head.weight = nn.Parameter(model.embed.weight.detach())
@@ -217,7 +213,7 @@ def test_what_shares_memory_without_being_one_parameter_is_tied_too() -> None:
     manifest.check(shared())
 
 
-def test_statistics_that_training_writes_are_those_from_before() -> None:
+def test_buffers_in_a_manifest_are_those_from_before_training() -> None:
     model = tied()
     with KbitPreparedModel(model, precision="none", freeze=False) as prepared:
         first = prepared.manifest()
@@ -333,7 +329,7 @@ def test_other_states_have_no_manifest() -> None:
         prepared.manifest()
 
 
-def test_the_drop_in_has_one_too() -> None:
+def test_the_drop_in_shows_a_progress_bar_too() -> None:
     model = prepare_model_for_kbit_training(zoo.load("llama"))
     prepared = prepared_of(model)
     assert prepared is not None
@@ -406,7 +402,7 @@ def test_a_meta_model_has_no_content() -> None:
         small_manifest().check(model)
 
 
-def test_what_cannot_be_recorded_is_named() -> None:
+def test_settings_that_cannot_be_recorded_are_named() -> None:
     kwargs = {"use_reentrant": False, "context_fn": lambda: None}
     model = zoo.load("llama")
     with (
@@ -453,7 +449,7 @@ class Slots:
     ["tiny", 3, [1, 2], (1, 2), Slots(), types.SimpleNamespace(a={1, "x", None})],
     ids=lambda config: type(config).__name__,
 )
-def test_whatever_is_called_config(config: Any) -> None:
+def test_any_object_named_config_is_hashed(config: Any) -> None:
     model = nn.LayerNorm(3).bfloat16()
     model.config = config
     with KbitPreparedModel(model, precision="full") as prepared:

@@ -40,14 +40,14 @@ def test_a_file_comes_back_as_it_was(tmp_path: Path) -> None:
     assert path.read_text() == manifest.to_json()
 
 
-def test_a_person_can_read_it() -> None:
+def test_the_json_is_readable_by_a_person() -> None:
     lines = small_manifest().to_json().splitlines()
     assert lines[:3] == ["{", '  "format": "kbitwrap-manifest",', '  "version": 1,']
     assert sum('"embed.weight": [' in line for line in lines) == 1
     assert max(map(len, lines)) < 300
 
 
-def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("here")
     with pytest.raises(ExportError):
@@ -56,14 +56,14 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     assert file.read_text() == "here"
 
 
-def test_what_cannot_be_read_says_so(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none.json", tmp_path, "nul\0.json"):
         with pytest.raises(ManifestError, match="cannot read") as caught:
             Manifest.load(path)
         assert isinstance(caught.value.__cause__, (OSError, ValueError))
 
 
-def test_what_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "large.json"
     with open(path, "wb") as file:
         file.truncate(1 << 40)  # sparse
@@ -74,7 +74,7 @@ def test_what_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.Monke
         Manifest.from_json(small_manifest().to_json())
 
 
-def test_what_is_not_utf8_is_refused(tmp_path: Path) -> None:
+def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "latin.json"
     path.write_bytes(small_manifest().to_json().replace("Tied", "T\u00e9").encode("latin-1"))
     with pytest.raises(ManifestError, match="UTF-8"):
@@ -184,7 +184,7 @@ def replaced(data: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 
 @pytest.mark.parametrize("version", [0, 3, 99, "1", 1.0, True, None, [], {}, -1])
-def test_another_version_is_said_first(text: str, version: Any) -> None:
+def test_an_unsupported_version_is_reported_first(text: str, version: Any) -> None:
     # Before anything else of it is looked at: a later version may hold what this one does not know.
     error = refuse(json.dumps({"format": "kbitwrap-manifest", "version": version, "news": 1}))
     assert isinstance(error, ManifestVersionError)
@@ -305,7 +305,7 @@ def test_names_that_could_be_paths_are_refused(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "9" * 30, "9" * 100_000, "01"])
-def test_numbers_that_json_or_nobody_has_are_refused(number: str, text: str) -> None:
+def test_invalid_json_numbers_are_refused(number: str, text: str) -> None:
     assert '"use_reentrant": false' in text
     start = time.perf_counter()
     refuse(text.replace('"use_reentrant": false', f'"x": {number}'))
@@ -326,7 +326,7 @@ def test_deep_nesting_is_refused_quickly(opening: str, depth: int, text: str) ->
     assert time.perf_counter() - start < 20
 
 
-def test_many_errors_are_told_quickly_and_in_short(text: str) -> None:
+def test_many_errors_are_summarized_quickly(text: str) -> None:
     data = json.loads(text)
     data["tensors"] = {f"../{i}": [-1, "x" * 100] for i in range(50_000)}
     data["ties"] = [[f"a{i}", f"b{i}"] for i in range(50_000)]

@@ -329,7 +329,7 @@ def refused(model: Any, *, allow_meta: bool = False) -> UnsupportedModelError:
 
 
 @pytest.mark.parametrize("model", [None, "meta-llama/Llama-3-8B", {}, torch.zeros(2), nn.Linear], ids=repr)
-def test_what_is_no_module_is_refused(model: Any) -> None:
+def test_an_object_that_is_not_a_module_is_refused(model: Any) -> None:
     error = refused(model, allow_meta=True)
     assert isinstance(error, TypeError)
     assert f"found {type(model).__name__}" in str(error)
@@ -358,7 +358,7 @@ def test_offloaded_weights_are_called_by_name() -> None:
     assert "offload" in str(error)
 
 
-def test_a_d_tensor_is_refused_with_its_name(one_process: None) -> None:
+def test_a_dtensor_is_refused_by_name(one_process: None) -> None:
     mesh = init_device_mesh("cpu", (1,))
 
     model = distribute_module(Tiny(), mesh)

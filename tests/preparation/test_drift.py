@@ -69,9 +69,9 @@ def test_a_head_that_a_merge_left_rounded_is_named_by_all(precision: str, tmp_pa
     merged_and_unmerged(model)
     assert not torch.equal(model.get_submodule("lm_head").base_layer.weight, original)
     assert "value" in prepared.verify().differences[LM_HEAD]
-    with pytest.raises(ExportError, match="although it is frozen") as exporting:
+    with pytest.raises(ExportError, match="is frozen, but its values have changed") as exporting:
         prepared.export(tmp_path / "base")
-    with pytest.raises(ManifestError, match="although it is frozen") as recording:
+    with pytest.raises(ManifestError, match="is frozen, but its values have changed") as recording:
         prepared.manifest()
     assert exporting.value.fqn == recording.value.fqn == LM_HEAD
     report = prepared.restore()
@@ -133,7 +133,7 @@ def test_an_audit_sees_one_element_that_a_sample_misses(audit: bool, tmp_path: P
     weight.data[7, 1] += 1.0
     assert ("value" in prepared.verify().differences.get("0.weight", {})) is audit
     if audit:
-        with pytest.raises(ExportError, match="although it is frozen"):
+        with pytest.raises(ExportError, match="is frozen, but its values have changed"):
             prepared.export(tmp_path / "base")
     assert ("0.weight" in prepared.restore().replaced) is audit
 

@@ -93,7 +93,7 @@ def test_a_module_without_parameters_is_no_part_of_the_base(tmp_path: Any) -> No
         (nn.UninitializedParameter, "not initialized"),
     ],
 )
-def test_what_has_no_memory_of_its_own_is_refused_by_name(make: Any, what: str) -> None:
+def test_a_tensor_without_its_own_memory_is_refused_by_name(make: Any, what: str) -> None:
     model = block()
     model[2].weight = make()
     for refuse in (KbitPreparedModel, kbitwrap.build_plan, kbitwrap.prepare_model_for_kbit_training):
@@ -148,8 +148,8 @@ def interrupt_at(line: int, call: Any) -> bool:
     return False
 
 
-@pytest.mark.parametrize("precision", ["full", "norms"])
-def test_an_interrupt_between_two_lines_leaves_a_wrapper_that_knows_its_model(precision: str) -> None:
+@pytest.mark.parametrize(("call", "precision"), [("prepare", "full"), ("prepare", "norms"), ("restore", "full")])
+def test_a_model_interrupted_at_any_line_can_be_restored(call: str, precision: str) -> None:
     line = 0
     was_interrupted = True
     while was_interrupted:
@@ -157,25 +157,12 @@ def test_an_interrupt_between_two_lines_leaves_a_wrapper_that_knows_its_model(pr
         model = block()
         before = Snapshot(model)
         prepared = KbitPreparedModel(model, precision=precision)
-        was_interrupted = interrupt_at(line, prepared.prepare)
-        if prepared.state == "prepared":
+        if call == "restore":
+            prepared.prepare()
+        was_interrupted = interrupt_at(line, getattr(prepared, call))
+        if call == "restore" or prepared.state == "prepared":
             prepared.restore()
-        assert kbitwrap.prepared_of(model) is None
-        assert not before.diff(Snapshot(model), moved=True), line
-    assert line > 20
-
-
-def test_an_interrupt_in_restore_leaves_a_wrapper_that_can_be_restored() -> None:
-    line = 0
-    was_interrupted = True
-    while was_interrupted:
-        line += 1
-        model = block()
-        before = Snapshot(model)
-        prepared = KbitPreparedModel(model, precision="full").prepare()
-        was_interrupted = interrupt_at(line, prepared.restore)
-        prepared.restore()
-        assert prepared.state == "restored"
+            assert prepared.state == "restored"
         assert kbitwrap.prepared_of(model) is None
         assert not before.diff(Snapshot(model), moved=True), line
     assert line > 20

@@ -115,7 +115,7 @@ def test_the_options_of_the_quantization_count(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("quant", ["nf4", "int8"])
-def test_a_checkpoint_that_is_quantized_says_so_itself(tmp_path: Path, quant: str) -> None:
+def test_the_quantization_of_a_checkpoint_is_read_from_its_config(tmp_path: Path, quant: str) -> None:
     zoo.load("llama", quant).save_pretrained(tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, device_map={"": "cpu"}, dtype="auto")
     plan = Plan.for_pretrained(tmp_path, precision="full")
@@ -123,7 +123,7 @@ def test_a_checkpoint_that_is_quantized_says_so_itself(tmp_path: Path, quant: st
     assert plan.added_bytes > 0
 
 
-def test_a_config_with_two_texts(tmp_path: Path) -> None:
+def test_a_config_with_two_text_models_is_planned(tmp_path: Path) -> None:
     """MusicGen reads one text, with T5's encoder, and writes another, of sounds."""
     text = {"model_type": "t5", "vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1}
     sound = {"model_type": "encodec", "codebook_size": 16, "num_filters": 2, "hidden_size": 16, "codebook_dim": 16}
@@ -296,19 +296,19 @@ def test_a_model_without_checkpointing_is_refused_as_when_it_is_loaded() -> None
 
 
 @pytest.mark.parametrize("given", ["", None, 42, LlamaConfig])
-def test_what_is_no_model_is_refused(given: Any) -> None:
+def test_an_invalid_model_argument_is_refused(given: Any) -> None:
     with pytest.raises(ConfigError, match="expected a folder"):
         Plan.for_pretrained(given)
 
 
 @pytest.mark.parametrize("dtype", ["int8", torch.int8, "nonsense", "nn", 16])
-def test_what_is_no_dtype_is_refused(llama: LlamaConfig, dtype: Any) -> None:
+def test_an_invalid_dtype_is_refused(llama: LlamaConfig, dtype: Any) -> None:
     with pytest.raises(ConfigError, match="dtype"):
         Plan.for_pretrained(llama, NF4, dtype)
 
 
 @pytest.mark.parametrize("given", ["nf4", 4, BitsAndBytesConfig])
-def test_what_is_no_quantization_is_refused(llama: LlamaConfig, given: Any) -> None:
+def test_an_invalid_quantization_config_is_refused(llama: LlamaConfig, given: Any) -> None:
     with pytest.raises(ConfigError, match="quantization_config: expected"):
         Plan.for_pretrained(llama, given)
 

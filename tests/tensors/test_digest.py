@@ -54,7 +54,7 @@ def random_bytes(num_bytes: int, seed: int = 0) -> torch.Tensor:
 # ----------------------------------------------------------------------------------------------------
 
 
-def test_known_answers() -> None:
+def test_known_tensors_have_known_digests() -> None:
     # Digests are kept in files: no change of both this file and the package may go unseen.
     assert content_digest(tensor_of(b"")) == 0
     assert content_digest(tensor_of(b"a")) == 0xC5B4052C17AD28F0
@@ -65,18 +65,18 @@ def test_known_answers() -> None:
 
 @given(st.binary(max_size=200))
 @settings(deadline=None)
-def test_it_is_the_formula(data: bytes) -> None:
+def test_the_digest_follows_the_documented_formula(data: bytes) -> None:
     assert content_digest(tensor_of(data)) == reference(data)
 
 
 @pytest.mark.parametrize("num_words", [BLOCK - 1, BLOCK, 2 * BLOCK + 5])
 @pytest.mark.parametrize("tail", [0, 3])
-def test_blocks_and_pieces_are_the_formula(num_words: int, tail: int) -> None:
+def test_blocks_and_pieces_follow_the_documented_formula(num_words: int, tail: int) -> None:
     data = random_bytes(8 * num_words + tail)
     assert content_digest(data) == reference(data.numpy().tobytes())
 
 
-def test_how_much_is_digested_at_once_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digest_does_not_depend_on_the_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
     data = random_bytes(5 * 8 * BLOCK + 24)
     expected = content_digest(data)
     for blocks in (1, 2, 4, 64):
@@ -85,12 +85,12 @@ def test_how_much_is_digested_at_once_makes_no_difference(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_dtype_makes_no_difference(dtype: torch.dtype) -> None:
+def test_the_digest_does_not_depend_on_the_dtype(dtype: torch.dtype) -> None:
     data = torch.randint(0, 2, (4096,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     assert content_digest(data.view(dtype)) == reference(data.numpy().tobytes())
 
 
-def test_nan_payloads_count() -> None:
+def test_the_digest_depends_on_nan_payloads() -> None:
     quiet, other = (torch.tensor([bits], dtype=torch.int16).view(torch.float16) for bits in (0x7E00, 0x7E01))
     assert quiet.isnan()
     assert other.isnan()
@@ -118,7 +118,7 @@ def views(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["transposed", "strided", "shifted", "parameter", "flat"])
-def test_the_layout_makes_no_difference(name: str, dtype: torch.dtype) -> None:
+def test_the_digest_does_not_depend_on_the_layout(name: str, dtype: torch.dtype) -> None:
     tensor = torch.randn(300, 301, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert content_digest(views(tensor)[name]) == content_digest(tensor)
 
@@ -135,7 +135,7 @@ def test_a_scalar_and_an_empty_tensor() -> None:
     assert content_digest(torch.empty(0, 3)) == content_digest(torch.empty(0))
 
 
-def test_the_tensor_is_left_alone() -> None:
+def test_digesting_leaves_the_tensor_unchanged() -> None:
     tensor = torch.randn(70, 1001, requires_grad=True)
     before, version = tensor.detach().clone(), tensor._version
     content_digest(tensor)
@@ -149,7 +149,7 @@ def test_the_tensor_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [1, 7, 8, 29, 64])
-def test_every_single_bit_counts(num_bytes: int) -> None:
+def test_every_single_bit_changes_the_digest(num_bytes: int) -> None:
     data = random_bytes(num_bytes)
     found = {content_digest(data)}
     for place in range(num_bytes):
@@ -160,7 +160,7 @@ def test_every_single_bit_counts(num_bytes: int) -> None:
     assert len(found) == 1 + 8 * num_bytes
 
 
-def test_every_pair_of_top_bits_counts() -> None:
+def test_every_pair_of_top_bits_changes_the_digest() -> None:
     # A plain weighted sum collides here: two top bits add up to 2**64, which is nothing.
     words = torch.randint(-(2**62), 2**62, (64,), generator=torch.Generator().manual_seed(0))
     found = {content_digest(words)}
@@ -172,7 +172,7 @@ def test_every_pair_of_top_bits_counts() -> None:
     assert len(found) == 1 + 64 * 63 // 2
 
 
-def test_the_same_pair_in_other_blocks_counts() -> None:
+def test_the_same_pair_in_other_blocks_changes_the_digest() -> None:
     words = torch.zeros(3 * BLOCK, dtype=torch.int64)
     found = {content_digest(words)}
     for i in (5, BLOCK + 5, 2 * BLOCK + 5):
@@ -184,19 +184,19 @@ def test_the_same_pair_in_other_blocks_counts() -> None:
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=2, max_size=20), st.randoms(use_true_random=False))
 @settings(deadline=None)
-def test_the_order_counts(words: list[int], random: object) -> None:
+def test_the_digest_depends_on_the_order(words: list[int], random: object) -> None:
     shuffled = list(words)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     same = content_digest(torch.tensor(words)) == content_digest(torch.tensor(shuffled))
     assert same == (words == shuffled)
 
 
-def test_swapped_blocks_count() -> None:
+def test_swapped_blocks_change_the_digest() -> None:
     first, second = random_bytes(8 * BLOCK, 1), random_bytes(8 * BLOCK, 2)
     assert content_digest(torch.cat([first, second])) != content_digest(torch.cat([second, first]))
 
 
-def test_the_length_counts() -> None:
+def test_the_digest_depends_on_the_length() -> None:
     digests = {content_digest(torch.zeros(n, dtype=torch.uint8)) for n in range(40)}
     assert len(digests) == 40
 
@@ -206,7 +206,7 @@ def test_the_length_counts() -> None:
 # ----------------------------------------------------------------------------------------------------
 
 
-def test_it_holds_little_beside_the_tensor() -> None:
+def test_the_digest_needs_little_memory_beside_the_tensor() -> None:
     tensor = torch.zeros(32 << 20, dtype=torch.uint8)
     # Two pieces, the factors of a block, and the sums.
     assert 2 << 20 <= peak_bytes(lambda: content_digest(tensor)) < 4 << 20

@@ -119,7 +119,9 @@ def test_operations_that_need_values_get_them() -> None:
 
 @pytest.mark.parametrize("write", [lambda t: t.add_(1), lambda t: t.zero_(), lambda t: t.__setitem__(0, 1)])
 def test_writing_is_refused(write: Callable[[torch.Tensor], object]) -> None:
-    with pytest.raises(TypeError, match="writes to a tensor whose values are not there yet; materialize it first"):
+    with pytest.raises(
+        TypeError, match="writes to a lazy tensor, whose values are not computed yet; materialize it first"
+    ):
         write(Counted(2, 2).lazy)
 
 
@@ -227,7 +229,7 @@ def test_different_tensors_have_different_storages_and_the_same_one_has_one() ->
     assert first[1:].data_ptr() == first.data_ptr() + 16
 
 
-def test_a_module_gives_it_in_its_state_dict() -> None:
+def test_a_state_dict_holds_the_lazy_tensor_of_a_module() -> None:
     module = nn.Linear(3, 2)
     lazy = Counted(2, 3).lazy
     module._parameters["weight"] = lazy
@@ -295,12 +297,12 @@ class TestPieces:
 
         return LazyTensor((2, 3), torch.float32, compute, in_pieces), called
 
-    def test_they_follow_one_another(self) -> None:
+    def test_pieces_are_consecutive_and_computed_alone(self) -> None:
         lazy, called = self.tensor()
         assert torch.equal(torch.cat(list(pieces(lazy))), torch.arange(6.0))
         assert called == ["piece", "piece"]
 
-    def test_a_state_dict_keeps_them(self) -> None:
+    def test_a_state_dict_keeps_the_pieces(self) -> None:
         lazy, called = self.tensor()
         module = nn.Module()
         module.register_parameter("weight", None)
@@ -309,12 +311,12 @@ class TestPieces:
         assert [piece.numel() for piece in pieces(held)] == [4, 2]
         assert called == ["piece", "piece"]
 
-    def test_what_is_made_of_them_is_computed_whole(self) -> None:
+    def test_a_tensor_made_from_pieces_is_computed_whole(self) -> None:
         lazy, called = self.tensor()
         assert [piece.shape for piece in pieces(lazy.t())] == [(3, 2)]
         assert called == ["whole"]
 
-    def test_another_tensor_is_one_piece(self) -> None:
+    def test_an_ordinary_tensor_is_one_piece(self) -> None:
         tensor = torch.arange(6).view(2, 3).t()
         (piece,) = pieces(tensor)
         assert piece.is_contiguous()
