@@ -38,7 +38,7 @@ def convert_checkpoint(
     dst: str | os.PathLike[str],
     manifest: Manifest | str | os.PathLike[str] | None = None,
     *,
-    reference: str | os.PathLike[str] | None = None,
+    like: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | str | None = None,
     max_shard_size: int | str | None = None,
     overwrite: bool = False,
@@ -57,8 +57,8 @@ def convert_checkpoint(
             files; or one such file. Names may be those that PEFT gave.
         dst: The folder to make: complete in the end, or absent.
         manifest: The record of the preparation, or the path of its file.
-        reference: A checkpoint of the original model, quantized or not, or its ``config.json``: its dtypes are taken.
-        dtype: ``torch.bfloat16`` or ``torch.float16``, or its name. Without ``manifest`` and ``reference`` the default
+        like: A checkpoint of the original model, quantized or not, or its ``config.json``: its dtypes are taken.
+        dtype: ``torch.bfloat16`` or ``torch.float16``, or its name. Without ``manifest`` and ``like`` the default
             is the dtype that the config of ``src`` names.
         max_shard_size: The maximum size of a file in bytes, or a string such as ``"5GB"``; ``None`` keeps the files of
             ``src``.
@@ -69,7 +69,7 @@ def convert_checkpoint(
         The report of what was written.
 
     Raises:
-        ConfigError: There is no checkpoint at ``src`` or ``reference``, it is damaged, no dtype is known, or
+        ConfigError: There is no checkpoint at ``src`` or ``like``, it is damaged, no dtype is known, or
             ``max_shard_size`` is invalid.
         ManifestError: The manifest cannot be read.
         ManifestMismatchError: A tensor is not one of the manifest's, or has another shape or dtype. Nothing was
@@ -89,7 +89,7 @@ def convert_checkpoint(
     """
     start = time.perf_counter()
     checkpoint = open_checkpoint(src)
-    casts, chosen = _casts(checkpoint, manifest, reference, dtype)
+    casts, chosen = _casts(checkpoint, manifest, like, dtype)
     tensors = {name: stored.lazy(casts.get(name)) for name, stored in checkpoint.tensors.items()}
     files = _files(checkpoint, tensors, max_shard_size)
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -131,17 +131,17 @@ def _save(
 def _casts(
     checkpoint: SavedCheckpoint,
     manifest: Manifest | str | os.PathLike[str] | None,
-    reference: str | os.PathLike[str] | None,
+    like: str | os.PathLike[str] | None,
     dtype: torch.dtype | str | None,
 ) -> tuple[dict[str, torch.dtype], torch.dtype | None]:
     """The dtypes to cast tensors to, by name, and the dtype for the config, if it is known."""
-    if sum(source is not None for source in (manifest, reference, dtype)) > 1:
+    if sum(source is not None for source in (manifest, like, dtype)) > 1:
         raise ConfigError("expected at most one source of dtypes: a manifest, a reference or a dtype")
     if manifest is not None:
         record = manifest if isinstance(manifest, Manifest) else Manifest.load(manifest)
         return casts_by_manifest(checkpoint, record), find_dtype(record.model.dtype)
-    if reference is not None:
-        return _casts_by_reference(checkpoint, reference)
+    if like is not None:
+        return _casts_by_reference(checkpoint, like)
     chosen = parse_dtype(dtype) if dtype is not None else checkpoint.dtype
     if chosen not in HALF_DTYPES:
         found = "its config names none" if chosen is None else f"found {chosen}"

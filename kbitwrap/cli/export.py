@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
                 arguments.source,
                 arguments.out,
                 arguments.manifest,
-                reference=arguments.like,
+                like=arguments.like,
                 dtype=arguments.dtype,
                 max_shard_size=arguments.max_shard_size,
                 overwrite=arguments.overwrite,

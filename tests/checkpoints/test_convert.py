@@ -72,8 +72,8 @@ def differing(expected: Path, found: Path) -> list[str]:
 def ways(case: Saved) -> dict[str, dict[str, Any]]:
     return {
         "manifest": {"manifest": case.manifest},
-        "reference": {"reference": case.original},
-        "config": {"reference": case.original / "config.json"},
+        "reference": {"like": case.original},
+        "config": {"like": case.original / "config.json"},
         "dtype": {"dtype": case.dtype},
     }
 
@@ -308,7 +308,7 @@ def test_what_the_reference_has_in_float32_stays(tmp_path: Path) -> None:
     tensors = {"a.weight": torch.ones(2), "b.weight": torch.ones(2), "c": torch.ones(2, dtype=torch.int64)}
     source = checkpoint(tmp_path / "in", tensors, dtype="float32")
     reference = checkpoint(tmp_path / "ref", {**tensors, "a.weight": torch.ones(2).half()}, torch_dtype="float16")
-    report = convert_checkpoint(source, tmp_path / "out", reference=reference)
+    report = convert_checkpoint(source, tmp_path / "out", like=reference)
     assert report.converted == ("a.weight",)
     assert tensors_of(tmp_path / "out")["b.weight"].dtype == torch.float32
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"dtype": "float16"}
