@@ -492,6 +492,11 @@ class TestBadInput:
         assert caught.value.plan.peak_bytes == needed
         assert caught.value.budget_bytes == needed - 1
         assert set(caught.value.fitting) == {"compute", "norms", "adapted", "none"}
+        exact = build_plan(model, precision="compute").peak_bytes
+        with pytest.raises(MemoryBudgetError) as caught:
+            KbitPreparedModel(model, precision="full", memory_budget=exact)
+        assert 0 < exact < needed
+        assert "compute" in caught.value.fitting
         assert KbitPreparedModel(model, precision="full", memory_budget=needed).plan.peak_bytes == needed
 
     def test_trained_policies(self) -> None:

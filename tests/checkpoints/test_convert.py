@@ -486,6 +486,8 @@ def broken(folder: Path, how: str) -> Path:
         index.write_text('{"weight_map": {"a": "model.safetensors", "b": "other.safetensors"}}')
     elif how == "shard elsewhere":
         index.write_text('{"weight_map": {"a": "../in/model.safetensors"}}')
+    elif how == "shard at an absolute path":
+        index.write_text(json.dumps({"weight_map": {"a": str(weights)}}))
     elif how == "index of nothing":
         index.write_text('{"weight_map": ["model.safetensors"]}')
     elif how == "tensor of no file":
@@ -516,6 +518,7 @@ BROKEN = {
     "empty": "cannot be read as safetensors",
     "shard missing": "names 'other.safetensors', which is not there",
     "shard elsewhere": "names '../in/model.safetensors', which is no file of its folder",
+    "shard at an absolute path": "names '/.*/model.safetensors', which is no file of its folder",
     "index of nothing": "expected a weight_map of file names",
     "tensor of no file": "names the tensor 'b', which is in none of its files",
     "name too long": "names 'a+', which is not there",
