@@ -643,6 +643,14 @@ class TestRegisteredAnew:
             assert isinstance(model.lm_head.weight, UpcastTensor)
         assert before.diff(Snapshot(model), moved=True) == []
 
+    def test_a_trainable_weight_in_its_place_is_used_itself(self) -> None:
+        model = zoo.load("llama")
+        with KbitPreparedModel(model, precision="compute"):
+            weight = nn.Parameter(torch.zeros_like(model.lm_head._parameters["weight"]))
+            model.lm_head.weight = weight
+            assert model.lm_head.weight is weight
+            assert weight.dtype == torch.bfloat16
+
     def test_assigning_a_part_of_it_stores_float32(self) -> None:
         model = zoo.load("llama")
         with KbitPreparedModel(model, precision="compute"):
