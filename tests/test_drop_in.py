@@ -95,6 +95,9 @@ def test_returns_the_same_object_and_casts(prepare: Callable[..., nn.Module]) ->
 def test_empty_cache_is_called_once_or_never(prepare: Callable[..., nn.Module], clears: bool) -> None:
     with mock.patch("torch.cuda.is_available", return_value=True), mock.patch("torch.cuda.empty_cache") as empty_cache:
         prepare(linears(), use_gradient_checkpointing=False, auto_clear_cache=clears)
+        uncast = linears()
+        uncast.quantization_method = "gptq"
+        prepare(uncast, use_gradient_checkpointing=False, auto_clear_cache=clears)
     assert empty_cache.call_count == int(clears)
 
 
@@ -154,6 +157,18 @@ def test_methods_that_manage_their_own_precision(prepare: Callable[..., nn.Modul
     prepare(model)
     assert {p.dtype for p in model.parameters()} == {torch.float16}
     assert model.calls == ["inputs", {}]
+
+
+def test_a_float32_copy_stays_where_nothing_was_cast() -> None:
+    model = Recorder()
+    model.linear = nn.Linear(4, 4)
+    model.half().is_loaded_in_4bit = False
+    model.quantization_method = "gptq"
+    prepare_model_for_kbit_training(model)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["linear"], modules_to_save=["embedding"]))
+    trained = adapted.base_model.model.embedding.modules_to_save["default"].float()
+    assert kbitwrap.restore(model).trained == ()
+    assert trained.weight.dtype == torch.float32
 
 
 @BOTH
@@ -248,6 +263,18 @@ def test_restore_returns_to_before_the_first_of_several_calls(precision: str, en
     assert before.diff(Snapshot(model), moved=True) == []
     with pytest.raises(StateError, match="not prepared"):
         kbitwrap.restore(model)
+
+
+@pytest.mark.parametrize("precision", ["full", "norms"])
+def test_a_weight_that_was_replaced_between_two_calls_is_cast_and_gets_its_dtype_back(precision: str) -> None:
+    model = prepare_model_for_kbit_training(zoo.load("llama"), precision=precision)
+    weight = nn.Parameter(torch.full(model.lm_head.weight.shape, 0.3, dtype=torch.bfloat16))
+    model.lm_head.weight = weight
+    prepare_model_for_kbit_training(model)
+    assert (weight.dtype, weight.requires_grad) == (torch.float32, False)
+    assert kbitwrap.restore(model).replaced == ("lm_head.weight",)
+    assert model.lm_head.weight is weight
+    assert (weight.dtype, weight.requires_grad) == (torch.bfloat16, True)
 
 
 def test_it_never_calls_pefts_function() -> None:

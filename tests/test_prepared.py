@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import sys
+import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ import peft
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import Wav2Vec2ConformerConfig, Wav2Vec2ConformerModel
 
 import kbitwrap
@@ -492,6 +495,11 @@ class TestBadInput:
         assert caught.value.plan.peak_bytes == needed
         assert caught.value.budget_bytes == needed - 1
         assert set(caught.value.fitting) == {"compute", "norms", "adapted", "none"}
+        exact = build_plan(model, precision="compute").peak_bytes
+        with pytest.raises(MemoryBudgetError) as caught:
+            KbitPreparedModel(model, precision="full", memory_budget=exact)
+        assert 0 < exact < needed
+        assert "compute" in caught.value.fitting
         assert KbitPreparedModel(model, precision="full", memory_budget=needed).plan.peak_bytes == needed
 
     def test_trained_policies(self) -> None:
@@ -654,6 +662,16 @@ class TestOthers:
         with pytest.warns(UserWarning, match="7 base parameters trainable"):
             prepared.restore()
 
+    def test_nothing_is_said_of_what_others_made_trainable(self) -> None:
+        model = zoo.load("llama")
+        prepared = KbitPreparedModel(model).prepare()
+        adapt("llama", model)
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            prepared.restore()
+
     def test_user_settings_from_before_are_settings_after(self) -> None:
         model = zoo.load("llama")
         model.enable_input_require_grads()
@@ -677,6 +695,7 @@ def test_verify_names_what_differs() -> None:
     model.lm_head.weight.data = model.lm_head.weight.data.float()
     del model.model.layers[0].input_layernorm.forward
     model.disable_input_require_grads()
+    model.model._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(2)
     diff = prepared.verify()
@@ -684,6 +703,7 @@ def test_verify_names_what_differs() -> None:
         "model.norm.weight": {"requires_grad"},
         "lm_head.weight": {"dtype"},
         "model.embed_tokens.weight": {"writes", "value"},
+        "model": {"_gradient_checkpointing_func"},
         "model.layers.1": {"gradient_checkpointing"},
         "model.layers.0.input_layernorm": {"forward"},
         "model.embed_tokens": {"input_gradient_hooks"},
@@ -757,10 +777,14 @@ class TestLifetime:
 
     def test_a_deep_copy_is_another_model(self) -> None:
         model = zoo.load("llama")
-        with KbitPreparedModel(model, precision="full"):
+        with KbitPreparedModel(model, precision="full") as prepared:
             other = copy.deepcopy(model)
             assert prepared_of(other) is None
             assert torch.equal(other(**zoo.inputs("llama", other)).loss, model(**zoo.inputs("llama", model)).loss)
+        references = weakref.ref(model), weakref.ref(prepared)
+        del model, prepared
+        gc.collect()
+        assert [reference() for reference in references] == [None, None]
 
     def test_what_a_merge_replaces_is_freed(self) -> None:
         model = zoo.load("llama")
@@ -994,6 +1018,9 @@ class TestOddMoments:
             kbitwrap.restore(model, "error")
         assert set(caught.value.failures) == {"lm_head.weight", "model.norm.weight"}
         gc.collect()
+        with prepared_of(model).suspended():  # what was asked of the restore is not asked of a suspension
+            assert model.lm_head.weight.dtype == torch.bfloat16
+        assert model.lm_head.weight.dtype == torch.float32
         assert set(kbitwrap.restore(model, "keep").trained) == set(caught.value.failures)
         assert model.lm_head.weight.dtype == torch.bfloat16
 
@@ -1028,10 +1055,13 @@ class TestOddMoments:
         model = zoo.load("llama")
         kwargs = {"use_reentrant": True}
         prepared = KbitPreparedModel(model, gradient_checkpointing_kwargs=kwargs).prepare()
-        handle = model.model.embed_tokens.register_forward_hook(lambda *_: None)
+        embeddings = model.model.embed_tokens
+        (own,) = embeddings._forward_hooks
+        handle = embeddings.register_forward_hook(lambda *_: None)
         with prepared.suspended():
             handle.remove()
-        assert handle.id not in model.model.embed_tokens._forward_hooks
+            added = embeddings.register_forward_hook(lambda *_: None)
+        assert list(embeddings._forward_hooks) == [own, added.id]  # in the order in which they were registered
         assert not prepared.verify()
 
     def test_verify_ignores_a_lora_on_parameters(self) -> None:
@@ -1103,6 +1133,14 @@ class TestAdapted:
         peft_model.unload()
         # PEFT froze the base before it was prepared, where the PEFT model was made before.
         assert before.diff(Snapshot(model), ignore=(": requires_grad",) if given == "before" else ()) == []
+
+    @pytest.mark.filterwarnings("ignore:.*neither a quantization attribute")
+    def test_layer_10_is_not_inside_layer_1(self) -> None:
+        blocks = [nn.ModuleDict({"norm": nn.LayerNorm(4), "q_proj": nn.Linear(4, 4)}) for _ in range(11)]
+        model = nn.ModuleDict({"layers": nn.ModuleList(blocks)}).bfloat16()
+        prepared = KbitPreparedModel(model, precision="adapted").prepare()
+        prepared.adopt(peft.get_peft_model(model, peft.LoraConfig(target_modules=["layers.1.q_proj"])))
+        assert self.norms_in_float32(model) == {"layers.1.norm"}
 
     def test_what_is_not_of_the_model_is_refused(self) -> None:
         prepared = KbitPreparedModel(zoo.load("llama"), precision="adapted").prepare()

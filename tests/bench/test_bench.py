@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel, get_peft_model
+from peft import PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 
 import forks
@@ -28,6 +29,7 @@ from kbitwrap.bench.plot import SUFFIXES, draw
 from kbitwrap.bench.report import allocator_rows, export_rows, header, identity_rows, preparation_rows, step_rows
 from kbitwrap.bench.settings import CASES, EXPORTED, MISTRAL_7B, SMALL, BenchError, Settings, Shape, default_cases
 from kbitwrap.cli import main
+from training import is_checkpointing
 
 HIDDEN, LAYERS, VOCAB = 256, 2, 2048  # the head, made in one piece, decides the peak of a step
 TINY = Shape(
@@ -364,6 +366,22 @@ def test_the_model_is_as_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(p.nbytes for p in model.parameters() if p.dtype == torch.uint8) == packed
 
 
+def test_pefts_preparation_is_taken_back_for_the_next_timing() -> None:
+    model = build_model(TINY, torch.device("cpu"), compute_dtype=torch.bfloat16, seed=0)
+
+    def read() -> list[Any]:
+        hooks = [len(module._forward_hooks) for module in model.modules()]
+        return [*((p.dtype, p.requires_grad) for p in model.parameters()), hooks, is_checkpointing(model)]
+
+    before = read()
+    undo = bench_case._undo_of_peft(model)
+    prepare_model_for_kbit_training(model)
+    assert all(now != then for now, then in zip(read()[-2:], before[-2:], strict=True))
+    with bench_case._quiet():  # transformers renamed what it calls
+        undo()
+    assert read() == before
+
+
 def test_live_bytes_count_shared_memory_once() -> None:
     first, second = torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
     second.weight = first.weight
@@ -393,6 +411,9 @@ def test_the_measured_peak_of_tensors_is_exact() -> None:
 
     for _ in range(2):
         assert meter.tensor_peak(lambda: kept.nbytes, run) == 1000 + 5300
+    with pytest.raises(ZeroDivisionError):
+        meter.tensor_peak(lambda: kept.nbytes, lambda: 1 / 0)
+    assert gc.isenabled()
 
 
 def test_a_short_peak_is_measured() -> None:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from kbitwrap import KbitPreparedModel, Precision, RestoreError, RestoreReport, UnsupportedModelError
 from kbitwrap.cli import demo, main
-from kbitwrap.cli.console import Check, format_table
+from kbitwrap.cli.base_state import BaseState
+from kbitwrap.cli.console import Check, InputError, format_table, quiet_libraries
+from kbitwrap.cli.text import ByteTokens, read_blocks
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, Any]]:
@@ -40,6 +46,53 @@ def save_llama(folder: Path, **fields: Any) -> str:
     config = transformers.LlamaConfig(**{**shape, "vocab_size": 300, "max_position_embeddings": 128, **fields})
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return str(folder)
+
+
+def test_the_same_bytes_of_another_dtype_or_shape_are_noticed() -> None:
+    module = nn.Module()
+    module.register_buffer("table", torch.zeros(4))
+    before = BaseState.of({"module": module})
+    for other in (module.table.view(torch.int32), module.table.view(2, 2)):
+        module.table = other
+        assert before.differences(before.again(), "bytes") == ["module.table"]
+
+
+class Remembers(ByteTokens):
+    """Remembers the text."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def encode(self, text: str) -> list[int]:
+        self.texts.append(text)
+        return super().encode(text)
+
+
+def test_no_topic_is_trained_on_and_held_out() -> None:
+    tokens = Remembers()
+    read_blocks(tokens, length=65, num_held_out=16, seed=0)
+    found = [tuple(text in part for part in tokens.texts) for text in topics.values()]
+    assert {(True, False), (False, True)} <= set(found) <= {(True, False), (False, True), (False, False)}
+
+
+@pytest.mark.parametrize("error", [InputError, None])
+def test_libraries_are_loud_again(error: type[Exception] | None) -> None:
+    bitsandbytes = logging.getLogger("bitsandbytes")
+    before = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled(), bitsandbytes.level
+    transformers_logging.set_verbosity_info()
+    transformers_logging.enable_progress_bar()
+    try:
+        with contextlib.suppress(InputError), quiet_libraries():
+            assert bitsandbytes.level == transformers_logging.get_verbosity() == logging.ERROR
+            assert not transformers_logging.is_progress_bar_enabled()
+            if error is not None:
+                raise error
+        after = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+        assert (*after, bitsandbytes.level) == (logging.INFO, True, before[2])
+    finally:
+        transformers_logging.set_verbosity(before[0])
+        if not before[1]:
+            transformers_logging.disable_progress_bar()
 
 
 @pytest.mark.parametrize("precision", [precision.value for precision in Precision])
@@ -92,7 +145,7 @@ def test_the_same_seed_gives_the_same_figures(capsys: pytest.CaptureFixture[str]
 
 
 def test_named_model_without_a_tokenizer_takes_bytes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    model = save_llama(tmp_path / "model")
+    model = save_llama(tmp_path / "model", vocab_size=256)  # as many as there are bytes
     _, result = run_json(capsys, "--model", model, "--steps", "1")
     assert result["model"] == model
     assert [name for name in failed(result) if name != "the held-out loss fell"] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,10 @@ def test_inspect_prints_a_table(saved: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_its_suggestion_works(saved: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    _, result = run_json(capsys, "inspect", saved / "prepared")
-    command = result["suggestion"].replace("DST", str(tmp_path / "out")).split()
+    source = tmp_path / "a folder's name"
+    source.symlink_to(saved / "prepared")
+    _, result = run_json(capsys, "inspect", source)
+    command = shlex.split(result["suggestion"].replace("DST", str(tmp_path / "out")))
     assert run(capsys, *command[1:])[0] == 0
     assert run(capsys, "inspect", tmp_path / "out")[0] == 0
 
@@ -113,13 +116,15 @@ def test_inspect_finds_a_partly_upcast_merged_model(capsys: pytest.CaptureFixtur
 def test_inspect_names_adapters(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     adapters = {
         "base_model.model.lm_head.modules_to_save.default.weight": torch.ones(2, 2),
-        "base_model.model.q_proj.lora_A.default.weight": torch.ones(2, 2),
+        "base_model.model.q_proj.lora_A.default.weight": torch.ones(2, 2).half(),
+        "base_model.model.q_proj.lora_B.default.weight": torch.ones(2, 2).half(),
     }
     base = {"base_model.model.q_proj.base_layer.weight": torch.ones(2, 2).bfloat16()}
     save_file({**adapters, **base}, tmp_path / "model.safetensors")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
     status, result = run_json(capsys, "inspect", tmp_path)
     assert (status, result["adapters"]) == (0, ["adapter_model.safetensors", *adapters])
+    assert result["half_dtype"] == "bfloat16"  # the base's
     assert "adapters: adapter_model.safetensors, base_model.model.lm_head" in run(capsys, "inspect", tmp_path)[1]
 
 

@@ -597,7 +597,7 @@ class TestRegisteredAnew:
     """What others do with a model's weights by assigning them, while stand-ins stand for them."""
 
     def test_tying_again_changes_nothing(self) -> None:
-        model = zoo.load("gemma2")
+        model = zoo.load("gemma2").requires_grad_(False)  # a trainable weight would not be followed
         before = Snapshot(model)
         prepared = KbitPreparedModel(model, precision="compute").prepare()
         batch = zoo.inputs("gemma2", model)
@@ -644,6 +644,14 @@ class TestRegisteredAnew:
             model.lm_head.weight = model.lm_head.weight
             assert isinstance(model.lm_head.weight, UpcastTensor)
         assert before.diff(Snapshot(model), moved=True) == []
+
+    def test_a_trainable_weight_in_its_place_is_used_itself(self) -> None:
+        model = zoo.load("llama")
+        with KbitPreparedModel(model, precision="compute"):
+            weight = nn.Parameter(torch.zeros_like(model.lm_head._parameters["weight"]))
+            model.lm_head.weight = weight
+            assert model.lm_head.weight is weight
+            assert weight.dtype == torch.bfloat16
 
     def test_a_parameter_made_from_a_slice_is_stored_in_float32(self) -> None:
         model = zoo.load("llama")

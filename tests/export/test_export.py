@@ -40,7 +40,9 @@ from kbitwrap import (
     UnsupportedModelError,
 )
 from kbitwrap.bench.memory import MemoryMeter
+from kbitwrap.export.twin import build_twin
 from kbitwrap.export.writer import write_safetensors
+from kbitwrap.model.tree import ModelTree
 from kbitwrap.tensors.lazy import LazyTensor
 from killing import fork, lock_alone
 from snapshot import Snapshot
@@ -211,6 +213,13 @@ def test_configs_are_those_from_before(tmp_path: Path) -> None:
     assert read(tmp_path / "export") == expected
     assert during.diff(Snapshot(model)) == []
     assert model.config.problem_type == "regression"
+
+
+def test_modules_that_share_a_config_share_the_exported_one() -> None:
+    model = zoo.load("llama")
+    assert model.model.config is model.config
+    twin = build_twin(ModelTree(model)).model
+    assert twin.model.config is twin.config is not model.config
 
 
 @pytest.mark.parametrize("precision", ["full", "compute"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import resource
 import signal
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -223,6 +224,12 @@ def fail(
     plain[0] = FullyShardedDataParallel(plain[0], device_id=torch.device("cpu"), use_orig_params=True)
     with pytest.raises(UnsupportedModelError, match=r"sharded by FSDP2.*export before sharding"):
         prepared.export(folder / "plain")
+
+    other = nn.Sequential(OrderedDict({f"of_rank_{rank}": nn.LayerNorm(8)})).bfloat16()
+    prepared = KbitPreparedModel(other, precision="none").prepare()
+    fully_shard(other)
+    with pytest.raises(ExportError, match=f"rank {1 - rank} holds other sharded parameters than rank {rank}"):
+        prepared.export(folder / "other")
 
     prepared = KbitPreparedModel(eight_bits, precision="norms").prepare()
     fully_shard(eight_bits)

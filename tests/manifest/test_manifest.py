@@ -209,6 +209,7 @@ def test_parameters_that_share_memory_are_tied_too() -> None:
 
     with KbitPreparedModel(shared(), precision="full") as prepared:
         manifest = prepared.manifest()
+    assert manifest.before.memory == small_manifest().before.memory  # counted once
     assert manifest.tensors["head.weight"].tie_group == manifest.tensors["embed.weight"].tie_group == 0
     manifest.check(shared())
 
@@ -656,6 +657,17 @@ def test_a_container_is_known_by_the_configs_inside() -> None:
     assert list(caught.value.different[""]) == found
 
 
+def test_a_set_in_a_config_has_one_order() -> None:
+    names = [str(number) for number in range(100, 150)]
+    model = zoo.load("llama")
+    hashes = set()
+    for value in (names, set(names)):
+        model.config.names = value
+        with KbitPreparedModel(model) as prepared:
+            hashes.add(prepared.manifest().model.config_sha256)
+    assert len(hashes) == 1
+
+
 def test_what_use_changes_in_a_config_is_no_mismatch(llama: Manifest, tmp_path: Path) -> None:
     model = zoo.load("llama")
     model.config.use_cache = False
@@ -706,6 +718,20 @@ def test_diff_says_what_differs() -> None:
     del data["tensors"]["norm.weight"]
     less = Manifest.from_json(json.dumps(data))
     assert first.diff(less).missing == less.diff(first).unexpected == ("norm.weight",)
+    assert first.diff(less)
+    assert less.diff(first)
+    with pytest.raises(ManifestMismatchError, match=r"norm\.weight: unexpected") as caught:
+        less.check(tied())
+    assert (caught.value.missing, caught.value.unexpected) == ((), ("norm.weight",))
+
+
+def test_the_number_of_a_group_of_ties_is_no_difference() -> None:
+    with KbitPreparedModel(nn.ModuleList([tied(), tied()])) as prepared:
+        first = prepared.manifest()
+    data = json.loads(first.to_json())
+    assert [names[0] for names in data["ties"]] == ["0.embed.weight", "1.embed.weight"]
+    del data["ties"][0]
+    assert first.diff(Manifest.from_json(json.dumps(data))).different.keys() == {"0.embed.weight", "0.head.weight"}
 
 
 def test_an_essence_is_what_was_recorded_with_checkpoints_before_there_was_the_method() -> None:

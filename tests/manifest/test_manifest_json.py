@@ -293,6 +293,11 @@ def test_an_invalid_value_is_refused(case: str, text: str) -> None:
     refuse(json.dumps(replaced(json.loads(text), path, value)))
 
 
+def test_the_first_kind_that_is_not_there_is_refused(text: str) -> None:
+    data = json.loads(text)
+    refuse(json.dumps(replaced(data, (*TENSOR, 0), len(data["kinds"]))))
+
+
 BAD_NAMES = ("", ".", "..", "../a", "/etc/passwd", "a/b", "a\\b", "C:\\a", "a..b", ".a", "a.", "a\0", "a\nb", "\x1b[2J")
 BAD_NAMES += ("\ud800", "\u202ea", "a\u2028b\u0085", "x" * 1025)
 

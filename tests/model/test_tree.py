@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -447,6 +448,14 @@ def test_a_tree_is_the_model_at_one_moment_and_is_walked_once() -> None:
     assert again.tensors[0].parameter is model[0].weight
 
 
+def test_a_module_that_is_at_two_places_is_one_owner() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    model.append(model[0])
+    tree = ModelTree(model)
+    assert [tensor.path for tensor in tree.all_tensors] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert tree.places[id(model[0].weight)] == [(model[0], "weight")]
+
+
 # ----------------------------------------------------------------------------------------------------
 # Names by structure.
 # ----------------------------------------------------------------------------------------------------
@@ -485,6 +494,10 @@ def test_a_trained_copy_has_the_name_of_what_it_is_a_copy_of() -> None:
     assert [(t.fqn, id(t.parameter) in tree.adapter_ids) for t in copies] == [("lm_head.weight", True)]
 
 
-def test_names_that_only_look_like_a_wrappers_are_kept() -> None:
-    model = nn.ModuleDict({"module": nn.Linear(1, 1), "base_layer": nn.ModuleDict({"_orig_mod": nn.Linear(1, 1)})})
-    assert [t.fqn for t in ModelTree(model).tensors] == [fqn for fqn, _ in model.named_parameters()]
+def test_names_that_only_look_like_a_wrappers_are_kept(one_process: None) -> None:
+    inner = nn.Sequential(OrderedDict({"module": nn.Linear(1, 1)}))
+    model = nn.ModuleDict({"module": inner, "base_layer": nn.ModuleDict({"_orig_mod": nn.Linear(1, 1)})})
+    names = [fqn for fqn, _ in model.named_parameters()]
+    assert [t.fqn for t in ModelTree(model).tensors] == names
+    fully_shard(inner, mesh=init_device_mesh("cpu", (1,)))  # gives it a class of torch's
+    assert [t.fqn for t in ModelTree(model).tensors] == names

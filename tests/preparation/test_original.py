@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.testing._internal.two_tensor import TwoTensor
 
 import kbitwrap
 from kbitwrap import EditError, ExportError, KbitPreparedModel, ManifestError, RestoreReport, UnsupportedModelError
@@ -55,6 +56,24 @@ def test_a_weight_that_was_tied_to_another_is_replaced(precision: str, tmp_path:
     prepared = KbitPreparedModel(model, precision=precision).prepare()
     model[4].weight = model[0].weight
     assert replaced(prepared, tmp_path) == ("4.weight",)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_trainable_weight_of_another_shape_stays_trainable(precision: str, tmp_path: Any) -> None:
+    model = block().requires_grad_(False)
+    prepared = KbitPreparedModel(model, precision=precision).prepare()
+    model[4].weight = nn.Parameter(torch.zeros(9, 8).bfloat16())
+    assert replaced(prepared, tmp_path) == ("4.weight",)
+    assert [fqn for fqn, p in model.named_parameters() if p.requires_grad] == ["4.weight"]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_weight_that_is_made_of_others_in_another_dtype_is_replaced(precision: str, tmp_path: Any) -> None:
+    model = block()
+    prepared = KbitPreparedModel(model, precision=precision).prepare()
+    parts = [model[1].weight.detach().to(torch.float64) for _ in range(2)]
+    model[1].weight = nn.Parameter(TwoTensor(*parts), requires_grad=False)
+    assert replaced(prepared, tmp_path) == ("1.weight",)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
