@@ -228,7 +228,7 @@ def fail(
     other = nn.Sequential(OrderedDict({f"of_rank_{rank}": nn.LayerNorm(8)})).bfloat16()
     prepared = KbitPreparedModel(other, precision="none").prepare()
     fully_shard(other)
-    with pytest.raises(ExportError, match=f"rank {1 - rank} holds other sharded parameters than rank {rank}"):
+    with pytest.raises(ExportError, match=f"rank {1 - rank} holds different sharded parameters than rank {rank}"):
         prepared.export(folder / "other")
 
     prepared = KbitPreparedModel(eight_bits, precision="norms").prepare()
