@@ -1,4 +1,4 @@
-"""What the journey goes through: tiny Llamas that the real libraries quantize, each as its users do.
+"""What the journey goes through: tiny models that the real libraries quantize, each as its users do.
 
 A library that is not installed is an error, and no test is skipped. The weights are those of the zoo's checkpoint.
 """
@@ -19,11 +19,12 @@ import zoo
 DTYPE = torch.bfloat16
 
 
-def pretrained(quantization_config: Any = None) -> PreTrainedModel:
-    """The zoo's Llama, quantized through transformers as it is loaded, or not at all."""
-    return transformers.LlamaForCausalLM.from_pretrained(
-        zoo.checkpoint("llama"), dtype=DTYPE, device_map={"": "cpu"}, quantization_config=quantization_config
-    ).eval()
+def pretrained(name: str, quantization_config: Any = None) -> PreTrainedModel:
+    """A model of the zoo, quantized through transformers as it is loaded, or not at all."""
+    model_class = getattr(transformers, zoo.ARCHITECTURES[name].model_class)
+    return model_class.from_pretrained(
+        zoo.checkpoint(name), dtype=DTYPE, device_map={"": "cpu"}, quantization_config=quantization_config
+    )
 
 
 def dequantized(module: nn.Module) -> torch.Tensor:
@@ -31,29 +32,34 @@ def dequantized(module: nn.Module) -> torch.Tensor:
     return module.weight.dequantize()
 
 
+def is_composed(module: nn.Module) -> bool:
+    """Whether a layer's weight is of a tensor class of its library."""
+    return type(module._parameters.get("weight")) not in (nn.Parameter, type(None))
+
+
 @dataclass(frozen=True)
 class Cell:
     """A method with its settings.
 
     Attributes:
-        load: Loads a model; two calls give the same values and share nothing.
+        load: Loads an architecture of the zoo; two calls give the same values and share nothing.
         dequantize: Computes the weight of a quantized layer, by the library's own code.
         is_quantized: Whether a module is one of the quantized layers.
         is_serializable: Whether the model's own ``save_pretrained`` writes it.
     """
 
-    load: Callable[[], PreTrainedModel]
+    load: Callable[[str], PreTrainedModel]
     dequantize: Callable[[nn.Module], torch.Tensor] = dequantized
-    is_quantized: Callable[[nn.Module], bool] = lambda module: type(module.weight) is not nn.Parameter
+    is_quantized: Callable[[nn.Module], bool] = is_composed
     is_serializable: bool = True
 
 
-def torchao(name: str, **options: Any) -> Callable[[], PreTrainedModel]:
-    def load() -> PreTrainedModel:
+def torchao(name: str, **options: Any) -> Callable[[str], PreTrainedModel]:
+    def load(architecture: str) -> PreTrainedModel:
         from torchao import quantization
 
         given = {key: value() if callable(value) else value for key, value in options.items()}
-        return pretrained(transformers.TorchAoConfig(getattr(quantization, name)(**given)))
+        return pretrained(architecture, transformers.TorchAoConfig(getattr(quantization, name)(**given)))
 
     return load
 
@@ -64,23 +70,24 @@ def _per_group() -> Any:
     return PerGroup(32)
 
 
-def hqq(nbits: int, axis: int = 1) -> Callable[[], PreTrainedModel]:
+def hqq(nbits: int, axis: int = 1) -> Callable[[str], PreTrainedModel]:
     """By the library's own function: transformers 5 raises for its ``HqqConfig``."""
 
-    def load() -> PreTrainedModel:
+    def load(architecture: str) -> PreTrainedModel:
         from hqq.core.quantize import BaseQuantizeConfig
         from hqq.models.hf.base import AutoHQQHFModel
 
-        model = pretrained()
+        model = pretrained(architecture)
         config = BaseQuantizeConfig(nbits=nbits, group_size=32, axis=axis)
-        AutoHQQHFModel.quantize_model(model, quant_config=config, compute_dtype=DTYPE, device="cpu")
+        places = {fqn: "cpu" for fqn, _ in model.named_modules() if fqn}
+        AutoHQQHFModel.quantize_model(model, quant_config=config, compute_dtype=DTYPE, device=places)
         return model
 
     return load
 
 
-def quanto(weights: str) -> Callable[[], PreTrainedModel]:
-    return lambda: pretrained(transformers.QuantoConfig(weights=weights))
+def quanto(weights: str) -> Callable[[str], PreTrainedModel]:
+    return lambda architecture: pretrained(architecture, transformers.QuantoConfig(weights=weights))
 
 
 def _is_hqq(module: nn.Module) -> bool:
