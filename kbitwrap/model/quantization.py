@@ -147,6 +147,23 @@ def has_linear_class_of_its_own(module: nn.Module) -> bool:
     )
 
 
+def loses_gradients(weight: torch.Tensor) -> bool:
+    """Whether a linear layer's weight of a library's tensor class computes an output without a gradient for its input.
+
+    It is tried out on a row of zeros. A weight that refuses them is not asked: it says so when the model runs.
+    """
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch._C._EnableTorchFunction(),
+    ):  # plans are made with it disabled
+        row = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device, requires_grad=True)
+        try:
+            return not nn.functional.linear(row, weight).requires_grad
+        except (RuntimeError, AssertionError):
+            return False
+
+
 def library_dequantizer(module: nn.Module) -> Callable[[], torch.Tensor] | None:
     """The function of a library other than bitsandbytes that computes a module's weight; ``None`` where none does."""
     weight = module._parameters.get("weight")
