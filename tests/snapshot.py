@@ -30,7 +30,11 @@ CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
 def tensor_digest(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Dtype, layout and a hash of the bytes, NaN payloads included."""
+    """Dtype, layout and a hash of the bytes, NaN payloads included; of a tensor made of others, those of each."""
+    if hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "to_local"):
+        names, context = tensor.__tensor_flatten__()
+        parts = [(name, id(part := getattr(tensor, name)), tensor_digest(part)) for name in names]
+        return type(tensor).__name__, str(tensor.dtype), tuple(tensor.shape), tensor.stride(), parts, repr(context)
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor: this rank's shard
     data = local.detach().cpu().contiguous()
     raw = data.view(torch.uint8) if data.dim() else data.view(1).view(torch.uint8)

@@ -18,14 +18,17 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..errors import ExportError
-from ..model.quantization import Rows, is_quantized_layer
+from ..model.quantization import PEFT_MODULES, Rows, is_quantized_layer
 from ..model.tree import shallow_copy
 
 # The largest difference allowed between what a layer and its merge compute, relative to the largest output, adapted or
 # not. Rounding in float32 stays below it; half a unit in the last place of float16, the finer half dtype, is 2**-12.
 _TOLERANCE = 2.0**-15
-_QUANTIZED_MODULE = ".bnb"  # where PEFT has a method's layers for bitsandbytes, beside ``.layer``
-_KIND = re.compile(r"peft\.tuners\.(\w+)\.(?:layer|bnb)\.(\w+?)(?:4bit|8bitLt)?")
+_QUANTIZED_MODULES = tuple(f".{name}" for name in PEFT_MODULES)
+# Layers for a quantized base are called as those for a plain one, with a prefix or a suffix.
+_KIND = re.compile(
+    rf"peft\.tuners\.(\w+)\.(?:layer|{'|'.join(PEFT_MODULES)})\.(?:\w+Lora(?=Linear))?(\w+?)(?:4bit|8bitLt)?"
+)
 # The methods and layers that merge row by row, with the containers whose tensors have the rows of the base's weight and
 # the dimension of these. Merging takes 6 to 12 times the bytes that what is merged, a layer or a few rows, has in half.
 _ROWS = {
@@ -148,7 +151,7 @@ def parameter_name(layer: nn.Module) -> str | None:
 
 
 def _knows_quantization(layer: Any) -> bool:
-    return type(layer).__module__.endswith(_QUANTIZED_MODULE) or layer.quantization_backend is not None
+    return type(layer).__module__.endswith(_QUANTIZED_MODULES) or layer.quantization_backend is not None
 
 
 def _kind(layer: Any) -> str:
@@ -230,7 +233,7 @@ def _float32_layer(layer: Any, active: Sequence[str], plain: nn.Module, rows: Ro
         vars(magnitude).get("_dora_cache", {}).clear()  # it holds values of the whole layer
     for name in _HOOKED_FORWARD:
         vars(copied).pop(name, None)
-    if type(copied).__module__.endswith(_QUANTIZED_MODULE):
+    if type(copied).__module__.endswith(_QUANTIZED_MODULES):
         method, _, name = _kind(copied).partition(".")
         copied.__class__ = getattr(importlib.import_module(f"peft.tuners.{method}.layer"), name)
         # A layer for bitsandbytes may lack this field: its weights are stored as those of ``nn.Linear``.
@@ -278,11 +281,12 @@ def plain_layer(module: nn.Module, *, as_linear: bool = False) -> nn.Module:
     with torch.device("meta"):
         if isinstance(module, nn.Embedding):
             return nn.Embedding(module.num_embeddings, module.embedding_dim, module.padding_idx)
-        assert isinstance(module, nn.Linear)
+        # Not every library's are of ``nn.Linear``.
+        widths = vars(module)["in_features"], vars(module)["out_features"]
         if is_transposed(module) and not as_linear:
-            made: nn.Module = vars(module)["source_cls"](module.out_features, module.in_features)
+            made: nn.Module = vars(module)["source_cls"](*reversed(widths))
             return made
-        return nn.Linear(module.in_features, module.out_features, module._parameters.get("bias") is not None)
+        return nn.Linear(*widths, module._parameters.get("bias") is not None)
 
 
 def float32_module(source: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections import Counter
@@ -13,7 +14,14 @@ import torch
 from torch import nn
 
 from ..errors import ExportError
-from ..model.quantization import Rows, dequantizer, is_quantized_layer, is_quantized_parameter
+from ..model.quantization import (
+    Rows,
+    dequantizer,
+    has_linear_class_of_its_own,
+    is_quantized_layer,
+    is_quantized_parameter,
+    library_dequantizer,
+)
 from ..model.tree import ModelTree, named_modules, shallow_copy
 from ..model.wrappers import is_adapter_module
 from ..tensors.bits import fingerprint
@@ -43,6 +51,7 @@ _MODEL_ATTRIBUTES = (
     "is_loaded_in_8bit",
     "is_4bit_serializable",
     "is_8bit_serializable",
+    "hqq_quantized",
 )
 _CONFIG_ATTRIBUTES = ("quantization_config", "_pre_quantization_dtype")
 
@@ -62,12 +71,13 @@ def merge_into(twin: Twin) -> tuple[str, ...]:
     Returns the names of the modules that adapters were merged into, or that a trained copy took the place of.
     """
     quantization = ModelTree(twin.model).quantization
-    if not quantization.casts:
+    if not quantization.can_dequantize:
         raise ExportError(
-            f"the model is quantized with {quantization.method}, and only weights of bitsandbytes can be dequantized "
-            "and merged; export without merging"
+            f"the model is quantized with {quantization.method}, whose weights cannot be dequantized here, and so not "
+            "merged; export without merging"
         )
     places = _shared_places(twin.model)
+    twin = _dequantized(twin)
     merges = _plan(twin)
     # Refusals come before anything is written: one layer of each kind is tried out.
     for merge in {merge.kind: merge for merge in reversed(merges)}.values():
@@ -226,6 +236,36 @@ class _Merge:
         for layer, active in layers:
             plain = merge_layer(self.fqn, layer, active, plain, stored, rows)
         return plain
+
+
+def _dequantized(twin: Twin) -> Twin:
+    """A twin, whose model is changed in place, with weights that other libraries than bitsandbytes dequantize."""
+    dtype = _half_dtype(twin.model)
+    plains: dict[int, nn.Module] = {}  # what takes the place of a shell whose class is of the library
+    tried: set[tuple[type, type]] = set()
+    for fqn, shell in named_modules(twin.model):
+        compute = library_dequantizer(shell)
+        if compute is None:
+            continue
+        plain, weight = shell, shell._parameters.get("weight")
+        kind = type(shell), type(weight)
+        if kind not in tried:
+            tried.add(kind)
+            try:
+                compute()
+            except Exception as error:
+                raise ExportError(
+                    f"{fqn}: its library cannot dequantize its weight ({error!r}); export without merging", fqn=fqn
+                ) from error
+        if has_linear_class_of_its_own(shell):
+            plain = plains[id(shell)] = plain_layer(shell).train(shell.training)
+            plain._parameters["bias"] = getattr(shell, "bias", None)
+        shape = _parameter(plain, "weight").shape
+        vars(plain)["_parameters"]["weight"] = LazyTensor(shape, dtype if weight is None else weight.dtype, compute)
+    for _, module in named_modules(twin.model):
+        module._modules.update({name: plains[id(m)] for name, m in module._modules.items() if id(m) in plains})
+    peeled = (dataclasses.replace(one, shell=plains.get(id(one.shell), one.shell)) for one in twin.peeled)
+    return dataclasses.replace(twin, peeled=tuple(peeled))
 
 
 def _parameter(module: nn.Module, name: str) -> torch.Tensor:

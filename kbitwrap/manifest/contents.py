@@ -22,7 +22,7 @@ from ..model.quantization import DISTRIBUTIONS, is_quantized_parameter
 from ..model.tree import ModelTree, join
 from ..preparation.preparation import Preparation
 from ..preparation.process import plain_mode
-from ..tensors.bits import content_digest, is_dense
+from ..tensors.bits import content_digest, is_dense, parts_of
 from ..tensors.dtypes import dtype_name
 from ..tensors.lazy import LazyTensor
 from .schema import ModelRecord, QuantizationRecord, TensorRecord
@@ -133,8 +133,8 @@ def _ties(parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
     groups: dict[Any, list[str]] = {}
     for fqn, parameter in parameters.items():
         is_empty = parameter.numel() == 0
-        place = (parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride())
-        groups.setdefault(id(parameter) if is_empty else place, []).append(fqn)
+        places = tuple((part.data_ptr(), part.dtype, part.shape, part.stride()) for part in parts_of(parameter))
+        groups.setdefault(id(parameter) if is_empty else places, []).append(fqn)
     tied = [names for names in groups.values() if len(names) > 1]
     return {name: number for number, names in enumerate(tied) for name in names}
 

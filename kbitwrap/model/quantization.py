@@ -25,11 +25,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..tensors.bits import is_composed
+
 DISTRIBUTIONS = ("bitsandbytes", "torchao", "hqq", "gptqmodel", "aqlm", "eetq", "optimum-quanto")
 """The libraries that quantize, as package indexes call them."""
 Rows = slice | types.EllipsisType
 """Some rows of a tensor, or the whole of it, of whatever shape."""
 _SELF_MANAGED_IN_PEFT = ("gptq", "aqlm", "eetq", "hqq", "torchao")
+_DEQUANTIZED_BY_LIBRARY = ("hqq", "quanto", "torchao")
+PEFT_MODULES = ("bnb", "hqq", "torchao")
+"""The modules in which PEFT has a method's layers for quantized bases that can be merged, beside ``layer``."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +48,20 @@ class Quantization:
     is_quantized: bool
     casts: bool
 
+    @property
+    def can_dequantize(self) -> bool:
+        """Whether the values of the quantized weights can be computed."""
+        return self.casts or self.method in _DEQUANTIZED_BY_LIBRARY
+
+
+def _loaded_classes(library: str, *names: str) -> tuple[type, ...]:
+    """Classes of a module of a library by name, if it is loaded: otherwise no model can hold one of its layers."""
+    module = sys.modules.get(library)
+    return tuple(cls for name in names if (cls := getattr(module, name, None)) is not None)
+
 
 def _bitsandbytes_classes(*names: str) -> tuple[type, ...]:
-    """Classes of ``bitsandbytes.nn`` by name, if it is loaded: otherwise no model can hold one of its layers."""
-    module = sys.modules.get("bitsandbytes.nn")
-    return tuple(cls for name in names if (cls := getattr(module, name, None)) is not None)
+    return _loaded_classes("bitsandbytes.nn", *names)
 
 
 def is_quantized_layer(module: nn.Module) -> bool:
@@ -124,6 +138,38 @@ def dequantizer(module: nn.Module) -> Callable[[Rows], torch.Tensor]:
         functional: Any = sys.modules["bitsandbytes.functional"]
         values = functional.dequantize_4bit(weight.detach(), state)
     return values.__getitem__
+
+
+def has_linear_class_of_its_own(module: nn.Module) -> bool:
+    """Whether a module is a linear layer of the class of a method that is not bitsandbytes."""
+    return isinstance(
+        module, (*_loaded_classes("hqq.core.quantize", "HQQLinear"), *_loaded_classes("optimum.quanto.nn", "QLinear"))
+    )
+
+
+def loses_gradients(weight: torch.Tensor) -> bool:
+    """Whether a linear layer's weight of a library's tensor class computes an output without a gradient for its input.
+
+    It is tried out on a row of zeros. A weight that refuses them is not asked: it says so when the model runs.
+    """
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch._C._EnableTorchFunction(),
+    ):  # plans are made with it disabled
+        row = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device, requires_grad=True)
+        try:
+            return not nn.functional.linear(row, weight).requires_grad
+        except (RuntimeError, AssertionError):
+            return False
+
+
+def library_dequantizer(module: nn.Module) -> Callable[[], torch.Tensor] | None:
+    """The function of a library other than bitsandbytes that computes a module's weight; ``None`` where none does."""
+    weight = module._parameters.get("weight")
+    if weight is not None:
+        return weight.dequantize if is_composed(type(weight)) else None
+    return module.dequantize if has_linear_class_of_its_own(module) else None  # type: ignore[return-value]
 
 
 def has_runtime_state(module: nn.Module) -> bool:

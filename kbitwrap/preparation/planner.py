@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,10 +17,18 @@ from ..edits.norms import ComputeInFloat32, can_rebind_forward, computes_in_floa
 from ..edits.stand_ins import UpcastAtUse, can_stand_in
 from ..edits.storage import Store
 from ..edits.training import Record
-from ..model.quantization import Quantization, is_quantized_layer, is_quantized_parameter
+from ..errors import UnsupportedModelError
+from ..model.quantization import (
+    Quantization,
+    detect,
+    is_quantized_layer,
+    is_quantized_parameter,
+    loses_gradients,
+)
 from ..model.records import TensorRef
 from ..model.roles import Role, computes_in_half, is_norm, parameter_roles
 from ..model.tree import ModelTree, NamedTensor, Node, storage_key
+from ..tensors.bits import is_composed
 from ..tensors.dtypes import HALF_DTYPES
 from .process import mixed_precision
 
@@ -87,10 +96,22 @@ class Planner:
 
     @functools.cached_property
     def _castable(self) -> list[NamedTensor]:
-        """The half parameters outside the quantized storage, where the method permits a cast."""
+        """The half parameters outside the quantized storage, where the method permits a cast; none made of others."""
         if not self.quantization.casts:
             return []
-        return [t for t in self.base if t.parameter.dtype in HALF_DTYPES and not is_quantized_parameter(t.parameter)]
+        half = [t for t in self.base if t.parameter.dtype in HALF_DTYPES and not is_quantized_parameter(t.parameter)]
+        composed = next((t for t in half if is_composed(type(t.parameter))), None)
+        if composed is None:
+            return half
+        method = detect(self.tree.model, [node.module for node in self.tree.modules]).method
+        if method is not None:  # one that PEFT's function does not know
+            raise UnsupportedModelError(
+                f"{composed.path} is a {type(composed.parameter).__name__} of {method}, whose dtype cannot be changed: "
+                "PEFT's function raises half-way on this model. KbitPreparedModel(model) prepares it",
+                fqn=composed.path,
+            )
+        # Assigning to ``.data`` leaves what such a tensor is made of as it is.
+        return [t for t in half if not is_composed(type(t.parameter))]
 
     @functools.cached_property
     def _upcast(self) -> list[NamedTensor]:
@@ -230,8 +251,29 @@ class Planner:
             rows[store.role]["added_bytes"] += store.added_bytes
         return {role.value: row for role, row in rows.items() if row["count"]}
 
+    def _warn_of_lost_gradients(self) -> None:
+        """Say which layers let no gradient through to their input: nothing else would."""
+        kinds: dict[Any, bool] = {}
+        found = []
+        for node in self.tree.base:
+            weight = node.module._parameters.get("weight")
+            if type(node.module) is not nn.Linear or weight is None or not is_composed(type(weight)) or weight.is_meta:
+                continue
+            kind = type(weight), repr(weight.__tensor_flatten__()[1])  # type: ignore[attr-defined]
+            if kind not in kinds:
+                kinds[kind] = loses_gradients(weight)
+            if kinds[kind]:
+                found.append(node.fqn)
+        if found:
+            self.warnings.append(
+                f"{len(found)} layers, {found[0]} the first, let no gradient through to their input, so adapters in "
+                "front of them are trained by what goes around them, or not at all: activations that are quantized as "
+                "they are used have no backward; quantize weights only"
+            )
+
     def _warn(self) -> None:
         config, quantization = self.config, self.quantization
+        self._warn_of_lost_gradients()
         if not quantization.casts and config.precision is not Precision.NONE:
             self.warnings.append(
                 f"{quantization.method} manages its own precision: precision {config.precision.value!r} changes nothing"

@@ -135,12 +135,17 @@ def is_composed(cls: Any) -> bool:
     return hasattr(cls, "__tensor_flatten__")
 
 
-def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a tensor's values lie in: itself or, of a subclass made of others, these."""
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a tensor's values lie in: itself or, of a subclass made of others, these, down to the last."""
     if is_composed(type(tensor)) and is_traceable_wrapper_subclass(tensor):
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        return [dense for part in parts if isinstance(part, torch.Tensor) for dense in dense_parts(part)]
-    return [tensor] if tensor.layout is torch.strided and not tensor.is_nested else []
+        return [inner for part in parts if isinstance(part, torch.Tensor) for inner in parts_of(part)]
+    return [tensor]
+
+
+def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Those of a tensor's parts that are strided memory."""
+    return [part for part in parts_of(tensor) if part.layout is torch.strided and not part.is_nested]
 
 
 def sample(tensor: torch.Tensor, num_runs: int = _RUNS) -> torch.Tensor:
@@ -179,10 +184,13 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is plain strided memory: not sparse, nested, composed, quantized by torch, lazy or meta."""
-    if is_lazy(tensor) or is_traceable_wrapper_subclass(tensor):
+    """Whether a tensor's bytes can be read: each part is strided, not nested, quantized by torch, lazy or meta."""
+    if is_lazy(tensor) or tensor.is_nested:
         return False
-    return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
+    return all(
+        part.layout is torch.strided and not (part.is_meta or part.is_nested or part.is_quantized)
+        for part in parts_of(tensor)
+    )
 
 
 def content_digest(tensor: torch.Tensor) -> int:
@@ -190,8 +198,13 @@ def content_digest(tensor: torch.Tensor) -> int:
 
     Manifests hold it: ``docs/manifest.md`` gives the formula. All arithmetic is on integers modulo 2**64, so that every
     device gives the same digest; shape and dtype do not enter it. It detects accidents, not forgery. Beside the tensor
-    two pieces of 1 MiB (CPU) or 32 MiB are held, and a copy of a tensor that is not contiguous.
+    two pieces of 1 MiB (CPU) or 32 MiB are held, and a copy of a tensor that is not contiguous. A tensor made of others
+    has the digest of theirs, as little-endian int64 words in the order in which its class names them.
     """
+    parts = parts_of(tensor)
+    if all(part is not tensor for part in parts):
+        words = [digest - (digest >> 63 << 64) for digest in map(content_digest, parts)]
+        return content_digest(torch.tensor(words, dtype=torch.int64))
     plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
     data = plain.contiguous().view(-1).view(torch.uint8)
     num_bytes = data.numel()

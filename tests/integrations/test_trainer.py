@@ -170,7 +170,8 @@ def test_each_train_call_adds_a_hook_and_restore_removes_them_all(tmp_path: Path
     assert not prepared.verify()
     for num_hooks in (1, 2):
         trainer.train()
-        assert prepared.verify().differences["model.embed_tokens"]["input_gradient_hooks"] == (0, num_hooks)
+        assert len(model.get_input_embeddings()._forward_hooks) == num_hooks
+        assert not prepared.verify()  # what others add is no difference
     with prepared.suspended():
         assert not model.get_input_embeddings()._forward_hooks
     assert len(model.get_input_embeddings()._forward_hooks) == 2
@@ -181,8 +182,7 @@ def test_each_train_call_adds_a_hook_and_restore_removes_them_all(tmp_path: Path
 def test_verify_is_silent_on_a_setting_that_was_written_again(tmp_path: Path) -> None:
     prepared = KbitPreparedModel(zoo.load("llama")).prepare()
     train(prepared.model, tmp_path, **TRAINER["non-reentrant"])
-    found = {what for rows in prepared.verify().differences.values() for what in rows}
-    assert found == {"input_gradient_hooks"}
+    assert not prepared.verify()
 
 
 def test_report_names_no_hook_that_restore_removed(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from torch.testing._internal.two_tensor import TwoTensor
 
 from kbitwrap.tensors import bits as digest
 from kbitwrap.tensors.bits import content_digest
@@ -49,6 +50,10 @@ def random_bytes(num_bytes: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
+def words(*digests: int) -> bytes:
+    return struct.pack(f"<{len(digests)}Q", *digests)
+
+
 # ----------------------------------------------------------------------------------------------------
 # The formula.
 # ----------------------------------------------------------------------------------------------------
@@ -60,6 +65,14 @@ def test_known_tensors_have_known_digests() -> None:
     assert content_digest(tensor_of(b"a")) == 0xC5B4052C17AD28F0
     assert content_digest(tensor_of(b"kbitwrap manifest")) == 0xE55B53528136074D
     assert content_digest(torch.arange(4)) == 0x41F9C25A601B626E
+
+
+def test_a_tensor_made_of_others_has_the_digest_of_theirs() -> None:
+    first, second = random_bytes(40), random_bytes(40, seed=1)
+    digests = reference(first.numpy().tobytes()), reference(second.numpy().tobytes())
+    inner = TwoTensor(first, second)
+    assert content_digest(inner) == reference(words(*digests))
+    assert content_digest(TwoTensor(inner, TwoTensor(second, first))) == reference(words(*digests, *digests[::-1]))
     assert reference(b"kbitwrap manifest") == 0xE55B53528136074D
 
 

@@ -1,0 +1,123 @@
+"""On every method of quantization, a whole journey with the real library: what is restored and exported is as it was.
+
+    pytest tests/quantizers -k torchao
+
+Outside the test paths: it needs the libraries of the extra ``test-quantizers``, and none of them is skipped.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zoo
+from cells import CELLS, DTYPE, Cell, pretrained
+from files import read
+from kbitwrap import ExportError, KbitPreparedModel, Manifest, Precision
+from merging import assert_rounded_once, layers_of
+from snapshot import Snapshot
+from training import adapt, step
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:restore.. made:UserWarning"),  # the adapter is on top while restoring
+]
+
+EVERY = [
+    (method, name, precision, "llama") for method, cells in CELLS.items() for name in cells for precision in Precision
+]
+# With biases, and a head that is tied.
+EVERY += [(method, name, Precision.NORMS, "opt") for method, cells in CELLS.items() for name in list(cells)[:1]]
+
+
+def logits(model: nn.Module, architecture: str) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(**zoo.inputs(architecture, model)).logits
+
+
+def contents(folder: Path) -> dict[str, object]:
+    """What files hold. The format writes a file's metadata, of which torchao has some, in any order."""
+    found: dict[str, object] = {}
+    for name, data in read(folder).items():
+        if name.endswith(".safetensors"):
+            end = 8 + int.from_bytes(data[:8], "little")
+            found[name] = json.loads(data[8:end]), data[end:]
+        else:
+            found[name] = data
+    return found
+
+
+def has_merged(cell: Cell, architecture: str, peft_model: nn.Module, folder: Path) -> bool:
+    """Whether a checkpoint is the plain model: W + s B A (Hu et al. 2021) for the library's own W, and all else."""
+    expected = pretrained(architecture)
+    plain, info = type(expected).from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values())
+    assert not hasattr(plain.config, "quantization_config")
+    base = {fqn.removeprefix("base_model.model.").replace(".base_layer", ""): m for fqn, m in named(peft_model)}
+    weights = {f"{fqn}.weight": cell.dequantize(m).double() for fqn, m in base.items() if cell.is_quantized(m)}
+    assert weights
+    exact = {f"{fqn}.weight": layer for fqn, layer in layers_of(peft_model).items()}
+    found, original = plain.state_dict(), expected.state_dict()
+    assert found.keys() == original.keys()
+    for fqn, tensor in found.items():
+        assert tensor.dtype == DTYPE
+        if fqn in exact:
+            a, b = (exact[fqn].get_submodule(f"lora_{x}.default").weight.detach().double() for x in "AB")
+            assert_rounded_once(tensor, weights[fqn] + (b @ a) * exact[fqn].scaling["default"])
+        else:
+            assert torch.equal(tensor.double(), weights.get(fqn, original[fqn]).double()), fqn
+    return True
+
+
+def named(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(fqn, module) for fqn, module in model.named_modules() if not hasattr(module, "base_layer")]
+
+
+@pytest.mark.parametrize(("method", "name", "precision", "architecture"), EVERY)
+def test_a_journey(method: str, name: str, precision: Precision, architecture: str, tmp_path: Path) -> None:
+    """Prepared, trained, suspended, verified, resumed elsewhere, exported and restored."""
+    cell = CELLS[method][name]
+    model = cell.load(architecture)
+    if cell.is_serializable:
+        model.save_pretrained(tmp_path / "whole")
+        whole = contents(tmp_path / "whole")
+    expected = logits(model, architecture)
+    before = Snapshot(model)
+
+    prepared = KbitPreparedModel(model, precision=precision).prepare()
+    peft_model = adapt(architecture, model)
+    prepared.adopt(peft_model)
+    for seed in range(2):
+        _, gradients = step(architecture, peft_model, seed=seed)
+        assert gradients
+        assert all(gradient.any() and gradient.isfinite().all() for gradient in gradients.values())
+    with prepared.suspended(), peft_model.disable_adapter():
+        assert torch.equal(logits(peft_model, architecture), expected)
+    assert not prepared.verify()
+
+    prepared.manifest().save(tmp_path / "kbitwrap.json")
+    manifest = Manifest.load(tmp_path / "kbitwrap.json")
+    tied = {fqn for fqn, tensor in manifest.tensors.items() if tensor.tie_group is not None}
+    assert tied == ({"model.decoder.embed_tokens.weight", "lm_head.weight"} if architecture == "opt" else set())
+    with KbitPreparedModel.from_manifest(cell.load(architecture), manifest) as resumed:
+        assert resumed.config == prepared.config
+
+    if cell.is_serializable:
+        prepared.export(tmp_path / "exported")
+        assert contents(tmp_path / "exported") == whole
+    else:
+        with pytest.raises(ExportError, match=method):
+            prepared.export(tmp_path / "exported")
+        assert not (tmp_path / "exported").exists()
+    report = prepared.export(tmp_path / "merged", merge_adapters=True)
+    assert set(report.merged) == set(layers_of(peft_model))
+    assert has_merged(cell, architecture, peft_model, tmp_path / "merged")
+
+    prepared.restore()
+    assert peft_model.unload() is model
+    restored = Snapshot(model)
+    assert before.diff(restored, moved=precision.upcasts_all) == []
+    assert torch.equal(logits(model, architecture), expected)

@@ -1,0 +1,123 @@
+"""The drop-in, `Trainer` and moves, on every method of quantization with the real library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import transformers
+
+import kbitwrap
+import zoo
+from cells import CELLS, pretrained
+from kbitwrap import KbitPreparedModel, LifecycleState, UnsupportedModelError, build_plan
+from kbitwrap.integrations import KbitTrainerCallback
+from snapshot import Snapshot
+from training import adapt, step
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:restore.. made:UserWarning"),  # the adapter is on top while restoring
+    # PEFT's function leaves it to torch's default.
+    pytest.mark.filterwarnings("ignore:torch.utils.checkpoint. the use_reentrant parameter:UserWarning"),
+]
+
+WITH_PEFT = [(method, name) for method in ("torchao", "hqq") for name in CELLS[method]]
+EVERY = [(method, name) for method, cells in CELLS.items() for name in cells]
+LOSING_GRADIENTS = {"int8-dynamic-activation", "int8-dynamic-activation-int4"}
+# By transformers, prepared or not: it lets train what has an 8 before "weight" in the name of torchao's class.
+REFUSED_BY_TRAINER = {"int4-in-int8-weight-only", "int8-dynamic-activation-int4"}
+
+
+def unmarked() -> transformers.PreTrainedModel:
+    """A model that torchao's own function quantized, which leaves no attribute that tells of it."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = pretrained("llama")
+    quantize_(model, Int8WeightOnlyConfig())
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*neither a quantization attribute nor a quantized layer:UserWarning")
+@pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without:UserWarning")  # so it cannot merge
+@pytest.mark.parametrize(
+    "load",
+    [*(partial(CELLS[m][n].load, "llama") for m, n in WITH_PEFT), unmarked],
+    ids=[*map("-".join, WITH_PEFT), "torchao-unmarked"],
+)
+def test_the_drop_in_trains_as_pefts_function(load: Callable[[], transformers.PreTrainedModel]) -> None:
+    found = []
+    for function in (peft.prepare_model_for_kbit_training, kbitwrap.prepare_model_for_kbit_training):
+        model = load()
+        peft_model = adapt("llama", function(model))
+        found.append([step("llama", peft_model, seed=seed) for seed in range(2)])
+    for (loss, gradients), (expected_loss, expected) in zip(*found, strict=True):
+        assert torch.equal(loss, expected_loss)
+        assert gradients.keys() == expected.keys()
+        assert all(torch.equal(gradient, expected[fqn]) for fqn, gradient in gradients.items())
+    kbitwrap.restore(model)
+    model.to("cpu")
+
+
+@pytest.mark.parametrize("name", CELLS["quanto"])
+def test_the_drop_in_refuses_quanto_before_anything_changes_and_names_the_way_out(name: str) -> None:
+    model = CELLS["quanto"][name].load("llama")
+    before = Snapshot(model)
+    with pytest.raises(UnsupportedModelError, match=r"of quanto.*KbitPreparedModel\(model\) prepares it") as caught:
+        kbitwrap.prepare_model_for_kbit_training(model)
+    assert caught.value.fqn == "model.layers.0.self_attn.q_proj.weight"
+    assert before.diff(Snapshot(model)) == []
+
+
+@pytest.mark.parametrize(("method", "name"), EVERY)
+def test_a_plan_says_where_no_gradient_comes_through(method: str, name: str) -> None:
+    model = CELLS[method][name].load("llama")
+    before = Snapshot(model)
+    warned = [warning for warning in build_plan(model).warnings if "let no gradient through" in warning]
+    assert len(warned) == (name in LOSING_GRADIENTS)
+    assert before.diff(Snapshot(model)) == []
+    layer = model.model.layers[0].mlp.gate_proj
+    row = torch.ones(1, layer.in_features, dtype=torch.bfloat16, requires_grad=True)
+    assert layer(row).requires_grad == (not warned)
+
+
+@pytest.mark.parametrize(("method", "name"), EVERY)
+def test_a_model_moves_while_it_is_prepared_and_after(method: str, name: str) -> None:
+    model = CELLS[method][name].load("llama")
+    with KbitPreparedModel(model) as prepared:
+        peft_model = adapt("llama", model)
+        step("llama", peft_model)
+        assert model.to("cpu") is model
+        peft_model.to(torch.device("cpu"))
+        assert not prepared.verify()
+        prepared.manifest().check(model)
+    report = prepared.restore()
+    assert report.replaced == report.trained == ()
+    assert model.to("cpu") is model
+
+
+@pytest.mark.parametrize(("method", "name"), EVERY)
+def test_trainer_trains_with_the_callback_and_resumes(method: str, name: str, tmp_path: Path) -> None:
+    def trainer(model: torch.nn.Module) -> transformers.Trainer:
+        batch = {key: value.tolist() for key, value in zoo.inputs("llama", model).items()}
+        data = [{key: rows[i] for key, rows in batch.items()} for i in range(2)]
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=2, save_steps=1, report_to=[], use_cpu=True, disable_tqdm=True
+        )
+        return transformers.Trainer(model, arguments, train_dataset=data, callbacks=[KbitTrainerCallback()])
+
+    if name in REFUSED_BY_TRAINER:
+        with pytest.raises(ValueError, match="do not support training"):
+            trainer(adapt("llama", CELLS[method][name].load("llama")))
+        return
+    losses = []
+    for checkpoint in (None, str(tmp_path / "checkpoint-1")):
+        model = CELLS[method][name].load("llama")
+        with KbitPreparedModel(model) as prepared:
+            losses.append(trainer(adapt("llama", model)).train(resume_from_checkpoint=checkpoint).training_loss)
+            assert not prepared.verify()
+        assert prepared.state is LifecycleState.RESTORED
+    assert losses[0] > losses[1] > 0  # of two steps, and of the second alone
