@@ -1,4 +1,7 @@
-"""The helpers of the tests: a new process has everything imported and nothing run; a cover of pairs has them all."""
+"""The helpers of the tests.
+
+A new process has everything imported and nothing run; a cover of pairs has them all; CUDA's rules refuse and count.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ import os
 from concurrent.futures.process import BrokenProcessPool
 
 import pytest
+import torch
 
 import forks
+from cuda_rules import CudaRules
 from pairwise import pairwise
 
 
@@ -40,3 +45,24 @@ def test_pairwise_covers_every_pair_with_few_cases() -> None:
     for i, j in itertools.combinations(range(len(axes)), 2):
         assert {(case[i], case[j]) for case in cases} == set(itertools.product(axes[i], axes[j]))
     assert cases == pairwise(*axes)
+
+
+def test_cuda_rules_refuse_mixed_dtypes_in_a_normalization() -> None:
+    half, weight = torch.ones(2, 4, dtype=torch.float16), torch.ones(4)
+    with CudaRules(), pytest.raises(RuntimeError, match=r"CUDA refuses aten\.native_layer_norm"):
+        torch.nn.functional.layer_norm(half, (4,), weight, weight)
+    with CudaRules(), pytest.raises(RuntimeError, match=r"CUDA refuses aten\.native_group_norm"):
+        torch.nn.functional.group_norm(half, 2, weight, weight)
+    with CudaRules():
+        torch.nn.functional.layer_norm(half.float(), (4,), weight, weight)
+
+
+def test_cuda_rules_count_what_the_host_waits_for_once() -> None:
+    with CudaRules() as rules:
+        tensor = torch.arange(4.0)
+        assert tensor.sum() > 0
+        assert torch.equal(tensor, tensor + 0)
+        copy = tensor.cpu()
+        assert copy.clone().sum().item() == 6  # on the host already
+        assert (tensor * 2).tolist() == [0, 2, 4, 6]
+    assert rules.syncs == ["aten._local_scalar_dense", "aten.equal", "Tensor.cpu", "Tensor.tolist"]

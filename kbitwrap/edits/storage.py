@@ -159,7 +159,9 @@ class StorageChange(HeldOriginal):
         original, was_trained = self._original(current)
         self._ready = current, original, was_trained
         # A value that the original gives exactly is made from it again; only others are held twice.
-        is_derivable = dtype == torch.float32 and not was_trained and same_values(current, original)
+        # One that was compared with the original is that rounded already, unless the original is kept.
+        is_exact = not was_trained and (self.kept is None or same_values(current, original))
+        is_derivable = dtype == torch.float32 and is_exact
         saved = None if is_derivable else current
 
         def resume() -> None:

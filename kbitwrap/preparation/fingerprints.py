@@ -10,7 +10,7 @@ from torch import nn
 
 from ..model.quantization import unpacked_copy
 from ..model.records import ParameterRecord
-from ..tensors.bits import content_digest, dense_parts, differs, is_dense, same_bytes, sample
+from ..tensors.bits import begin_digest, content_digest, dense_parts, differs, is_dense, same_bytes, sample
 
 _RUNS_OF_QUANTIZED = 8  # their samples tell whether a parameter is the recorded one, and no more
 
@@ -47,14 +47,14 @@ class Fingerprints:
 
     def __init__(self, parameters: Iterable[tuple[ParameterRecord, torch.Tensor]], audit: bool) -> None:
         self._samples: dict[ParameterRecord, torch.Tensor] = {}
-        self._digests: dict[ParameterRecord, int] = {}
+        self._digests: dict[ParameterRecord, Callable[[], int]] = {}
         groups: dict[Any, list[tuple[ParameterRecord, torch.Tensor]]] = {}
         for record, parameter in parameters:
             taken = _sampled(record, parameter)
             if taken is not None:
                 groups.setdefault((taken.device, taken.dtype), []).append((record, taken))
             if audit and record.quantized_class is None and is_dense(parameter):
-                self._digests[record] = content_digest(parameter)
+                self._digests[record] = begin_digest(parameter)
         for found in groups.values():
             together = torch.cat([taken for _, taken in found])  # one piece of memory, and nothing pinned
             pieces = together.split([len(taken) for _, taken in found])
@@ -92,7 +92,7 @@ class Fingerprints:
             if (
                 digest is not None
                 and original_of is not None
-                and content_digest(original_of(record, parameter)) != digest
+                and content_digest(original_of(record, parameter)) != digest()
             ):
                 changed.add(record)
         masks: dict[torch.device, list[tuple[list[ParameterRecord], list[int], torch.Tensor]]] = {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +22,13 @@ from ..model.quantization import quant_state_of
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, join, only_reading
 from ..model.wrappers import is_adapter_module
-from ..tensors.bits import content_digest, is_dense
+from ..tensors.bits import begin_digest, is_dense
 from ..tensors.dtypes import HALF_DTYPES
 from .fingerprints import Fingerprints
 from .moment import read_moment
 
-Buffer = tuple[torch.dtype, torch.Size, int]
-"""Dtype, shape and digest."""
+Buffer = tuple[torch.dtype, torch.Size, Callable[[], int]]
+"""Dtype, shape and digest, which is begun when the model is recorded and read when it is asked for."""
 _HOOK_DICTS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -129,9 +129,10 @@ class Original:
         """A config as it was recorded; one that is new, as it is."""
         return self._configs.get(id(config), config)
 
-    def buffer(self, module: nn.Module, name: str) -> Buffer | None:
+    def buffer(self, module: nn.Module, name: str) -> tuple[torch.dtype, torch.Size, int] | None:
         """The recorded dtype, shape and digest of a persistent buffer; ``None`` where it was not there."""
-        return self._buffers.get(module, {}).get(name)
+        found = self._buffers.get(module, {}).get(name)
+        return None if found is None else (*found[:2], found[2]())
 
     def flag(self, record: ParameterRecord) -> bool:
         """The ``requires_grad`` that a parameter had."""
@@ -295,7 +296,7 @@ def _is_recorded(record: ParameterRecord, module: nn.Module, parameter: torch.Te
 def _read_buffers(module: nn.Module) -> dict[str, Buffer]:
     """The persistent buffers of a module. Training writes them, and they are small."""
     return {
-        name: (buffer.dtype, buffer.shape, content_digest(buffer))
+        name: (buffer.dtype, buffer.shape, begin_digest(buffer))
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set and is_dense(buffer)
     }

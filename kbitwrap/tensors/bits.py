@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +39,8 @@ def fingerprint(tensor: torch.Tensor) -> bytes:
     if in_rows:
         rows = flat[:in_rows].view(torch.int64).view(-1, _ROW)
         parts += [rows.sum(1), rows.sum(0)]
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part.cpu().view(torch.uint8).numpy().data)
-    return digest.digest()
+    together = torch.cat([part.contiguous().view(torch.uint8) for part in parts])  # one read
+    return hashlib.sha256(together.cpu().numpy().data).digest()
 
 
 @dataclass(frozen=True)
@@ -201,10 +199,20 @@ def content_digest(tensor: torch.Tensor) -> int:
     two pieces of 1 MiB (CPU) or 32 MiB are held, and a copy of a tensor that is not contiguous. A tensor made of others
     has the digest of theirs, as little-endian int64 words in the order in which its class names them.
     """
+    return begin_digest(tensor)()
+
+
+def begin_digest(tensor: torch.Tensor) -> Callable[[], int]:
+    """Begin a digest of what a tensor holds now, without waiting for its device; the call returned waits for it."""
     parts = parts_of(tensor)
     if all(part is not tensor for part in parts):
-        words = [digest - (digest >> 63 << 64) for digest in map(content_digest, parts)]
-        return content_digest(torch.tensor(words, dtype=torch.int64))
+        digests = [begin_digest(part) for part in parts]
+
+        def digest_of_parts() -> int:
+            words = [digest - (digest >> 63 << 64) for digest in (read() for read in digests)]
+            return content_digest(torch.tensor(words, dtype=torch.int64))
+
+        return digest_of_parts
     plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
     data = plain.contiguous().view(-1).view(torch.uint8)
     num_bytes = data.numel()
@@ -216,13 +224,18 @@ def content_digest(tensor: torch.Tensor) -> int:
     for start in range(0, num_words * 8, step):
         piece = data[start : min(start + step, num_words * 8)]
         sums += _block_sums((piece if is_aligned else piece.clone()).view(torch.int64), factors)
-    digest = 0
-    for block in torch.cat(sums).tolist() if sums else ():
-        digest = digest * _MURMUR + block & _MASK
-    if num_bytes % 8:
-        tail = bytes(data[num_words * 8 :].tolist())
-        digest = digest * _MURMUR + int.from_bytes(tail, "little") & _MASK
-    return digest * _MURMUR + num_bytes & _MASK
+    blocks = torch.cat(sums) if sums else None
+    tail = data[num_words * 8 :].clone() if num_bytes % 8 else None
+
+    def read() -> int:
+        digest = 0
+        for block in () if blocks is None else blocks.tolist():
+            digest = digest * _MURMUR + block & _MASK
+        if tail is not None:
+            digest = digest * _MURMUR + int.from_bytes(bytes(tail.tolist()), "little") & _MASK
+        return digest * _MURMUR + num_bytes & _MASK
+
+    return read
 
 
 def _block_sums(words: torch.Tensor, factors: torch.Tensor) -> list[torch.Tensor]:

@@ -12,10 +12,12 @@ import peft
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kbitwrap
 import zoo
+from cuda_rules import CudaRules
 from kbitwrap import KbitPreparedModel, Precision
 from kbitwrap.bench.case import Case
 from kbitwrap.bench.settings import MISTRAL_7B, Settings
@@ -249,3 +251,23 @@ def test_suspending_keeps_the_devices_random_state() -> None:
     with prepared.suspended():
         torch.rand(100, device="cuda")
     assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("weight", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("given", [torch.float16, torch.float32], ids=str)
+def test_cuda_rules_on_a_cpu_are_those_of_the_device(given: torch.dtype, weight: torch.dtype) -> None:
+    def refuses(device: str) -> list[bool]:
+        tensor, scale = torch.ones(2, 4, device=device, dtype=given), torch.ones(4, device=device, dtype=weight)
+        calls = (lambda: F.layer_norm(tensor, (4,), scale, scale), lambda: F.group_norm(tensor, 2, scale, scale))
+        found = []
+        for call in calls:
+            try:
+                call()
+                found.append(False)
+            except RuntimeError:
+                found.append(True)
+        return found
+
+    with CudaRules():
+        on_cpu = refuses("cpu")
+    assert on_cpu == refuses("cuda")
