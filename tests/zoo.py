@@ -36,7 +36,7 @@ from typing import Any
 import peft
 import torch
 import transformers
-from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 Batch = dict[str, torch.Tensor]
 
@@ -64,7 +64,7 @@ def _ids(generator: torch.Generator, length: int = SEQUENCE_LENGTH) -> torch.Ten
     return torch.randint(FIRST_ORDINARY_ID, VOCAB_SIZE, (BATCH_SIZE, length), generator=generator)
 
 
-def _padded_ids(config: PreTrainedConfig, generator: torch.Generator) -> Batch:
+def _padded_ids(config: PretrainedConfig, generator: torch.Generator) -> Batch:
     """Draw token ids whose last row ends in two padding tokens: `padding_idx` is a path of its own."""
     input_ids = _ids(generator)
     attention_mask = torch.ones_like(input_ids)
@@ -73,17 +73,17 @@ def _padded_ids(config: PreTrainedConfig, generator: torch.Generator) -> Batch:
     return {"input_ids": input_ids, "attention_mask": attention_mask}
 
 
-def _causal(config: PreTrainedConfig, generator: torch.Generator, dtype: torch.dtype) -> Batch:
+def _causal(config: PretrainedConfig, generator: torch.Generator, dtype: torch.dtype) -> Batch:
     batch = _padded_ids(config, generator)
     return batch | {"labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
 
 
-def _causal_without_mask(config: PreTrainedConfig, generator: torch.Generator, dtype: torch.dtype) -> Batch:
+def _causal_without_mask(config: PretrainedConfig, generator: torch.Generator, dtype: torch.dtype) -> Batch:
     input_ids = _ids(generator)
     return {"input_ids": input_ids, "labels": input_ids.clone()}
 
 
-def _seq2seq(config: PreTrainedConfig, generator: torch.Generator, dtype: torch.dtype) -> Batch:
+def _seq2seq(config: PretrainedConfig, generator: torch.Generator, dtype: torch.dtype) -> Batch:
     return _padded_ids(config, generator) | {"labels": _ids(generator, 7)}
 
 
@@ -91,27 +91,27 @@ def _class_labels(generator: torch.Generator) -> torch.Tensor:
     return torch.randint(0, NUM_LABELS, (BATCH_SIZE,), generator=generator)
 
 
-def _text_classes(config: PreTrainedConfig, generator: torch.Generator, dtype: torch.dtype) -> Batch:
+def _text_classes(config: PretrainedConfig, generator: torch.Generator, dtype: torch.dtype) -> Batch:
     return _padded_ids(config, generator) | {"labels": _class_labels(generator)}
 
 
-def _images(config: PreTrainedConfig, generator: torch.Generator, dtype: torch.dtype) -> Batch:
+def _images(config: PretrainedConfig, generator: torch.Generator, dtype: torch.dtype) -> Batch:
     vision = getattr(config, "vision_config", config)
     size = getattr(vision, "image_size", 32)
     return {"pixel_values": _floats(generator, dtype, BATCH_SIZE, 3, size, size)}
 
 
-def _image_classes(config: PreTrainedConfig, generator: torch.Generator, dtype: torch.dtype) -> Batch:
+def _image_classes(config: PretrainedConfig, generator: torch.Generator, dtype: torch.dtype) -> Batch:
     return _images(config, generator, dtype) | {"labels": _class_labels(generator)}
 
 
-def _spectrogram(config: PreTrainedConfig, generator: torch.Generator, dtype: torch.dtype) -> Batch:
+def _spectrogram(config: PretrainedConfig, generator: torch.Generator, dtype: torch.dtype) -> Batch:
     frames = 2 * config.max_source_positions  # The encoder's second convolution has stride 2.
     features = _floats(generator, dtype, BATCH_SIZE, config.num_mel_bins, frames)
     return {"input_features": features, "labels": _ids(generator, 7)}
 
 
-def _waveform(config: PreTrainedConfig, generator: torch.Generator, dtype: torch.dtype) -> Batch:
+def _waveform(config: PretrainedConfig, generator: torch.Generator, dtype: torch.dtype) -> Batch:
     return {"input_values": _floats(generator, dtype, BATCH_SIZE, 400), "labels": _ids(generator, 4)}
 
 
@@ -127,7 +127,7 @@ def _with_image_tokens(generator: torch.Generator, num_image_tokens: int) -> Bat
     }
 
 
-def _image_and_text(config: PreTrainedConfig, generator: torch.Generator, dtype: torch.dtype) -> Batch:
+def _image_and_text(config: PretrainedConfig, generator: torch.Generator, dtype: torch.dtype) -> Batch:
     vision = config.vision_config
     num_patches = (vision.image_size // vision.patch_size) ** 2
     # A Q-Former (BLIP-2) gives a fixed number of tokens an image; otherwise each patch is a token.
@@ -135,13 +135,13 @@ def _image_and_text(config: PreTrainedConfig, generator: torch.Generator, dtype:
     return _images(config, generator, dtype) | _with_image_tokens(generator, num_image_tokens)
 
 
-def _image_prefix(config: PreTrainedConfig, generator: torch.Generator, dtype: torch.dtype) -> Batch:
+def _image_prefix(config: PretrainedConfig, generator: torch.Generator, dtype: torch.dtype) -> Batch:
     """PaliGemma: token types tell the prefix, attended in both directions, from the text that is learned."""
     batch = _image_and_text(config, generator, dtype)
     return batch | {"token_type_ids": (batch["labels"] != -100).long()}
 
 
-def _image_patches(config: PreTrainedConfig, generator: torch.Generator, dtype: torch.dtype) -> Batch:
+def _image_patches(config: PretrainedConfig, generator: torch.Generator, dtype: torch.dtype) -> Batch:
     """Qwen2-VL: images come as flattened patches and a grid (time, height, width) for each image."""
     vision = config.vision_config
     grid = torch.tensor([[1, 4, 4]] * BATCH_SIZE)
@@ -187,7 +187,7 @@ class Architecture:
 
     name: str
     model_class: str
-    batch: Callable[[PreTrainedConfig, torch.Generator, torch.dtype], Batch]
+    batch: Callable[[PretrainedConfig, torch.Generator, torch.dtype], Batch]
     targets: tuple[str, ...]
     config: Mapping[str, Any] = field(repr=False, hash=False)
     head: str = "lm_head"
@@ -644,10 +644,10 @@ def _seed(name: str) -> int:
     return zlib.crc32(name.encode())  # `hash` of a string differs from one process to the next.
 
 
-def _make_deterministic(config: PreTrainedConfig) -> None:
+def _make_deterministic(config: PretrainedConfig) -> None:
     """Set all dropout to zero and widen the initialization, in `config` and the configurations inside it."""
     for key, value in list(vars(config).items()):
-        if isinstance(value, PreTrainedConfig):
+        if isinstance(value, PretrainedConfig):
             _make_deterministic(value)
         elif "drop" in key and isinstance(value, int | float) and not isinstance(value, bool):
             setattr(config, key, 0.0)
@@ -657,7 +657,7 @@ def _make_deterministic(config: PreTrainedConfig) -> None:
             setattr(config, key, False)
 
 
-def _configuration(name: str) -> PreTrainedConfig:
+def _configuration(name: str) -> PretrainedConfig:
     row = ARCHITECTURES[name]
     config = getattr(transformers, row.model_class).config_class(**row.config)
     _make_deterministic(config)

@@ -1,0 +1,98 @@
+"""A whole journey with the oldest transformers that is supported, and the PEFT and bitsandbytes of its day.
+
+    pip install -c .ci/constraints-oldest.txt -e ".[test]" && pytest tests/versions
+
+Outside the test paths: the other tests need what newer versions have.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import kbitwrap
+import zoo
+from files import read, saved
+from kbitwrap import KbitPreparedModel, Manifest, Precision
+from snapshot import Snapshot
+from training import adapt, step
+
+ARCHITECTURES = ("llama", "opt", "gemma2", "mixtral")  # plain; with biases; tied and scaled; with stacks of experts
+QUANTS = ("nf4", "int8")
+DTYPE = torch.bfloat16
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:restore.. made:UserWarning"),  # the adapter is on top while restoring
+    pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning"),
+    # That bitsandbytes calls a function of torch that torch 2.13 deprecates.
+    pytest.mark.filterwarnings("ignore:_check_is_size will be removed:FutureWarning"),
+    # Reentrant checkpointing without the hook of PEFT's function, which is compared here: it has no gradients either.
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning"),
+]
+
+
+def logits(name: str, model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(**zoo.inputs(name, model)).logits
+
+
+def test_the_versions_are_the_oldest() -> None:
+    assert transformers.__version__.startswith("4.56.")
+
+
+@pytest.mark.parametrize("precision", list(Precision), ids=str)
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_journey(name: str, quant: str, precision: Precision, tmp_path: Path) -> None:
+    """Prepared, trained, suspended, verified, resumed elsewhere, exported, merged and restored."""
+    model = zoo.load(name, quant, DTYPE)
+    whole = saved(model, tmp_path / "whole", "5GB")
+    expected = logits(name, model)
+    before = Snapshot(model)
+
+    prepared = KbitPreparedModel(model, precision=precision, **zoo.fields(name)).prepare()
+    peft_model = adapt(name, model)
+    prepared.adopt(peft_model)
+    _, gradients = step(name, peft_model)
+    assert gradients
+    assert all(gradient.any() and gradient.isfinite().all() for gradient in gradients.values())
+    with prepared.suspended(), peft_model.disable_adapter():
+        assert torch.equal(logits(name, peft_model), expected)
+    assert not prepared.verify()
+
+    prepared.manifest().save(tmp_path / "kbitwrap.json")
+    manifest = Manifest.load(tmp_path / "kbitwrap.json")
+    with KbitPreparedModel.from_manifest(zoo.load(name, quant, DTYPE), manifest) as resumed:
+        assert resumed.config == prepared.config
+    prepared.export(tmp_path / "exported")
+    assert read(tmp_path / "exported") == whole
+    prepared.export(tmp_path / "merged", merge_adapters=True)
+    merged = type(model).from_pretrained(tmp_path / "merged", dtype="auto")
+    assert {parameter.dtype for parameter in merged.parameters()} == {DTYPE}
+
+    prepared.restore()
+    assert peft_model.unload() is model
+    vars(model).pop("peft_config", None)  # that PEFT leaves it
+    assert before.diff(Snapshot(model), moved=precision.upcasts_all) == []
+    assert torch.equal(logits(name, model), expected)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_drop_in_gives_pefts_numbers(name: str, quant: str, reentrant: bool) -> None:
+    results = []
+    for prepare in (peft.prepare_model_for_kbit_training, kbitwrap.prepare_model_for_kbit_training):
+        model = zoo.load(name, quant, DTYPE)
+        prepare(model, gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        results.append(step(name, adapt(name, model)))
+    kbitwrap.restore(model)
+    (their_loss, theirs), (our_loss, ours) = results
+    assert torch.equal(their_loss, our_loss)
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[fqn], ours[fqn]) for fqn in theirs)
