@@ -8,7 +8,6 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -118,6 +117,11 @@ class KbitPreparedModel:
     def __repr__(self) -> str:
         return f"KbitPreparedModel({type(self.model).__name__}, precision={str(self.config.precision)!r}, {self.state})"
 
+    def __getattr__(self, name: str) -> Any:
+        """Raise; where the model has what was asked for, say that ``.model`` is meant."""
+        hint = f"; it wraps a model, and its .model has {name!r}" if hasattr(vars(self).get("model"), name) else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
+
     def prepare(self) -> KbitPreparedModel:
         """Apply the plan, all or nothing, and return the wrapper; from ``RESTORED`` a second time.
 
@@ -207,9 +211,7 @@ class KbitPreparedModel:
     def __enter__(self) -> KbitPreparedModel:
         return self if self.state is LifecycleState.PREPARED else self.prepare()
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:
         if self.state not in _HELD:
             return
         try:

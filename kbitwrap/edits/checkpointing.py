@@ -14,6 +14,7 @@ from torch import nn
 
 from ..errors import UnsupportedModelError
 from ..model.tree import ModelTree
+from ..model.wrappers import wrapped_children
 from .base import AttributesChange, ChangeBase, EditBase, Together
 from .journal import Call, WayBack
 
@@ -130,7 +131,9 @@ def refuse_without_checkpointing(tree: ModelTree) -> None:
     name = type(model).__name__
     remedy = "prepare it with gradient_checkpointing=False"
     if checkpointing_method(model) is None:
-        raise UnsupportedModelError(f"{name} has no method that enables activation checkpointing; {remedy}")
+        inner = wrapped_children(model)
+        instead = f"prepare what it wraps, its .{inner[0]}, before it is wrapped" if inner else remedy
+        raise UnsupportedModelError(f"{name} has no method that enables activation checkpointing; {instead}")
     supports = getattr(model, "supports_gradient_checkpointing", None)
     listens = any(hasattr(module, "gradient_checkpointing") for _, _, module, _ in tree.modules)
     if supports is False or (supports is True and not listens):

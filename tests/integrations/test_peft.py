@@ -1,0 +1,52 @@
+"""PEFT's adapters on a prepared model: those that need more than LoRA does, and hints where PEFT is used wrongly."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import peft
+import pytest
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainingArguments
+
+import zoo
+from kbitwrap import KbitPreparedModel, UnsupportedModelError
+
+# ----------------------------------------------------------------------------------------------------
+# Hints.
+# ----------------------------------------------------------------------------------------------------
+
+
+def test_a_model_wrapped_for_several_devices_is_refused_with_what_it_wraps() -> None:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        for wrapper in (DistributedDataParallel(zoo.load("llama")), nn.DataParallel(zoo.load("llama"))):
+            with pytest.raises(UnsupportedModelError, match=r"Parallel has no method .* what it wraps, its \.module,"):
+                KbitPreparedModel(wrapper)
+            with KbitPreparedModel(wrapper.module) as prepared:
+                assert not prepared.verify()
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_a_wrapper_given_for_its_model_says_that_the_model_is_meant(tmp_path: Path) -> None:
+    prepared = KbitPreparedModel(zoo.load("llama"))
+    args = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
+    for call, name in (
+        (lambda: peft.get_peft_model(prepared, zoo.lora_config("llama")), "modules"),
+        (lambda: peft.inject_adapter_in_model(zoo.lora_config("llama"), prepared), "named_modules"),
+        (lambda: Trainer(model=prepared, args=args), "to"),
+    ):
+        with pytest.raises(AttributeError, match=rf"has no attribute '{name}'; .* its \.model has '{name}'"):
+            call()
+
+
+def test_a_wrapper_has_no_attribute_of_its_model() -> None:
+    prepared = KbitPreparedModel(zoo.load("llama"))
+    assert not hasattr(prepared, "named_modules")
+    assert getattr(prepared, "hf_device_map", None) is None
+    with pytest.raises(AttributeError, match=r"^'KbitPreparedModel' object has no attribute 'nowhere'$"):
+        prepared.nowhere  # noqa: B018
+    assert copy.copy(prepared).model is prepared.model
