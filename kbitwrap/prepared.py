@@ -103,6 +103,8 @@ class KbitPreparedModel:
         self.model = model
         self.config = PrepareConfig.of(config, fields)
         self._settle_plan(tree_of(model))
+        if self.plan.upcast_before:
+            warnings.warn(self.plan.warnings[0], UserWarning, stacklevel=2)
 
     def _settle_plan(self, tree: ModelTree) -> None:
         """Refuse a model that another wrapper holds, and plan where the plan is not of the model as it is."""
@@ -133,12 +135,6 @@ class KbitPreparedModel:
             StateError: This or another wrapper holds the model or a part of it.
             EditError: An edit failed; the model is as it was, and ``__cause__`` says why.
         """
-        if self.state in _HELD:
-            raise StateError(
-                "prepare() on a wrapper that has prepared its model; restore() it first",
-                state=self.state,
-                expected=(LifecycleState.NEW, LifecycleState.RESTORED),
-            )
         tree = tree_of(self.model)
         self._settle_plan(tree)
         if not self.plan.is_quantized:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from typing import Any
 
 import torch
 from torch import nn
@@ -64,12 +65,31 @@ class Planner:
                 f"{type(self.tree.model).__name__} has neither a quantization attribute nor a quantized layer: "
                 "it is frozen and cast as asked, but not checkpointed"
             )
+        elif self.upcast_before:
+            self.warnings.append(
+                f"{type(self.tree.model).__name__} was upcast before, as peft.prepare_model_for_kbit_training does it: "
+                f"its config says {self._config_dtype}, and all that is not quantized, "
+                f"{format_bytes(self.upcast_before)}, is frozen and float32; nothing is left to cast, and restore() "
+                "returns to this state; prepare a model as from_pretrained returned it"
+            )
         edits: list[EditBase] = [self._record(), self._freeze(), *self._store]
         edits += self._upcast_at_use()
         edits += self.compute_norms()
         edits.append(self._checkpoint())
         self._warn()
         return tuple(edits)
+
+    @property
+    def _config_dtype(self) -> Any:
+        return getattr(getattr(self.tree.model, "config", None), "dtype", None)
+
+    @functools.cached_property
+    def upcast_before(self) -> int:
+        """The float32 bytes of a quantized half model that somebody has frozen and upcast as a whole; else 0."""
+        is_half = self.quantization.is_quantized and self._config_dtype in HALF_DTYPES
+        found = [p for t in self.base if is_half and not is_quantized_parameter(p := t.parameter)]
+        is_upcast = all(p.dtype == torch.float32 and not p.requires_grad for p in found if p.is_floating_point())
+        return sum(map(_bytes, found)) if is_upcast else 0
 
     def cache_bytes(self) -> int:
         """The bytes of the half originals that PEFT's way frees, and an allocator keeps."""

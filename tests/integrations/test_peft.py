@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 
 import peft
 import pytest
+import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 
 import zoo
-from kbitwrap import KbitPreparedModel, UnsupportedModelError
+from kbitwrap import KbitPreparedModel, UnsupportedModelError, build_plan
+from training import adapt
 
 # ----------------------------------------------------------------------------------------------------
 # Hints.
@@ -50,3 +53,30 @@ def test_a_wrapper_has_no_attribute_of_its_model() -> None:
     with pytest.raises(AttributeError, match=r"^'KbitPreparedModel' object has no attribute 'nowhere'$"):
         prepared.nowhere  # noqa: B018
     assert copy.copy(prepared).model is prepared.model
+
+
+@pytest.mark.parametrize("has_adapter", [False, True], ids=["bare", "with an adapter"])
+def test_a_model_that_peft_has_prepared_is_named_with_the_bytes_that_are_not_ours(has_adapter: bool) -> None:
+    model = peft.prepare_model_for_kbit_training(zoo.load("llama"))
+    num_bytes = sum(p.nbytes for p in model.parameters() if p.dtype == torch.float32)
+    if has_adapter:
+        model = adapt("llama", model, modules_to_save=True)
+    said = rf"config says torch\.bfloat16, .*, {num_bytes / 1024:.1f} KiB, is frozen and float32"
+    plan = build_plan(model, precision="full")
+    assert re.search(said, str(plan))
+    assert plan.to_dict()["warnings"][0] == plan.warnings[0]
+    with pytest.warns(UserWarning, match=said):
+        prepared = KbitPreparedModel(model, precision="full")
+    with prepared:
+        assert prepared.plan.added_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_a_model_as_it_was_loaded_is_not_taken_for_one_that_peft_prepared(name: str) -> None:
+    frozen = zoo.load(name).requires_grad_(False)
+    restored = zoo.load(name)
+    with KbitPreparedModel(restored, precision="full"):
+        pass
+    for model in (zoo.load(name), frozen, zoo.load(name, "int8", torch.float32), restored):
+        assert build_plan(model).upcast_before == 0
+    assert build_plan(peft.prepare_model_for_kbit_training(zoo.load(name, None))).upcast_before == 0
