@@ -226,14 +226,17 @@ class Planner:
         if enable:
             refuse_without_checkpointing(self.tree)
         kwargs = dict(self.config.gradient_checkpointing_kwargs)
-        hook_inputs = self.config.input_require_grads
+        hook_inputs, hook_blocks = self.config.input_require_grads, False
         if hook_inputs is None:
             # torch's own default is reentrant, also where None is given.
             use_reentrant = kwargs.get("use_reentrant")
             hook_inputs = enable and (use_reentrant is None or bool(use_reentrant))
+            hook_blocks = enable and not hook_inputs
         if hook_inputs:
             refuse_without_embeddings(self.tree.model)
-        return Checkpoint("checkpoint", ("",), enable=enable, kwargs=kwargs, hook_inputs=hook_inputs)
+        return Checkpoint(
+            "checkpoint", ("",), enable=enable, kwargs=kwargs, hook_inputs=hook_inputs, hook_blocks=hook_blocks
+        )
 
     def by_role(self, stores: list[Store]) -> dict[str, dict[str, int]]:
         """Count parameters, and the bytes they hold and are to hold, by the part they play."""

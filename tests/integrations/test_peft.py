@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -15,6 +16,7 @@ from transformers import Trainer, TrainingArguments
 
 import zoo
 from kbitwrap import KbitPreparedModel, UnsupportedModelError, build_plan
+from snapshot import Snapshot
 from training import adapt
 
 # ----------------------------------------------------------------------------------------------------
@@ -80,3 +82,68 @@ def test_a_model_as_it_was_loaded_is_not_taken_for_one_that_peft_prepared(name: 
     for model in (zoo.load(name), frozen, zoo.load(name, "int8", torch.float32), restored):
         assert build_plan(model).upcast_before == 0
     assert build_plan(peft.prepare_model_for_kbit_training(zoo.load(name, None))).upcast_before == 0
+
+
+# ----------------------------------------------------------------------------------------------------
+# aLoRA: its hooks on a block are taken away in backward, when the block has been computed again.
+# ----------------------------------------------------------------------------------------------------
+
+INVOCATION = 9
+
+
+def with_alora(model: nn.Module, **kwargs: Any) -> peft.PeftModel:
+    return adapt("llama", model, task_type="CAUSAL_LM", alora_invocation_tokens=[INVOCATION], **kwargs)
+
+
+def alora_step(model: peft.PeftModel) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+    batch = zoo.inputs("llama", model)
+    batch["input_ids"][:, 6] = INVOCATION
+    loss = model.train()(**batch).loss
+    loss.backward()
+    gradients = {fqn: p.grad for fqn, p in model.named_parameters() if p.requires_grad}
+    model.zero_grad()
+    return loss.detach(), gradients
+
+
+@pytest.mark.parametrize("layers", [None, [1]], ids=["every block", "the last block"])
+@pytest.mark.parametrize("precision", ["full", "compute"])
+def test_alora_trains_as_after_pefts_function(precision: str, layers: list[int] | None) -> None:
+    reentrant = {"use_reentrant": True}  # their default, of which torch warns where it is not given
+    model = peft.prepare_model_for_kbit_training(zoo.load("llama"), gradient_checkpointing_kwargs=reentrant)
+    theirs = alora_step(with_alora(model, layers_to_transform=layers))
+    assert any(gradient.any() for gradient in theirs[1].values())
+    with KbitPreparedModel(zoo.load("llama"), precision=precision) as prepared:
+        model = with_alora(prepared.model, layers_to_transform=layers)
+        ours = alora_step(model)
+        assert not prepared.verify()
+        model.unload()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_alora_trains_with_the_defaults_before_and_after_a_suspension_and_leaves_no_hook() -> None:
+    model = zoo.load("llama")
+    before = Snapshot(model)
+    with KbitPreparedModel(model) as prepared:
+        assert not model.get_input_embeddings()._forward_hooks
+        peft_model = with_alora(model)
+        first = alora_step(peft_model)
+        with prepared.suspended():
+            assert not any(module._forward_pre_hooks for module in model.modules())
+        torch.testing.assert_close(alora_step(peft_model), first, rtol=0, atol=0)
+        peft_model.unload()
+        assert prepared.restore().foreign == ()
+    for block in model.model.layers:  # what PEFT's hooks leave on a block of any model, prepared or not
+        del block._peft_gradient_checkpointing_forward_hooks
+        block._is_full_backward_hook = None
+    assert before.diff(Snapshot(model)) == []
+
+
+def test_what_is_given_to_a_block_that_alora_hooks_stays_as_it_is() -> None:
+    with KbitPreparedModel(zoo.load("llama")) as prepared:
+        model = with_alora(prepared.model).train()
+        batch = zoo.inputs("llama", model)
+        embedded = model.get_input_embeddings()(batch["input_ids"]).detach()
+        model(inputs_embeds=embedded, labels=batch["labels"], alora_offsets=[4, 4]).loss.backward()
+        assert not embedded.requires_grad
+        assert embedded.grad is None
+        model.unload()
