@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +15,7 @@ from tqdm.auto import tqdm
 from ..config import Precision, PrepareConfig
 from ..edits.base import EditBase, TrainedPolicy
 from ..edits.flags import Anchor, Hold
-from ..edits.journal import Edit, Journal
+from ..edits.journal import Call, Edit, Journal
 from ..edits.storage import CopyChange, TrainedError
 from ..edits.training import FollowTrainMode, RecordAccelerate
 from ..errors import ConfigError, EditError, RestoreError, StateError, UnsupportedModelError
@@ -156,6 +157,15 @@ class Preparation:
             return []
         return self.original.copies(tree, [held.record for held in self.journal.originals()])
 
+    def _half_copies(self, tree: ModelTree) -> list[nn.Parameter]:
+        return self.original.half_copies(tree) if self._upcasts_all else []
+
+    def _upcast_copies(self, known: Sequence[nn.Parameter]) -> None:
+        """Store copies of base modules in float32 that were made since, in half: as those made while prepared are."""
+        for parameter in self._half_copies(self.tree()):
+            if not any(parameter is other for other in known):
+                parameter.data = parameter.data.float()
+
     def changes(self, tree: ModelTree) -> Changes:
         """The parameters of the base that are not what a restore would have to give."""
         with only_reading():
@@ -238,7 +248,7 @@ class Preparation:
             refuse_sharded_since(tree)
             copies = self.copies(tree)
             refuse_retyping_under_ddp([*self.journal.originals(), *copies])
-            way_back.record(random_state(tree))
+            way_back.record(random_state(tree), Call(functools.partial(self._upcast_copies, self._half_copies(tree))))
             self.journal.suspend(tree, way_back, copies)
             # What was put into the base follows the train mode of the module that it sits in.
             edits: list[Edit] = [FollowTrainMode("record", ("",))]

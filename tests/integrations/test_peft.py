@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from pathlib import Path
@@ -17,7 +18,10 @@ from transformers import Trainer, TrainingArguments
 import zoo
 from kbitwrap import KbitPreparedModel, UnsupportedModelError, build_plan
 from snapshot import Snapshot
-from training import adapt
+from training import adapt, step
+
+# Restoring under a live adapter is what some of these tests do; those of the wrapper hold the warning itself.
+pytestmark = pytest.mark.filterwarnings(r"ignore:restore\(\) made \d+ base parameters trainable again:UserWarning")
 
 # ----------------------------------------------------------------------------------------------------
 # Hints.
@@ -146,4 +150,49 @@ def test_what_is_given_to_a_block_that_alora_hooks_stays_as_it_is() -> None:
         model(inputs_embeds=embedded, labels=batch["labels"], alora_offsets=[4, 4]).loss.backward()
         assert not embedded.requires_grad
         assert embedded.grad is None
+        model.unload()
+
+
+# ----------------------------------------------------------------------------------------------------
+# Copies that PEFT makes of base modules while the model is suspended.
+# ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["full", "compute"])
+def test_a_copy_made_while_suspended_is_stored_and_trained_as_one_made_while_prepared(precision: str) -> None:
+    results = {}
+    for is_suspended in (False, True):
+        model = zoo.load("llama")
+        with KbitPreparedModel(model, precision=precision) as prepared:
+            with prepared.suspended() if is_suspended else contextlib.nullcontext():
+                peft_model = adapt("llama", model, modules_to_save=True)
+                copied = peft_model.get_parameter("base_model.model.lm_head.modules_to_save.default.weight")
+                assert copied.dtype == (torch.bfloat16 if is_suspended else torch.float32)
+            assert copied.dtype == torch.float32
+            found = step("llama", peft_model)
+            value = copied.detach().clone()
+            with prepared.suspended():
+                assert copied.dtype == torch.bfloat16
+            assert torch.equal(copied, value)
+            assert copied.dtype == torch.float32
+            assert not prepared.verify()
+            report = prepared.restore()
+            assert report.trained == ("lm_head.weight",)
+            assert torch.equal(copied, value.bfloat16())
+            results[is_suspended] = *found, report
+        original = model.lm_head.original_module.weight
+        torch.testing.assert_close(original, zoo.load("llama").lm_head.weight, rtol=0, atol=0)
+    torch.testing.assert_close(results[True][:2], results[False][:2], rtol=0, atol=0)
+    assert results[True][2] == results[False][2]
+
+
+@pytest.mark.parametrize("precision", ["full", "compute"])
+def test_a_copy_that_somebody_keeps_in_half_stays_so_through_a_suspension(precision: str) -> None:
+    with KbitPreparedModel(zoo.load("llama"), precision=precision) as prepared:
+        model = adapt("llama", prepared.model, modules_to_save=True)
+        copied = model.get_parameter("base_model.model.lm_head.modules_to_save.default.weight")
+        copied.data = copied.data.bfloat16()
+        with prepared.suspended():
+            pass
+        assert copied.dtype == torch.bfloat16
         model.unload()
