@@ -196,3 +196,32 @@ def test_a_copy_that_somebody_keeps_in_half_stays_so_through_a_suspension(precis
             pass
         assert copied.dtype == torch.bfloat16
         model.unload()
+
+
+# ----------------------------------------------------------------------------------------------------
+# DoRA: it makes a parameter of a view of the weight.
+# ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_dora_on_embeddings_trains_under_compute_as_under_full(name: str) -> None:
+    results = []
+    for precision in ("full", "compute"):
+        with KbitPreparedModel(zoo.load(name), precision=precision) as prepared:
+            model = adapt(name, prepared.model, use_dora=True, target_modules=["embed_tokens", "q_proj"])
+            results.append([step(name, model, seed=seed) for seed in (0, 1)])
+            assert not prepared.verify()
+            assert prepared.restore().trained == ()
+    assert any("lora_magnitude_vector" in fqn for fqn in results[0][0][1])
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
+def test_a_parameter_made_of_an_upcast_weight_is_trained_by_itself() -> None:
+    with KbitPreparedModel(zoo.load("llama"), precision="compute") as prepared:
+        embeddings, layer = prepared.model.get_input_embeddings(), nn.Linear(64, 128, bias=False)
+        layer.weight = nn.Parameter(embeddings.weight.view(128, 64))
+        assert torch.equal(layer.weight, embeddings.weight)
+        assert (layer.weight.dtype, layer.weight.requires_grad) == (torch.float32, True)
+        layer(torch.ones(1, 64)).sum().backward()
+        assert layer.weight.grad.eq(1).all()
+        assert not prepared.verify()
