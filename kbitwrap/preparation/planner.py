@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from ..config import Precision, PrepareConfig, format_bytes
 from ..edits.base import EditBase
@@ -20,7 +21,7 @@ from ..edits.training import Record
 from ..model.quantization import Quantization, is_quantized_layer, is_quantized_parameter
 from ..model.records import TensorRef
 from ..model.roles import Role, computes_in_half, is_norm, parameter_roles
-from ..model.tree import ModelTree, NamedTensor, Node, storage_key
+from ..model.tree import ModelTree, NamedTensor, Node, shallow_copy, storage_key
 from ..tensors.dtypes import HALF_DTYPES
 from .process import mixed_precision
 
@@ -255,6 +256,7 @@ class Planner:
 
     def _warn(self) -> None:
         config, quantization = self.config, self.quantization
+        self.warnings += self.warnings_of_adapters()
         if not quantization.casts and config.precision is not Precision.NONE:
             self.warnings.append(
                 f"{quantization.method} manages its own precision: precision {config.precision.value!r} changes nothing"
@@ -270,6 +272,33 @@ class Planner:
             experts = sum(_bytes(p) for ref in stored if (p := ref()) is not None and self.roles[id(p)] is Role.EXPERT)
             if experts:
                 self.warnings.append(f"unquantized experts are doubled: {format_bytes(experts)} more")
+
+    def warnings_of_adapters(self) -> list[str]:
+        """Name the adapters whose float32 output the half model cannot go on with, prepared or not; at most one."""
+        device = next((t.parameter.device for t in self.base), torch.device("meta"))
+        is_float32 = self.config.precision.upcasts_all and self.quantization.casts
+        if is_float32 or self._dtype is None or mixed_precision(device.type) is not None:
+            return []
+        found: dict[Any, list[Node]] = {}
+        for node in self.tree.adapters:
+            if "base_layer" in node.module._modules:
+                found.setdefault((type(node.module), str(getattr(node.module, "active_adapters", ""))), []).append(node)
+        names = [n.fqn for nodes in found.values() if _returns_float32(nodes[0].module, self._dtype) for n in nodes]
+        if not names:
+            return []
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        others = " or prepare with precision 'full' or 'compute'" if self.quantization.casts else ""
+        return [
+            f"the adapters on {names[0]}{more} return float32 where the model computes in {self._dtype}: attention, or "
+            "the head, will raise that dtypes differ, as in the unprepared model; train under autocast "
+            f"(Trainer(bf16=True)){others}"
+        ]
+
+    @property
+    def _dtype(self) -> torch.dtype | None:
+        """The dtype that the model computes in, if it is half."""
+        halves = (p.dtype for t in self.base if not is_quantized_parameter(p := t.parameter) and p.dtype in HALF_DTYPES)
+        return next(halves, None)
 
     def _warn_of_mixed_precision(self) -> None:
         """Say where a policy computes in half what is cast: the bytes are spent, and the numbers are not PEFT's."""
@@ -298,6 +327,26 @@ def _adapted_blocks(tree: ModelTree) -> set[str]:
             outermost = min(inside, key=len)
             blocks.add(f"{outermost}.{node.fqn[len(outermost) + 1 :].partition('.')[0]}.")
     return blocks
+
+
+class _AsItsInput(nn.Linear):
+    """A layer that returns the dtype of its input, as quantized ones do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute nothing."""
+        return x.new_empty(*x.shape[:-1], self.out_features)
+
+
+def _returns_float32(adapter: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether PEFT's layer makes float32 of a half input; its own forward is run on fake tensors, so nothing is."""
+    copied, width = shallow_copy(adapter), getattr(adapter, "in_features", 0)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            copied._modules["base_layer"] = _AsItsInput(width, adapter.out_features, False, dtype=dtype)  # type: ignore[arg-type]
+            output: torch.Tensor = type(copied).forward(copied, torch.empty(1, 1, width, dtype=dtype))
+            return output.dtype == torch.float32
+    except Exception:  # a layer that is not linear, or does not run so: of that nothing is said
+        return False
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -225,3 +226,63 @@ def test_a_parameter_made_of_an_upcast_weight_is_trained_by_itself() -> None:
         layer(torch.ones(1, 64)).sum().backward()
         assert layer.weight.grad.eq(1).all()
         assert not prepared.verify()
+
+
+# ----------------------------------------------------------------------------------------------------
+# Adapters that return float32.
+# ----------------------------------------------------------------------------------------------------
+
+QKV = ["q_proj", "k_proj", "v_proj"]
+FLOAT32_ADAPTERS: dict[str, Callable[[], peft.PeftConfig]] = {
+    "ia3": lambda: peft.IA3Config(target_modules=QKV, feedforward_modules=[]),
+    "ia3 on keys and values": lambda: peft.IA3Config(target_modules=QKV[1:], feedforward_modules=[]),
+    "randlora": lambda: peft.RandLoraConfig(r=4, target_modules=QKV, projection_prng_key=0),
+    "road": lambda: peft.RoadConfig(target_modules=QKV, group_size=4),
+}
+SAID = r"adapters on model\.layers\.0\.self_attn\.._proj and \d more return float32 .* autocast .* 'full' or 'compute'"
+
+
+@pytest.mark.parametrize("name", FLOAT32_ADAPTERS)
+def test_adapters_that_a_half_model_cannot_go_on_with_are_named_with_the_way_out(name: str) -> None:
+    def adapted(model: nn.Module) -> nn.Module:
+        torch.manual_seed(0)
+        return peft.get_peft_model(model, FLOAT32_ADAPTERS[name]())
+
+    with pytest.raises(RuntimeError, match="same dtype"):
+        step("llama", adapted(zoo.load("llama")))  # it is not the preparation's doing
+    for precision in ("norms", "none"):
+        with KbitPreparedModel(zoo.load("llama"), precision=precision) as prepared:
+            model = adapted(prepared.model)
+            with pytest.warns(UserWarning, match=SAID):
+                prepared.adopt(model)
+            assert re.search(SAID, str(prepared.plan))
+            prepared.adopt(model)  # which is said once
+            with pytest.raises(RuntimeError, match="same dtype"):
+                step("llama", model)
+            with torch.autocast("cpu", torch.bfloat16):
+                assert torch.isfinite(step("llama", model)[0])
+                assert not build_plan(adapted(zoo.load("llama")), precision=precision).warnings
+    model = adapted(zoo.load("llama"))
+    before = Snapshot(model)
+    assert re.search(SAID, str(build_plan(model)))
+    assert before.diff(Snapshot(model)) == []
+    for precision in ("full", "compute"):
+        with KbitPreparedModel(zoo.load("llama"), precision=precision) as prepared:
+            model = adapted(prepared.model)
+            prepared.adopt(model)
+            assert torch.isfinite(step("llama", model)[0])
+
+
+@pytest.mark.parametrize("quant", ["nf4", "int8"])
+def test_nothing_is_said_of_adapters_that_return_what_their_layer_returns(quant: str) -> None:
+    for config in (
+        zoo.lora_config("llama", modules_to_save=True),
+        zoo.lora_config("llama", target_modules=["embed_tokens", "q_proj", "lm_head"]),
+        peft.VeraConfig(r=4, target_modules=["q_proj"], projection_prng_key=0),
+        peft.FourierFTConfig(target_modules=["q_proj"], n_frequency=8),
+    ):
+        with KbitPreparedModel(zoo.load("llama", quant)) as prepared:
+            model = peft.get_peft_model(prepared.model, config)
+            prepared.adopt(model)
+            assert prepared.plan.warnings == ()
+            assert torch.isfinite(step("llama", model)[0])
