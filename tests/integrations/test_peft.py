@@ -286,3 +286,20 @@ def test_nothing_is_said_of_adapters_that_return_what_their_layer_returns(quant:
             prepared.adopt(model)
             assert prepared.plan.warnings == ()
             assert torch.isfinite(step("llama", model)[0])
+
+
+@pytest.mark.parametrize("precision", ["full", "compute", "norms"])
+def test_an_adaption_prompt_is_no_difference(precision: str) -> None:
+    config = peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=2, task_type="CAUSAL_LM")
+    with KbitPreparedModel(zoo.load("llama"), precision=precision) as prepared:
+        model = peft.get_peft_model(prepared.model, config)
+        assert not prepared.verify()
+        step("llama", model)
+        assert not prepared.verify()
+        with model.disable_adapter():
+            assert not prepared.verify()
+        with prepared.suspended():
+            pass
+        assert not prepared.verify()
+        model.base_model.disable_adapter_layers()  # as before it was made: PEFT cannot unload it
+        assert prepared.restore().replaced == ()
