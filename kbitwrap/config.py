@@ -90,8 +90,9 @@ class PrepareConfig:
         gradient_checkpointing: Enable activation checkpointing. A quantized model that does not support it is
             refused with ``UnsupportedModelError`` before anything changes.
         gradient_checkpointing_kwargs: Passed to ``torch.utils.checkpoint.checkpoint``.
-        input_require_grads: ``None`` hooks the input embeddings only where reentrant checkpointing needs it;
-            ``True`` and ``False`` force it.
+        input_require_grads: ``None`` hooks the input embeddings only where reentrant checkpointing needs it, and
+            makes a checkpointed block's input require grad where an adapter needs it (aLoRA); ``True`` and ``False``
+            force the hook on the embeddings.
         head_chunk_bytes: With ``"compute"``: the largest float32 piece of the output head alive at once, in bytes.
             ``None`` computes it in one piece, which is bit-identical to ``"full"`` on every shape; in pieces, the
             matrix library may block the product differently.

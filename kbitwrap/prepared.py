@@ -8,7 +8,6 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -104,6 +103,8 @@ class KbitPreparedModel:
         self.model = model
         self.config = PrepareConfig.of(config, fields)
         self._settle_plan(tree_of(model))
+        if self.plan.upcast_before:
+            warnings.warn(self.plan.warnings[0], UserWarning, stacklevel=2)
 
     def _settle_plan(self, tree: ModelTree) -> None:
         """Refuse a model that another wrapper holds, and plan where the plan is not of the model as it is."""
@@ -118,6 +119,11 @@ class KbitPreparedModel:
     def __repr__(self) -> str:
         return f"KbitPreparedModel({type(self.model).__name__}, precision={str(self.config.precision)!r}, {self.state})"
 
+    def __getattr__(self, name: str) -> Any:
+        """Raise; where the model has what was asked for, say that ``.model`` is meant."""
+        hint = f"; it wraps a model, and its .model has {name!r}" if hasattr(vars(self).get("model"), name) else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
+
     def prepare(self) -> KbitPreparedModel:
         """Apply the plan, all or nothing, and return the wrapper; from ``RESTORED`` a second time.
 
@@ -129,12 +135,6 @@ class KbitPreparedModel:
             StateError: This or another wrapper holds the model or a part of it.
             EditError: An edit failed; the model is as it was, and ``__cause__`` says why.
         """
-        if self.state in _HELD:
-            raise StateError(
-                "prepare() on a wrapper that has prepared its model already; restore() it first",
-                state=self.state,
-                expected=(LifecycleState.NEW, LifecycleState.RESTORED),
-            )
         tree = tree_of(self.model)
         self._settle_plan(tree)
         if not self.plan.is_quantized:
@@ -207,9 +207,7 @@ class KbitPreparedModel:
     def __enter__(self) -> KbitPreparedModel:
         return self if self.state is LifecycleState.PREPARED else self.prepare()
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:
         if self.state not in _HELD:
             return
         try:
@@ -299,7 +297,8 @@ class KbitPreparedModel:
         """Tell the wrapper of adapters made after ``prepare``; may be called again when further ones are made.
 
         Under ``"adapted"`` the norms of the blocks that now hold an adapter compute in float32 from here on. Under
-        every precision, ``restore`` undoes what accelerate sets on ``peft_model``, such as a forward under autocast.
+        every precision, ``restore`` undoes what accelerate sets on ``peft_model``, such as a forward under autocast,
+        and adapters whose float32 output a half model cannot go on with are a warning.
 
         Args:
             peft_model: The ``PeftModel``, or the prepared model itself where adapters were injected into it.

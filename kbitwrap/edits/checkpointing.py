@@ -14,6 +14,7 @@ from torch import nn
 
 from ..errors import UnsupportedModelError
 from ..model.tree import ModelTree
+from ..model.wrappers import wrapped_children
 from .base import AttributesChange, ChangeBase, EditBase, Together
 from .journal import Call, WayBack
 
@@ -23,15 +24,32 @@ def make_inputs_require_grad(module: nn.Module, args: Any, output: torch.Tensor)
     output.requires_grad_(True)
 
 
-_INPUT_GRADIENT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
-_HOOK_DICTS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+def make_block_input_require_grad(module: nn.Module, args: Any) -> Any:
+    """Forward pre-hook of a block with backward hooks: without it they run before the block is computed again.
+
+    An adapter may put hooks on a block for one step (PEFT's aLoRA), and take away in backward what recomputing needs.
+    torch runs a block's backward hooks when the gradient of its input is there, and if it takes none, at once.
+    """
+    inputs = [x for x in args if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    if not (module._backward_hooks and inputs and torch.is_grad_enabled()) or any(x.requires_grad for x in inputs):
+        return None
+    return tuple(x.detach().requires_grad_() if x is inputs[0] else x for x in args)
+
+
+_INPUT_GRADIENT_HOOKS = (
+    *("make_inputs_require_grads", "make_inputs_require_grad"),
+    make_block_input_require_grad.__name__,
+)
+_HOOK_DICTS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+)
 
 
 def input_gradient_hooks(module: nn.Module) -> list[int]:
     """The ids of a module's input-gradient hooks: those of transformers, of PEFT and of kbitwrap."""
-    return [
-        key for key, hook in module._forward_hooks.items() if getattr(hook, "__name__", None) in _INPUT_GRADIENT_HOOKS
-    ]
+    hooks = (*module._forward_hooks.items(), *module._forward_pre_hooks.items())
+    return [key for key, hook in hooks if getattr(hook, "__name__", None) in _INPUT_GRADIENT_HOOKS]
 
 
 class HooksChange(ChangeBase):
@@ -42,12 +60,12 @@ class HooksChange(ChangeBase):
 
     def __init__(self, tree: ModelTree) -> None:
         self._index = tree.index
-        hooked = [node.module for node in tree.modules if node.module._forward_hooks]
+        hooked = [m for _, _, m, _ in tree.modules if m._forward_hooks or m._forward_pre_hooks]
         self.before = {key for module in hooked for key in input_gradient_hooks(module)}
 
     def _affected(self, tree: ModelTree | None) -> dict[nn.Module, list[int]]:
         modules = [m for _, m in self._index.live()] + [node.module for node in (tree.modules if tree else ())]
-        hooked = (m for m in modules if m._forward_hooks)
+        hooked = (m for m in modules if m._forward_hooks or m._forward_pre_hooks)
         return {m: new for m in hooked if (new := [k for k in input_gradient_hooks(m) if k not in self.before])}
 
     def undo(self, tree: ModelTree) -> None:
@@ -130,7 +148,9 @@ def refuse_without_checkpointing(tree: ModelTree) -> None:
     name = type(model).__name__
     remedy = "prepare it with gradient_checkpointing=False"
     if checkpointing_method(model) is None:
-        raise UnsupportedModelError(f"{name} has no method that enables activation checkpointing; {remedy}")
+        inner = wrapped_children(model)
+        instead = f"prepare what it wraps, its .{inner[0]}, before it is wrapped" if inner else remedy
+        raise UnsupportedModelError(f"{name} has no method that enables activation checkpointing; {instead}")
     supports = getattr(model, "supports_gradient_checkpointing", None)
     listens = any(hasattr(module, "gradient_checkpointing") for _, _, module, _ in tree.modules)
     if supports is False or (supports is True and not listens):
@@ -148,11 +168,12 @@ def refuse_without_embeddings(model: nn.Module) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint(EditBase):
-    """Enable activation checkpointing, and hook the input embeddings exactly where asked."""
+    """Enable activation checkpointing, and hook the input embeddings, or the blocks, exactly where asked."""
 
     enable: bool = True
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     hook_inputs: bool = False
+    hook_blocks: bool = False
 
     def capture(self, tree: ModelTree) -> CheckpointingChange:
         """Record attributes and hooks."""
@@ -168,6 +189,9 @@ class Checkpoint(EditBase):
             _enable_checkpointing(model, self.kwargs)
         if not change.hooks.remove_added(None, keep_one=self.hook_inputs):
             change.attributes.undo_of(CHECKPOINTING_ATTRIBUTES[2:])
+        for block in model.modules() if self.hook_blocks else ():
+            if vars(block).get("gradient_checkpointing") is True and not input_gradient_hooks(block):
+                block.register_forward_pre_hook(make_block_input_require_grad)
 
 
 def _hook_inputs(model: nn.Module) -> None:

@@ -184,7 +184,7 @@ class UpcastChange(ChangeBase):
                     del vars(owner)[own_name]
         if isinstance(parameter, UpcastTensor):
             if parameter.is_view:
-                return nn.Parameter(parameter.clone(), requires_grad=False)
+                return nn.Parameter(parameter.clone(), requires_grad=parameter.requires_grad)
             place = parameter.owner
             if place is None or place[1] not in self._names.get(place[0], ()):
                 return None

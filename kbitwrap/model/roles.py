@@ -1,4 +1,4 @@
-"""The part that each parameter plays in its model, and which modules are norms."""
+"""The part that each parameter plays in its model, which modules are norms, and in which dtype layers compute."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from ..tensors.dtypes import HALF_DTYPES
 from .quantization import is_quantized_parameter
-from .tree import ModelTree
+from .tree import ModelTree, shallow_copy
 
 
 class Role(str, Enum):
@@ -107,3 +108,23 @@ def parameter_roles(tree: ModelTree, norm_modules: tuple[type | str, ...] = ()) 
         else:
             roles[key] = Role.OTHER
     return roles
+
+
+class _AsItsInput(nn.Linear):
+    """A layer that returns the dtype of its input, as quantized ones do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute nothing."""
+        return x.new_empty(*x.shape[:-1], self.out_features)
+
+
+def returns_float32(adapter: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether PEFT's layer makes float32 of a half input; its own forward is run on fake tensors, so nothing is."""
+    copied, width = shallow_copy(adapter), getattr(adapter, "in_features", 0)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            copied._modules["base_layer"] = _AsItsInput(width, adapter.out_features, False, dtype=dtype)  # type: ignore[arg-type]
+            output: torch.Tensor = type(copied).forward(copied, torch.empty(1, 1, width, dtype=dtype))
+            return output.dtype == torch.float32
+    except Exception:  # a layer that is not linear, or does not run so: of that nothing is said
+        return False

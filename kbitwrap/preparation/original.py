@@ -18,7 +18,7 @@ from ..edits.base import HeldOriginal
 from ..edits.checkpointing import input_gradient_hooks
 from ..edits.storage import CopyChange
 from ..model.checks import is_sharded_tensor
-from ..model.quantization import quant_state_of
+from ..model.quantization import is_quantized_parameter, quant_state_of
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, join, only_reading
 from ..model.wrappers import is_adapter_module
@@ -248,6 +248,16 @@ class Original:
                 is_base = own is not None or not (parameter.requires_grad or id(parameter) in tree.adapter_ids)
                 change = CopyChange(record, parameter, original.dtype, is_base=is_base, is_resized=is_resized)
                 found.append(change)
+        return found
+
+    def half_copies(self, tree: ModelTree) -> list[nn.Parameter]:
+        """The parameters that stand, by name, for a half one of the base, and are stored in half as that was."""
+        found = []
+        for tensor in tree.tensors:
+            original, parameter = self._base.get(tensor.fqn), tensor.parameter
+            is_half = parameter.dtype in HALF_DTYPES and original is not None and original.dtype in HALF_DTYPES
+            if is_half and id(parameter) not in tree.known and not is_quantized_parameter(parameter):
+                found.append(parameter)
         return found
 
     def added(self, tree: ModelTree) -> tuple[list[str], list[str]]:

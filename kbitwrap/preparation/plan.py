@@ -36,6 +36,7 @@ class Plan:
         record_bytes: The bytes that the record itself holds beyond that: biases that bitsandbytes rewrites and, of a
             model on an accelerator with ``keep_originals``, host copies of all that is cast. (On the CPU those are the
             originals themselves, and count in ``added_bytes``.)
+        upcast_before: The float32 bytes of a model that somebody has frozen and upcast as a whole before; else 0.
         warnings: Consequences of these settings that need attention.
         is_quantized: Whether the model is quantized; an unquantized one is never checkpointed.
         casts: Whether half parameters may be cast: false where the quantization method manages its own precision.
@@ -49,6 +50,7 @@ class Plan:
     peak_bytes: int
     cache_bytes: int
     record_bytes: int
+    upcast_before: int = 0
     warnings: tuple[str, ...] = ()
     is_quantized: bool = True
     casts: bool = True
@@ -211,6 +213,7 @@ def write_plan(planner: Planner) -> Plan:
         peak_bytes=peak_bytes(stores),
         cache_bytes=planner.cache_bytes(),
         record_bytes=sum(edit.record_bytes for edit in stores),
+        upcast_before=planner.upcast_before,
         warnings=tuple(planner.warnings),
         is_quantized=planner.quantization.is_quantized,
         casts=planner.quantization.casts,

@@ -26,7 +26,7 @@ from ..model.quantization import (
     loses_gradients,
 )
 from ..model.records import TensorRef
-from ..model.roles import Role, computes_in_half, is_norm, parameter_roles
+from ..model.roles import Role, computes_in_half, is_norm, parameter_roles, returns_float32
 from ..model.tree import ModelTree, NamedTensor, Node, storage_key
 from ..tensors.bits import is_composed
 from ..tensors.dtypes import HALF_DTYPES
@@ -73,12 +73,31 @@ class Planner:
                 f"{type(self.tree.model).__name__} has neither a quantization attribute nor a quantized layer: "
                 "it is frozen and cast as asked, but not checkpointed"
             )
+        elif self.upcast_before:
+            self.warnings.append(
+                f"{type(self.tree.model).__name__} was upcast before, as peft.prepare_model_for_kbit_training does it: "
+                f"its config says {self._config_dtype}, and all that is not quantized, "
+                f"{format_bytes(self.upcast_before)}, is frozen and float32; nothing is left to cast, and restore() "
+                "returns to this state; prepare a model as from_pretrained returned it"
+            )
         edits: list[EditBase] = [self._record(), self._freeze(), *self._store]
         edits += self._upcast_at_use()
         edits += self.compute_norms()
         edits.append(self._checkpoint())
         self._warn()
         return tuple(edits)
+
+    @property
+    def _config_dtype(self) -> Any:
+        return getattr(getattr(self.tree.model, "config", None), "dtype", None)
+
+    @functools.cached_property
+    def upcast_before(self) -> int:
+        """The float32 bytes of a quantized half model that somebody has frozen and upcast as a whole; else 0."""
+        is_half = self.quantization.is_quantized and self._config_dtype in HALF_DTYPES
+        found = [p for t in self.base if is_half and not is_quantized_parameter(p := t.parameter)]
+        is_upcast = all(p.dtype == torch.float32 and not p.requires_grad for p in found if p.is_floating_point())
+        return sum(map(_bytes, found)) if is_upcast else 0
 
     def cache_bytes(self) -> int:
         """The bytes of the half originals that PEFT's way frees, and an allocator keeps."""
@@ -227,14 +246,17 @@ class Planner:
         if enable:
             refuse_without_checkpointing(self.tree)
         kwargs = dict(self.config.gradient_checkpointing_kwargs)
-        hook_inputs = self.config.input_require_grads
+        hook_inputs, hook_blocks = self.config.input_require_grads, False
         if hook_inputs is None:
             # torch's own default is reentrant, also where None is given.
             use_reentrant = kwargs.get("use_reentrant")
             hook_inputs = enable and (use_reentrant is None or bool(use_reentrant))
+            hook_blocks = enable and not hook_inputs
         if hook_inputs:
             refuse_without_embeddings(self.tree.model)
-        return Checkpoint("checkpoint", ("",), enable=enable, kwargs=kwargs, hook_inputs=hook_inputs)
+        return Checkpoint(
+            "checkpoint", ("",), enable=enable, kwargs=kwargs, hook_inputs=hook_inputs, hook_blocks=hook_blocks
+        )
 
     def by_role(self, stores: list[Store]) -> dict[str, dict[str, int]]:
         """Count parameters, and the bytes they hold and are to hold, by the part they play."""
@@ -274,6 +296,7 @@ class Planner:
     def _warn(self) -> None:
         config, quantization = self.config, self.quantization
         self._warn_of_lost_gradients()
+        self.warnings += self.warnings_of_adapters()
         if not quantization.casts and config.precision is not Precision.NONE:
             self.warnings.append(
                 f"{quantization.method} manages its own precision: precision {config.precision.value!r} changes nothing"
@@ -289,6 +312,33 @@ class Planner:
             experts = sum(_bytes(p) for ref in stored if (p := ref()) is not None and self.roles[id(p)] is Role.EXPERT)
             if experts:
                 self.warnings.append(f"unquantized experts are doubled: {format_bytes(experts)} more")
+
+    def warnings_of_adapters(self) -> list[str]:
+        """Name the adapters whose float32 output the half model cannot go on with, prepared or not; at most one."""
+        device = next((t.parameter.device for t in self.base), torch.device("meta"))
+        is_float32 = self.config.precision.upcasts_all and self.quantization.casts
+        if is_float32 or self._dtype is None or mixed_precision(device.type) is not None:
+            return []
+        found: dict[Any, list[Node]] = {}
+        for node in self.tree.adapters:
+            if "base_layer" in node.module._modules:
+                found.setdefault((type(node.module), str(getattr(node.module, "active_adapters", ""))), []).append(node)
+        names = [n.fqn for nodes in found.values() if returns_float32(nodes[0].module, self._dtype) for n in nodes]
+        if not names:
+            return []
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        others = " or prepare with precision 'full' or 'compute'" if self.quantization.casts else ""
+        return [
+            f"the adapters on {names[0]}{more} return float32 where the model computes in {self._dtype}: attention, or "
+            "the head, will raise that dtypes differ, as in the unprepared model; train under autocast "
+            f"(Trainer(bf16=True)){others}"
+        ]
+
+    @property
+    def _dtype(self) -> torch.dtype | None:
+        """The dtype that the model computes in, if it is half."""
+        halves = (p.dtype for t in self.base if not is_quantized_parameter(p := t.parameter) and p.dtype in HALF_DTYPES)
+        return next(halves, None)
 
     def _warn_of_mixed_precision(self) -> None:
         """Say where a policy computes in half what is cast: the bytes are spent, and the numbers are not PEFT's."""

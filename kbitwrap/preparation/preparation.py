@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +15,7 @@ from tqdm.auto import tqdm
 from ..config import Precision, PrepareConfig
 from ..edits.base import EditBase, TrainedPolicy
 from ..edits.flags import Anchor, Hold
-from ..edits.journal import Edit, Journal
+from ..edits.journal import Call, Edit, Journal
 from ..edits.storage import CopyChange, TrainedError
 from ..edits.training import FollowTrainMode, RecordAccelerate
 from ..errors import ConfigError, EditError, RestoreError, StateError, UnsupportedModelError
@@ -139,22 +140,34 @@ class Preparation:
             )
         if not tree.adapter_ids:
             raise UnsupportedModelError(f"{type(peft_model).__name__} holds no adapter inside the prepared model")
-        norms = Planner(tree, self.plan.config, tree.quantization).compute_norms()
+        planner = Planner(tree, self.plan.config, tree.quantization)
+        norms, told = planner.compute_norms(), self.plan.warnings
+        new = [warning for warning in planner.warnings_of_adapters() if warning not in told]
         edits: list[Edit] = [*norms]
         if peft_model not in self._adopted:
             edits.append(RecordAccelerate("record", ("",), model=weakref.ref(peft_model)))
         self.journal.apply(edits, tree)
         self._adopted.add(peft_model)
-        if norms:
-            self.plan = dataclasses.replace(self.plan, edits=(*self.plan.edits, *norms))
-            self.left.reread(tree, {m for edit in norms for ref in edit.modules if (m := ref()) is not None})
-        return bool(norms)
+        self.plan = dataclasses.replace(self.plan, edits=(*self.plan.edits, *norms), warnings=(*told, *new))
+        self.left.reread(tree, {m for edit in norms for ref in edit.modules if (m := ref()) is not None})
+        for warning in new:
+            warnings.warn(warning, UserWarning, stacklevel=3)
+        return bool(norms or new)
 
     def copies(self, tree: ModelTree) -> list[CopyChange]:
         """The changes that take back the float32 copies that PEFT made of base modules while all was upcast."""
         if not self._upcasts_all:
             return []
         return self.original.copies(tree, [held.record for held in self.journal.originals()])
+
+    def _half_copies(self, tree: ModelTree) -> list[nn.Parameter]:
+        return self.original.half_copies(tree) if self._upcasts_all else []
+
+    def _upcast_copies(self, known: Sequence[nn.Parameter]) -> None:
+        """Store copies of base modules in float32 that were made since, in half: as those made while prepared are."""
+        for parameter in self._half_copies(self.tree()):
+            if not any(parameter is other for other in known):
+                parameter.data = parameter.data.float()
 
     def changes(self, tree: ModelTree) -> Changes:
         """The parameters of the base that are not what a restore would have to give."""
@@ -238,7 +251,7 @@ class Preparation:
             refuse_sharded_since(tree)
             copies = self.copies(tree)
             refuse_retyping_under_ddp([*self.journal.originals(), *copies])
-            way_back.record(random_state(tree))
+            way_back.record(random_state(tree), Call(functools.partial(self._upcast_copies, self._half_copies(tree))))
             self.journal.suspend(tree, way_back, copies)
             # What was put into the base follows the train mode of the module that it sits in.
             edits: list[Edit] = [FollowTrainMode("record", ("",))]

@@ -86,10 +86,9 @@ class PreparedState:
         modules = {node.fqn: node.module for node in tree.base}
         for fqn, marks in self._modules.items():
             if fqn in modules:
-                found_marks = _read_module(modules[fqn])
-                # Whoever enables checkpointing again adds a hook: what is there is there once or many times.
-                is_hooked = found_marks["input_gradient_hooks"] >= marks["input_gradient_hooks"]
-                _compare(differences, fqn, marks, found_marks, ["input_gradient_hooks"] if is_hooked else [])
+                # A hook where none is needed changes nothing; transformers adds one whenever it enables checkpointing.
+                ignored = [] if marks["input_gradient_hooks"] else ["input_gradient_hooks"]
+                _compare(differences, fqn, marks, _read_module(modules[fqn]), ignored)
         return StateDiff(differences)
 
 
@@ -107,7 +106,7 @@ _UNMARKED: dict[str, Any] = {
     **dict.fromkeys(CHECKPOINTING_ATTRIBUTES[:2], MISSING),
     "forward": None,
     "upcast": frozenset(),
-    "input_gradient_hooks": 0,
+    "input_gradient_hooks": False,
 }
 
 
@@ -122,7 +121,7 @@ def _read_module(module: nn.Module) -> dict[str, Any]:
     # A stand-in for a weight comes with a copier.
     named = fields.items() if "__deepcopy__" in fields else ()
     state["upcast"] = frozenset(name for name, value in named if isinstance(value, UpcastTensor))
-    state["input_gradient_hooks"] = len(input_gradient_hooks(module))
+    state["input_gradient_hooks"] = bool(input_gradient_hooks(module))
     return state
 
 

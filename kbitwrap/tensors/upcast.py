@@ -210,16 +210,18 @@ class UpcastTensor(torch.Tensor):
 
     @property
     def requires_grad(self) -> bool:
-        """False: a weight that is upcast at use is frozen."""
-        return False
+        """Whether it is a leaf to train, as a view may be (PEFT's DoRA makes one); a weight upcast at use is frozen."""
+        return self.is_view and super().requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        if value:
+        if self.is_view:
+            super().requires_grad_(value)
+        elif value:
             raise self._refusal()
 
     def requires_grad_(self, requires_grad: bool = True) -> UpcastTensor:
-        """Refuse to be trained: the stand-in is not a parameter of the model."""
+        """Refuse to be trained, unless this is a view: the stand-in is not a parameter of the model."""
         self.requires_grad = requires_grad
         return self
 

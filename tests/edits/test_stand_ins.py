@@ -352,6 +352,18 @@ class TestAsAnAttribute:
             linear.weight.requires_grad = True
         assert linear.weight.requires_grad is False
 
+    def test_a_view_may_be_a_leaf_of_its_own(self) -> None:
+        linear = self.linear()
+        leaves = [nn.Parameter(weight.T) for weight in (linear.weight, linear._parameters["weight"].detach().float())]
+        x = torch.randn(2, 4)
+        for leaf in leaves:
+            (x @ leaf.T).square().sum().backward()
+        assert torch.equal(leaves[0].grad, leaves[1].grad)
+        assert leaves[0].requires_grad
+        assert not leaves[0].detach().requires_grad
+        assert not linear.weight.T.requires_grad
+        assert not linear._parameters["weight"].requires_grad
+
     @pytest.mark.parametrize(
         "write",
         [

@@ -171,7 +171,7 @@ def test_each_train_call_adds_a_hook_and_restore_removes_them_all(tmp_path: Path
     for num_hooks in (1, 2):
         trainer.train()
         assert len(model.get_input_embeddings()._forward_hooks) == num_hooks
-        assert not prepared.verify()  # what others add is no difference
+        assert not prepared.verify()
     with prepared.suspended():
         assert not model.get_input_embeddings()._forward_hooks
     assert len(model.get_input_embeddings()._forward_hooks) == 2
@@ -179,10 +179,23 @@ def test_each_train_call_adds_a_hook_and_restore_removes_them_all(tmp_path: Path
     assert not model.get_input_embeddings()._forward_hooks
 
 
-def test_verify_is_silent_on_a_setting_that_was_written_again(tmp_path: Path) -> None:
-    prepared = KbitPreparedModel(zoo.load("llama")).prepare()
-    train(prepared.model, tmp_path, **TRAINER["non-reentrant"])
+@pytest.mark.parametrize("mode", ["non-reentrant", "reentrant"])
+def test_verify_is_silent_on_a_setting_that_was_written_again(tmp_path: Path, mode: str) -> None:
+    prepared = KbitPreparedModel(zoo.load("llama"), **WRAPPER[mode]).prepare()
+    run = train(prepared.model, tmp_path, **TRAINER[mode])
     assert not prepared.verify()
+    # As TRL does, which enables it itself and then hands the model to the Trainer.
+    run.model.enable_input_require_grads()
+    run.train()
+    assert len(prepared.model.get_input_embeddings()._forward_hooks) > 2
+    assert not prepared.verify()
+
+
+def test_verify_names_checkpointing_of_another_kind(tmp_path: Path) -> None:
+    prepared = KbitPreparedModel(zoo.load("llama")).prepare()
+    train(prepared.model, tmp_path, **TRAINER["reentrant"])
+    found = {what for rows in prepared.verify().differences.values() for what in rows}
+    assert found == {"_gradient_checkpointing_func"}
 
 
 def test_report_names_no_hook_that_restore_removed(tmp_path: Path) -> None:
