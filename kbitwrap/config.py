@@ -89,7 +89,8 @@ class PrepareConfig:
         freeze: Set ``requires_grad=False`` on the base parameters. Adapter parameters are never touched.
         gradient_checkpointing: Enable activation checkpointing. A quantized model that does not support it is
             refused with ``UnsupportedModelError`` before anything changes.
-        gradient_checkpointing_kwargs: Passed to ``torch.utils.checkpoint.checkpoint``.
+        gradient_checkpointing_kwargs: Passed to ``torch.utils.checkpoint.checkpoint``; what the model's own method
+            takes, such as transformers' ``every_n_layers`` and ``offload``, goes to that.
         input_require_grads: ``None`` hooks the input embeddings only where reentrant checkpointing needs it, and
             makes a checkpointed block's input require grad where an adapter needs it (aLoRA); ``True`` and ``False``
             force the hook on the embeddings.

@@ -1211,3 +1211,29 @@ class TestMixedPrecision:
         assert "under bfloat16 autocast" in self.warnings()
         plugin.set_mixed_precision("bf16")
         assert "FSDP casts every parameter to bfloat16" in self.warnings()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_options_of_transformers_checkpointing_pass_through_and_are_put_back(offload: bool) -> None:
+    model = zoo.load("llama")
+    before = Snapshot(model)
+    kwargs = {"use_reentrant": False, "every_n_layers": 2, "offload": offload}
+    with KbitPreparedModel(model, gradient_checkpointing_kwargs=kwargs) as prepared:
+        layers = list(model.model.layers)
+        assert [layer.gradient_checkpointing for layer in layers] == [True, False]
+        assert (layers[0]._gradient_checkpointing_func.func is checkpoint) is not offload
+        assert prepared.manifest().config.gradient_checkpointing_kwargs == kwargs
+        with prepared.suspended():
+            assert not any(layer.gradient_checkpointing for layer in layers)
+        assert [layer.gradient_checkpointing for layer in layers] == [True, False]
+        if not offload:  # which pins memory, and so runs on accelerators only
+            peft_model = adapt("llama", model)
+            loss, gradients = step("llama", peft_model)
+            peft_model.unload()
+        assert not prepared.verify()
+    assert before.diff(Snapshot(model)) == []
+    if not offload:
+        with KbitPreparedModel(model, gradient_checkpointing=False):
+            expected_loss, expected = step("llama", adapt("llama", model))
+        assert torch.equal(loss, expected_loss)
+        assert all(torch.equal(gradients[fqn], expected[fqn]) for fqn in expected)

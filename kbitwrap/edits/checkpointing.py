@@ -208,7 +208,9 @@ def _enable_checkpointing(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
         raise UnsupportedModelError(f"{type(model).__name__} has no method that enables activation checkpointing")
     method, keyword = found
     if keyword is not None:
-        method(**{keyword: dict(kwargs)})
+        own = inspect.signature(method).parameters  # transformers' ``every_n_layers`` and ``offload``
+        options = {name: value for name, value in kwargs.items() if name in own}
+        method(**{keyword: {name: value for name, value in kwargs.items() if name not in own}}, **options)
         return
     if kwargs:
         warnings.warn(
