@@ -50,18 +50,20 @@ class RestoreReport:
         replaced: Names at which another parameter stands than the one that was prepared (after a merge, for
             ``modules_to_save``, after a replaced embedding), and frozen parameters that hold other values.
         foreign: Modules, hooks and attributes that others added, by their present names; they were left alone.
+        not_compared: Parameters that were sharded since: whether their values changed was not looked at.
     """
 
     trained: tuple[str, ...] = ()
     replaced: tuple[str, ...] = ()
     foreign: tuple[str, ...] = ()
+    not_compared: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, list[str]]:
         """The report as plain values, ready for JSON."""
-        return {"trained": list(self.trained), "replaced": list(self.replaced), "foreign": list(self.foreign)}
+        return {name: list(names) for name, names in vars(self).items()}
 
     def __str__(self) -> str:
-        lines = [f"{name}: {', '.join(names)}" for name, names in self.to_dict().items() if names]
+        lines = [f"{name.replace('_', ' ')}: {', '.join(names)}" for name, names in self.to_dict().items() if names]
         return "\n".join(["restored", *lines])
 
 

@@ -1,7 +1,7 @@
-"""Sharded parameters (FSDP2), gathered one at a time by all ranks for rank 0 to write.
+"""Sharded parameters (FSDP2), gathered one at a time by all ranks for rank 0 to write or to digest.
 
-Rank 0 leads: it announces the next tensor, and every rank gathers that one. Whatever order the writer takes, and where
-it fails, no rank is left waiting.
+Rank 0 leads: it announces the next tensor, and every rank gathers that one. Whatever order rank 0 takes, and where it
+fails, no rank is left waiting.
 """
 
 from __future__ import annotations
@@ -18,36 +18,32 @@ from ..edits.base import HeldOriginal
 from ..edits.storage import StorageChange
 from ..edits.training import RuntimeChange
 from ..errors import ConfigError, ExportError
-from ..model.checks import is_sharded_tensor
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree
+from ..model.wrappers import is_sharded_tensor
 from ..tensors.lazy import LazyTensor
 
 T = TypeVar("T")
 
-_FSDP2 = "torch.distributed.fsdp"
-
 
 class Gathering:
-    """The sharded parameters of one export, the same on every rank and in the same order."""
+    """The sharded parameters of one export or manifest, the same on every rank and in the same order.
 
-    def __init__(self) -> None:
+    Args:
+        verb: What the ranks do together.
+        error: The class of what is raised on the others when one rank fails.
+    """
+
+    def __init__(self, verb: str, error: type[Exception]) -> None:
+        self._verb = verb
+        self._error = error
         self._tensors: list[tuple[str, Any]] = []
         self._is_led = False
 
     @classmethod
-    def of(cls, tree: ModelTree) -> Gathering | None:
-        """A gathering for a model, which is sharded as between two training steps; ``None`` where nothing is sharded.
-
-        FSDP2 leaves parameters whole after some forwards; its hooks for ``state_dict()`` shard them again.
-        """
-        is_sharded = False
-        for _, _, module, _ in tree.modules:
-            for hook in list(module._state_dict_pre_hooks.values()):
-                if str(getattr(hook, "__module__", None)).startswith(_FSDP2):
-                    hook(module, "", False)
-            is_sharded |= any(is_sharded_tensor(parameter) for parameter in module._parameters.values())
-        return cls() if is_sharded else None
+    def of(cls, tree: ModelTree, verb: str, error: type[Exception]) -> Gathering | None:
+        """A gathering for a model; ``None`` where nothing is sharded."""
+        return cls(verb, error) if any(is_sharded_tensor(tensor.parameter) for tensor in tree.tensors) else None
 
     def promise(self, fqn: str, parameter: torch.Tensor, was: ParameterRecord, held: HeldOriginal | None) -> LazyTensor:
         """Promise a parameter's whole original, to be computed inside `lead`; raise `ExportError` where it is lost."""
@@ -93,22 +89,22 @@ class Gathering:
             del error  # its traceback holds this frame
         for rank, (message, others) in enumerate(found):
             if message is not None:
-                raise ExportError(f"rank {rank} cannot export: {message}")
+                raise self._error(f"rank {rank} cannot {self._verb}: {message}")
             if others != tensors:
-                raise ExportError(
+                raise self._error(
                     f"rank {rank} holds other sharded parameters than rank {distributed.get_rank()}: expected the same "
                     "model on every rank, prepared and sharded in the same way"
                 )
 
-    def lead(self, write: Callable[[], T]) -> T:
-        """Call ``write`` on rank 0 while all other ranks help to gather; every rank returns, or raises, what it did."""
+    def lead(self, read: Callable[[], T]) -> T:
+        """Call ``read`` on rank 0 while all other ranks help to gather; every rank returns, or raises, what it did."""
         if distributed.get_rank() != 0:
             return self._follow()  # type: ignore[no-any-return]
         self._is_led = True
         try:
-            result = write()
+            result = read()
         except BaseException as error:
-            _tell((ConfigError if isinstance(error, ConfigError) else ExportError, str(error) or type(error).__name__))
+            _tell((ConfigError if isinstance(error, ConfigError) else self._error, str(error) or type(error).__name__))
             raise
         finally:
             self._is_led = False
@@ -120,7 +116,7 @@ class Gathering:
             self._gather(message)
         error, result = message
         if error is not None:
-            raise error(f"rank 0 could not export: {result}")
+            raise error(f"rank 0 could not {self._verb}: {result}")
         return result
 
     def _gather(self, index: int) -> torch.Tensor:

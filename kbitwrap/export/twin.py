@@ -19,10 +19,9 @@ from ..edits.norms import Float32Forward
 from ..edits.stand_ins import Float32Copy, Float32First, StandInState
 from ..edits.storage import StorageChange
 from ..errors import ExportError
-from ..model.checks import is_sharded_tensor
 from ..model.quantization import has_runtime_state, lacks_statistics, unpacked_copy
 from ..model.tree import ModelTree, join, shallow_copy
-from ..model.wrappers import class_before_sharding, unwrap
+from ..model.wrappers import class_before_sharding, is_sharded_tensor, unwrap
 from ..preparation.original import Changes, Original, configs_of
 from ..preparation.preparation import Preparation
 from ..tensors.bits import Layout

@@ -1,0 +1,185 @@
+"""Two processes on the CPU: what a preparation can still do once FSDP has sharded its model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import forks
+import zoo
+from files import SHARD, read, saved
+from kbitwrap import KbitPreparedModel, Manifest, UnsupportedModelError
+from training import adapt, step
+
+STORES_NOTHING = ("norms", "adapted", "none")
+Shard = Callable[[nn.Module], nn.Module]
+
+
+def fsdp2(live: nn.Module) -> nn.Module:
+    """Each block, then the rest."""
+    for block in next(module for module in live.modules() if isinstance(module, nn.ModuleList)):
+        fully_shard(block)
+    return fully_shard(live)
+
+
+ENGINES: dict[str, Shard] = {"fsdp2": fsdp2}
+
+
+def load(engine: str) -> transformers.PreTrainedModel:
+    return zoo.load("llama")
+
+
+def flags(model: nn.Module) -> dict[tuple[int, str], bool]:
+    """The flags of what is there, by owner and name: sharding replaces parameters, and keeps their owners."""
+    return {
+        (id(m), name): p.requires_grad for m in model.modules() for name, p in m._parameters.items() if p is not None
+    }
+
+
+def gathered(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def copy_adapters(live: nn.Module, plain: nn.Module) -> None:
+    """Give an unsharded model the adapters of a sharded one; all ranks call it."""
+    to = {fqn: p for fqn, p in plain.named_parameters() if "lora_" in fqn}
+    found = [(fqn, p) for fqn, p in live.named_parameters() if "lora_" in fqn]
+    for fqn, parameter in found:
+        to[fqn].data.copy_(gathered(parameter.detach()))
+
+
+def agree(rank: int) -> None:
+    """All ranks meet here; had one of them communicated on its own, they would not."""
+    ones = torch.ones(rank + 3 - rank)
+    torch.distributed.all_reduce(ones)
+    assert ones.tolist() == [forks.WORLD_SIZE] * 3
+
+
+def without_time(manifest: Manifest) -> dict[str, Any]:
+    return manifest.model_copy(update={"created": "2000-01-01T00:00:00+00:00"}).model_dump()
+
+
+def lives_on(rank: int, engine: str, precision: str, model: nn.Module, plain: nn.Module) -> None:
+    """Manifest, training, evaluation and generation while suspended, the end of the with-block."""
+    plain = adapt("llama", plain).eval()
+    before, attributes = flags(model), {id(m): vars(m).keys() for m in model.modules()}
+    names = {fqn for fqn, _ in model.named_parameters()}
+    batch = zoo.inputs("llama", model)
+    prompt = {"input_ids": batch["input_ids"][:, :4], "attention_mask": torch.ones(len(batch["input_ids"]), 4).long()}
+    with KbitPreparedModel(model, precision=precision) as prepared:
+        manifest = prepared.manifest()
+        peft_model = adapt("llama", model)
+        prepared.adopt(peft_model)
+        live = ENGINES[engine](peft_model)
+        frozen = flags(model)
+        assert not any(flag for (owner, _), flag in frozen.items() if owner in attributes and (owner, _) in before)
+        assert not prepared.verify()
+        assert without_time(prepared.manifest()) == without_time(manifest)
+        step("llama", live)
+        for _ in range(2):  # the second time, what the first forward left whole is sharded again
+            copy_adapters(live, plain)
+            with prepared.suspended(), torch.no_grad():
+                assert all(flags(model)[place] == flag for place, flag in before.items())
+                assert torch.equal(live.eval()(**batch).logits, plain(**batch).logits)
+                tokens = generate(engine, live, prompt)
+                assert torch.equal(tokens, plain.generate(**prompt, max_new_tokens=4, do_sample=False))
+            assert flags(model) == frozen
+            if rank == 0:
+                prepared.suspend()()
+            agree(rank)
+            assert not prepared.verify()
+            step("llama", live, seed=1)
+        with torch.no_grad():
+            live(**batch)
+        assert engine != "fsdp2" or not isinstance(model.model.embed_tokens.weight, DTensor)
+        assert without_time(prepared.manifest()) == without_time(manifest)
+        if rank == 0:
+            assert prepared.restore() is prepared.restore()
+        agree(rank)
+    report = prepared.restore()
+    assert set(report.not_compared) == names
+    assert (report.trained, report.replaced) == ((), ())
+    assert all(flags(model)[place] == flag for place, flag in before.items())
+    changed = {m: keys ^ vars(m).keys() for m in model.modules() if (keys := attributes.get(id(m))) is not None}
+    assert not any("forward" in keys or "gradient_checkpointing" in keys for keys in changed.values())
+
+
+def generate(engine: str, live: nn.Module, prompt: dict[str, torch.Tensor]) -> torch.Tensor:
+    return live.generate(**prompt, max_new_tokens=4, do_sample=False)
+
+
+def live_on(rank: int, join: forks.Join, engine: str) -> None:
+    # Before the group exists: transformers lets only the first of several processes write a checkpoint.
+    models = [(precision, load(engine), load(engine)) for precision in STORES_NOTHING]
+    with join():
+        for precision, model, plain in models:
+            lives_on(rank, engine, precision, model, plain)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_stores_no_other_dtype_is_suspended_and_restored_while_sharded(engine: str) -> None:
+    forks.run_ranks(live_on, engine)
+
+
+def stays_as_it_is(
+    rank: int, engine: str, precision: str, model: nn.Module, folder: Path, expected: dict[str, bytes]
+) -> None:
+    """The first use warns or raises, nothing that would change a dtype begins, the body's exception is the one seen."""
+    prepared = KbitPreparedModel(model, precision=precision).prepare()
+    manifest = prepared.manifest()
+    live = ENGINES[engine](adapt("llama", model))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if precision == "full":
+            step("llama", live)
+            step("llama", live, seed=1)
+        else:
+            with pytest.raises(UnsupportedModelError, match=r"Embedding.weight.*'norms'.*export\(\) on every"):
+                step("llama", live)
+    messages = [str(warning.message) for warning in caught if "export() on every rank" in str(warning.message)]
+    assert len(messages) == (precision == "full")
+    assert all(word in message for word in ("restore()", "suspended()", "with-block") for message in messages)
+    before = read_places(model)
+    if rank == 0:
+        with pytest.raises(UnsupportedModelError, match="sharded after"), prepared.suspended():
+            pass
+        with (
+            pytest.raises(UnsupportedModelError, match=r"sharded after it was prepared.*export\(\) on every"),
+            prepared,
+        ):
+            pass
+        with pytest.raises(ZeroDivisionError), prepared:
+            raise ZeroDivisionError
+    agree(rank)
+    assert read_places(model) == before
+    assert without_time(prepared.manifest()) == without_time(manifest)
+    prepared.export(folder / precision, max_shard_size=SHARD)
+    assert read(folder / precision) == expected
+
+
+def read_places(model: nn.Module) -> dict[str, Any]:
+    """What restoring would change."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    attributes = {fqn: list(vars(module)) for fqn, module in modules.items()}
+    return attributes | {fqn: (p.dtype, p.requires_grad, id(p)) for fqn, p in model.named_parameters()}
+
+
+def stay_as_they_are(rank: int, join: forks.Join, engine: str, folder: Path) -> None:
+    models = [(precision, load(engine)) for precision in ("full", "compute")]
+    expected = saved(models[0][1], folder / f"saved-{rank}")
+    with join():
+        for precision, model in models:
+            stays_as_it_is(rank, engine, precision, model, folder, expected)
+
+
+def test_what_stores_another_dtype_is_refused_once_it_is_sharded(tmp_path: Path) -> None:
+    forks.run_ranks(stay_as_they_are, "fsdp2", tmp_path)
