@@ -17,7 +17,9 @@ from torch.distributed.tensor import DTensor
 import forks
 import zoo
 from files import SHARD, read, saved
-from kbitwrap import KbitPreparedModel, Manifest, UnsupportedModelError
+from kbitwrap import ExportError, KbitPreparedModel, Manifest, ManifestError, UnsupportedModelError
+from kbitwrap.integrations import KbitTrainerCallback
+from trainers import dataset
 from training import adapt, step
 
 STORES_NOTHING = ("norms", "adapted", "none")
@@ -183,3 +185,74 @@ def stay_as_they_are(rank: int, join: forks.Join, engine: str, folder: Path) -> 
 
 def test_what_stores_another_dtype_is_refused_once_it_is_sharded(tmp_path: Path) -> None:
     forks.run_ranks(stay_as_they_are, "fsdp2", tmp_path)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Values that changed, and the Trainer's callback.
+# ----------------------------------------------------------------------------------------------------
+
+
+def reads_what_changed(rank: int, engine: str, frozen: nn.Module, trained: nn.Module, folder: Path) -> None:
+    """All ranks learn of a change that one shard alone shows."""
+    prepared = KbitPreparedModel(frozen, precision="norms").prepare()
+    ENGINES[engine](adapt("llama", frozen))
+    if rank == 1:
+        local(frozen.lm_head.weight).add_(1)
+    for call, error in ((prepared.manifest, ManifestError), (lambda: prepared.export(folder / "drift"), ExportError)):
+        with pytest.raises(error, match=r"lm_head.weight holds other values.*although it is frozen"):
+            call()
+    local(frozen.lm_head.weight).sub_(1)
+
+    prepared = KbitPreparedModel(trained, precision="norms", freeze=False).prepare()
+    ENGINES[engine](trained)
+    prepared.manifest()
+    step("llama", trained)
+    with pytest.raises(ManifestError, match=r"was trained since"):
+        prepared.manifest()
+    prepared.export(folder / "trained")
+    assert prepared.restore().not_compared
+
+
+def local(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's shard, to be written to."""
+    return parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+class Arguments(transformers.TrainingArguments):
+    """Those of a process that only the first lets save."""
+
+    @property
+    def should_save(self) -> bool:
+        return torch.distributed.get_rank() == 0
+
+
+def trains_with_the_callback(rank: int, engine: str, model: nn.Module, folder: Path) -> None:
+    prepared = KbitPreparedModel(model, precision="norms").prepare()
+    manifest = prepared.manifest()
+    peft_model = adapt("llama", model)
+    callback = KbitTrainerCallback(prepared, suspend_evaluation=True)
+    arguments = Arguments(
+        str(folder), use_cpu=True, max_steps=2, report_to=[], disable_tqdm=True, save_strategy="no",
+        eval_strategy="steps", eval_steps=1, per_device_train_batch_size=2,
+    )  # fmt: skip
+    live = ENGINES[engine](peft_model)
+    rows = dataset(model)
+    trainer = transformers.Trainer(live, arguments, train_dataset=rows, eval_dataset=rows, callbacks=[callback])
+    trainer.accelerator.prepare_model = lambda model, **kwargs: model  # on a CPU accelerate knows of DDP alone
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert callback.state()["preparation"] == manifest.essence()
+    assert len([row for row in trainer.state.log_history if "eval_loss" in row]) == 2
+    prepared.restore()
+
+
+def see_what_changed(rank: int, join: forks.Join, engine: str, folder: Path) -> None:
+    models = [load(engine) for _ in range(3)]
+    with join():
+        reads_what_changed(rank, engine, *models[:2], folder)
+        trains_with_the_callback(rank, engine, models[2], folder / f"{rank}")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_all_ranks_read_what_changed_and_the_callbacks_manifest(engine: str, tmp_path: Path) -> None:
+    forks.run_ranks(see_what_changed, engine, tmp_path)

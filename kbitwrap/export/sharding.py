@@ -17,13 +17,23 @@ from torch import distributed
 from ..edits.base import HeldOriginal
 from ..edits.storage import StorageChange
 from ..edits.training import RuntimeChange
-from ..errors import ConfigError, ExportError
+from ..errors import ConfigError, ExportError, ManifestError
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree
 from ..model.wrappers import is_sharded_tensor
+from ..preparation.original import Original
 from ..tensors.lazy import LazyTensor
 
 T = TypeVar("T")
+
+
+def drift_of(fqn: str) -> str:
+    """What is said of a frozen parameter that holds other values than were recorded."""
+    return (
+        f"{fqn} holds other values than when the model was prepared, although it is frozen (a merge that was taken "
+        "back is rounded; PiSSA and OLoRA leave a residual), so the exact base is not there any more; export "
+        "before that, or load the base again"
+    )
 
 
 class Gathering:
@@ -34,18 +44,21 @@ class Gathering:
         error: The class of what is raised on the others when one rank fails.
     """
 
-    def __init__(self, verb: str, error: type[Exception]) -> None:
+    def __init__(self, verb: str, error: type[ExportError] | type[ManifestError]) -> None:
         self._verb = verb
         self._error = error
+        self.trained: list[str] = []  # the trainable ones that held other values than recorded when they were read
         self._tensors: list[tuple[str, Any]] = []
         self._is_led = False
 
     @classmethod
-    def of(cls, tree: ModelTree, verb: str, error: type[Exception]) -> Gathering | None:
+    def of(cls, tree: ModelTree, verb: str, error: type[ExportError] | type[ManifestError]) -> Gathering | None:
         """A gathering for a model; ``None`` where nothing is sharded."""
         return cls(verb, error) if any(is_sharded_tensor(tensor.parameter) for tensor in tree.tensors) else None
 
-    def promise(self, fqn: str, parameter: torch.Tensor, was: ParameterRecord, held: HeldOriginal | None) -> LazyTensor:
+    def promise(
+        self, fqn: str, parameter: torch.Tensor, was: ParameterRecord, held: HeldOriginal | None, original: Original
+    ) -> LazyTensor:
         """Promise a parameter's whole original, to be computed inside `lead`; raise `ExportError` where it is lost."""
         if was.quantized_class is not None and was.quant_state is None:
             raise ExportError(
@@ -62,7 +75,12 @@ class Gathering:
                 raise RuntimeError(f"{fqn} is sharded: its values are there only while all ranks write together")
             _tell(index)
             gathered = self._gather(index)
-            return gathered if stored is None else stored.original_of(gathered)
+            value = gathered if stored is None else stored.original_of(gathered)
+            if original.differs(was, value):
+                if not parameter.requires_grad:
+                    raise self._error(drift_of(fqn), fqn=fqn)
+                self.trained.append(fqn)
+            return value
 
         dtype = parameter.dtype if stored is None else stored.dtype
         promised = _lazy_class(was.quantized_class)(parameter.shape, dtype, compute)

@@ -26,7 +26,7 @@ from ..preparation.original import Changes, Original, configs_of
 from ..preparation.preparation import Preparation
 from ..tensors.bits import Layout
 from ..tensors.upcast import UpcastTensor
-from .sharding import Gathering
+from .sharding import Gathering, drift_of
 
 # The attributes that PEFT, and transformers' own use of it, leave on the base model.
 _ADAPTER_ATTRIBUTES = ("peft_config", "_hf_peft_config_loaded", "active_adapter")
@@ -160,12 +160,7 @@ def _refuse_replaced(changes: Changes) -> None:
 
 def _refuse_drifted(changes: Changes) -> None:
     for fqn in changes.drifted:
-        raise ExportError(
-            f"{fqn} holds other values than when the model was prepared, although it is frozen (a merge that was taken "
-            "back is rounded; PiSSA and OLoRA leave a residual), so the exact base is not there any more; export "
-            "before that, or load the base again",
-            fqn=fqn,
-        )
+        raise ExportError(drift_of(fqn), fqn=fqn)
 
 
 def _gathered(tree: ModelTree, original: Original, held: _Held, gathering: Gathering) -> dict[int, torch.Tensor]:
@@ -180,7 +175,8 @@ def _gathered(tree: ModelTree, original: Original, held: _Held, gathering: Gathe
             raise _cannot_tell(fqn, "it was not there when the model was prepared")
         if original.shared_memory(was):
             raise _cannot_tell(fqn, "another parameter lay in its memory")
-        found[id(parameter)] = gathering.promise(fqn, parameter, was, held.get((id(tensor.module), tensor.name)))
+        holder = held.get((id(tensor.module), tensor.name))
+        found[id(parameter)] = gathering.promise(fqn, parameter, was, holder, original)
     return found
 
 

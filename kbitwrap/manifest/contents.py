@@ -72,11 +72,13 @@ def read_contents(tree: ModelTree, preparation: Preparation | None, *, progress:
                 ) from error
             except ExportError as error:
                 raise ManifestError(f"cannot tell what the base was: {error}", fqn=error.fqn) from error
-        read = functools.partial(_read, twin, tree, preparation, progress)
+        read = functools.partial(_read, twin, tree, preparation, gathering, progress)
         return read() if gathering is None else gathering.lead(read)
 
 
-def _read(twin: Twin, tree: ModelTree, preparation: Preparation | None, progress: bool) -> Contents:
+def _read(
+    twin: Twin, tree: ModelTree, preparation: Preparation | None, gathering: Gathering | None, progress: bool
+) -> Contents:
     """Read the contents of a twin of a live model."""
     live = {
         join(node.fqn, name): (node.module, name)
@@ -114,8 +116,9 @@ def _read(twin: Twin, tree: ModelTree, preparation: Preparation | None, progress
             digest=f"{digest:016x}",
             tie_group=ties.get(fqn),
         )
-    trained = () if preparation is None else tuple(preparation.changes(tree).trained)
-    return Contents(_model_record(twin.model, live, tensors), tensors, trained)
+    trained = [] if preparation is None else preparation.changes(tree).trained
+    trained += [] if gathering is None else gathering.trained
+    return Contents(_model_record(twin.model, live, tensors), tensors, tuple(trained))
 
 
 def _digest(fqn: str, tensor: torch.Tensor) -> int:

@@ -173,6 +173,10 @@ class Original:
         tree.known = {id(parameter): record for record, parameter in live.items() if parameter is not None}
         tree.sharded = {id(parameter): record for record, parameter in sharded.items()}
 
+    def differs(self, record: ParameterRecord, value: torch.Tensor) -> bool:
+        """Whether a value is not the recorded one, as far as was recorded."""
+        return bool(self._fingerprints.changed([(record, value)], lambda _, found: found))
+
     def changes(self, tree: ModelTree, held: Sequence[HeldOriginal]) -> Changes:
         """Find what became of the base, in one read of each device. ``follow`` comes first.
 
