@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 import forks
 import zoo
 from files import SHARD, read, saved
-from kbitwrap import ExportError, KbitPreparedModel, Manifest, ManifestError, UnsupportedModelError
+from kbitwrap import ExportError, KbitPreparedModel, Manifest, ManifestError, StateDiff, UnsupportedModelError
 from kbitwrap.integrations import KbitTrainerCallback
 from trainers import dataset
-from training import adapt, step
+from training import step
 
 STORES_NOTHING = ("norms", "adapted", "none")
 Shard = Callable[[nn.Module], nn.Module]
@@ -30,14 +32,40 @@ def fsdp2(live: nn.Module) -> nn.Module:
     """Each block, then the rest."""
     for block in next(module for module in live.modules() if isinstance(module, nn.ModuleList)):
         fully_shard(block)
-    return fully_shard(live)
+    fully_shard(live)
+    if hasattr(live, "generate"):
+        register_fsdp_forward_method(live, "generate")
+    return live
 
 
-ENGINES: dict[str, Shard] = {"fsdp2": fsdp2}
+def fsdp1(live: nn.Module) -> nn.Module:
+    """The same with wrappers, which keep the parameters' objects."""
+    options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+    layers = next(module for module in live.modules() if isinstance(module, nn.ModuleList))
+    for index, block in enumerate(layers):
+        layers[index] = FullyShardedDataParallel(block, **options)
+    return FullyShardedDataParallel(live, **options)
+
+
+ENGINES: dict[str, Shard] = {"fsdp2": fsdp2, "fsdp1": fsdp1}
 
 
 def load(engine: str) -> transformers.PreTrainedModel:
-    return zoo.load("llama")
+    """A model that the engine can shard: FSDP1 lays out flat what has one dtype, which is no integer."""
+    storage = torch.bfloat16 if engine == "fsdp1" else torch.uint8
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_quant_storage=storage,
+    )
+    return zoo.load("llama", quantization_config=config)
+
+
+def adapt(model: transformers.PreTrainedModel) -> peft.PeftModel:
+    """A LoRA in the model's dtype, the same at each call."""
+    torch.manual_seed(0)
+    return peft.get_peft_model(model, zoo.lora_config("llama"), autocast_adapter_dtype=False)
 
 
 def flags(model: nn.Module) -> dict[tuple[int, str], bool]:
@@ -47,16 +75,26 @@ def flags(model: nn.Module) -> dict[tuple[int, str], bool]:
     }
 
 
-def gathered(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-
-
 def copy_adapters(live: nn.Module, plain: nn.Module) -> None:
     """Give an unsharded model the adapters of a sharded one; all ranks call it."""
-    to = {fqn: p for fqn, p in plain.named_parameters() if "lora_" in fqn}
-    found = [(fqn, p) for fqn, p in live.named_parameters() if "lora_" in fqn]
-    for fqn, parameter in found:
-        to[fqn].data.copy_(gathered(parameter.detach()))
+    to = {canonical(fqn): p for fqn, p in plain.named_parameters() if "lora_" in fqn}
+    with whole(live, recurse=True):
+        for fqn, parameter in live.named_parameters():
+            if "lora_" in fqn:
+                value = parameter.detach()
+                to.pop(canonical(fqn)).data.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+    assert not to
+
+
+def canonical(fqn: str) -> str:
+    return fqn.replace("_fsdp_wrapped_module.", "")
+
+
+def whole(live: nn.Module, *, recurse: bool) -> contextlib.AbstractContextManager[None]:
+    """Where FSDP1's parameters are whole; FSDP2 needs no such thing."""
+    if isinstance(live, FullyShardedDataParallel):
+        return FullyShardedDataParallel.summon_full_params(live, recurse=recurse, writeback=False)
+    return contextlib.nullcontext()
 
 
 def agree(rank: int) -> None:
@@ -70,16 +108,18 @@ def without_time(manifest: Manifest) -> dict[str, Any]:
     return manifest.model_copy(update={"created": "2000-01-01T00:00:00+00:00"}).model_dump()
 
 
-def lives_on(rank: int, engine: str, precision: str, model: nn.Module, plain: nn.Module) -> None:
+def lives_on(
+    rank: int, engine: str, precision: str, model: nn.Module, plain: nn.Module, folder: Path, expected: dict[str, bytes]
+) -> None:
     """Manifest, training, evaluation and generation while suspended, the end of the with-block."""
-    plain = adapt("llama", plain).eval()
+    plain = adapt(plain).eval()
     before, attributes = flags(model), {id(m): vars(m).keys() for m in model.modules()}
     names = {fqn for fqn, _ in model.named_parameters()}
     batch = zoo.inputs("llama", model)
     prompt = {"input_ids": batch["input_ids"][:, :4], "attention_mask": torch.ones(len(batch["input_ids"]), 4).long()}
     with KbitPreparedModel(model, precision=precision) as prepared:
         manifest = prepared.manifest()
-        peft_model = adapt("llama", model)
+        peft_model = adapt(model)
         prepared.adopt(peft_model)
         live = ENGINES[engine](peft_model)
         frozen = flags(model)
@@ -91,15 +131,18 @@ def lives_on(rank: int, engine: str, precision: str, model: nn.Module, plain: nn
             copy_adapters(live, plain)
             with prepared.suspended(), torch.no_grad():
                 assert all(flags(model)[place] == flag for place, flag in before.items())
-                assert torch.equal(live.eval()(**batch).logits, plain(**batch).logits)
-                tokens = generate(engine, live, prompt)
+                with whole(live, recurse=False):
+                    tokens = live.eval().generate(**prompt, max_new_tokens=4, do_sample=False)
                 assert torch.equal(tokens, plain.generate(**prompt, max_new_tokens=4, do_sample=False))
+                assert torch.equal(live(**batch).logits, plain(**batch).logits)
             assert flags(model) == frozen
             if rank == 0:
                 prepared.suspend()()
             agree(rank)
             assert not prepared.verify()
             step("llama", live, seed=1)
+        prepared.export(folder / precision, max_shard_size=SHARD)
+        assert read(folder / precision) == expected
         with torch.no_grad():
             live(**batch)
         assert engine != "fsdp2" or not isinstance(model.model.embed_tokens.weight, DTensor)
@@ -115,21 +158,18 @@ def lives_on(rank: int, engine: str, precision: str, model: nn.Module, plain: nn
     assert not any("forward" in keys or "gradient_checkpointing" in keys for keys in changed.values())
 
 
-def generate(engine: str, live: nn.Module, prompt: dict[str, torch.Tensor]) -> torch.Tensor:
-    return live.generate(**prompt, max_new_tokens=4, do_sample=False)
-
-
-def live_on(rank: int, join: forks.Join, engine: str) -> None:
+def live_on(rank: int, join: forks.Join, engine: str, folder: Path) -> None:
     # Before the group exists: transformers lets only the first of several processes write a checkpoint.
     models = [(precision, load(engine), load(engine)) for precision in STORES_NOTHING]
+    expected = saved(models[0][1], folder / f"saved-{rank}")
     with join():
         for precision, model, plain in models:
-            lives_on(rank, engine, precision, model, plain)
+            lives_on(rank, engine, precision, model, plain, folder, expected)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_what_stores_no_other_dtype_is_suspended_and_restored_while_sharded(engine: str) -> None:
-    forks.run_ranks(live_on, engine)
+def test_what_stores_no_other_dtype_is_suspended_and_restored_while_sharded(engine: str, tmp_path: Path) -> None:
+    forks.run_ranks(live_on, engine, tmp_path)
 
 
 def stays_as_it_is(
@@ -138,7 +178,7 @@ def stays_as_it_is(
     """The first use warns or raises, nothing that would change a dtype begins, the body's exception is the one seen."""
     prepared = KbitPreparedModel(model, precision=precision).prepare()
     manifest = prepared.manifest()
-    live = ENGINES[engine](adapt("llama", model))
+    live = ENGINES[engine](adapt(model))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if precision == "full":
@@ -195,18 +235,19 @@ def test_what_stores_another_dtype_is_refused_once_it_is_sharded(tmp_path: Path)
 def reads_what_changed(rank: int, engine: str, frozen: nn.Module, trained: nn.Module, folder: Path) -> None:
     """All ranks learn of a change that one shard alone shows."""
     prepared = KbitPreparedModel(frozen, precision="norms").prepare()
-    ENGINES[engine](adapt("llama", frozen))
+    live = ENGINES[engine](adapt(frozen))
     if rank == 1:
         local(frozen.lm_head.weight).add_(1)
     for call, error in ((prepared.manifest, ManifestError), (lambda: prepared.export(folder / "drift"), ExportError)):
         with pytest.raises(error, match=r"lm_head.weight holds other values.*although it is frozen"):
             call()
-    local(frozen.lm_head.weight).sub_(1)
+    assert prepared.verify() == StateDiff()
+    del live
 
     prepared = KbitPreparedModel(trained, precision="norms", freeze=False).prepare()
-    ENGINES[engine](trained)
+    live = ENGINES[engine](trained)
     prepared.manifest()
-    step("llama", trained)
+    step("llama", live)
     with pytest.raises(ManifestError, match=r"was trained since"):
         prepared.manifest()
     prepared.export(folder / "trained")
@@ -229,16 +270,17 @@ class Arguments(transformers.TrainingArguments):
 def trains_with_the_callback(rank: int, engine: str, model: nn.Module, folder: Path) -> None:
     prepared = KbitPreparedModel(model, precision="norms").prepare()
     manifest = prepared.manifest()
-    peft_model = adapt("llama", model)
+    peft_model = adapt(model)
     callback = KbitTrainerCallback(prepared, suspend_evaluation=True)
     arguments = Arguments(
         str(folder), use_cpu=True, max_steps=2, report_to=[], disable_tqdm=True, save_strategy="no",
-        eval_strategy="steps", eval_steps=1, per_device_train_batch_size=2,
+        eval_strategy="steps", eval_steps=1, per_device_train_batch_size=2, remove_unused_columns=False,
     )  # fmt: skip
-    live = ENGINES[engine](peft_model)
     rows = dataset(model)
-    trainer = transformers.Trainer(live, arguments, train_dataset=rows, eval_dataset=rows, callbacks=[callback])
-    trainer.accelerator.prepare_model = lambda model, **kwargs: model  # on a CPU accelerate knows of DDP alone
+    trainer = transformers.Trainer(peft_model, arguments, train_dataset=rows, eval_dataset=rows, callbacks=[callback])
+    # As Trainer does when accelerate shards; on a CPU accelerate knows of DDP alone.
+    trainer.accelerator.prepare_model = lambda model, **kwargs: model
+    trainer.model = trainer.model_wrapped = trainer.callback_handler.model = ENGINES[engine](peft_model)
     trainer.train()
     assert trainer.state.global_step == 2
     assert callback.state()["preparation"] == manifest.essence()

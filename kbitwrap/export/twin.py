@@ -176,7 +176,7 @@ def _gathered(tree: ModelTree, original: Original, held: _Held, gathering: Gathe
         if original.shared_memory(was):
             raise _cannot_tell(fqn, "another parameter lay in its memory")
         holder = held.get((id(tensor.module), tensor.name))
-        found[id(parameter)] = gathering.promise(fqn, parameter, was, holder, original)
+        found[id(parameter)] = gathering.promise(tensor, was, holder, original)
     return found
 
 

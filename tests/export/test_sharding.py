@@ -220,9 +220,14 @@ def fail(
 
     plain = nn.Sequential(nn.LayerNorm(8)).bfloat16()
     prepared = KbitPreparedModel(plain, precision="none").prepare()
-    plain[0] = FullyShardedDataParallel(plain[0], device_id=torch.device("cpu"), use_orig_params=True)
-    with pytest.raises(UnsupportedModelError, match=r"sharded by FSDP2.*export it before sharding"):
+    plain[0] = FullyShardedDataParallel(plain[0], device_id=torch.device("cpu"), use_orig_params=False)
+    with pytest.raises(UnsupportedModelError, match=r"sharded by FSDP .*use_orig_params=False.*before sharding"):
         prepared.export(folder / "plain")
+    for call in (prepared.restore, prepared.suspend):
+        with pytest.raises(UnsupportedModelError, match=r"use_orig_params=False.*wrap it with use_orig_params=True"):
+            call()
+    with pytest.raises(UnsupportedModelError, match=r"use_orig_params=False"):
+        prepared.manifest()
 
     prepared = KbitPreparedModel(eight_bits, precision="norms").prepare()
     fully_shard(eight_bits)
