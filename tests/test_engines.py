@@ -19,7 +19,15 @@ from torch.distributed.tensor import DTensor
 import forks
 import zoo
 from files import SHARD, read, saved
-from kbitwrap import ExportError, KbitPreparedModel, Manifest, ManifestError, StateDiff, UnsupportedModelError
+from kbitwrap import (
+    ExportError,
+    KbitPreparedModel,
+    Manifest,
+    ManifestError,
+    StateDiff,
+    UnsupportedModelError,
+    check_sharding,
+)
 from kbitwrap.integrations import KbitTrainerCallback
 from trainers import dataset
 from training import step
@@ -298,3 +306,39 @@ def see_what_changed(rank: int, join: forks.Join, engine: str, folder: Path) -> 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_all_ranks_read_what_changed_and_the_callbacks_manifest(engine: str, tmp_path: Path) -> None:
     forks.run_ranks(see_what_changed, engine, tmp_path)
+
+
+# ----------------------------------------------------------------------------------------------------
+# What is said beforehand.
+# ----------------------------------------------------------------------------------------------------
+
+
+def trains(engine: str, model: nn.Module, precision: str) -> bool:
+    """Whether a step comes about."""
+    try:
+        prepared = KbitPreparedModel(model, precision=precision).prepare()
+        step("llama", ENGINES[engine](adapt(model)))
+    except (UnsupportedModelError, ValueError):
+        return False
+    assert prepared.state == "prepared"
+    return True
+
+
+def come_true(rank: int, join: forks.Join) -> None:
+    cases = [
+        (engine, precision, load(engine)) for engine in ENGINES for precision in ("full", "compute", "norms", "none")
+    ]
+    with_float32 = peft.get_peft_model(load("fsdp1"), zoo.lora_config("llama"))
+    with join():
+        for engine, precision, model in cases:
+            outcome = check_sharding(model, engine).outcomes[precision]
+            assert trains(engine, model, precision) == outcome.trains, (engine, precision, outcome)
+        outcome = check_sharding(with_float32, "fsdp1").outcomes["norms"]
+        assert not outcome.trains
+        assert "autocast_adapter_dtype=False" in outcome.notes[0]
+        with pytest.raises(ValueError, match="uniform dtype"):
+            fsdp1(with_float32)
+
+
+def test_what_is_said_beforehand_comes_true() -> None:
+    forks.run_ranks(come_true)
