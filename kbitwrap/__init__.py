@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     from .manifest.diff import ManifestDiff
     from .manifest.manifest import Manifest
     from .manifest.schema import TensorRecord
+    from .preparation.engines import check_sharding
     from .preparation.plan import Plan, build_plan
     from .prepared import KbitPreparedModel, prepared_of
-    from .reports import ExportReport, LifecycleState, RestoreReport, StateDiff
+    from .reports import ExportReport, LifecycleState, RestoreReport, ShardingOutcome, ShardingReport, StateDiff
 
 _HOMES = {
     "checkpoints.convert": ("convert_checkpoint",),
@@ -57,9 +58,17 @@ _HOMES = {
     "manifest.diff": ("ManifestDiff",),
     "manifest.manifest": ("Manifest",),
     "manifest.schema": ("TensorRecord",),
+    "preparation.engines": ("check_sharding",),
     "preparation.plan": ("Plan", "build_plan"),
     "prepared": ("KbitPreparedModel", "prepared_of"),
-    "reports": ("ExportReport", "LifecycleState", "RestoreReport", "StateDiff"),
+    "reports": (
+        "ExportReport",
+        "LifecycleState",
+        "RestoreReport",
+        "ShardingOutcome",
+        "ShardingReport",
+        "StateDiff",
+    ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -83,11 +92,14 @@ __all__ = [
     "PrepareConfig",
     "RestoreError",
     "RestoreReport",
+    "ShardingOutcome",
+    "ShardingReport",
     "StateDiff",
     "StateError",
     "TensorRecord",
     "UnsupportedModelError",
     "build_plan",
+    "check_sharding",
     "convert_checkpoint",
     "inspect_checkpoint",
     "prepare_model_for_kbit_training",

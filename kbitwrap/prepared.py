@@ -189,7 +189,8 @@ class KbitPreparedModel:
         Raises:
             StateError: Nothing was prepared, or it is suspended.
             ConfigError: An unknown ``trained``, or ``"discard"`` without ``keep_originals``.
-            UnsupportedModelError: The model was sharded since; nothing was changed.
+            UnsupportedModelError: The model was sharded since, which ``"full"`` and ``"compute"`` cannot be taken back
+                from; nothing was changed.
             RestoreError: Something could not be put back, or was trained under ``"error"``; ``failures`` names it.
                 Everything else is restored; call ``restore`` again for the rest.
         """
@@ -229,7 +230,7 @@ class KbitPreparedModel:
         Raises:
             StateError: The model is not prepared, or suspended already; or several processes train together and a
                 trained parameter would change its dtype, which takes it out of DistributedDataParallel for good.
-            UnsupportedModelError: The model was sharded since; nothing was changed.
+            UnsupportedModelError: As of `restore`.
 
         Example:
             >>> import warnings, torch
@@ -345,7 +346,7 @@ class KbitPreparedModel:
         added in float32, and each value rounded once to the original half dtype. Trained copies (``modules_to_save``)
         take the place of the originals. Without active adapters it is the dequantized base.
 
-        Of several processes that train together one calls it. Where FSDP2 sharded the model since, all call it: they
+        Of several processes that train together one calls it. Where FSDP sharded the model since, all call it: they
         gather one parameter at a time, rank 0 writes, all get its report, and what fails on one raises on all.
 
         Args:
@@ -357,7 +358,7 @@ class KbitPreparedModel:
 
         Raises:
             ConfigError: ``max_shard_size`` is invalid.
-            UnsupportedModelError: The model is offloaded, or sharded by FSDP1 or ZeRO-3, or ``model`` is another; with
+            UnsupportedModelError: The model is offloaded, or sharded by ZeRO-3, or ``model`` is another; with
                 ``merge_adapters``, it is sharded.
             ExportError: The exact base is gone, because adapters are merged into it, its tensors were replaced,
                 or a frozen one holds other values; a quantized layer has lost its scales; it cannot be written; or an
@@ -387,10 +388,11 @@ class KbitPreparedModel:
         """Record the preparation: the model, the settings, and every base tensor's original content by digest.
 
         It is the same while prepared and while suspended. Every tensor of the base is read once, on its own device.
+        Where FSDP sharded the model since, all ranks call it, and all get it.
 
         Raises:
             StateError: The model is not prepared.
-            UnsupportedModelError: The model was sharded since.
+            UnsupportedModelError: A tensor cannot be read: it is offloaded, or sharded by ZeRO-3.
             ManifestError: Something cannot be recorded: a setting that JSON cannot hold, a name that could be taken
                 for a path, weights that were replaced, trained, changed while frozen, or that adapters are merged into.
 

@@ -50,18 +50,20 @@ class RestoreReport:
         replaced: Names at which another parameter stands than the one that was prepared (after a merge, for
             ``modules_to_save``, after a replaced embedding), and frozen parameters that hold other values.
         foreign: Modules, hooks and attributes that others added, by their present names; they were left alone.
+        not_compared: Parameters that were sharded since: whether their values changed was not looked at.
     """
 
     trained: tuple[str, ...] = ()
     replaced: tuple[str, ...] = ()
     foreign: tuple[str, ...] = ()
+    not_compared: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, list[str]]:
         """The report as plain values, ready for JSON."""
-        return {"trained": list(self.trained), "replaced": list(self.replaced), "foreign": list(self.foreign)}
+        return {name: list(names) for name, names in vars(self).items()}
 
     def __str__(self) -> str:
-        lines = [f"{name}: {', '.join(names)}" for name, names in self.to_dict().items() if names]
+        lines = [f"{name.replace('_', ' ')}: {', '.join(names)}" for name, names in self.to_dict().items() if names]
         return "\n".join(["restored", *lines])
 
 
@@ -146,6 +148,56 @@ class StateDiff(Differences):
     def to_dict(self) -> dict[str, Any]:
         """The differences as strings, ready for JSON: ``{fqn: {what: [expected, found]}}``."""
         return self._rows(str)
+
+
+@dataclass(frozen=True)
+class ShardingOutcome:
+    """What becomes of one precision under an engine.
+
+    Attributes:
+        trains: Whether the engine takes the prepared model and trains it with right numbers.
+        restores: Whether ``restore`` and ``suspended`` work under the engine.
+        exports: Whether ``export`` and ``manifest`` do.
+        notes: Why something does not work, what to do instead, and what to mind.
+    """
+
+    trains: bool
+    restores: bool
+    exports: bool
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ShardingReport:
+    """What will happen with each precision under an engine. ``print`` gives a table.
+
+    Attributes:
+        engine: ``"ddp"``, ``"fsdp1"``, ``"fsdp2"``, ``"zero2"`` or ``"zero3"``.
+        param_dtype: The dtype that the engine computes in, or ``None`` for that of the parameters.
+        outcomes: ``{precision: outcome}``.
+    """
+
+    engine: str
+    param_dtype: str | None
+    outcomes: Mapping[str, ShardingOutcome]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values, ready for JSON."""
+        outcomes = {name: {**asdict(outcome), "notes": list(outcome.notes)} for name, outcome in self.outcomes.items()}
+        return {"engine": self.engine, "param_dtype": self.param_dtype, "outcomes": outcomes}
+
+    def __str__(self) -> str:
+        rows = [("precision", "trains", "restore, suspended", "export, manifest")]
+        for name, outcome in self.outcomes.items():
+            answers = (outcome.trains, outcome.restores, outcome.exports)
+            rows.append((name, *("yes" if answer else "no" for answer in answers)))  # type: ignore[arg-type]
+        by_note: dict[str, list[str]] = {}
+        for name, outcome in self.outcomes.items():
+            for note in outcome.notes:
+                by_note.setdefault(note, []).append(name)
+        notes = [f"{', '.join(names)}: {note}" for note, names in by_note.items()]
+        computes_in = "" if self.param_dtype is None else f", param_dtype {self.param_dtype}"
+        return "\n".join([f"engine {self.engine!r}{computes_in}", table(rows), *notes])
 
 
 @dataclass(frozen=True)

@@ -48,9 +48,9 @@ def export_model(
     live = model if live is None else live
     with plain_mode():
         tree = ModelTree(model) if preparation is None else preparation.tree()
-        gathering = None if preparation is None else Gathering.of(tree)
+        gathering = None if preparation is None else Gathering.of(tree, "export", ExportError)
         with contextlib.nullcontext() if gathering is None else gathering.agreeing():
-            refuse_unreadable(tree, allow_dtensor=gathering is not None)
+            refuse_unreadable(tree, allow_sharded=gathering is not None)
             if not isinstance(live, nn.Module) or unwrap(live)[0] is not unwrap(model)[0]:
                 raise UnsupportedModelError(
                     f"model: expected this {type(model).__name__} or a model made from it, such as "

@@ -1,56 +1,71 @@
-"""Sharded parameters (FSDP2), gathered one at a time by all ranks for rank 0 to write.
+"""Sharded parameters (of FSDP), gathered one at a time by all ranks for rank 0 to write or to digest.
 
-Rank 0 leads: it announces the next tensor, and every rank gathers that one. Whatever order the writer takes, and where
-it fails, no rank is left waiting.
+Rank 0 leads: it announces the next tensor, and every rank gathers that one. Whatever order rank 0 takes, and where it
+fails, no rank is left waiting.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 
 from ..edits.base import HeldOriginal
 from ..edits.storage import StorageChange
 from ..edits.training import RuntimeChange
-from ..errors import ConfigError, ExportError
-from ..model.checks import is_sharded_tensor
+from ..errors import ConfigError, ExportError, ManifestError
 from ..model.records import ParameterRecord
-from ..model.tree import ModelTree
+from ..model.tree import ModelTree, NamedTensor
+from ..model.wrappers import is_flattened, is_sharded_tensor, loaded_class
+from ..preparation.original import Original
 from ..tensors.lazy import LazyTensor
 
 T = TypeVar("T")
 
-_FSDP2 = "torch.distributed.fsdp"
+
+def drift_of(fqn: str) -> str:
+    """What is said of a frozen parameter that holds other values than were recorded."""
+    return (
+        f"{fqn} is frozen, but its values have changed since the model was prepared (a merge that was taken back "
+        "leaves rounding; PiSSA and OLoRA leave a residual), so the exact base is gone; export before that, or load "
+        "the base again"
+    )
 
 
 class Gathering:
-    """The sharded parameters of one export, the same on every rank and in the same order."""
+    """The sharded parameters of one export or manifest, the same on every rank and in the same order.
 
-    def __init__(self) -> None:
-        self._tensors: list[tuple[str, Any]] = []
+    Args:
+        verb: What the ranks do together.
+        error: The class of what is raised on the others when one rank fails.
+    """
+
+    def __init__(self, verb: str, error: type[ExportError] | type[ManifestError]) -> None:
+        self._verb = verb
+        self._error = error
+        self.trained: list[str] = []  # the trainable ones that held other values than recorded when they were read
+        self._tensors: list[tuple[str, torch.Size, Any, nn.Module | None]] = []
+        self._units: dict[int, nn.Module] = {}  # of FSDP1
+        self._outermost: list[nn.Module] = []
+        self._unit: nn.Module | None = None  # the one that is whole
+        self._whole = contextlib.ExitStack()
         self._is_led = False
 
     @classmethod
-    def of(cls, tree: ModelTree) -> Gathering | None:
-        """A gathering for a model, which is sharded as between two training steps; ``None`` where nothing is sharded.
+    def of(cls, tree: ModelTree, verb: str, error: type[ExportError] | type[ManifestError]) -> Gathering | None:
+        """A gathering for a model; ``None`` where nothing is sharded."""
+        return cls(verb, error) if any(is_sharded_tensor(tensor.parameter) for tensor in tree.tensors) else None
 
-        FSDP2 leaves parameters whole after some forwards; its hooks for ``state_dict()`` shard them again.
-        """
-        is_sharded = False
-        for _, _, module, _ in tree.modules:
-            for hook in list(module._state_dict_pre_hooks.values()):
-                if str(getattr(hook, "__module__", None)).startswith(_FSDP2):
-                    hook(module, "", False)
-            is_sharded |= any(is_sharded_tensor(parameter) for parameter in module._parameters.values())
-        return cls() if is_sharded else None
-
-    def promise(self, fqn: str, parameter: torch.Tensor, was: ParameterRecord, held: HeldOriginal | None) -> LazyTensor:
+    def promise(
+        self, tensor: NamedTensor, was: ParameterRecord, held: HeldOriginal | None, original: Original
+    ) -> LazyTensor:
         """Promise a parameter's whole original, to be computed inside `lead`; raise `ExportError` where it is lost."""
+        fqn, parameter = tensor.fqn, tensor.parameter
         if was.quantized_class is not None and was.quant_state is None:
             raise ExportError(
                 f"{fqn}: sharding removed the scales of this {was.quantized_class.__name__}; shard with "
@@ -58,7 +73,13 @@ class Gathering:
                 fqn=fqn,
             )
         index = len(self._tensors)
-        self._tensors.append((fqn, parameter))
+        owner = tensor.module if is_flattened(parameter) else None
+        if owner is not None and id(owner) not in self._units:
+            outermost, units = _fsdp1_units(owner)
+            self._outermost.append(outermost)
+            self._units |= units
+        shape = parameter.shape if owner is None else was.shape
+        self._tensors.append((fqn, shape, parameter, owner))
         stored = held if isinstance(held, StorageChange) and held.converts(parameter) else None
 
         def compute() -> torch.Tensor:
@@ -66,10 +87,15 @@ class Gathering:
                 raise RuntimeError(f"{fqn} is sharded: its values can be read only while all ranks export together")
             _tell(index)
             gathered = self._gather(index)
-            return gathered if stored is None else stored.original_of(gathered)
+            value = gathered if stored is None else stored.original_of(gathered)
+            if original.differs(was, value):
+                if not parameter.requires_grad:
+                    raise self._error(drift_of(fqn), fqn=fqn)
+                self.trained.append(fqn)
+            return value
 
         dtype = parameter.dtype if stored is None else stored.dtype
-        promised = _lazy_class(was.quantized_class)(parameter.shape, dtype, compute)
+        promised = _lazy_class(was.quantized_class)(shape, dtype, compute)
         if was.quant_state is not None:
             kept = held.original_quant_state(parameter) if isinstance(held, RuntimeChange) else was.quant_state()
             vars(promised)["quant_state"] = kept
@@ -83,7 +109,7 @@ class Gathering:
             yield
         except Exception as caught:
             error = caught
-        tensors = [(fqn, tuple(tensor.shape), str(tensor.dtype)) for fqn, tensor in self._tensors]
+        tensors = [(fqn, tuple(shape), str(parameter.dtype)) for fqn, shape, parameter, _ in self._tensors]
         found: list[Any] = [None] * distributed.get_world_size()
         distributed.all_gather_object(found, (None if error is None else str(error), tensors))
         try:
@@ -93,42 +119,93 @@ class Gathering:
             del error  # its traceback holds this frame
         for rank, (message, others) in enumerate(found):
             if message is not None:
-                raise ExportError(f"rank {rank} cannot export: {message}")
+                raise self._error(f"rank {rank} cannot {self._verb}: {message}")
             if others != tensors:
-                raise ExportError(
+                raise self._error(
                     f"rank {rank} holds different sharded parameters than rank {distributed.get_rank()}: expected the "
                     "same model on every rank, prepared and sharded in the same way"
                 )
 
-    def lead(self, write: Callable[[], T]) -> T:
-        """Call ``write`` on rank 0 while all other ranks help to gather; every rank returns, or raises, what it did."""
+    def lead(self, read: Callable[[], T]) -> T:
+        """Call ``read`` on rank 0 while all other ranks help to gather; every rank returns, or raises, what it did."""
         if distributed.get_rank() != 0:
             return self._follow()  # type: ignore[no-any-return]
         self._is_led = True
         try:
-            result = write()
+            result = read()
         except BaseException as error:
-            _tell((ConfigError if isinstance(error, ConfigError) else ExportError, str(error) or type(error).__name__))
+            _tell((ConfigError if isinstance(error, ConfigError) else self._error, str(error) or type(error).__name__))
             raise
         finally:
             self._is_led = False
+            self._open(None)
         _tell((None, result))
         return result
 
     def _follow(self) -> Any:
         while isinstance(message := _tell(None), int):
             self._gather(message)
+        self._open(None)
         error, result = message
         if error is not None:
-            raise error(f"rank 0 could not export: {result}")
+            raise error(f"rank 0 could not {self._verb}: {result}")
         return result
 
     def _gather(self, index: int) -> torch.Tensor:
-        tensor = self._tensors[index][1].detach()
+        fqn, shape, parameter, owner = self._tensors[index]
+        if owner is not None:
+            self._open(owner)
+            if parameter.shape != shape:
+                raise ExportError(f"{fqn} was resized since the model was prepared", fqn=fqn)
+            return parameter.detach().clone()  # type: ignore[no-any-return]
+        tensor = parameter.detach()
         if tensor.device.type != tensor.device_mesh.device_type:  # offloaded: gathered where the ranks communicate
             tensor = tensor.to(tensor.device_mesh.device_type)
         gathered: torch.Tensor = tensor.full_tensor()
         return gathered
+
+    def _open(self, owner: nn.Module | None) -> None:
+        """Make the FSDP1 unit of a module whole, and shard the one that was whole; all ranks do so together."""
+        while owner is not None and self._outermost:
+            with _whole_unit(self._outermost.pop()):  # before it has run, FSDP1 takes what is whole first for the root
+                pass
+        unit = None if owner is None else self._units[id(owner)]
+        if unit is not self._unit:
+            self._whole.close()
+            self._unit = unit
+            if unit is not None:
+                self._whole.enter_context(_whole_unit(unit))
+
+
+def _whole_unit(unit: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """A context in which the parameters of an FSDP1 wrapper are whole, without those of wrappers inside."""
+    fsdp1: Any = type(unit)
+    context: contextlib.AbstractContextManager[None] = fsdp1.summon_full_params(unit, recurse=False, writeback=False)
+    return context
+
+
+def _fsdp1_units(inside: nn.Module) -> tuple[nn.Module, dict[int, nn.Module]]:
+    """FSDP1's outermost wrapper around a module, and the innermost around each module in that, by ``id``.
+
+    No reference leads from a module to what is around it, so the outermost is looked for among all objects.
+    """
+    fsdp1 = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
+    wrappers = [found for found in gc.get_objects() if issubclass(type(found), fsdp1)]
+    modules = {id(wrapper): {id(module) for module in wrapper.modules()} for wrapper in wrappers}
+    around = [wrapper for wrapper in wrappers if id(inside) in modules[id(wrapper)]]
+    if not around:
+        raise ExportError(
+            f"the FSDP1 wrapper around {type(inside).__name__} is gone, and with it what gathers its weights"
+        )
+    outermost = max(around, key=lambda wrapper: len(modules[id(wrapper)]))
+    units: dict[int, nn.Module] = {}
+    stack: list[tuple[nn.Module, nn.Module]] = [(outermost, outermost)]
+    while stack:
+        module, unit = stack.pop()
+        unit = module if isinstance(module, fsdp1) else unit
+        units[id(module)] = unit
+        stack += [(child, unit) for child in module.children()]
+    return outermost, units
 
 
 @functools.cache

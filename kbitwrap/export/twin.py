@@ -19,15 +19,14 @@ from ..edits.norms import Float32Forward
 from ..edits.stand_ins import Float32Copy, Float32First, StandInState
 from ..edits.storage import StorageChange
 from ..errors import ExportError
-from ..model.checks import is_sharded_tensor
 from ..model.quantization import has_runtime_state, lacks_statistics, unpacked_copy
 from ..model.tree import ModelTree, join, shallow_copy
-from ..model.wrappers import class_before_sharding, unwrap
+from ..model.wrappers import class_before_sharding, is_sharded_tensor, unwrap
 from ..preparation.original import Changes, Original, configs_of
 from ..preparation.preparation import Preparation
 from ..tensors.bits import Layout
 from ..tensors.upcast import UpcastTensor
-from .sharding import Gathering
+from .sharding import Gathering, drift_of
 
 # The attributes that PEFT, and transformers' own use of it, leave on the base model.
 _ADAPTER_ATTRIBUTES = ("peft_config", "_hf_peft_config_loaded", "active_adapter")
@@ -161,12 +160,7 @@ def _refuse_replaced(changes: Changes) -> None:
 
 def _refuse_drifted(changes: Changes) -> None:
     for fqn in changes.drifted:
-        raise ExportError(
-            f"{fqn} is frozen, but its values have changed since the model was prepared (a merge that was taken back "
-            "leaves rounding; PiSSA and OLoRA leave a residual), so the exact base is gone; export before that, or "
-            "load the base again",
-            fqn=fqn,
-        )
+        raise ExportError(drift_of(fqn), fqn=fqn)
 
 
 def _gathered(tree: ModelTree, original: Original, held: _Held, gathering: Gathering) -> dict[int, torch.Tensor]:
@@ -181,7 +175,8 @@ def _gathered(tree: ModelTree, original: Original, held: _Held, gathering: Gathe
             raise _cannot_tell(fqn, "it was added after the model was prepared")
         if original.shared_memory(was):
             raise _cannot_tell(fqn, "it shared its memory with another parameter")
-        found[id(parameter)] = gathering.promise(fqn, parameter, was, held.get((id(tensor.module), tensor.name)))
+        holder = held.get((id(tensor.module), tensor.name))
+        found[id(parameter)] = gathering.promise(tensor, was, holder, original)
     return found
 
 

@@ -93,7 +93,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         prepared = self._wrapper(model)
         if prepared is not None:
             _adopt(model)
-            if not prepared.config.freeze and prepared.state is LifecycleState.PREPARED and args.should_save:
+            if not prepared.config.freeze and prepared.state is LifecycleState.PREPARED:
                 _manifest_of(prepared)
 
     def on_train_begin(
@@ -121,9 +121,8 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
                 expected=(LifecycleState.PREPARED,),
             )
         self._resume = None
-        self._manifest = _manifest_of(prepared) if args.should_save or state.global_step else None
+        self._manifest = _manifest_of(prepared)  # on all ranks, which read a sharded model together
         if expected is not None:
-            assert self._manifest is not None
             if self._manifest.diff_essence(expected):
                 self._refuse(args, state, expected, self._manifest)
         elif state.global_step:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -16,7 +17,8 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..errors import ExportError, ManifestError, UnsupportedModelError
-from ..export.twin import build_twin
+from ..export.sharding import Gathering
+from ..export.twin import Twin, build_twin
 from ..model.checks import refuse_unsupported_tensors
 from ..model.quantization import DISTRIBUTIONS, is_quantized_parameter
 from ..model.tree import ModelTree, join
@@ -54,58 +56,70 @@ class Contents:
 def read_contents(tree: ModelTree, preparation: Preparation | None, *, progress: bool = False) -> Contents:
     """Read the contents of a model that is as loaded, prepared or suspended, with adapters and wrappers or without.
 
-    Raises ``ManifestError`` where weights were merged or replaced, ``UnsupportedModelError`` where some cannot be read.
+    Of one that was sharded since it was prepared, all ranks read it together. Raises ``ManifestError`` where weights
+    were merged or replaced, ``UnsupportedModelError`` where some cannot be read.
     """
-    try:
-        refuse_unsupported_tensors(tree, allow_meta=False)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(
-            f"cannot read every tensor of this model: {error}. Make or check a manifest while all of them are loaded",
-            fqn=error.fqn,
-        ) from error
+    gathering = None if preparation is None else Gathering.of(tree, "make a manifest", ManifestError)
     with plain_mode():
-        try:
-            twin = build_twin(tree, preparation).model
-        except ExportError as error:
-            raise ManifestError(f"cannot determine the original base: {error}", fqn=error.fqn) from error
-        live = {
-            join(node.fqn, name): (node.module, name)
-            for node in tree.base
-            for name in (*node.module._parameters, *node.module._buffers)
-        }
-        state = {fqn: t for fqn, t in twin.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
-        ties = _ties({fqn: t for fqn, t in state.items() if isinstance(_at(live, fqn), nn.Parameter)})
-        known = {} if preparation is None else tree.known
-        digests: dict[int, int] = {}  # a tied tensor is read once
-        tensors = {}
-        for fqn, tensor in tqdm(state.items(), desc="digest", unit="tensor", disable=not progress, leave=False):
-            current = _at(live, fqn)
-            before = None if preparation is None or fqn not in live else preparation.original.buffer(*live[fqn])
-            if before is None and id(tensor) not in digests:
-                digests[id(tensor)] = _digest(fqn, tensor)
-            dtype, shape, digest = before or (tensor.dtype, tensor.shape, digests[id(tensor)])
-            prepared_dtype, prepared_flag, flag = dtype, False, False
-            kind = "quantization" if current is None else "buffer"
-            if isinstance(current, nn.Parameter):
-                kind = "parameter"
-                flag = prepared_flag = current.requires_grad
-                record = known.get(id(current))
-                if preparation is not None and record is not None:
-                    flag = preparation.original.flag(record)
-                    prepared_dtype, prepared_flag = preparation.left.of(record) or (dtype, prepared_flag)
-            tensors[fqn] = TensorRecord(
-                fqn=fqn,
-                type=kind,
-                shape=tuple(shape),
-                original_dtype=dtype_name(dtype),
-                prepared_dtype=dtype_name(prepared_dtype),
-                requires_grad=flag,
-                prepared_requires_grad=prepared_flag,
-                digest=f"{digest:016x}",
-                tie_group=ties.get(fqn),
-            )
-        trained = () if preparation is None else tuple(preparation.changes(tree).trained)
-        return Contents(_model_record(twin, live, tensors), tensors, trained)
+        with contextlib.nullcontext() if gathering is None else gathering.agreeing():
+            try:
+                refuse_unsupported_tensors(tree, allow_meta=False, allow_sharded=gathering is not None)
+                twin = build_twin(tree, preparation, gathering)
+            except UnsupportedModelError as error:
+                raise UnsupportedModelError(
+                    f"cannot read every tensor of this model: {error}. Make or check a manifest while all of them are "
+                    "loaded",
+                    fqn=error.fqn,
+                ) from error
+            except ExportError as error:
+                raise ManifestError(f"cannot determine the original base: {error}", fqn=error.fqn) from error
+        read = functools.partial(_read, twin, tree, preparation, gathering, progress)
+        return read() if gathering is None else gathering.lead(read)
+
+
+def _read(
+    twin: Twin, tree: ModelTree, preparation: Preparation | None, gathering: Gathering | None, progress: bool
+) -> Contents:
+    """Read the contents of a twin of a live model."""
+    live = {
+        join(node.fqn, name): (node.module, name)
+        for node in tree.base
+        for name in (*node.module._parameters, *node.module._buffers)
+    }
+    state = {fqn: t for fqn, t in twin.model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
+    ties = _ties({fqn: t for fqn, t in state.items() if isinstance(_at(live, fqn), nn.Parameter)})
+    known = {} if preparation is None else {**tree.known, **tree.sharded}
+    digests: dict[int, int] = {}  # a tied tensor is read once
+    tensors = {}
+    for fqn, tensor in tqdm(state.items(), desc="digest", unit="tensor", disable=not progress, leave=False):
+        current = _at(live, fqn)
+        before = None if preparation is None or fqn not in live else preparation.original.buffer(*live[fqn])
+        if before is None and id(tensor) not in digests:
+            digests[id(tensor)] = _digest(fqn, tensor)
+        dtype, shape, digest = before or (tensor.dtype, tensor.shape, digests[id(tensor)])
+        prepared_dtype, prepared_flag, flag = dtype, False, False
+        kind = "quantization" if current is None else "buffer"
+        if isinstance(current, nn.Parameter):
+            kind = "parameter"
+            flag = prepared_flag = current.requires_grad
+            record = known.get(id(current))
+            if preparation is not None and record is not None:
+                flag = preparation.original.flag(record)
+                prepared_dtype, prepared_flag = preparation.left.of(record) or (dtype, prepared_flag)
+        tensors[fqn] = TensorRecord(
+            fqn=fqn,
+            type=kind,
+            shape=tuple(shape),
+            original_dtype=dtype_name(dtype),
+            prepared_dtype=dtype_name(prepared_dtype),
+            requires_grad=flag,
+            prepared_requires_grad=prepared_flag,
+            digest=f"{digest:016x}",
+            tie_group=ties.get(fqn),
+        )
+    trained = [] if preparation is None else preparation.changes(tree).trained
+    trained += [] if gathering is None else gathering.trained
+    return Contents(_model_record(twin.model, live, tensors), tensors, tuple(trained))
 
 
 def _digest(fqn: str, tensor: torch.Tensor) -> int:

@@ -104,7 +104,7 @@ class Manifest(Record):
         Raises:
             ManifestError: Something cannot be recorded: a setting that JSON cannot hold, a name that could be taken
                 for a path, weights that adapters are merged into.
-            UnsupportedModelError: The model was sharded since.
+            UnsupportedModelError: A tensor cannot be read.
         """
         if len(preparation.precisions) > 1:
             raise ManifestError(
@@ -168,7 +168,8 @@ class Manifest(Record):
         Raises:
             ManifestMismatchError: It is another model; ``missing``, ``unexpected`` and ``different`` say how.
             ManifestError: Adapters are merged into the model.
-            UnsupportedModelError: It is sharded, or on the meta device.
+            UnsupportedModelError: It is on the meta device, or was sharded otherwise than by FSDP since it was
+                prepared; of one that was, all ranks make the call.
 
         Example:
             >>> import warnings, torch, kbitwrap

@@ -10,14 +10,12 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import UnsupportedModelError
 from .tree import ModelTree
-from .wrappers import loaded_class
+from .wrappers import is_flattened, loaded_class
 
 _BEFORE = "no dtype of a sharded parameter can be changed safely; prepare the model before it is sharded"
-
-
-def is_sharded_tensor(tensor: Any) -> bool:
-    """Whether a tensor is a ``DTensor``: only a part of it need be on this rank."""
-    return isinstance(tensor, loaded_class("torch.distributed.tensor", "DTensor"))
+_D_TENSOR = "a DTensor (FSDP2 or tensor parallelism)"
+_FLATTENED = "a shard of FSDP1"
+_GATHERED = (_D_TENSOR, _FLATTENED)
 
 
 def tree_of(model: Any) -> ModelTree:
@@ -30,15 +28,15 @@ def tree_of(model: Any) -> ModelTree:
     return ModelTree(model)
 
 
-def refuse_unsupported_tensors(tree: ModelTree, *, allow_meta: bool, allow_dtensor: bool = False) -> None:
+def refuse_unsupported_tensors(tree: ModelTree, *, allow_meta: bool, allow_sharded: bool = False) -> None:
     """Raise for a model without parameters, or with sharded or meta ones, which cannot be edited one by one.
 
-    Planning allows meta ones, an export by all ranks DTensors. Sparse, nested and uninitialized ones are never allowed.
-    The error's ``fqn`` is the path of the first one found.
+    Planning allows meta ones, an export by all ranks those sharded by FSDP. Sparse, nested and uninitialized ones are
+    never allowed. The error's ``fqn`` is the path of the first one found.
     """
     if not tree.tensors:
         raise UnsupportedModelError(f"{type(tree.model).__name__} has no parameters: there is nothing to prepare")
-    _refuse_sharded(tree, allow_dtensor)
+    _refuse_sharded(tree, allow_sharded)
     for tensor in tree.tensors:
         parameter = tensor.parameter
         is_read = (
@@ -69,39 +67,59 @@ def refuse_unsupported_tensors(tree: ModelTree, *, allow_meta: bool, allow_dtens
             raise UnsupportedModelError(f"{tensor.path} is on the meta device: {remedy}", fqn=tensor.path)
 
 
-def _refuse_sharded(tree: ModelTree, allow_dtensor: bool = False) -> None:
-    d_tensor = () if allow_dtensor else loaded_class("torch.distributed.tensor", "DTensor")
+def _refuse_sharded(tree: ModelTree, allow_sharded: bool = False) -> None:
+    d_tensor = loaded_class("torch.distributed.tensor", "DTensor")
     for tensor in tree.tensors:
         sharding = _sharding_of(tensor.parameter, d_tensor)
-        if sharding:
+        if sharding and not (allow_sharded and sharding in _GATHERED):
             raise UnsupportedModelError(f"{tensor.path} is {sharding}: {_BEFORE}", fqn=tensor.path)
     fsdp1 = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
     for node in tree.modules if fsdp1 else ():
-        if isinstance(node.module, fsdp1):
+        if isinstance(node.module, fsdp1) and not allow_sharded:
             raise UnsupportedModelError(f"{node.path or 'the model'} is wrapped by FSDP1: {_BEFORE}", fqn=node.path)
+    _refuse_flat(tree)
 
 
-def refuse_sharded_since(tree: ModelTree) -> None:
-    """Raise for a model that was sharded after it was prepared."""
+def refuse_sharded_since(tree: ModelTree, *, changes_dtypes: bool) -> None:
+    """Raise where a model was sharded after it was prepared, and what was prepared cannot be put back."""
+    _refuse_flat(tree)
+    for tensor in tree.tensors:
+        if not changes_dtypes and "ds_id" in vars(tensor.parameter):
+            raise UnsupportedModelError(
+                f"{tensor.path} is a ZeRO-3 partition, which holds no values to put back; restore before sharding",
+                fqn=tensor.path,
+            )
+    if not changes_dtypes:
+        return
     try:
         _refuse_sharded(tree)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
             f"the model was sharded after it was prepared, and no dtype of a sharded parameter can be changed safely "
-            f"({error.fqn}); call export() on every rank, which writes the exact base of a model sharded by FSDP2, or "
+            f"({error.fqn}); call export() on every rank, which writes the exact base of a model sharded by FSDP, or "
             "restore before sharding",
             fqn=error.fqn,
         ) from error
 
 
-def refuse_unreadable(tree: ModelTree, *, allow_dtensor: bool) -> None:
+def _refuse_flat(tree: ModelTree) -> None:
+    for node in tree.modules:
+        if vars(node.module).get("_fsdp_use_orig_params") is False:  # FSDP1 sets it on all that it wraps
+            raise UnsupportedModelError(
+                f"{node.path or 'the model'} is wrapped by FSDP1 with use_orig_params=False, which takes parameters "
+                "off their modules; wrap it with use_orig_params=True, or restore and export before sharding",
+                fqn=node.path,
+            )
+
+
+def refuse_unreadable(tree: ModelTree, *, allow_sharded: bool) -> None:
     """Raise for a model whose tensors cannot be exported."""
     try:
-        refuse_unsupported_tensors(tree, allow_meta=False, allow_dtensor=allow_dtensor)
+        refuse_unsupported_tensors(tree, allow_meta=False, allow_sharded=allow_sharded)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
-            f"{error.fqn or 'the model'}: expected loaded tensors, whole or sharded by FSDP2 after the preparation; "
-            "export before sharding, or load the base again",
+            f"expected loaded tensors, whole or sharded by FSDP after the preparation: {error}. Export before "
+            "sharding, or load the base again",
             fqn=error.fqn,
         ) from error
 
@@ -109,9 +127,11 @@ def refuse_unreadable(tree: ModelTree, *, allow_dtensor: bool) -> None:
 def _sharding_of(parameter: torch.Tensor, d_tensor: type | tuple[()]) -> str:
     marks = vars(parameter)
     if isinstance(parameter, d_tensor):
-        return "a DTensor (FSDP2 or tensor parallelism)"
+        return _D_TENSOR
     if not marks:
         return ""
     if marks.get("_is_flat_param", False):
-        return "an FSDP1 flat parameter"
-    return "a ZeRO-3 partition" if "ds_id" in marks else ""
+        return "an FSDP1 flat parameter (use_orig_params=False)"
+    if "ds_id" in marks:
+        return "a ZeRO-3 partition"
+    return _FLATTENED if is_flattened(parameter) else ""

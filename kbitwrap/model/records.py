@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..tensors.bits import dense_parts, is_composed
 from .quantization import is_quantized_parameter
+from .wrappers import is_sharded_tensor
 
 
 class TensorRef(NamedTuple):
@@ -77,12 +78,17 @@ class ParameterRecord:
                 return parameter
         return None
 
+    def sharded(self) -> nn.Parameter | None:
+        """What is at one of the places since the parameter there was sharded."""
+        return next((p for ref in self.refs if (p := ref()) is not None and is_sharded_tensor(p)), None)
+
     def there(self) -> nn.Parameter | None:
-        """The parameter, or one of its shape that is at one of its places: others write weights by replacing them."""
+        """The parameter, its shard, or one of its shape at one of its places: others write by replacing them."""
         live = self.live()
         if live is not None:
             return live
-        return next((p for ref in self.refs if (p := ref()) is not None and p.shape == self.shape), None)
+        of_its_shape = (p for ref in self.refs if (p := ref()) is not None and p.shape == self.shape)
+        return next(of_its_shape, self.sharded())
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple[Any, tuple[StorageWeakRef, ...]]:

@@ -66,6 +66,7 @@ class ModelTree:
         self._has_wrappers = False
         self._recorded: dict[int, ParameterRecord] = {}  # by ``id`` of parameters that the model holds
         self.known: dict[int, ParameterRecord] = {}  # those of parameters recorded earlier that were found again
+        self.sharded: dict[int, ParameterRecord] = {}  # and of those found sharded: where they were, and no values
 
     def again(self) -> ModelTree:
         """The same model, walked again unless it has the same modules and parameters under the same names."""

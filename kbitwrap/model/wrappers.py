@@ -63,6 +63,16 @@ def loaded_class(module_name: str, attribute: str) -> type | tuple[()]:
     return found
 
 
+def is_sharded_tensor(tensor: Any) -> bool:
+    """Whether a tensor is a ``DTensor``, or one that FSDP1 laid out flat: only a part of it need be on this rank."""
+    return isinstance(tensor, loaded_class("torch.distributed.tensor", "DTensor")) or is_flattened(tensor)
+
+
+def is_flattened(tensor: Any) -> bool:
+    """Whether FSDP1 laid a tensor out flat, together with others."""
+    return "_fsdp_flattened" in vars(tensor)
+
+
 @functools.cache
 def _owner(cls: Any) -> str:
     """The library of a wrapper's class; ``""`` for torch's own layers and containers, which wrap nothing."""

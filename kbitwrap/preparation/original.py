@@ -17,11 +17,11 @@ from torch import nn
 from ..edits.base import HeldOriginal
 from ..edits.checkpointing import input_gradient_hooks
 from ..edits.storage import CopyChange
-from ..model.checks import is_sharded_tensor
+from ..edits.watch import warn_of_sharding
 from ..model.quantization import is_quantized_parameter, quant_state_of
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, join, only_reading
-from ..model.wrappers import is_adapter_module
+from ..model.wrappers import is_adapter_module, is_flattened
 from ..tensors.bits import begin_digest, is_dense
 from ..tensors.dtypes import HALF_DTYPES
 from .fingerprints import Fingerprints
@@ -65,11 +65,13 @@ class Changes:
         trained: Names of those whose value changed, and that may be trained.
         drifted: Names of those whose value changed although they were frozen.
         replaced: ``{fqn: what happened}``: another parameter or module is there, or one of another shape, or none.
+        not_compared: Names of those that were sharded since: their values are on all ranks together.
     """
 
     trained: list[str] = field(default_factory=list)
     drifted: list[str] = field(default_factory=list)
     replaced: dict[str, str] = field(default_factory=dict)
+    not_compared: list[str] = field(default_factory=list)
 
 
 class Original:
@@ -156,12 +158,13 @@ class Original:
     def follow(self, tree: ModelTree) -> None:
         """Find every parameter again; of one that was moved or swapped, what is there holds the recorded values."""
         with only_reading():
-            live = {record: record.live() for record in self._flags}
+            sharded = {record: p for record in self._flags if (p := record.sharded()) is not None}
+            live = {record: record.live() for record in self._flags if record not in sharded}
             lost = []
             for record in self._records:
-                if live[record] is None and self._fingerprints.has(record):
+                if record in live and live[record] is None and self._fingerprints.has(record):
                     there = next((p for ref in record.refs if (p := ref()) is not None), None)
-                    if there is not None and not is_sharded_tensor(there) and there.shape == record.shape:
+                    if there is not None and there.shape == record.shape:
                         lost.append((record, there))
             changed = self._fingerprints.changed(lost) if lost else set()
         for record, there in lost:
@@ -169,6 +172,11 @@ class Original:
                 record.saw(there)
                 live[record] = there
         tree.known = {id(parameter): record for record, parameter in live.items() if parameter is not None}
+        tree.sharded = {id(parameter): record for record, parameter in sharded.items()}
+
+    def differs(self, record: ParameterRecord, value: torch.Tensor) -> bool:
+        """Whether a value is not the recorded one, as far as was recorded."""
+        return bool(self._fingerprints.changed([(record, value)], lambda _, found: found))
 
     def changes(self, tree: ModelTree, held: Sequence[HeldOriginal]) -> Changes:
         """Find what became of the base, in one read of each device. ``follow`` comes first.
@@ -195,8 +203,10 @@ class Original:
                 if parameter is None or record is None or not _is_recorded(record, module, parameter, tree):
                     if parameter is not None or record is not None:
                         found.replaced[join(fqn, name)] = "was replaced or resized"
-                elif id(parameter) in tree.known:  # not sharded
+                elif id(parameter) in tree.known:
                     compared[record] = parameter
+                else:
+                    found.not_compared.append(record.fqn)
             gone = [name for name in inside if name not in module._parameters]
             found.replaced.update({join(fqn, name): "was replaced or resized" for name in gone})
         found.replaced.update({fqn: "was added" for fqn, module in live.items() if any(_parameters(module))})
@@ -267,7 +277,7 @@ class Original:
             The fqns at which another parameter is, beside the original or in its place; and the paths of what was
             added: parameters, and hooks other than those that a restore removes.
         """
-        known = tree.known
+        known = {**tree.known, **tree.sharded}
         replaced, foreign = [], []
         for tensor in tree.tensors:
             original = self._base.get(tensor.fqn)
@@ -281,7 +291,9 @@ class Original:
                 continue
             ours = {*self._hook_ids, *input_gradient_hooks(node.module)}
             for name in _HOOK_DICTS:
-                hooks = [hook for key, hook in vars(node.module)[name].items() if key not in ours]
+                hooks = [
+                    h for key, h in vars(node.module)[name].items() if key not in ours and h is not warn_of_sharding
+                ]
                 kind = name.strip("_").replace("_", " ").removesuffix("s")
                 foreign += [f"{node.path}: {kind} {getattr(hook, '__name__', type(hook).__name__)}" for hook in hooks]
         return replaced, foreign
@@ -294,11 +306,11 @@ def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def _is_recorded(record: ParameterRecord, module: nn.Module, parameter: torch.Tensor, tree: ModelTree) -> bool:
     """Whether a live parameter of a module is the one recorded, or, as far as can be told, that one sharded."""
     # Not by shape: a 4-bit layer that repacks its weight for the CPU gives it another of as many elements.
-    if parameter.numel() != record.shape.numel():
+    if parameter.numel() != record.shape.numel() and not is_flattened(parameter):
         return False
     if tree.known.get(id(parameter)) is record:
         return True
-    if not is_sharded_tensor(parameter):
+    if tree.sharded.get(id(parameter)) is not record:
         return False
     return record.quant_state is None or record.quant_state() is quant_state_of(module, parameter)
 

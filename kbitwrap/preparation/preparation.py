@@ -18,6 +18,7 @@ from ..edits.flags import Anchor, Hold
 from ..edits.journal import Call, Edit, Journal
 from ..edits.storage import CopyChange, TrainedError
 from ..edits.training import FollowTrainMode, RecordAccelerate
+from ..edits.watch import WatchForSharding
 from ..errors import ConfigError, EditError, RestoreError, StateError, UnsupportedModelError
 from ..model.checks import refuse_sharded_since, tree_of
 from ..model.tree import ModelTree, only_reading
@@ -30,6 +31,7 @@ from .plan import Plan
 from .planner import Planner
 from .prepared_state import PreparedState
 from .process import LARGE_BLOCK_BYTES, empty_cache, plain_mode, random_state, refuse_retyping_under_ddp
+from .sharding import reshard
 
 _in_force: weakref.WeakSet[Preparation] = weakref.WeakSet()
 
@@ -84,6 +86,8 @@ class Preparation:
         model = self.original.model()
         assert model is not None
         tree = ModelTree(model, self.original.records)
+        if reshard(tree):
+            tree = ModelTree(model, self.original.records)
         self.original.follow(tree)
         return tree
 
@@ -99,12 +103,15 @@ class Preparation:
             EditError: An edit failed; the model is as it was before this call.
         """
         before = dict(vars(self))
+        upcasts_all = plan.config.precision.upcasts_all and plan.casts
         try:
             with plain_mode(), self.journal.all_or_nothing(tree):
                 edits: list[EditBase] = list(plan.edits)
                 if not self.journal.changes:
                     edits.insert(0, Hold("hold", ("",), anchor=Anchor(self.holder())))
                     self.original = Original(tree, audit=plan.config.audit)
+                if upcasts_all and not self._upcasts_all:
+                    edits.append(WatchForSharding("hold", ("",)))
                 self.journal.apply(_emptying_cache(_bar(edits, "prepare", plan.config), plan.config.empty_cache), tree)
                 if plan.config.empty_cache:
                     empty_cache()
@@ -112,7 +119,7 @@ class Preparation:
                 self.left, self.after = PreparedState(tree), read_moment(tree)
                 self.plan = plan
                 self.precisions = {*self.precisions, plan.config.precision}
-                self._upcasts_all |= plan.config.precision.upcasts_all and plan.casts
+                self._upcasts_all |= upcasts_all
                 _in_force.add(self)
         except BaseException as error:
             vars(self).update(before)
@@ -192,7 +199,7 @@ class Preparation:
             raise ConfigError("restore(trained='discard') needs a preparation with keep_originals=True")
         with plain_mode():
             tree = self.tree()
-            refuse_sharded_since(tree)
+            refuse_sharded_since(tree, changes_dtypes=self._upcasts_all)
             held, changes = self.journal.originals(), self.changes(tree)
             with only_reading():
                 copies = self.copies(tree)
@@ -237,7 +244,8 @@ class Preparation:
         names += [one.record.fqn for one in held if one.was_trained and id(one) in trainable]
         replaced += [*self.original.gone(changes), *changes.drifted]
         replaced += [one.record.fqn for one in held if one.was_altered and id(one) not in trainable]
-        return RestoreReport(tuple(dict.fromkeys(names)), tuple(dict.fromkeys(replaced)), tuple(foreign))
+        lists = names, replaced, foreign, changes.not_compared
+        return RestoreReport(*(tuple(dict.fromkeys(found)) for found in lists))
 
     def suspend(self, way_back: Journal, *, hold: bool) -> None:
         """Put back the state from before for a while, all or nothing.
@@ -248,7 +256,7 @@ class Preparation:
         """
         with plain_mode():
             tree = self.tree()
-            refuse_sharded_since(tree)
+            refuse_sharded_since(tree, changes_dtypes=self._upcasts_all)
             copies = self.copies(tree)
             refuse_retyping_under_ddp([*self.journal.originals(), *copies])
             way_back.record(random_state(tree), Call(functools.partial(self._upcast_copies, self._half_copies(tree))))

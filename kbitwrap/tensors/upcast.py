@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..errors import UnsupportedModelError
 from .bits import without_storage
 from .dtypes import HALF_DTYPES
 
@@ -56,6 +57,10 @@ def _of_float32(name: str) -> Any:
 
     method.__doc__ = f"``torch.Tensor.{name}`` of a float32 copy."
     return method
+
+
+class ShardedStandInError(UnsupportedModelError, AttributeError):
+    """A weight that is upcast at use is asked for its shard; ``hasattr`` says that it has none."""
 
 
 class UpcastTensor(torch.Tensor):
@@ -181,6 +186,18 @@ class UpcastTensor(torch.Tensor):
         result = UpcastTensor(self.parameter, self._owner, self._chunk_bytes)
         result._is_state = True
         return result
+
+    @property
+    def _local_tensor(self) -> Any:
+        """The attribute of a ``DTensor`` that FSDP2 asks of every parameter before the first forward."""
+        name = "weight" if self._owner is None else f"{type(self._owner[0]).__name__}.{self._owner[1]}"
+        if self._owner is not None and hasattr(self.parameter, "_local_tensor"):
+            raise ShardedStandInError(
+                f"{name} is upcast as it is used (precision 'compute') and was sharded by FSDP2, which takes what "
+                "stands in front of a weight for the weight; prepare with precision 'norms' or 'full', and then shard. "
+                "export() on every rank writes the exact base of this model"
+            )
+        raise AttributeError(f"{name} is not sharded")
 
     tolist = _of_float32("tolist")
     numpy = _of_float32("numpy")

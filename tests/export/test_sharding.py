@@ -221,9 +221,14 @@ def fail(
 
     plain = nn.Sequential(nn.LayerNorm(8)).bfloat16()
     prepared = KbitPreparedModel(plain, precision="none").prepare()
-    plain[0] = FullyShardedDataParallel(plain[0], device_id=torch.device("cpu"), use_orig_params=True)
-    with pytest.raises(UnsupportedModelError, match=r"sharded by FSDP2.*export before sharding"):
+    plain[0] = FullyShardedDataParallel(plain[0], device_id=torch.device("cpu"), use_orig_params=False)
+    with pytest.raises(UnsupportedModelError, match=r"sharded by FSDP .*use_orig_params=False.*before sharding"):
         prepared.export(folder / "plain")
+    for call in (prepared.restore, prepared.suspend):
+        with pytest.raises(UnsupportedModelError, match=r"use_orig_params=False.*wrap it with use_orig_params=True"):
+            call()
+    with pytest.raises(UnsupportedModelError, match=r"use_orig_params=False"):
+        prepared.manifest()
 
     other = nn.Sequential(OrderedDict({f"of_rank_{rank}": nn.LayerNorm(8)})).bfloat16()
     prepared = KbitPreparedModel(other, precision="none").prepare()

@@ -384,7 +384,7 @@ def test_fsdp1_is_refused_by_name(one_process: None, use_orig_params: bool) -> N
     layers = model.model.layers
     layers[1] = FullyShardedDataParallel(layers[1], use_orig_params=use_orig_params, device_id=torch.device("cpu"))
     error = refused(model, allow_meta=True)
-    assert error.fqn == "model.layers.1" + ("" if use_orig_params else "._fsdp_wrapped_module._flat_param")
+    assert error.fqn == "model.layers.1._fsdp_wrapped_module." + ("q_proj.weight" if use_orig_params else "_flat_param")
     assert "FSDP1" in str(error)
 
 

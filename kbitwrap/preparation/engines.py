@@ -1,0 +1,147 @@
+"""What will happen to a prepared model under the engines that train with several processes, before it happens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import Precision, PrepareConfig
+from ..edits.stand_ins import UpcastAtUse
+from ..edits.storage import Store
+from ..errors import ConfigError, UnsupportedModelError
+from ..model.checks import tree_of
+from ..model.quantization import is_quantized_parameter
+from ..model.tree import ModelTree
+from ..reports import ShardingOutcome, ShardingReport
+from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype
+from .plan import Plan, build_plan
+
+ENGINES = ("ddp", "fsdp1", "fsdp2", "zero2", "zero3")
+
+
+def check_sharding(model: nn.Module, engine: str, param_dtype: torch.dtype | str | None = None) -> ShardingReport:
+    """Say what will happen with each precision under an engine, before it happens; changes nothing.
+
+    Args:
+        model: The model as it is before it is prepared, on a device or on the meta device; with its adapters where
+            these are there already, because FSDP1 lays them out together with the base.
+        engine: ``"ddp"`` (DistributedDataParallel), ``"fsdp1"`` (FullyShardedDataParallel), ``"fsdp2"``
+            (``fully_shard``), ``"zero2"`` or ``"zero3"`` (DeepSpeed).
+        param_dtype: The dtype of the engine's mixed-precision policy, or its name; ``None`` for no policy.
+
+    Returns:
+        The report.
+
+    Raises:
+        ConfigError: There is no such engine, or no such floating-point dtype.
+        UnsupportedModelError: ``model`` is no module.
+
+    Example:
+        >>> import torch
+        >>> from kbitwrap import check_sharding
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.LayerNorm(4)).bfloat16()
+        >>> print(check_sharding(model, "fsdp2"))
+        engine 'fsdp2'
+        precision  trains  restore, suspended  export, manifest
+        full          yes                  no               yes
+        compute        no                  no               yes
+        norms         yes                 yes               yes
+        adapted       yes                 yes               yes
+        none          yes                 yes               yes
+        full, compute: no dtype of a sharded parameter can be changed back: export() the base, or take another precision
+        full, compute, norms, adapted, none: export() and manifest() are called on every rank
+        compute: FSDP2 takes what stands in front of a weight for the weight: the first forward raises
+    """
+    if engine not in ENGINES:
+        raise ConfigError(f"engine: expected one of {', '.join(map(repr, ENGINES))}, found {engine!r}")
+    dtype = find_dtype(param_dtype) if isinstance(param_dtype, str) else param_dtype
+    if param_dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(f"param_dtype: expected a floating-point dtype or its name, found {param_dtype!r}")
+    tree = tree_of(model)
+    outcomes = {precision.value: _outcome(tree, precision, engine, dtype) for precision in Precision}
+    return ShardingReport(engine, None if dtype is None else dtype_name(dtype), outcomes)
+
+
+def _outcome(tree: ModelTree, precision: Precision, engine: str, param_dtype: torch.dtype | None) -> ShardingOutcome:
+    try:
+        plan = build_plan(tree.model, PrepareConfig(precision=precision, gradient_checkpointing=False))
+    except UnsupportedModelError as error:
+        return ShardingOutcome(False, False, False, (f"cannot be prepared: {error}",))
+    is_retyped = precision.upcasts_all and plan.casts
+    failures, notes = [] if engine == "ddp" else _packed(tree, param_dtype), []
+    if is_retyped and param_dtype in HALF_DTYPES:
+        notes.append(
+            f"{dtype_name(param_dtype)} is what the engine computes in, whatever is stored: take 'norms' or 'none'"
+        )
+    if engine in ("ddp", "zero2"):
+        if is_retyped:
+            notes.append("suspended() is refused while a trained copy (modules_to_save) is stored in float32")
+        if engine == "zero2":
+            notes.append("parameters stay whole, as under DDP; DeepSpeed itself was not run")
+        return ShardingOutcome(not failures, True, True, (*failures, *notes))
+    if engine == "zero3":
+        notes.append(
+            "a ZeRO-3 partition holds no values: restore(), suspended(), export() and manifest() come before "
+            "deepspeed.initialize(); DeepSpeed itself was not run"
+        )
+        return ShardingOutcome(not failures, False, False, (*failures, *notes))
+    exports = True
+    if is_retyped:
+        notes.append(
+            "no dtype of a sharded parameter can be changed back: export() the base, or take another precision"
+        )
+    if engine == "fsdp2":
+        if any(isinstance(edit, UpcastAtUse) for edit in plan.edits):
+            failures.append("FSDP2 takes what stands in front of a weight for the weight: the first forward raises")
+        if any(t.parameter.dtype == torch.int8 for t in tree.tensors):
+            notes.append(
+                "8-bit weights lose their scales in shards: fully_shard(..., ignored_params={every Int8Params})"
+            )
+    else:
+        failures += _not_uniform(tree, plan)
+        exports = not failures
+        notes.append("needs use_orig_params=True")
+    if exports:
+        notes.append("export() and manifest() are called on every rank")
+    return ShardingOutcome(not failures, exports and not is_retyped, exports, (*failures, *notes))
+
+
+def _packed(tree: ModelTree, param_dtype: torch.dtype | None) -> list[str]:
+    """Why 4-bit weights that are packed in a float dtype would be cast as if they were numbers."""
+    for tensor in tree.tensors:
+        dtype = tensor.parameter.dtype
+        is_packed = is_quantized_parameter(tensor.parameter) and dtype.is_floating_point
+        if param_dtype is not None and is_packed and dtype != param_dtype:
+            name = dtype_name(param_dtype)
+            return [
+                f"{tensor.path} packs 4-bit values in {dtype_name(dtype)}, which would be cast to {name} as if they "
+                f"were numbers: load with bnb_4bit_quant_storage={name}"
+            ]
+    return []
+
+
+def _not_uniform(tree: ModelTree, plan: Plan) -> list[str]:
+    """Why FSDP1, which lays parameters out flat, refuses those of a prepared model."""
+    stored = {
+        id(ref()): edit.dtype for edit in plan.edits if isinstance(edit, Store) and edit.dtype for ref in edit.refs
+    }
+    first: dict[Any, str] = {}
+    for tensor in tree.tensors:
+        first.setdefault(stored.get(id(tensor.parameter), tensor.parameter.dtype), tensor.path)
+    for dtype, path in first.items():
+        if not dtype.is_floating_point:
+            return [
+                f"FSDP1 lays out no integers, and {path} is {dtype_name(dtype)}: load 4-bit weights with "
+                "bnb_4bit_quant_storage set to the dtype of the model"
+            ]
+    if len(first) > 1:
+        found = ", ".join(f"{path} in {dtype_name(dtype)}" for dtype, path in first.items())
+        return [
+            f"FSDP1 lays out parameters of one dtype together, and would find {found}: take a precision that stores no "
+            "other dtype, get_peft_model(..., autocast_adapter_dtype=False), or wrap what differs by itself"
+        ]
+    if any(isinstance(edit, UpcastAtUse) for edit in plan.edits):
+        return ["FSDP1 takes weights off their modules, and what stands in front of them would not be used"]
+    return []

@@ -1,0 +1,344 @@
+"""Two processes on the CPU: what a preparation can still do once FSDP has sharded its model."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+import forks
+import zoo
+from files import SHARD, read, saved
+from kbitwrap import (
+    ExportError,
+    KbitPreparedModel,
+    Manifest,
+    ManifestError,
+    StateDiff,
+    UnsupportedModelError,
+    check_sharding,
+)
+from kbitwrap.integrations import KbitTrainerCallback
+from trainers import dataset
+from training import step
+
+STORES_NOTHING = ("norms", "adapted", "none")
+Shard = Callable[[nn.Module], nn.Module]
+
+
+def fsdp2(live: nn.Module) -> nn.Module:
+    """Each block, then the rest."""
+    for block in next(module for module in live.modules() if isinstance(module, nn.ModuleList)):
+        fully_shard(block)
+    fully_shard(live)
+    if hasattr(live, "generate"):
+        register_fsdp_forward_method(live, "generate")
+    return live
+
+
+def fsdp1(live: nn.Module) -> nn.Module:
+    """The same with wrappers, which keep the parameters' objects."""
+    options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+    layers = next(module for module in live.modules() if isinstance(module, nn.ModuleList))
+    for index, block in enumerate(layers):
+        layers[index] = FullyShardedDataParallel(block, **options)
+    return FullyShardedDataParallel(live, **options)
+
+
+ENGINES: dict[str, Shard] = {"fsdp2": fsdp2, "fsdp1": fsdp1}
+
+
+def load(engine: str) -> transformers.PreTrainedModel:
+    """A model that the engine can shard: FSDP1 lays out flat what has one dtype, which is no integer."""
+    storage = torch.bfloat16 if engine == "fsdp1" else torch.uint8
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_quant_storage=storage,
+    )
+    return zoo.load("llama", quantization_config=config)
+
+
+def adapt(model: transformers.PreTrainedModel) -> peft.PeftModel:
+    """A LoRA in the model's dtype, the same at each call."""
+    torch.manual_seed(0)
+    return peft.get_peft_model(model, zoo.lora_config("llama"), autocast_adapter_dtype=False)
+
+
+def flags(model: nn.Module) -> dict[tuple[int, str], bool]:
+    """The flags of what is there, by owner and name: sharding replaces parameters, and keeps their owners."""
+    return {
+        (id(m), name): p.requires_grad for m in model.modules() for name, p in m._parameters.items() if p is not None
+    }
+
+
+def copy_adapters(live: nn.Module, plain: nn.Module) -> None:
+    """Give an unsharded model the adapters of a sharded one; all ranks call it."""
+    to = {canonical(fqn): p for fqn, p in plain.named_parameters() if "lora_" in fqn}
+    with whole(live, recurse=True):
+        for fqn, parameter in live.named_parameters():
+            if "lora_" in fqn:
+                value = parameter.detach()
+                to.pop(canonical(fqn)).data.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+    assert not to
+
+
+def canonical(fqn: str) -> str:
+    return fqn.replace("_fsdp_wrapped_module.", "")
+
+
+def whole(live: nn.Module, *, recurse: bool) -> contextlib.AbstractContextManager[None]:
+    """Where FSDP1's parameters are whole; FSDP2 needs no such thing."""
+    if isinstance(live, FullyShardedDataParallel):
+        return FullyShardedDataParallel.summon_full_params(live, recurse=recurse, writeback=False)
+    return contextlib.nullcontext()
+
+
+def agree(rank: int) -> None:
+    """All ranks meet here; had one of them communicated on its own, they would not."""
+    ones = torch.ones(rank + 3 - rank)
+    torch.distributed.all_reduce(ones)
+    assert ones.tolist() == [forks.WORLD_SIZE] * 3
+
+
+def without_time(manifest: Manifest) -> dict[str, Any]:
+    return manifest.model_copy(update={"created": "2000-01-01T00:00:00+00:00"}).model_dump()
+
+
+def lives_on(
+    rank: int, engine: str, precision: str, model: nn.Module, plain: nn.Module, folder: Path, expected: dict[str, bytes]
+) -> None:
+    """Manifest, training, evaluation and generation while suspended, the end of the with-block."""
+    plain = adapt(plain).eval()
+    before, attributes = flags(model), {id(m): vars(m).keys() for m in model.modules()}
+    names = {fqn for fqn, _ in model.named_parameters()}
+    batch = zoo.inputs("llama", model)
+    prompt = {"input_ids": batch["input_ids"][:, :4], "attention_mask": torch.ones(len(batch["input_ids"]), 4).long()}
+    with KbitPreparedModel(model, precision=precision) as prepared:
+        manifest = prepared.manifest()
+        peft_model = adapt(model)
+        prepared.adopt(peft_model)
+        live = ENGINES[engine](peft_model)
+        frozen = flags(model)
+        assert not any(flag for (owner, _), flag in frozen.items() if owner in attributes and (owner, _) in before)
+        assert not prepared.verify()
+        assert without_time(prepared.manifest()) == without_time(manifest)
+        step("llama", live)
+        for _ in range(2):  # the second time, what the first forward left whole is sharded again
+            copy_adapters(live, plain)
+            with prepared.suspended(), torch.no_grad():
+                assert all(flags(model)[place] == flag for place, flag in before.items())
+                with whole(live, recurse=False):
+                    tokens = live.eval().generate(**prompt, max_new_tokens=4, do_sample=False)
+                assert torch.equal(tokens, plain.generate(**prompt, max_new_tokens=4, do_sample=False))
+                assert torch.equal(live(**batch).logits, plain(**batch).logits)
+            assert flags(model) == frozen
+            if rank == 0:
+                prepared.suspend()()
+            agree(rank)
+            assert not prepared.verify()
+            step("llama", live, seed=1)
+        prepared.export(folder / precision, max_shard_size=SHARD)
+        assert read(folder / precision) == expected
+        with torch.no_grad():
+            live(**batch)
+        assert engine != "fsdp2" or not isinstance(model.model.embed_tokens.weight, DTensor)
+        assert without_time(prepared.manifest()) == without_time(manifest)
+        if rank == 0:
+            assert prepared.restore() is prepared.restore()
+        agree(rank)
+    report = prepared.restore()
+    assert set(report.not_compared) == names
+    assert (report.trained, report.replaced) == ((), ())
+    assert all(flags(model)[place] == flag for place, flag in before.items())
+    changed = {m: keys ^ vars(m).keys() for m in model.modules() if (keys := attributes.get(id(m))) is not None}
+    assert not any("forward" in keys or "gradient_checkpointing" in keys for keys in changed.values())
+
+
+def live_on(rank: int, join: forks.Join, engine: str, folder: Path) -> None:
+    # Before the group exists: transformers lets only the first of several processes write a checkpoint.
+    models = [(precision, load(engine), load(engine)) for precision in STORES_NOTHING]
+    expected = saved(models[0][1], folder / f"saved-{rank}")
+    with join():
+        for precision, model, plain in models:
+            lives_on(rank, engine, precision, model, plain, folder, expected)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_stores_no_other_dtype_is_suspended_and_restored_while_sharded(engine: str, tmp_path: Path) -> None:
+    forks.run_ranks(live_on, engine, tmp_path)
+
+
+def stays_as_it_is(
+    rank: int, engine: str, precision: str, model: nn.Module, folder: Path, expected: dict[str, bytes]
+) -> None:
+    """The first use warns or raises, nothing that would change a dtype begins, the body's exception is the one seen."""
+    prepared = KbitPreparedModel(model, precision=precision).prepare()
+    manifest = prepared.manifest()
+    live = ENGINES[engine](adapt(model))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if precision == "full":
+            step("llama", live)
+            step("llama", live, seed=1)
+        else:
+            with pytest.raises(UnsupportedModelError, match=r"Embedding.weight.*'norms'.*export\(\) on every"):
+                step("llama", live)
+    messages = [str(warning.message) for warning in caught if "export() on every rank" in str(warning.message)]
+    assert len(messages) == (precision == "full")
+    assert all(word in message for word in ("restore()", "suspended()", "with-block") for message in messages)
+    before = read_places(model)
+    if rank == 0:
+        with pytest.raises(UnsupportedModelError, match="sharded after"), prepared.suspended():
+            pass
+        with (
+            pytest.raises(UnsupportedModelError, match=r"sharded after it was prepared.*export\(\) on every"),
+            prepared,
+        ):
+            pass
+        with pytest.raises(ZeroDivisionError), prepared:
+            raise ZeroDivisionError
+    agree(rank)
+    assert read_places(model) == before
+    assert without_time(prepared.manifest()) == without_time(manifest)
+    prepared.export(folder / precision, max_shard_size=SHARD)
+    assert read(folder / precision) == expected
+
+
+def read_places(model: nn.Module) -> dict[str, Any]:
+    """What restoring would change."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    attributes = {fqn: list(vars(module)) for fqn, module in modules.items()}
+    return attributes | {fqn: (p.dtype, p.requires_grad, id(p)) for fqn, p in model.named_parameters()}
+
+
+def stay_as_they_are(rank: int, join: forks.Join, engine: str, folder: Path) -> None:
+    models = [(precision, load(engine)) for precision in ("full", "compute")]
+    expected = saved(models[0][1], folder / f"saved-{rank}")
+    with join():
+        for precision, model in models:
+            stays_as_it_is(rank, engine, precision, model, folder, expected)
+
+
+def test_what_stores_another_dtype_is_refused_once_it_is_sharded(tmp_path: Path) -> None:
+    forks.run_ranks(stay_as_they_are, "fsdp2", tmp_path)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Values that changed, and the Trainer's callback.
+# ----------------------------------------------------------------------------------------------------
+
+
+def reads_what_changed(rank: int, engine: str, frozen: nn.Module, trained: nn.Module, folder: Path) -> None:
+    """All ranks learn of a change that one shard alone shows."""
+    prepared = KbitPreparedModel(frozen, precision="norms").prepare()
+    live = ENGINES[engine](adapt(frozen))
+    if rank == 1:
+        local(frozen.lm_head.weight).add_(1)
+    for call, error in ((prepared.manifest, ManifestError), (lambda: prepared.export(folder / "drift"), ExportError)):
+        with pytest.raises(error, match=r"lm_head.weight holds other values.*although it is frozen"):
+            call()
+    assert prepared.verify() == StateDiff()
+    del live
+
+    prepared = KbitPreparedModel(trained, precision="norms", freeze=False).prepare()
+    live = ENGINES[engine](trained)
+    prepared.manifest()
+    step("llama", live)
+    with pytest.raises(ManifestError, match=r"was trained since"):
+        prepared.manifest()
+    prepared.export(folder / "trained")
+    assert prepared.restore().not_compared
+
+
+def local(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's shard, to be written to."""
+    return parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+class Arguments(transformers.TrainingArguments):
+    """Those of a process that only the first lets save."""
+
+    @property
+    def should_save(self) -> bool:
+        return torch.distributed.get_rank() == 0
+
+
+def trains_with_the_callback(rank: int, engine: str, model: nn.Module, folder: Path) -> None:
+    prepared = KbitPreparedModel(model, precision="norms").prepare()
+    manifest = prepared.manifest()
+    peft_model = adapt(model)
+    callback = KbitTrainerCallback(prepared, suspend_evaluation=True)
+    arguments = Arguments(
+        str(folder), use_cpu=True, max_steps=2, report_to=[], disable_tqdm=True, save_strategy="no",
+        eval_strategy="steps", eval_steps=1, per_device_train_batch_size=2, remove_unused_columns=False,
+    )  # fmt: skip
+    rows = dataset(model)
+    trainer = transformers.Trainer(peft_model, arguments, train_dataset=rows, eval_dataset=rows, callbacks=[callback])
+    # As Trainer does when accelerate shards; on a CPU accelerate knows of DDP alone.
+    trainer.accelerator.prepare_model = lambda model, **kwargs: model
+    trainer.model = trainer.model_wrapped = trainer.callback_handler.model = ENGINES[engine](peft_model)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert callback.state()["preparation"] == manifest.essence()
+    assert len([row for row in trainer.state.log_history if "eval_loss" in row]) == 2
+    prepared.restore()
+
+
+def see_what_changed(rank: int, join: forks.Join, engine: str, folder: Path) -> None:
+    models = [load(engine) for _ in range(3)]
+    with join():
+        reads_what_changed(rank, engine, *models[:2], folder)
+        trains_with_the_callback(rank, engine, models[2], folder / f"{rank}")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_all_ranks_read_what_changed_and_the_callbacks_manifest(engine: str, tmp_path: Path) -> None:
+    forks.run_ranks(see_what_changed, engine, tmp_path)
+
+
+# ----------------------------------------------------------------------------------------------------
+# What is said beforehand.
+# ----------------------------------------------------------------------------------------------------
+
+
+def trains(engine: str, model: nn.Module, precision: str) -> bool:
+    """Whether a step comes about."""
+    try:
+        prepared = KbitPreparedModel(model, precision=precision).prepare()
+        step("llama", ENGINES[engine](adapt(model)))
+    except (UnsupportedModelError, ValueError):
+        return False
+    assert prepared.state == "prepared"
+    return True
+
+
+def come_true(rank: int, join: forks.Join) -> None:
+    cases = [
+        (engine, precision, load(engine)) for engine in ENGINES for precision in ("full", "compute", "norms", "none")
+    ]
+    with_float32 = peft.get_peft_model(load("fsdp1"), zoo.lora_config("llama"))
+    with join():
+        for engine, precision, model in cases:
+            outcome = check_sharding(model, engine).outcomes[precision]
+            assert trains(engine, model, precision) == outcome.trains, (engine, precision, outcome)
+        outcome = check_sharding(with_float32, "fsdp1").outcomes["norms"]
+        assert not outcome.trains
+        assert "autocast_adapter_dtype=False" in outcome.notes[0]
+        with pytest.raises(ValueError, match="uniform dtype"):
+            fsdp1(with_float32)
+
+
+def test_what_is_said_beforehand_comes_true() -> None:
+    forks.run_ranks(come_true)
