@@ -1,0 +1,52 @@
+"""A step compiled by inductor in every precision: as many graphs as the unprepared model has, and none anew.
+
+    pytest tests/compiled
+
+Outside the test paths: inductor takes half a minute a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+
+import zoo
+from kbitwrap import KbitPreparedModel, Precision
+from training import adapt, step
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's own
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+def steps(model: torch.nn.Module, backend: CompileCounterWithBackend, num_steps: int = 2) -> torch.Tensor:
+    compiled = torch.compile(model, backend=backend)
+    return [step("llama", compiled, seed=0)[0] for _ in range(num_steps)][-1]
+
+
+@pytest.mark.parametrize("precision", list(Precision), ids=str)
+def test_a_compiled_step_has_one_graph_also_after_a_suspension(precision: Precision) -> None:
+    model = zoo.load("llama")
+    model.config.use_cache = False  # transformers logs that it turns it off, which no graph holds
+    backend = CompileCounterWithBackend("inductor")
+    with KbitPreparedModel(model, precision=precision) as prepared:
+        peft_model = adapt("llama", model)
+        prepared.adopt(peft_model)
+        assert steps(peft_model, backend).isfinite()
+        assert backend.frame_count == 1
+        with prepared.suspended():
+            assert prepared.state == "suspended"
+        assert steps(peft_model, backend).isfinite()
+        assert backend.frame_count == 1
+        peft_model.unload()
+    assert not counters["graph_break"]
