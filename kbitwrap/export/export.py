@@ -19,7 +19,7 @@ from torch import nn
 
 from ..errors import ExportError, UnsupportedModelError
 from ..model.checks import refuse_unreadable
-from ..model.quantization import is_of_a_quantizer
+from ..model.quantization import is_of_a_quantizer, quantized_stacks
 from ..model.tree import ModelTree
 from ..model.wrappers import unwrap
 from ..preparation.preparation import Preparation
@@ -103,13 +103,17 @@ def _save(model: nn.Module, writer: CheckpointWriter, max_shard_size: int | str)
     if fields.get("_weight_conversions"):
         # A quantizer's conversions cannot be reverted, and need not be: a state dict has the names that they read.
         fields["_weight_conversions"] = [c for c in fields["_weight_conversions"] if not is_of_a_quantizer(c)]
+    options: dict[str, Any] = {"max_shard_size": max_shard_size}
+    if any(quantized_stacks(module) for module in model.modules()):
+        # A checkpoint's own format holds each expert by itself, and a quantized stack cannot be split.
+        options["save_original_format"] = False
     function = type(model).save_pretrained
     reason = _why_not_streamed(type(model))
     if reason is None:
-        _streaming(function, writer.save_file)(model, writer.folder, max_shard_size=max_shard_size)
+        _streaming(function, writer.save_file)(model, writer.folder, **options)
         return
     _materialize(model, reason)
-    function(model, writer.folder, max_shard_size=max_shard_size)
+    function(model, writer.folder, **options)
     for path in writer.folder.glob("*.safetensors"):
         header = read_header(path)[0]
         header.pop("__metadata__", None)

@@ -69,6 +69,22 @@ def is_quantized_layer(module: nn.Module) -> bool:
     return isinstance(module, _bitsandbytes_classes("Linear4bit", "Linear8bitLt", "Embedding4bit", "Embedding8bit"))
 
 
+STACKS_QUANTIZED_BY = "bitsandbytes.nn.parametrize.replace_parameter_4bit"
+"""The function that quantizes stacks of experts, which loading leaves as they are."""
+
+
+def quantized_stacks(module: nn.Module) -> dict[str, tuple[nn.Module, Any]]:
+    """The parameters that `STACKS_QUANTIZED_BY` quantized: by name, what computes each and its 4-bit statistics."""
+    cls = _loaded_classes("bitsandbytes.nn.parametrize", "Bnb4bitParametrization")
+    parametrized = module._modules.get("parametrizations") if cls else None
+    found = {}
+    for name, computes in () if parametrized is None else parametrized._modules.items():
+        first = None if computes is None else computes._modules.get("0")
+        if computes is not None and isinstance(first, cls):
+            found[name] = computes, vars(first)["quant_state"]
+    return found
+
+
 def is_quantized_parameter(parameter: torch.Tensor) -> bool:
     """Whether a parameter holds quantized storage, whatever its dtype.
 
@@ -98,7 +114,7 @@ def detect(model: nn.Module, modules: Sequence[nn.Module]) -> Quantization:
     if method is not None:
         return Quantization(method, is_quantized=True, casts=False)
     for module in modules:
-        if is_quantized_layer(module):
+        if is_quantized_layer(module) or quantized_stacks(module):
             bits = "8bit" if isinstance(module, _bitsandbytes_classes("Linear8bitLt", "Embedding8bit")) else "4bit"
             return Quantization(f"bitsandbytes_{bits}", is_quantized=True, casts=True)
     return peft

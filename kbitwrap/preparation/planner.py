@@ -19,6 +19,7 @@ from ..edits.storage import Store
 from ..edits.training import Record
 from ..errors import UnsupportedModelError
 from ..model.quantization import (
+    STACKS_QUANTIZED_BY,
     Quantization,
     detect,
     is_quantized_layer,
@@ -271,9 +272,20 @@ class Planner:
                 "they are used have no backward; quantize weights only"
             )
 
+    def _warn_of_unquantized_stacks(self) -> None:
+        """Name the stacks of experts in a model that bitsandbytes quantizes, which loading leaves as they are."""
+        experts = [t for t in self.tree.tensors if self.roles[id(t.parameter)] is Role.EXPERT and t.parameter.dim() > 2]
+        if experts and self.quantization.is_quantized and self.quantization.casts:
+            num_bytes = format_bytes(sum(_bytes(t.parameter) for t in experts))
+            self.warnings.append(
+                f"{len(experts)} stacks of experts are not quantized, {experts[0].fqn} the first: {num_bytes}; "
+                f"{STACKS_QUANTIZED_BY} quantizes them"
+            )
+
     def _warn(self) -> None:
         config, quantization = self.config, self.quantization
         self._warn_of_lost_gradients()
+        self._warn_of_unquantized_stacks()
         if not quantization.casts and config.precision is not Precision.NONE:
             self.warnings.append(
                 f"{quantization.method} manages its own precision: precision {config.precision.value!r} changes nothing"
