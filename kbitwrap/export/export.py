@@ -20,7 +20,7 @@ from torch import nn
 from ..errors import ExportError, UnsupportedModelError
 from ..model.checks import refuse_unreadable
 from ..model.quantization import is_of_a_quantizer, quantized_stacks
-from ..model.tree import ModelTree
+from ..model.tree import ModelTree, named_modules
 from ..model.wrappers import unwrap
 from ..preparation.preparation import Preparation
 from ..preparation.process import plain_mode
@@ -91,41 +91,56 @@ def export_twin(
     return ExportReport(Path(path), writer.files, writer.num_tensors, writer.num_bytes, twin.converted, merged, seconds)
 
 
-def _save(model: nn.Module, writer: CheckpointWriter, max_shard_size: int | str) -> None:
-    """Write a transformers model by its ``save_pretrained``, and any other model's state dict."""
+def _save(model: Any, writer: CheckpointWriter, max_shard_size: int | str) -> None:
+    """Write a model by its class's ``save_pretrained``, and the state dict of one that has none.
+
+    A transformers model inside one that has none is refused: nothing could load the two.
+    """
     transformers = sys.modules.get("transformers.modeling_utils")
-    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+    cls = () if transformers is None else transformers.PreTrainedModel
+    function = getattr(type(model), "save_pretrained", None)
+    options: dict[str, Any] = {"max_shard_size": max_shard_size} if isinstance(model, cls) else {}
+    for fqn, module in named_modules(model):
+        if quantized_stacks(module):
+            # A checkpoint's own format holds each expert by itself, and a quantized stack cannot be split.
+            options["save_original_format"] = False
+        if not isinstance(module, cls):
+            continue
+        if function is None:
+            raise ExportError(
+                f"{fqn} is a {type(module).__name__} inside a {type(model).__name__}, which has no save_pretrained, so "
+                f"nothing could load the two: prepare and export {fqn} by itself",
+                fqn=fqn,
+            )
+        fields = vars(module)
+        # A single process writes everything, whatever its rank.
+        fields["should_save_on_this_rank"] = lambda is_main_process: True
+        if fields.get("_weight_conversions"):
+            # A quantizer's conversions cannot be reverted, and need not be: a state dict has the names that they read.
+            fields["_weight_conversions"] = [c for c in fields["_weight_conversions"] if not is_of_a_quantizer(c)]
+    if function is None:
         _save_state_dict(model, writer, max_shard_size)
         return
-    fields = vars(model)
-    # A single process writes everything, whatever its rank.
-    fields["should_save_on_this_rank"] = lambda is_main_process: True
-    if fields.get("_weight_conversions"):
-        # A quantizer's conversions cannot be reverted, and need not be: a state dict has the names that they read.
-        fields["_weight_conversions"] = [c for c in fields["_weight_conversions"] if not is_of_a_quantizer(c)]
-    options: dict[str, Any] = {"max_shard_size": max_shard_size}
-    if any(quantized_stacks(module) for module in model.modules()):
-        # A checkpoint's own format holds each expert by itself, and a quantized stack cannot be split.
-        options["save_original_format"] = False
-    function = type(model).save_pretrained
-    reason = _why_not_streamed(type(model))
+    reason = _why_not_streamed(type(model), cls)
     if reason is None:
         _streaming(function, writer.save_file)(model, writer.folder, **options)
         return
     _materialize(model, reason)
     function(model, writer.folder, **options)
-    for path in writer.folder.glob("*.safetensors"):
+    for path in writer.folder.rglob("*.safetensors"):
         header = read_header(path)[0]
         header.pop("__metadata__", None)
         writer.num_tensors += len(header)
         writer.num_bytes += sum(end - start for start, end in (entry["data_offsets"] for entry in header.values()))
 
 
-def _why_not_streamed(model_class: Any) -> str | None:
+def _why_not_streamed(model_class: Any, cls: Any) -> str | None:
     """Why `_streaming` cannot take the place of a class's ``save_pretrained``; ``None`` where it can."""
-    own = sys.modules["transformers.modeling_utils"].PreTrainedModel.save_pretrained
+    own = getattr(cls, "save_pretrained", None)
     if model_class.save_pretrained is not own:
-        return f"{model_class.__name__} overrides save_pretrained"
+        return (
+            f"{model_class.__name__} {'overrides' if issubclass(model_class, cls) else 'has its own'} save_pretrained"
+        )
     if inspect.unwrap(own) is not own or _SAVE_FILE not in own.__code__.co_names:
         version = sys.modules["transformers"].__version__
         return f"save_pretrained of transformers {version} does not write files by calling {_SAVE_FILE} itself"
