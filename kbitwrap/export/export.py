@@ -138,9 +138,7 @@ def _why_not_streamed(model_class: Any, cls: Any) -> str | None:
     """Why `_streaming` cannot take the place of a class's ``save_pretrained``; ``None`` where it can."""
     own = getattr(cls, "save_pretrained", None)
     if model_class.save_pretrained is not own:
-        return (
-            f"{model_class.__name__} {'overrides' if issubclass(model_class, cls) else 'has its own'} save_pretrained"
-        )
+        return f"{model_class.__name__} has its own save_pretrained"
     if inspect.unwrap(own) is not own or _SAVE_FILE not in own.__code__.co_names:
         version = sys.modules["transformers"].__version__
         return f"save_pretrained of transformers {version} does not write files by calling {_SAVE_FILE} itself"
