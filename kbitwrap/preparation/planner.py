@@ -21,7 +21,6 @@ from ..errors import UnsupportedModelError
 from ..model.quantization import (
     STACKS_QUANTIZED_BY,
     Quantization,
-    detect,
     is_quantized_layer,
     is_quantized_parameter,
     loses_gradients,
@@ -104,11 +103,11 @@ class Planner:
         composed = next((t for t in half if is_composed(type(t.parameter))), None)
         if composed is None:
             return half
-        method = detect(self.tree.model, [node.module for node in self.tree.modules]).method
-        if method is not None:  # one that PEFT's function does not know
+        found = self.tree.quantization
+        if not found.is_known_to_peft:
             raise UnsupportedModelError(
-                f"{composed.path} is a {type(composed.parameter).__name__} of {method}, whose dtype cannot be changed: "
-                "PEFT's function raises half-way on this model. KbitPreparedModel(model) prepares it",
+                f"{composed.path} is a {type(composed.parameter).__name__} of {found.method}, whose dtype cannot be "
+                "changed: PEFT's function raises half-way on this model. KbitPreparedModel(model) prepares it",
                 fqn=composed.path,
             )
         # Assigning to ``.data`` leaves what such a tensor is made of as it is.

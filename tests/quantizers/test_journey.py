@@ -24,6 +24,7 @@ from training import adapt, step
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:restore.. made:UserWarning"),  # the adapter is on top while restoring
+    pytest.mark.filterwarnings("ignore:the config of this .* does not tell that it is quantized with hqq:UserWarning"),
 ]
 
 EVERY = [
