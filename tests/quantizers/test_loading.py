@@ -13,7 +13,7 @@ from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, q
 from transformers import PreTrainedModel
 
 import zoo
-from cells import CELLS, DTYPE, pretrained
+from cells import CELLS, DTYPE, Answer, pretrained
 from kbitwrap import ExportError, KbitPreparedModel, Precision, build_plan
 from merging import layers_of
 from snapshot import Snapshot
@@ -46,7 +46,9 @@ def read_again(folder: Path) -> PreTrainedModel:
 
 @pytest.mark.parametrize("architecture", ["llama", "opt"])
 @pytest.mark.parametrize("name", CELLS["hqq"])
-def test_an_export_of_hqq_says_how_it_is_read_and_is_read_so(name: str, architecture: str, tmp_path: Path) -> None:
+def test_an_export_of_hqq_says_how_it_is_read_and_is_read_so(
+    name: str, architecture: str, tmp_path: Path, answer: Answer
+) -> None:
     model = CELLS["hqq"][name].load(architecture)
     prepared = KbitPreparedModel(model).prepare()
     with pytest.warns(UserWarning, match="does not tell that it is quantized with hqq") as caught:
@@ -62,6 +64,7 @@ def test_an_export_of_hqq_says_how_it_is_read_and_is_read_so(name: str, architec
         read.model.rotary_emb.to(DTYPE)  # as HQQ's function does
     assert torch.equal(logits(read, architecture), logits(model, architecture))
     assert build_plan(read).quantization == "hqq"
+    answer(f"hqq-{name}", "export", "read by a [program](export.md#models-that-hqq-quantized)")
 
 
 @pytest.mark.parametrize("precision", Precision, ids=str)

@@ -42,6 +42,7 @@ def test_an_export_is_what_the_model_saves_and_loads_again(precision: Precision,
     expected = embed(model)
     model.save(str(tmp_path / "before"))
     prepared = KbitPreparedModel(model, precision=precision).prepare()
+    torch.manual_seed(0)
     model.add_adapter(LoraConfig(target_modules=["query", "value"], init_lora_weights=False))
     prepared.adopt(model)
     while_prepared = Snapshot(model)
@@ -55,8 +56,9 @@ def test_an_export_is_what_the_model_saves_and_loads_again(precision: Precision,
     merged = SentenceTransformer(str(tmp_path / "merged"), device="cpu")
     assert merged[0].auto_model.dtype == torch.bfloat16
     adapted = embed(model)
-    assert (adapted - expected).abs().max() > 0.05
-    assert (embed(merged) - adapted).abs().max() < 0.01
+    learned, rounding = (adapted - expected).norm(), (embed(merged) - adapted).norm()
+    assert learned > 0.5
+    assert rounding < learned / 10
     assert not prepared.verify()
     prepared.restore()
     model.delete_adapter("default")
