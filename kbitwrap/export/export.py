@@ -19,12 +19,13 @@ from torch import nn
 
 from ..errors import ExportError, UnsupportedModelError
 from ..model.checks import refuse_unreadable
-from ..model.quantization import is_of_a_quantizer
-from ..model.tree import ModelTree
+from ..model.quantization import is_of_a_quantizer, quantized_stacks
+from ..model.tree import ModelTree, join, named_modules
 from ..model.wrappers import unwrap
 from ..preparation.preparation import Preparation
 from ..preparation.process import plain_mode
 from ..reports import ExportReport
+from ..tensors.bits import is_composed
 from ..tensors.lazy import LazyTensor, materialize
 from .merge import merge_into
 from .sharding import Gathering
@@ -91,37 +92,79 @@ def export_twin(
     return ExportReport(Path(path), writer.files, writer.num_tensors, writer.num_bytes, twin.converted, merged, seconds)
 
 
-def _save(model: nn.Module, writer: CheckpointWriter, max_shard_size: int | str) -> None:
-    """Write a transformers model by its ``save_pretrained``, and any other model's state dict."""
+def _save(model: Any, writer: CheckpointWriter, max_shard_size: int | str) -> None:
+    """Write a model by its class's ``save_pretrained``, and the state dict of one that has none."""
     transformers = sys.modules.get("transformers.modeling_utils")
-    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+    cls = () if transformers is None else transformers.PreTrainedModel
+    options = {"max_shard_size": max_shard_size} if isinstance(model, cls) else {}
+    options |= _settle(model, cls)
+    function = getattr(type(model), "save_pretrained", None)
+    if function is None:
         _save_state_dict(model, writer, max_shard_size)
         return
-    fields = vars(model)
-    # A single process writes everything, whatever its rank.
-    fields["should_save_on_this_rank"] = lambda is_main_process: True
-    if fields.get("_weight_conversions"):
-        # A quantizer's conversions cannot be reverted, and need not be: a state dict has the names that they read.
-        fields["_weight_conversions"] = [c for c in fields["_weight_conversions"] if not is_of_a_quantizer(c)]
-    function = type(model).save_pretrained
-    reason = _why_not_streamed(type(model))
+    quantization = ModelTree(model).quantization
+    if not quantization.casts and getattr(vars(model).get("config"), "quantization_config", None) is None:
+        warnings.warn(
+            f"the config of this {type(model).__name__} does not tell that it is quantized with {quantization.method}: "
+            "from_pretrained alone initializes the quantized layers anew, without an error. The page on exports has a "
+            "program that reads them",
+            UserWarning,
+            stacklevel=5,  # the caller of KbitPreparedModel.export
+        )
+    reason = _why_not_streamed(type(model), cls)
     if reason is None:
-        _streaming(function, writer.save_file)(model, writer.folder, max_shard_size=max_shard_size)
+        _streaming(function, writer.save_file)(model, writer.folder, **options)
         return
     _materialize(model, reason)
-    function(model, writer.folder, max_shard_size=max_shard_size)
-    for path in writer.folder.glob("*.safetensors"):
+    function(model, writer.folder, **options)
+    for path in writer.folder.rglob("*.safetensors"):
         header = read_header(path)[0]
         header.pop("__metadata__", None)
         writer.num_tensors += len(header)
         writer.num_bytes += sum(end - start for start, end in (entry["data_offsets"] for entry in header.values()))
 
 
-def _why_not_streamed(model_class: Any) -> str | None:
+def _settle(model: nn.Module, cls: Any) -> dict[str, Any]:
+    """Let the models of transformers in a twin be written by ``save_pretrained``; return the options that they need.
+
+    What nothing could write or load is refused: weights that no quantizer made, and a model in one without the method.
+    """
+    modules = named_modules(model)
+    is_quantizer_there = any(vars(module).get("hf_quantizer") is not None for _, module in modules)
+    options: dict[str, Any] = {}
+    for fqn, module in modules:
+        if quantized_stacks(module):
+            # A checkpoint's own format holds each expert by itself, and a quantized stack cannot be split.
+            options["save_original_format"] = False
+        for name, parameter in module._parameters.items():
+            if parameter is not None and is_composed(type(parameter)) and not is_quantizer_there:
+                raise ExportError(
+                    f"{join(fqn, name)} is a {type(parameter).__name__}, and no quantizer of transformers made it that "
+                    "could write it: load the model with a quantization_config, or export it merged",
+                    fqn=join(fqn, name),
+                )
+        if not isinstance(module, cls):
+            continue
+        if not hasattr(type(model), "save_pretrained"):
+            raise ExportError(
+                f"{fqn} is a {type(module).__name__} inside a {type(model).__name__}, which has no save_pretrained, so "
+                f"nothing could load the two: prepare and export {fqn} by itself",
+                fqn=fqn,
+            )
+        fields = vars(module)
+        # A single process writes everything, whatever its rank.
+        fields["should_save_on_this_rank"] = lambda is_main_process: True
+        if fields.get("_weight_conversions"):
+            # A quantizer's conversions cannot be reverted, and need not be: a state dict has the names that they read.
+            fields["_weight_conversions"] = [c for c in fields["_weight_conversions"] if not is_of_a_quantizer(c)]
+    return options
+
+
+def _why_not_streamed(model_class: Any, cls: Any) -> str | None:
     """Why `_streaming` cannot take the place of a class's ``save_pretrained``; ``None`` where it can."""
-    own = sys.modules["transformers.modeling_utils"].PreTrainedModel.save_pretrained
+    own = getattr(cls, "save_pretrained", None)
     if model_class.save_pretrained is not own:
-        return f"{model_class.__name__} overrides save_pretrained"
+        return f"{model_class.__name__} has its own save_pretrained"
     if inspect.unwrap(own) is not own or _SAVE_FILE not in own.__code__.co_names:
         version = sys.modules["transformers"].__version__
         return f"save_pretrained of transformers {version} does not write files by calling {_SAVE_FILE} itself"

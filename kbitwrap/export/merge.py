@@ -21,6 +21,7 @@ from ..model.quantization import (
     is_quantized_layer,
     is_quantized_parameter,
     library_dequantizer,
+    quantized_stacks,
 )
 from ..model.tree import ModelTree, named_modules, shallow_copy
 from ..model.wrappers import is_adapter_module
@@ -239,11 +240,12 @@ class _Merge:
 
 
 def _dequantized(twin: Twin) -> Twin:
-    """A twin, whose model is changed in place, with weights that other libraries than bitsandbytes dequantize."""
+    """A twin, whose model is changed in place, with weights that are not those of bitsandbytes' layers dequantized."""
     dtype = _half_dtype(twin.model)
     plains: dict[int, nn.Module] = {}  # what takes the place of a shell whose class is of the library
     tried: set[tuple[type, type]] = set()
     for fqn, shell in named_modules(twin.model):
+        _dequantize_stacks(fqn, shell)
         compute = library_dequantizer(shell)
         if compute is None:
             continue
@@ -266,6 +268,20 @@ def _dequantized(twin: Twin) -> Twin:
         module._modules.update({name: plains[id(m)] for name, m in module._modules.items() if id(m) in plains})
     peeled = (dataclasses.replace(one, shell=plains.get(id(one.shell), one.shell)) for one in twin.peeled)
     return dataclasses.replace(twin, peeled=tuple(peeled))
+
+
+def _dequantize_stacks(fqn: str, shell: nn.Module) -> None:
+    """Make a shell whose stacks of experts are quantized a plain one of the class that it had before."""
+    stacks = quantized_stacks(shell)
+    if not stacks:
+        return
+    others = {*shell._modules["parametrizations"]._modules} - {*stacks}  # type: ignore[union-attr]
+    if others or any(len(computes._modules) > 1 for computes, _ in stacks.values()):
+        raise ExportError(f"{fqn}: parametrizations of its own lie beside the quantized experts; remove them", fqn=fqn)
+    del vars(shell)["_modules"]["parametrizations"]
+    shell.__class__ = type(shell).__bases__[0]
+    for name, (computes, state) in stacks.items():
+        vars(shell)["_parameters"][name] = LazyTensor(state.shape, state.dtype, computes)
 
 
 def _parameter(module: nn.Module, name: str) -> torch.Tensor:

@@ -10,6 +10,8 @@ gptq, aqlm, eetq,      ``quantization_method``;      never cast (PEFT's own list
 hqq, torchao           hqq also ``hqq_quantized``
 every other method     ``quantization_method``       never cast by the wrapper: the method computes its own
 of transformers                                      layers in the dtype it loaded. PEFT casts them
+a library's own        a layer of its class, or a    never cast by the wrapper
+function               weight made of narrow parts
 ===================== ============================ =====================================================
 """
 
@@ -25,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..tensors.bits import is_composed
+from ..tensors.bits import is_composed, parts_of
 
 DISTRIBUTIONS = ("bitsandbytes", "torchao", "hqq", "gptqmodel", "aqlm", "eetq", "optimum-quanto")
 """The libraries that quantize, as package indexes call them."""
@@ -49,6 +51,11 @@ class Quantization:
     casts: bool
 
     @property
+    def is_known_to_peft(self) -> bool:
+        """Whether PEFT's function leaves the weights of the method alone, wherever its attributes tell it."""
+        return self.method is None or self.method in _SELF_MANAGED_IN_PEFT or self.casts
+
+    @property
     def can_dequantize(self) -> bool:
         """Whether the values of the quantized weights can be computed."""
         return self.casts or self.method in _DEQUANTIZED_BY_LIBRARY
@@ -67,6 +74,22 @@ def _bitsandbytes_classes(*names: str) -> tuple[type, ...]:
 def is_quantized_layer(module: nn.Module) -> bool:
     """Whether a module is a bitsandbytes 4-bit or 8-bit layer."""
     return isinstance(module, _bitsandbytes_classes("Linear4bit", "Linear8bitLt", "Embedding4bit", "Embedding8bit"))
+
+
+STACKS_QUANTIZED_BY = "bitsandbytes.nn.parametrize.replace_parameter_4bit"
+"""The function that quantizes stacks of experts, which loading leaves as they are."""
+
+
+def quantized_stacks(module: nn.Module) -> dict[str, tuple[nn.Module, Any]]:
+    """The parameters that `STACKS_QUANTIZED_BY` quantized: by name, what computes each and its 4-bit statistics."""
+    cls = _loaded_classes("bitsandbytes.nn.parametrize", "Bnb4bitParametrization")
+    parametrized = module._modules.get("parametrizations") if cls else None
+    found = {}
+    for name, computes in () if parametrized is None else parametrized._modules.items():
+        first = None if computes is None else computes._modules.get("0")
+        if computes is not None and isinstance(first, cls):
+            found[name] = computes, vars(first)["quant_state"]
+    return found
 
 
 def is_quantized_parameter(parameter: torch.Tensor) -> bool:
@@ -98,10 +121,29 @@ def detect(model: nn.Module, modules: Sequence[nn.Module]) -> Quantization:
     if method is not None:
         return Quantization(method, is_quantized=True, casts=False)
     for module in modules:
-        if is_quantized_layer(module):
+        if is_quantized_layer(module) or quantized_stacks(module):
             bits = "8bit" if isinstance(module, _bitsandbytes_classes("Linear8bitLt", "Embedding8bit")) else "4bit"
             return Quantization(f"bitsandbytes_{bits}", is_quantized=True, casts=True)
-    return peft
+    library = next((found for module in modules if (found := _library_of(module))), None)
+    return peft if library is None else Quantization(library, is_quantized=True, casts=False)
+
+
+def _library_of(module: nn.Module) -> str | None:
+    """The library that quantized a layer: its class is the library's, or its weight is one made of narrow parts."""
+    weight = module._parameters.get("weight")
+    if has_linear_class_of_its_own(module):
+        cls: type = type(module)
+    elif is_composed(type(weight)) and any(_is_narrow(part) for part in parts_of(weight)):  # type: ignore[arg-type]
+        cls = type(weight)
+    else:
+        return None
+    root, *inner = cls.__module__.split(".")
+    return inner[0] if root == "optimum" else root
+
+
+def _is_narrow(part: torch.Tensor) -> bool:
+    """Whether a tensor holds integers or numbers of one byte, as the parts of no unquantized weight do."""
+    return part.dtype.itemsize == 1 or not part.dtype.is_floating_point
 
 
 def detect_as_peft(model: nn.Module) -> Quantization:

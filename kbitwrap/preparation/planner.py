@@ -19,8 +19,8 @@ from ..edits.storage import Store
 from ..edits.training import Record
 from ..errors import UnsupportedModelError
 from ..model.quantization import (
+    STACKS_QUANTIZED_BY,
     Quantization,
-    detect,
     is_quantized_layer,
     is_quantized_parameter,
     loses_gradients,
@@ -122,11 +122,11 @@ class Planner:
         composed = next((t for t in half if is_composed(type(t.parameter))), None)
         if composed is None:
             return half
-        method = detect(self.tree.model, [node.module for node in self.tree.modules]).method
-        if method is not None:  # one that PEFT's function does not know
+        found = self.tree.quantization
+        if not found.is_known_to_peft:
             raise UnsupportedModelError(
-                f"{composed.path} is a {type(composed.parameter).__name__} of {method}, whose dtype cannot be changed: "
-                "PEFT's function raises half-way on this model. KbitPreparedModel(model) prepares it",
+                f"{composed.path} is a {type(composed.parameter).__name__} of {found.method}, whose dtype cannot be "
+                "changed: PEFT's function raises half-way on this model. KbitPreparedModel(model) prepares it",
                 fqn=composed.path,
             )
         # Assigning to ``.data`` leaves what such a tensor is made of as it is.
@@ -293,10 +293,21 @@ class Planner:
                 "they are used have no backward; quantize weights only"
             )
 
+    def _warn_of_unquantized_stacks(self) -> None:
+        """Name the stacks of experts in a model that bitsandbytes quantizes, which loading leaves as they are."""
+        experts = [t for t in self.tree.tensors if self.roles[id(t.parameter)] is Role.EXPERT and t.parameter.dim() > 2]
+        if experts and self.quantization.is_quantized and self.quantization.casts:
+            num_bytes = format_bytes(sum(_bytes(t.parameter) for t in experts))
+            self.warnings.append(
+                f"{len(experts)} stacks of experts are not quantized, {experts[0].fqn} the first: {num_bytes}; "
+                f"{STACKS_QUANTIZED_BY} quantizes them"
+            )
+
     def _warn(self) -> None:
         config, quantization = self.config, self.quantization
         self._warn_of_lost_gradients()
         self.warnings += self.warnings_of_adapters()
+        self._warn_of_unquantized_stacks()
         if not quantization.casts and config.precision is not Precision.NONE:
             self.warnings.append(
                 f"{quantization.method} manages its own precision: precision {config.precision.value!r} changes nothing"

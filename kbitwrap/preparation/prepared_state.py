@@ -72,9 +72,10 @@ class PreparedState:
                 what = "none" if found is None else "another"
                 differences.setdefault(fqn, {})["parameter"] = ("the prepared one", what)
             if found is not None:
-                # A quantized layer casts its bias to the dtype it computes in, whenever it runs.
-                ignored = ["dtype"] if id(found) in rewritten else []
-                if is_distributed or id(found) in parametrized:
+                # A quantized layer casts its bias to the dtype it computes in whenever it runs, in inference mode too.
+                is_rewritten = id(found) in rewritten
+                ignored = ["dtype"] if is_rewritten else []
+                if is_distributed or id(found) in parametrized or (is_rewritten and found.is_inference()):
                     # DistributedDataParallel writes every parameter when it is made, with the value it has; a LoRA on a
                     # parameter (``target_parameters``) writes it back after each forward.
                     ignored.append("writes")

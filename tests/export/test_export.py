@@ -23,7 +23,7 @@ import pytest
 import torch
 import transformers
 from peft import get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -419,7 +419,7 @@ def test_a_class_that_overrides_save_pretrained_is_materialized_with_a_warning(t
     assert "extra.txt" in expected
     prepared = KbitPreparedModel(model, precision="full").prepare()
     before = Snapshot(model)
-    with pytest.warns(UserWarning, match="LlamaForCausalLM overrides save_pretrained, so .* at once"):
+    with pytest.warns(UserWarning, match="LlamaForCausalLM has its own save_pretrained, so .* at once"):
         prepared.export(tmp_path / "export", max_shard_size=SHARD)
     assert before.diff(Snapshot(model)) == []
     assert read(tmp_path / "export") == expected
@@ -504,6 +504,60 @@ def test_names_that_wrappers_use_too(tmp_path: Path) -> None:
         prepared.export(tmp_path / "export")
     tensors = load_file(tmp_path / "export" / "model.safetensors")
     assert {name: t.tolist() for name, t in tensors.items()} == {name: t.tolist() for name, t in expected.items()}
+
+
+class Container(nn.Module):
+    """A model around one of transformers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.encoder = model
+        self.projection = nn.Linear(8, 8).bfloat16()
+
+
+class SavedContainer(Container):
+    """One that writes itself, as sentence embedders do: the model in a folder, its own weights in another."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        self.encoder.save_pretrained(folder / "encoder")
+        (folder / "projection").mkdir(parents=True)
+        save_file(self.projection.state_dict(), folder / "projection" / "weights.safetensors")
+
+
+@pytest.mark.parametrize("merge_adapters", [False, True])
+def test_a_container_that_cannot_save_itself_is_refused_and_the_part_that_can_is_named(
+    merge_adapters: bool, tmp_path: Path
+) -> None:
+    model = Container(zoo.load("llama"))
+    prepared = KbitPreparedModel(model, gradient_checkpointing=False).prepare()
+    with pytest.raises(ExportError, match="prepare and export encoder by itself") as caught:
+        prepared.export(tmp_path / "export", merge_adapters=merge_adapters)
+    assert caught.value.fqn == "encoder"
+    assert list(tmp_path.iterdir()) == []
+    prepared.restore()
+    expected = saved(model.encoder, tmp_path / "before")
+    KbitPreparedModel(model.encoder, precision="full").prepare().export(tmp_path / "export", max_shard_size=SHARD)
+    assert read(tmp_path / "export") == expected
+
+
+def test_a_container_that_saves_itself_is_exported_by_its_own_function(tmp_path: Path) -> None:
+    def files(folder: Path) -> dict[str, bytes]:
+        return {
+            f"{part}/{name}": data for part in ("encoder", "projection") for name, data in read(folder / part).items()
+        }
+
+    model = SavedContainer(zoo.load("llama"))
+    model.save_pretrained(tmp_path / "before")
+    prepared = KbitPreparedModel(model, precision="full", gradient_checkpointing=False).prepare()
+    adapt("llama", model.encoder)
+    before = Snapshot(model)
+    with pytest.warns(UserWarning, match="SavedContainer has its own save_pretrained.* are held in memory at once"):
+        report = prepared.export(tmp_path / "export")
+    assert files(tmp_path / "export") == files(tmp_path / "before")
+    assert report.files == tuple(sorted(files(tmp_path / "export")))
+    assert report.num_tensors == sum(len(tensors_of(tmp_path / "export" / part)) for part in ("encoder", "projection"))
+    assert {"projection.weight", "encoder.lm_head.weight"} <= {*report.converted}
+    assert before.diff(Snapshot(model)) == []
 
 
 def test_an_extra_state_that_is_not_a_tensor_is_refused(tmp_path: Path) -> None:

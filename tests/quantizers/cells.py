@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 import zoo
 
 DTYPE = torch.bfloat16
+Answer = Callable[[str, str, str], None]
+"""Says what holds in a column of a row of docs/compatibility.md: the fixture ``answer``."""
 
 
 def pretrained(name: str, quantization_config: Any = None) -> PreTrainedModel:

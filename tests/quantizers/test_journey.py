@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import zoo
-from cells import CELLS, DTYPE, Cell, pretrained
+from cells import CELLS, DTYPE, Answer, Cell, pretrained
 from files import read
 from kbitwrap import ExportError, KbitPreparedModel, Manifest, Precision
 from merging import assert_rounded_once, layers_of
@@ -24,6 +24,7 @@ from training import adapt, step
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:restore.. made:UserWarning"),  # the adapter is on top while restoring
+    pytest.mark.filterwarnings("ignore:the config of this .* does not tell that it is quantized with hqq:UserWarning"),
 ]
 
 EVERY = [
@@ -77,7 +78,9 @@ def named(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 @pytest.mark.parametrize(("method", "name", "precision", "architecture"), EVERY)
-def test_a_journey(method: str, name: str, precision: Precision, architecture: str, tmp_path: Path) -> None:
+def test_a_journey(
+    method: str, name: str, precision: Precision, architecture: str, tmp_path: Path, answer: Answer
+) -> None:
     """Prepared, trained, suspended, verified, resumed elsewhere, exported and restored."""
     cell = CELLS[method][name]
     model = cell.load(architecture)
@@ -121,3 +124,8 @@ def test_a_journey(method: str, name: str, precision: Precision, architecture: s
     restored = Snapshot(model)
     assert before.diff(restored, moved=precision.upcasts_all) == []
     assert torch.equal(logits(model, architecture), expected)
+
+    row = f"{method}-{name}"
+    answer(row, "wrapper", f"`{precision}`")
+    answer(row, "export", "as `save_pretrained`" if cell.is_serializable else "refused, as by `save_pretrained`")
+    answer(row, "merged export", "yes")

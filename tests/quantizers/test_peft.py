@@ -13,7 +13,7 @@ import transformers
 
 import kbitwrap
 import zoo
-from cells import CELLS, pretrained
+from cells import CELLS, Answer, pretrained
 from kbitwrap import KbitPreparedModel, LifecycleState, UnsupportedModelError, build_plan
 from kbitwrap.integrations import KbitTrainerCallback
 from snapshot import Snapshot
@@ -48,7 +48,9 @@ def unmarked() -> transformers.PreTrainedModel:
     [*(partial(CELLS[m][n].load, "llama") for m, n in WITH_PEFT), unmarked],
     ids=[*map("-".join, WITH_PEFT), "torchao-unmarked"],
 )
-def test_the_drop_in_trains_as_pefts_function(load: Callable[[], transformers.PreTrainedModel]) -> None:
+def test_the_drop_in_trains_as_pefts_function(
+    load: Callable[[], transformers.PreTrainedModel], answer: Answer, request: pytest.FixtureRequest
+) -> None:
     found = []
     for function in (peft.prepare_model_for_kbit_training, kbitwrap.prepare_model_for_kbit_training):
         model = load()
@@ -60,16 +62,19 @@ def test_the_drop_in_trains_as_pefts_function(load: Callable[[], transformers.Pr
         assert all(torch.equal(gradient, expected[fqn]) for fqn, gradient in gradients.items())
     kbitwrap.restore(model)
     model.to("cpu")
+    if load is not unmarked:
+        answer(request.node.callspec.id, "drop-in", "as PEFT")
 
 
 @pytest.mark.parametrize("name", CELLS["quanto"])
-def test_the_drop_in_refuses_quanto_before_anything_changes_and_names_the_way_out(name: str) -> None:
+def test_the_drop_in_refuses_quanto_before_anything_changes_and_names_the_way_out(name: str, answer: Answer) -> None:
     model = CELLS["quanto"][name].load("llama")
     before = Snapshot(model)
     with pytest.raises(UnsupportedModelError, match=r"of quanto.*KbitPreparedModel\(model\) prepares it") as caught:
         kbitwrap.prepare_model_for_kbit_training(model)
     assert caught.value.fqn == "model.layers.0.self_attn.q_proj.weight"
     assert before.diff(Snapshot(model)) == []
+    answer(f"quanto-{name}", "drop-in", "refused: PEFT raises half-way")
 
 
 @pytest.mark.parametrize(("method", "name"), EVERY)
@@ -100,7 +105,7 @@ def test_a_model_moves_while_it_is_prepared_and_after(method: str, name: str) ->
 
 
 @pytest.mark.parametrize(("method", "name"), EVERY)
-def test_trainer_trains_with_the_callback_and_resumes(method: str, name: str, tmp_path: Path) -> None:
+def test_trainer_trains_with_the_callback_and_resumes(method: str, name: str, tmp_path: Path, answer: Answer) -> None:
     def trainer(model: torch.nn.Module) -> transformers.Trainer:
         batch = {key: value.tolist() for key, value in zoo.inputs("llama", model).items()}
         data = [{key: rows[i] for key, rows in batch.items()} for i in range(2)]
@@ -112,6 +117,7 @@ def test_trainer_trains_with_the_callback_and_resumes(method: str, name: str, tm
     if name in REFUSED_BY_TRAINER:
         with pytest.raises(ValueError, match="do not support training"):
             trainer(adapt("llama", CELLS[method][name].load("llama")))
+        answer(f"{method}-{name}", "Trainer", "refused by transformers")
         return
     losses = []
     for checkpoint in (None, str(tmp_path / "checkpoint-1")):
@@ -121,3 +127,4 @@ def test_trainer_trains_with_the_callback_and_resumes(method: str, name: str, tm
             assert not prepared.verify()
         assert prepared.state is LifecycleState.RESTORED
     assert losses[0] > losses[1] > 0  # of two steps, and of the second alone
+    answer(f"{method}-{name}", "Trainer", "yes")

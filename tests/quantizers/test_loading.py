@@ -1,0 +1,108 @@
+"""Exports that no config describes: read by the page's program, or refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+from transformers import PreTrainedModel
+
+import zoo
+from cells import CELLS, DTYPE, Answer, pretrained
+from kbitwrap import ExportError, KbitPreparedModel, Precision, build_plan
+from merging import layers_of
+from snapshot import Snapshot
+from training import adapt, is_checkpointing, step
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:restore.. made:UserWarning"),  # the adapter is on top while restoring
+    pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without:UserWarning"),  # so it cannot merge
+]
+
+PAGE = Path(__file__).parents[2] / "docs" / "export.md"
+CONFIGS = [Int8WeightOnlyConfig, Float8WeightOnlyConfig]
+
+
+def logits(model: nn.Module, architecture: str = "llama") -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(**zoo.inputs(architecture, model)).logits
+
+
+def read_again(folder: Path) -> PreTrainedModel:
+    """The program by which the page reads an export of an HQQ model."""
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    (program,) = (block for block in blocks if "HQQLinear" in block)
+    names: dict[str, object] = {}
+    exec(program.replace('"run/base"', repr(str(folder))), names)
+    model = names["model"]
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+@pytest.mark.parametrize("architecture", ["llama", "opt"])
+@pytest.mark.parametrize("name", CELLS["hqq"])
+def test_an_export_of_hqq_says_how_it_is_read_and_is_read_so(
+    name: str, architecture: str, tmp_path: Path, answer: Answer
+) -> None:
+    model = CELLS["hqq"][name].load(architecture)
+    prepared = KbitPreparedModel(model).prepare()
+    with pytest.warns(UserWarning, match="does not tell that it is quantized with hqq") as caught:
+        prepared.export(tmp_path / "export", max_shard_size=20_000)
+    assert [warning.filename for warning in caught] == [__file__]
+    prepared.restore()
+    read = read_again(tmp_path / "export")
+    expected, found = model.state_dict(), read.state_dict()
+    assert found.keys() == expected.keys()
+    for fqn, value in expected.items():
+        assert torch.equal(found[fqn], value) if isinstance(value, torch.Tensor) else found[fqn] == value, fqn
+    if architecture == "llama":
+        read.model.rotary_emb.to(DTYPE)  # as HQQ's function does
+    assert torch.equal(logits(read, architecture), logits(model, architecture))
+    assert build_plan(read).quantization == "hqq"
+    answer(f"hqq-{name}", "export", "read by a [program](export.md#models-that-hqq-quantized)")
+
+
+@pytest.mark.parametrize("precision", Precision, ids=str)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_model_that_torchaos_function_quantized_is_prepared_as_one(
+    config: Callable[[], object], precision: Precision, tmp_path: Path
+) -> None:
+    model = pretrained("llama")
+    quantize_(model, config())
+    expected, before = logits(model), Snapshot(model)
+    prepared = KbitPreparedModel(model, precision=precision)
+    assert prepared.plan.quantization == "torchao"
+    assert not prepared.plan.casts
+    prepared.prepare()
+    assert is_checkpointing(model)
+    peft_model = adapt("llama", model)
+    prepared.adopt(peft_model)
+    step("llama", peft_model)
+    assert not prepared.verify()
+    assert prepared.manifest().model.quantization.method == "torchao"
+    with pytest.raises(ExportError, match="no quantizer of transformers made it") as caught:
+        prepared.export(tmp_path / "export")
+    assert caught.value.fqn == "model.layers.0.self_attn.q_proj.weight"
+    assert not (tmp_path / "export").exists()
+    report = prepared.export(tmp_path / "merged", merge_adapters=True)
+    assert set(report.merged) == set(layers_of(peft_model))
+    prepared.restore()
+    assert peft_model.unload() is model
+    assert before.diff(Snapshot(model)) == []
+    assert torch.equal(logits(model), expected)
+
+
+def test_a_model_that_quantos_own_function_quantized_is_prepared_as_one() -> None:
+    from optimum.quanto import freeze, qint8, quantize
+
+    model = pretrained("llama")
+    quantize(model, weights=qint8)
+    freeze(model)
+    with KbitPreparedModel(model) as prepared:
+        assert prepared.plan.quantization == "quanto"
+        assert is_checkpointing(model)
