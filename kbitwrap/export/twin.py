@@ -7,6 +7,7 @@ The live model is not changed, and no tensor is copied: where the stored dtype i
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from ..edits.base import HeldOriginal
 from ..edits.flags import Anchor
+from ..edits.kept import KeptChange
 from ..edits.norms import Float32Forward
 from ..edits.stand_ins import Float32Copy, Float32First, StandInState
 from ..edits.storage import StorageChange
@@ -60,6 +62,7 @@ class _Copier:
     promised: dict[int, torch.Tensor]  # the twin's tensor, by the ``id`` of the live parameter
     held: _Held
     original: Original | None  # of a model that was prepared
+    rewritten: Sequence[KeptChange] = ()
     converted: set[int] = field(default_factory=set)  # ids of the twin's tensors of another dtype than the live ones
     memo: dict[int, Any] = field(default_factory=dict)  # of configs, for ``copy.deepcopy``
     shells: dict[int, nn.Module] = field(default_factory=dict)
@@ -96,6 +99,8 @@ class _Copier:
         shell = shallow_copy(module)
         shell.__class__ = class_before_sharding(module)
         fields = shell.__dict__
+        for change in self.rewritten:
+            change.undo_on(shell, module)
         for name in [name for name, value in fields.items() if isinstance(value, _STAND_INS)]:
             del fields[name]
         for name in _ADAPTER_ATTRIBUTES:
@@ -143,7 +148,7 @@ def build_twin(tree: ModelTree, preparation: Preparation | None = None, gatherin
             if gathering is not None:
                 promised |= _gathered(tree, original, held, gathering)
         promised |= _sharing_memory(held)
-    copier = _Copier(promised, held, original)
+    copier = _Copier(promised, held, original, () if preparation is None else preparation.journal.rewritten())
     twin = copier.copy("", tree.model)
     _refuse_drifted(changes)
     names = tuple(fqn for fqn, p in twin.named_parameters() if id(p) in copier.converted)

@@ -16,6 +16,7 @@ of transformers                                      layers in the dtype it load
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +33,11 @@ DISTRIBUTIONS = ("bitsandbytes", "torchao", "hqq", "gptqmodel", "aqlm", "eetq", 
 Rows = slice | types.EllipsisType
 """Some rows of a tensor, or the whole of it, of whatever shape."""
 _SELF_MANAGED_IN_PEFT = ("gptq", "aqlm", "eetq", "hqq", "torchao")
-_DEQUANTIZED_BY_LIBRARY = ("hqq", "quanto", "torchao")
-PEFT_MODULES = ("bnb", "hqq", "torchao")
+_DEQUANTIZED_BY_LIBRARY = ("awq", "gptq", "hqq", "quanto", "torchao")
+# The classes of gptqmodel whose codes lie as in the checkpoint until they run in eval mode.
+_GPTQ_CLASSES = ("TorchLinear", "TorchAtenLinear", "TorchFusedLinear")
+_AWQ_CLASSES = ("AwqTorchLinear", "TorchAtenAwqLinear", "TorchFusedAwqLinear")
+PEFT_MODULES = ("awq", "bnb", "gptq", "hqq", "torchao")
 """The modules in which PEFT has a method's layers for quantized bases that can be merged, beside ``layer``."""
 
 
@@ -142,9 +146,34 @@ def dequantizer(module: nn.Module) -> Callable[[Rows], torch.Tensor]:
 
 def has_linear_class_of_its_own(module: nn.Module) -> bool:
     """Whether a module is a linear layer of the class of a method that is not bitsandbytes."""
-    return isinstance(
-        module, (*_loaded_classes("hqq.core.quantize", "HQQLinear"), *_loaded_classes("optimum.quanto.nn", "QLinear"))
+    classes = (
+        *_loaded_classes("hqq.core.quantize", "HQQLinear"),
+        *_loaded_classes("optimum.quanto.nn", "QLinear"),
+        *_gptqmodel_classes(),
     )
+    return isinstance(module, classes)
+
+
+def _gptqmodel_classes() -> tuple[type, ...]:
+    return _loaded_classes("gptqmodel.nn_modules.qlinear", "BaseQuantLinear")
+
+
+def _weight_by_gptqmodel(module: Any) -> torch.Tensor:
+    """The weight of a layer of gptqmodel, for GPTQ or AWQ; raise ``ValueError`` where its codes do not tell it."""
+    cls, fields = type(module), {**vars(module), **module._buffers}
+    kernels = {base.__name__ for base in cls.__mro__}
+    is_awq = not kernels.isdisjoint(_AWQ_CLASSES)
+    if not is_awq and kernels.isdisjoint(_GPTQ_CLASSES):
+        raise ValueError(f"{cls.__name__} may have repacked its codes; load the model with a torch kernel")
+    if fields["qweight"].dtype != fields["pack_dtype"]:
+        raise ValueError(f"{cls.__name__} has repacked its codes in eval mode; prepare the model before it runs")
+    with torch.no_grad():
+        if not is_awq:
+            # The class's own: an instance may have a compiled one, which is bound to the module that this is a copy of.
+            return cls.dequantize_weight(module).t()  # type: ignore[no-any-return]
+        packing: Any = sys.modules["gptqmodel.quantization.awq.utils.packing_utils"]
+        names = ("qweight", "qzeros", "scales", "bits", "group_size")
+        return packing.dequantize_gemm(*(fields[name] for name in names)).t()  # type: ignore[no-any-return]
 
 
 def loses_gradients(weight: torch.Tensor) -> bool:
@@ -169,6 +198,8 @@ def library_dequantizer(module: nn.Module) -> Callable[[], torch.Tensor] | None:
     weight = module._parameters.get("weight")
     if weight is not None:
         return weight.dequantize if is_composed(type(weight)) else None
+    if isinstance(module, _gptqmodel_classes()):
+        return functools.partial(_weight_by_gptqmodel, module)
     return module.dequantize if has_linear_class_of_its_own(module) else None  # type: ignore[return-value]
 
 

@@ -60,6 +60,7 @@ class Preparation:
         self.precisions: set[Precision] = set()
         self._upcasts_all = False
         self._num_turned_on = 0
+        self._put_back: list[str] = []
         self._adopted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @staticmethod
@@ -194,6 +195,7 @@ class Preparation:
                 one.decide(trained)
             if not failures:
                 self.journal.record(*copies)
+            rewritten = self.journal.rewritten()
             for change, error in self.journal.undo(tree, since=1, show=lambda found: _bar(found, "restore", config)):
                 if not isinstance(error, Exception):
                     raise error
@@ -203,6 +205,7 @@ class Preparation:
                     failures[getattr(change, "fqn", type(change).__name__)] = error
             for one in held:
                 one.decide("keep")
+            self._put_back += [name for one in rewritten for name in one.put_back]
             if failures:
                 raise RestoreError(
                     f"not restored: {'; '.join(_reason(name, error) for name, error in failures.items())}. Everything "
@@ -224,7 +227,8 @@ class Preparation:
         names += [one.record.fqn for one in held if one.was_trained and id(one) in trainable]
         replaced += [*self.original.gone(changes), *changes.drifted]
         replaced += [one.record.fqn for one in held if one.was_altered and id(one) not in trainable]
-        return RestoreReport(tuple(dict.fromkeys(names)), tuple(dict.fromkeys(replaced)), tuple(foreign))
+        found = (names, replaced, foreign, self._put_back)
+        return RestoreReport(*(tuple(dict.fromkeys(each)) for each in found))
 
     def suspend(self, way_back: Journal, *, hold: bool) -> None:
         """Put back the state from before for a while, all or nothing.

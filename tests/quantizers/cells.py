@@ -5,8 +5,10 @@ A library that is not installed is an error, and no test is skipped. The weights
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,16 +16,18 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
+import handmade
 import zoo
 
 DTYPE = torch.bfloat16
 
 
-def pretrained(name: str, quantization_config: Any = None) -> PreTrainedModel:
+def pretrained(name: str, quantization_config: Any = None, folder: Path | None = None) -> PreTrainedModel:
     """A model of the zoo, quantized through transformers as it is loaded, or not at all."""
     model_class = getattr(transformers, zoo.ARCHITECTURES[name].model_class)
+    folder = zoo.checkpoint(name) if folder is None else folder
     return model_class.from_pretrained(
-        zoo.checkpoint(name), dtype=DTYPE, device_map={"": "cpu"}, quantization_config=quantization_config
+        folder, dtype=DTYPE, device_map={"": "cpu"}, quantization_config=quantization_config
     )
 
 
@@ -90,11 +94,40 @@ def quanto(weights: str) -> Callable[[str], PreTrainedModel]:
     return lambda architecture: pretrained(architecture, transformers.QuantoConfig(weights=weights))
 
 
+def gptqmodel(method: str, bits: int, backend: str = "auto") -> Callable[[str], PreTrainedModel]:
+    """Hand-made weights, computed by the kernel that the library chooses on a CPU, or by another."""
+    stored = {
+        "gptq": {"sym": False, "desc_act": False, "checkpoint_format": "gptq"},
+        "awq": {"version": "gemm", "zero_point": True},
+    }
+
+    def load(architecture: str) -> PreTrainedModel:
+        folder = handmade.checkpoint(architecture, method, bits, backend=backend, **stored[method])
+        # The library compiles what dequantizes the weights of each layer, which takes longer than all else here.
+        with torch._dynamo.config.patch(disable=True):
+            return pretrained(architecture, folder=folder)
+
+    return load
+
+
+def _is_gptqmodel(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("gptqmodel.")
+
+
+def by_gptqmodel(module: nn.Module) -> torch.Tensor:
+    """A layer's weight by what its library computes for the input that has a one in each row."""
+    from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
+
+    if hasattr(module, "dequantize_weight"):
+        return module.dequantize_weight().T
+    return dequantize_gemm(module.qweight, module.qzeros, module.scales, module.bits, module.group_size).T
+
+
 def _is_hqq(module: nn.Module) -> bool:
     return type(module).__name__ == "HQQLinear"
 
 
-CELLS = {
+METHODS = {
     "torchao": {
         "int8-weight-only": Cell(torchao("Int8WeightOnlyConfig")),
         "float8-weight-only": Cell(torchao("Float8WeightOnlyConfig")),
@@ -108,4 +141,14 @@ CELLS = {
     },
     "hqq": {f"{nbits}-bit": Cell(hqq(nbits), lambda m: m.dequantize(), _is_hqq) for nbits in (8, 4, 3, 2, 1)},
     "quanto": {weights: Cell(quanto(weights), is_serializable=False) for weights in ("int8", "int4", "int2", "float8")},
+    "gptq": {
+        "4-bit": Cell(gptqmodel("gptq", 4), by_gptqmodel, _is_gptqmodel),
+        "8-bit": Cell(gptqmodel("gptq", 8), by_gptqmodel, _is_gptqmodel),
+    },
+    "awq": {
+        "4-bit": Cell(gptqmodel("awq", 4), by_gptqmodel, _is_gptqmodel),
+        "4-bit-torch": Cell(gptqmodel("awq", 4, "torch_awq"), by_gptqmodel, _is_gptqmodel),
+    },
 }
+# Some libraries need environments of their own: the variable names the methods that are installed here.
+CELLS = {name: METHODS[name] for name in os.environ.get("QUANTIZERS", "torchao hqq quanto").split()}
