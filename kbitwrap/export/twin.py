@@ -108,7 +108,11 @@ class _Copier:
         for name, config in configs_of(module):
             recorded = config if self.original is None else self.original.config(config)
             fields[name] = copy.deepcopy(recorded, self.memo)
-        fields["_parameters"] = {name: self._original(module, name, p) for name, p in module._parameters.items()}
+        fields["_parameters"] = {
+            name: self._original(module, name, p)
+            for name, p in module._parameters.items()
+            if self.original is None or not self.original.is_alias(module, name)
+        }
         return shell
 
     def _original(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> torch.Tensor | None:

@@ -148,6 +148,12 @@ class Original:
         """The record of a parameter of the base."""
         return self._base.get(fqn)
 
+    def is_alias(self, module: nn.Module, name: str) -> bool:
+        """Whether a new name has a parameter that the module had under another: PEFT names AQLM's codes ``qweight``."""
+        parameter, at = module._parameters[name], self.records.at
+        had = parameter is not None and at(module, name) is None
+        return had and any(p is parameter and at(module, other) is not None for other, p in module._parameters.items())
+
     def shared_memory(self, record: ParameterRecord) -> bool:
         """Whether another parameter lay in the same memory."""
         return record in self._sharing_memory
@@ -192,6 +198,8 @@ class Original:
             for name, parameter in module._parameters.items():
                 record = inside.get(name)
                 if parameter is None or record is None or not _is_recorded(record, module, parameter, tree):
+                    if self.is_alias(module, name):
+                        continue
                     if parameter is not None or record is not None:
                         found.replaced[join(fqn, name)] = "was replaced or resized"
                 elif id(parameter) in tree.known:  # not sharded

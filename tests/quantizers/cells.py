@@ -50,12 +50,16 @@ class Cell:
         dequantize: Computes the weight of a quantized layer, by the library's own code.
         is_quantized: Whether a module is one of the quantized layers.
         is_serializable: Whether the model's own ``save_pretrained`` writes it.
+        can_merge: Whether the library can dequantize its weights.
+        left: Attributes and parameters that its layers, and PEFT's, leave on the base: functions, and a second name.
     """
 
     load: Callable[[str], PreTrainedModel]
     dequantize: Callable[[nn.Module], torch.Tensor] = dequantized
     is_quantized: Callable[[nn.Module], bool] = is_composed
     is_serializable: bool = True
+    can_merge: bool = True
+    left: tuple[str, ...] = ()
 
 
 def torchao(name: str, **options: Any) -> Callable[[str], PreTrainedModel]:
@@ -102,7 +106,8 @@ def gptqmodel(method: str, bits: int, backend: str = "auto") -> Callable[[str], 
     }
 
     def load(architecture: str) -> PreTrainedModel:
-        folder = handmade.checkpoint(architecture, method, bits, backend=backend, **stored[method])
+        config = {"bits": bits, "group_size": handmade.GROUP_SIZE, "backend": backend, **stored[method]}
+        folder = handmade.checkpoint(architecture, method, bits, **config)
         # The library compiles what dequantizes the weights of each layer, which takes longer than all else here.
         with torch._dynamo.config.patch(disable=True):
             return pretrained(architecture, folder=folder)
@@ -121,6 +126,15 @@ def by_gptqmodel(module: nn.Module) -> torch.Tensor:
     if hasattr(module, "dequantize_weight"):
         return module.dequantize_weight().T
     return dequantize_gemm(module.qweight, module.qzeros, module.scales, module.bits, module.group_size).T
+
+
+def aqlm(bits: int) -> Callable[[str], PreTrainedModel]:
+    """Hand-made weights with one codebook of so many bits."""
+    config = {"in_group_size": 8, "out_group_size": 1, "num_codebooks": 1, "nbits_per_codebook": bits}
+    return lambda architecture: pretrained(
+        architecture,
+        folder=handmade.checkpoint(architecture, "aqlm", bits, linear_weights_not_to_quantize=("lm_head",), **config),
+    )
 
 
 def _is_hqq(module: nn.Module) -> bool:
@@ -149,6 +163,7 @@ METHODS = {
         "4-bit": Cell(gptqmodel("awq", 4), by_gptqmodel, _is_gptqmodel),
         "4-bit-torch": Cell(gptqmodel("awq", 4, "torch_awq"), by_gptqmodel, _is_gptqmodel),
     },
+    "aqlm": {"10-bit": Cell(aqlm(10), can_merge=False, left=("gemv_op", "gemm_op", "use_gemv_rule", "qweight"))},
 }
 # Some libraries need environments of their own: the variable names the methods that are installed here.
 CELLS = {name: METHODS[name] for name in os.environ.get("QUANTIZERS", "torchao hqq quanto").split()}

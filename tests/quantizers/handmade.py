@@ -1,4 +1,4 @@
-"""Checkpoints with hand-made weights, in the layouts of methods that transformers only loads: GPTQ and AWQ.
+"""Checkpoints with hand-made weights, in the layouts of methods that transformers only loads: GPTQ, AWQ and AQLM.
 
 The linear layers of the blocks are codes of a few bits, with a scale and a zero point for each group of inputs.
 """
@@ -54,6 +54,16 @@ def awq(weight: torch.Tensor, bits: int) -> Tensors:
     return {"qweight": qweight, "qzeros": qzeros, "scales": scales}
 
 
+def aqlm(weight: torch.Tensor, bits: int) -> Tensors:
+    """The code of each eight inputs is drawn: a codebook that fits a weight takes minutes to find."""
+    drawn = torch.Generator().manual_seed(weight.shape[1])
+    codes = torch.randint(0, 2**bits, (len(weight), weight.shape[1] // 8, 1), generator=drawn)
+    dtype = torch.int8 if bits <= 8 else torch.int16
+    codebooks = torch.randn(1, 2**bits, 1, 8, generator=drawn)
+    scales = weight.float().std(1).view(-1, 1, 1, 1).bfloat16()
+    return {"codes": codes.to(dtype), "codebooks": codebooks.bfloat16(), "scales": scales}
+
+
 @functools.cache
 def checkpoint(architecture: str, method: str, bits: int, **config: Any) -> Path:
     """The folder with an architecture's checkpoint whose blocks hold packed weights."""
@@ -65,9 +75,9 @@ def checkpoint(architecture: str, method: str, bits: int, **config: Any) -> Path
     folder = Path(tempfile.mkdtemp(dir=zoo.checkpoints()))
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     settings: dict[str, Any] = json.loads((source / "config.json").read_text())
-    settings["quantization_config"] = {"quant_method": method, "bits": bits, "group_size": GROUP_SIZE, **config}
+    settings["quantization_config"] = {"quant_method": method, **config}
     (folder / "config.json").write_text(json.dumps(settings))
     return folder
 
 
-PACK = {"gptq": gptq, "awq": awq}
+PACK = {"gptq": gptq, "awq": awq, "aqlm": aqlm}

@@ -31,8 +31,8 @@ pytestmark = [
 EVERY = [
     (method, name, precision, "llama") for method, cells in CELLS.items() for name in cells for precision in Precision
 ]
-# With biases, and a head that is tied.
-EVERY += [(method, name, Precision.NORMS, "opt") for method, cells in CELLS.items() for name in list(cells)[:1]]
+# With biases, and a head that is tied. AQLM does not train there, prepared or not: PEFT adds to its output in place.
+EVERY += [(m, name, Precision.NORMS, "opt") for m, cells in CELLS.items() if m != "aqlm" for name in list(cells)[:1]]
 
 
 def logits(model: nn.Module, architecture: str) -> torch.Tensor:
@@ -110,12 +110,20 @@ def test_a_journey(method: str, name: str, precision: Precision, architecture: s
         with pytest.raises(ExportError, match=method):
             prepared.export(tmp_path / "exported")
         assert not (tmp_path / "exported").exists()
-    report = prepared.export(tmp_path / "merged", merge_adapters=True)
-    assert set(report.merged) == set(layers_of(peft_model))
-    assert has_merged(cell, architecture, peft_model, tmp_path / "merged")
+    if cell.can_merge:
+        report = prepared.export(tmp_path / "merged", merge_adapters=True)
+        assert set(report.merged) == set(layers_of(peft_model))
+        assert has_merged(cell, architecture, peft_model, tmp_path / "merged")
+    else:
+        with pytest.raises(ExportError, match=rf"quantized with {method}.*export without merging"):
+            prepared.export(tmp_path / "merged", merge_adapters=True)
+        assert not (tmp_path / "merged").exists()
 
     prepared.restore()
     assert peft_model.unload() is model
-    restored = Snapshot(model)
-    assert before.diff(restored, moved=precision.upcasts_all) == []
+    for module in model.modules():
+        for name in cell.left:
+            module._parameters.pop(name, None)
+    left = [f": {name}" for name in cell.left]
+    assert before.diff(Snapshot(model), moved=precision.upcasts_all, ignore=left) == []
     assert torch.equal(logits(model, architecture), expected)
