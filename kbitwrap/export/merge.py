@@ -17,7 +17,7 @@ from ..errors import ExportError
 from ..model.quantization import (
     Rows,
     dequantizer,
-    has_linear_class_of_its_own,
+    is_made_plain,
     is_quantized_layer,
     is_quantized_parameter,
     library_dequantizer,
@@ -267,7 +267,7 @@ def _dequantized(twin: Twin, dtype: torch.dtype) -> tuple[Twin, set[int]]:
                 raise ExportError(
                     f"{fqn}: its library cannot dequantize its weight ({error!r}); export without merging", fqn=fqn
                 ) from error
-        if has_linear_class_of_its_own(shell):
+        if is_made_plain(shell):
             plain = plains[id(shell)] = plain_layer(shell).train(shell.training)
             bias = getattr(shell, "bias", None)
             # A buffer may have the dtype of the weight, which is not the model's.

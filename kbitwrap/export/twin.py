@@ -25,7 +25,7 @@ from ..model.checks import is_sharded_tensor
 from ..model.quantization import has_runtime_state, lacks_statistics, unpacked_copy
 from ..model.tree import ModelTree, join, shallow_copy
 from ..model.wrappers import class_before_sharding, unwrap
-from ..preparation.original import Changes, Original, configs_of
+from ..preparation.original import DECOMPRESSED, Changes, Original, configs_of
 from ..preparation.preparation import Preparation
 from ..tensors.bits import Layout
 from ..tensors.upcast import UpcastTensor
@@ -161,9 +161,13 @@ def build_twin(tree: ModelTree, preparation: Preparation | None = None, gatherin
 
 def _refuse_replaced(changes: Changes) -> None:
     for fqn, what in changes.replaced.items():
+        if what == DECOMPRESSED:
+            cause, remedy = "", "; run the model before it is prepared, or load it with dequantize=True in its config"
+        else:
+            cause = " (by a merge, resized embeddings or unloaded modules_to_save)"
+            remedy = "; export before that, or load the base again"
         raise ExportError(
-            f"{fqn or 'the model'} {what} since the model was prepared (by a merge, resized embeddings or unloaded "
-            "modules_to_save), so the exact base is gone; export before that, or load the base again",
+            f"{fqn or 'the model'} {what} since the model was prepared{cause}, so the exact base is gone{remedy}",
             fqn=fqn,
         )
 

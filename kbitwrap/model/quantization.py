@@ -28,12 +28,14 @@ from torch import nn
 
 from ..tensors.bits import is_composed
 
-DISTRIBUTIONS = ("bitsandbytes", "torchao", "hqq", "gptqmodel", "aqlm", "eetq", "optimum-quanto")
+DISTRIBUTIONS = (
+    "bitsandbytes", "torchao", "hqq", "gptqmodel", "aqlm", "eetq", "optimum-quanto", "compressed-tensors",
+)  # fmt: skip
 """The libraries that quantize, as package indexes call them."""
 Rows = slice | types.EllipsisType
 """Some rows of a tensor, or the whole of it, of whatever shape."""
 _SELF_MANAGED_IN_PEFT = ("gptq", "aqlm", "eetq", "hqq", "torchao")
-_DEQUANTIZED_BY_LIBRARY = ("awq", "gptq", "hqq", "quanto", "torchao")
+_DEQUANTIZED_BY_LIBRARY = ("awq", "compressed-tensors", "gptq", "hqq", "quanto", "torchao")
 # The classes of gptqmodel whose codes lie as in the checkpoint until they run in eval mode.
 _GPTQ_CLASSES = ("TorchLinear", "TorchAtenLinear", "TorchFusedLinear")
 _AWQ_CLASSES = ("AwqTorchLinear", "TorchAtenAwqLinear", "TorchFusedAwqLinear")
@@ -144,14 +146,37 @@ def dequantizer(module: nn.Module) -> Callable[[Rows], torch.Tensor]:
     return values.__getitem__
 
 
-def has_linear_class_of_its_own(module: nn.Module) -> bool:
-    """Whether a module is a linear layer of the class of a method that is not bitsandbytes."""
+def is_made_plain(module: nn.Module) -> bool:
+    """Whether another library than bitsandbytes made of a layer more than a plain one whose weight is of its class."""
+    if _compressed_tensors_status(module) is not None:
+        return True
     classes = (
         *_loaded_classes("hqq.core.quantize", "HQQLinear"),
         *_loaded_classes("optimum.quanto.nn", "QLinear"),
         *_gptqmodel_classes(),
     )
     return isinstance(module, classes)
+
+
+def _compressed_tensors_status(module: nn.Module) -> str | None:
+    found = vars(module).get("quantization_status") if "quantization_scheme" in vars(module) else None
+    return getattr(found, "value", None)
+
+
+def was_decompressed(module: nn.Module) -> bool:
+    """Whether compressed-tensors has decompressed a layer, as it does when the model first runs."""
+    return _compressed_tensors_status(module) == "decompressed"
+
+
+def _weight_by_compressed_tensors(module: Any) -> torch.Tensor:
+    """The weight of a layer, compressed or not; the module stays as it is."""
+    if "weight" in module._parameters:
+        return module._parameters["weight"].detach()  # type: ignore[no-any-return]
+    compressors: Any = sys.modules["compressed_tensors.compressors"]
+    scheme = vars(module)["quantization_scheme"]
+    compressor = compressors.BaseCompressor.get_value_from_registry(scheme.format.value)
+    with torch.no_grad():
+        return compressor.decompress({**module._parameters, **module._buffers}, scheme)["weight"]  # type: ignore[no-any-return]
 
 
 def _gptqmodel_classes() -> tuple[type, ...]:
@@ -195,12 +220,14 @@ def loses_gradients(weight: torch.Tensor) -> bool:
 
 def library_dequantizer(module: nn.Module) -> Callable[[], torch.Tensor] | None:
     """The function of a library other than bitsandbytes that computes a module's weight; ``None`` where none does."""
+    if _compressed_tensors_status(module) is not None:
+        return functools.partial(_weight_by_compressed_tensors, module)
     weight = module._parameters.get("weight")
     if weight is not None:
         return weight.dequantize if is_composed(type(weight)) else None
     if isinstance(module, _gptqmodel_classes()):
         return functools.partial(_weight_by_gptqmodel, module)
-    return module.dequantize if has_linear_class_of_its_own(module) else None  # type: ignore[return-value]
+    return module.dequantize if is_made_plain(module) else None  # type: ignore[return-value]
 
 
 def has_runtime_state(module: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from ..edits.base import HeldOriginal
 from ..edits.checkpointing import input_gradient_hooks
 from ..edits.storage import CopyChange
 from ..model.checks import is_sharded_tensor
-from ..model.quantization import quant_state_of
+from ..model.quantization import quant_state_of, was_decompressed
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, join, only_reading
 from ..model.wrappers import is_adapter_module
@@ -29,6 +29,7 @@ from .moment import read_moment
 
 Buffer = tuple[torch.dtype, torch.Size, int]
 """Dtype, shape and digest."""
+REPLACED, DECOMPRESSED = "was replaced or resized", "was decompressed by its library when the model ran"
 _HOOK_DICTS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -201,11 +202,12 @@ class Original:
                     if self.is_alias(module, name):
                         continue
                     if parameter is not None or record is not None:
-                        found.replaced[join(fqn, name)] = "was replaced or resized"
+                        found.replaced[join(fqn, name)] = DECOMPRESSED if was_decompressed(module) else REPLACED
                 elif id(parameter) in tree.known:  # not sharded
                     compared[record] = parameter
             gone = [name for name in inside if name not in module._parameters]
-            found.replaced.update({join(fqn, name): "was replaced or resized" for name in gone})
+            what = DECOMPRESSED if gone and was_decompressed(module) else REPLACED
+            found.replaced.update({join(fqn, name): what for name in gone})
         found.replaced.update({fqn: "was added" for fqn, module in live.items() if any(_parameters(module))})
         unquantized = [(r, p) for r, p in compared.items() if r.quantized_class is None]
         kept = {r for r, _ in unquantized if getattr(holders.get(id(r)), "kept", None) is not None}

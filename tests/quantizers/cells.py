@@ -5,6 +5,7 @@ A library that is not installed is an error, and no test is skipped. The weights
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ def gptqmodel(method: str, bits: int, backend: str = "auto") -> Callable[[str], 
 
     def load(architecture: str) -> PreTrainedModel:
         config = {"bits": bits, "group_size": handmade.GROUP_SIZE, "backend": backend, **stored[method]}
-        folder = handmade.checkpoint(architecture, method, bits, **config)
+        folder = handmade.checkpoint(architecture, method, bits, json.dumps(config))
         # The library compiles what dequantizes the weights of each layer, which takes longer than all else here.
         with torch._dynamo.config.patch(disable=True):
             return pretrained(architecture, folder=folder)
@@ -130,11 +131,38 @@ def by_gptqmodel(module: nn.Module) -> torch.Tensor:
 
 def aqlm(bits: int) -> Callable[[str], PreTrainedModel]:
     """Hand-made weights with one codebook of so many bits."""
-    config = {"in_group_size": 8, "out_group_size": 1, "num_codebooks": 1, "nbits_per_codebook": bits}
-    return lambda architecture: pretrained(
-        architecture,
-        folder=handmade.checkpoint(architecture, "aqlm", bits, linear_weights_not_to_quantize=("lm_head",), **config),
-    )
+    config = {
+        "in_group_size": 8,
+        "out_group_size": 1,
+        "num_codebooks": 1,
+        "nbits_per_codebook": bits,
+        "linear_weights_not_to_quantize": ["lm_head"],
+    }
+    return lambda name: pretrained(name, folder=handmade.checkpoint(name, "aqlm", bits, json.dumps(config)))
+
+
+def compressed_tensors(*, has_run: bool) -> Callable[[str], PreTrainedModel]:
+    """Weights of 4 bits, which the library decompresses at the first forward; PEFT adapts none before that."""
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": handmade.GROUP_SIZE}
+    config = {
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"blocks": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head"],
+    }
+
+    def load(name: str) -> PreTrainedModel:
+        model = pretrained(name, folder=handmade.checkpoint(name, "compressed-tensors", 4, json.dumps(config)))
+        if has_run:
+            with torch.no_grad():
+                model(**zoo.inputs(name, model))
+        return model
+
+    return load
+
+
+def _has_scheme(module: nn.Module) -> bool:
+    return "quantization_scheme" in vars(module)
 
 
 def _is_hqq(module: nn.Module) -> bool:
@@ -164,6 +192,7 @@ METHODS = {
         "4-bit-torch": Cell(gptqmodel("awq", 4, "torch_awq"), by_gptqmodel, _is_gptqmodel),
     },
     "aqlm": {"10-bit": Cell(aqlm(10), can_merge=False, left=("gemv_op", "gemm_op", "use_gemv_rule", "qweight"))},
+    "compressed-tensors": {"4-bit": Cell(compressed_tensors(has_run=True), lambda m: m.weight, _has_scheme)},
 }
 # Some libraries need environments of their own: the variable names the methods that are installed here.
 CELLS = {name: METHODS[name] for name in os.environ.get("QUANTIZERS", "torchao hqq quanto").split()}

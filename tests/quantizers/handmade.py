@@ -1,4 +1,4 @@
-"""Checkpoints with hand-made weights, in the layouts of methods that transformers only loads: GPTQ, AWQ and AQLM.
+"""Checkpoints with hand-made weights, in the layouts of methods that transformers only loads: GPTQ, AWQ and others.
 
 The linear layers of the blocks are codes of a few bits, with a scale and a zero point for each group of inputs.
 """
@@ -64,9 +64,20 @@ def aqlm(weight: torch.Tensor, bits: int) -> Tensors:
     return {"codes": codes.to(dtype), "codebooks": codebooks.bfloat16(), "scales": scales}
 
 
+def compressed_tensors(weight: torch.Tensor, bits: int) -> Tensors:
+    """Symmetric codes, packed by the library."""
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    groups = weight.float().unflatten(1, (-1, GROUP_SIZE))
+    scales = (groups.abs().amax(2) / (2 ** (bits - 1) - 1)).bfloat16()
+    codes = (groups / scales.float().unsqueeze(2)).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    packed_codes = pack_to_int32(codes.flatten(1).to(torch.int8), bits)
+    return {"weight_packed": packed_codes, "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
+
+
 @functools.cache
-def checkpoint(architecture: str, method: str, bits: int, **config: Any) -> Path:
-    """The folder with an architecture's checkpoint whose blocks hold packed weights."""
+def checkpoint(architecture: str, method: str, bits: int, config: str) -> Path:
+    """The folder with an architecture's checkpoint whose blocks hold packed weights; ``config`` is JSON."""
     source = zoo.checkpoint(architecture)
     tensors = {fqn: tensor.bfloat16() for fqn, tensor in load_file(source / "model.safetensors").items()}
     for fqn in [fqn for fqn, tensor in tensors.items() if ".layers." in fqn and tensor.dim() == 2]:
@@ -75,9 +86,9 @@ def checkpoint(architecture: str, method: str, bits: int, **config: Any) -> Path
     folder = Path(tempfile.mkdtemp(dir=zoo.checkpoints()))
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     settings: dict[str, Any] = json.loads((source / "config.json").read_text())
-    settings["quantization_config"] = {"quant_method": method, **config}
+    settings["quantization_config"] = {"quant_method": method, **json.loads(config)}
     (folder / "config.json").write_text(json.dumps(settings))
     return folder
 
 
-PACK = {"gptq": gptq, "awq": awq, "aqlm": aqlm}
+PACK = {"gptq": gptq, "awq": awq, "aqlm": aqlm, "compressed-tensors": compressed_tensors}

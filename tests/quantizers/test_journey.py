@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import zoo
-from cells import CELLS, DTYPE, Cell, pretrained
+from cells import CELLS, DTYPE, Cell, compressed_tensors, pretrained
 from files import read
-from kbitwrap import ExportError, KbitPreparedModel, Manifest, Precision
+from kbitwrap import ExportError, KbitPreparedModel, Manifest, ManifestError, Precision
 from merging import assert_rounded_once, layers_of
 from snapshot import Snapshot
 from training import adapt, step
@@ -127,3 +127,23 @@ def test_a_journey(method: str, name: str, precision: Precision, architecture: s
     left = [f": {name}" for name in cell.left]
     assert before.diff(Snapshot(model), moved=precision.upcasts_all, ignore=left) == []
     assert torch.equal(logits(model, architecture), expected)
+
+
+if "compressed-tensors" in CELLS:
+
+    def test_what_decompressed_a_model_since_it_was_prepared_is_named_with_the_way_out(tmp_path: Path) -> None:
+        load = compressed_tensors(has_run=False)
+        prepared = KbitPreparedModel(load("llama")).prepare()
+        prepared.manifest().check(load("llama"))
+        prepared.export(tmp_path / "merged", merge_adapters=True)
+        plain = type(prepared.model).from_pretrained(tmp_path / "merged").state_dict()
+        logits(prepared.model, "llama")
+        message = r"decompressed by its library when the model ran.*run the model before it is prepared"
+        with pytest.raises(ManifestError, match=message) as caught:
+            prepared.manifest()
+        assert caught.value.fqn == "model.layers.0.self_attn.q_proj.weight"
+        with pytest.raises(ExportError, match=message):
+            prepared.export(tmp_path / "exported")
+        assert "model.layers.0.self_attn.q_proj.weight_packed" in prepared.restore().replaced
+        layer = prepared.model.model.layers[0].self_attn.q_proj
+        assert torch.equal(plain["model.layers.0.self_attn.q_proj.weight"], layer.weight)
