@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -51,16 +51,19 @@ class RestoreReport:
             ``modules_to_save``, after a replaced embedding), and frozen parameters that hold other values.
         foreign: Modules, hooks and attributes that others added, by their present names; they were left alone.
         not_compared: Parameters that were sharded since: whether their values changed was not looked at.
+        put_back: Buffers and plain attributes of the base's modules that its forward, or others, made or changed, and
+            that are as they were.
     """
 
     trained: tuple[str, ...] = ()
     replaced: tuple[str, ...] = ()
     foreign: tuple[str, ...] = ()
     not_compared: tuple[str, ...] = ()
+    put_back: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, list[str]]:
         """The report as plain values, ready for JSON."""
-        return {name: list(names) for name, names in vars(self).items()}
+        return {field.name: list(getattr(self, field.name)) for field in fields(self)}
 
     def __str__(self) -> str:
         lines = [f"{name.replace('_', ' ')}: {', '.join(names)}" for name, names in self.to_dict().items() if names]

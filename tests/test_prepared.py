@@ -17,6 +17,7 @@ import accelerate
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Wav2Vec2ConformerConfig, Wav2Vec2ConformerModel
@@ -273,6 +274,35 @@ class Keeping(nn.Module):
         return hidden * self.scale * self.positions
 
 
+class Caching(nn.Module):
+    """Makes, in its first forward, a buffer that no checkpoint holds, a tensor, and a flag that tells of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "has_scales"):
+            self.register_buffer("table", self.scale.detach() * 2, persistent=False)
+            self.scales, self.has_scales = self.scale.detach() + 1, True
+        return hidden * self.table * self.scales
+
+
+class Repacking(nn.Module):
+    """Keeps codes in a buffer of the checkpoint, which it repacks in its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        self.register_buffer("codes", torch.tensor([1, 2], dtype=torch.int32))
+        self.mode: str | None = None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.mode is None:
+            self.codes, self.mode = self.codes.to(torch.uint8), "packed"
+        return hidden * self.codes * self.scale
+
+
 @pytest.mark.filterwarnings("ignore:.*has neither a quantization attribute:UserWarning")
 class TestCaches:
     def test_a_persistent_buffer_is_trained_and_stays(self) -> None:
@@ -283,11 +313,65 @@ class TestCaches:
         assert model[0].positions is positions
         assert (model[0].seen, model[0].length, model[0].statistics.tolist()) == (None, 0, [1, 1])
 
-    def test_attributes_set_by_others_stay(self) -> None:
-        model, table = nn.Sequential(Keeping()), object()
+    def test_what_others_set_goes_back_and_is_named_where_it_is_a_plain_value_and_stays_where_not(self) -> None:
+        model, table = nn.Sequential(Keeping(), nn.Dropout(0.1)), object()
+        prepared = KbitPreparedModel(model, precision="full").prepare()
+        model[0].title, model[0].seen, model[1].p, model[1].note = "another", table, 0.0, "new"
+        report = prepared.restore()
+        assert (model[0].title, model[0].seen, model[1].p, model[1].note) == ("before", table, 0.1, "new")
+        assert report.put_back == ("0.title", "1.p")
+        assert str(report) == "restored\nput back: 0.title, 1.p"
+
+    @pytest.mark.parametrize("is_suspended", [False, True], ids=["", "suspended"])
+    def test_names_that_a_forward_makes_are_absent_again_and_are_named(self, is_suspended: bool) -> None:
+        torch.manual_seed(0)
+        model, inputs = nn.Sequential(Caching()), torch.ones(1, 2, dtype=torch.bfloat16)
+        before = Snapshot(model)
+        prepared = KbitPreparedModel(model, precision="full").prepare()
+        if is_suspended:
+            during = Snapshot(model)
+            with prepared.suspended():
+                model(inputs)
+                assert model[0].table.dtype == torch.bfloat16
+            assert during.diff(Snapshot(model), moved=True, ignore=REORDERED) == []
+        model(inputs.float())
+        assert model[0].table.dtype == torch.float32
+        report = prepared.restore()
+        assert before.diff(Snapshot(model), moved=True) == []
+        assert set(report.put_back) == {"0.table", "0.scales", "0.has_scales"}
+        assert "0.table" not in model._non_persistent_buffers_set
+
+    def test_a_weight_that_old_weight_norm_computes_is_what_it_was(self) -> None:
+        with pytest.warns(FutureWarning, match="deprecated"):
+            model = nn.Sequential(nn.utils.weight_norm(nn.Linear(2, 2, dtype=torch.bfloat16)))
+        weight = model[0].weight
         with KbitPreparedModel(model, precision="full"):
-            model[0].title, model[0].seen = "another", table
-        assert (model[0].title, model[0].seen) == ("another", table)
+            model(torch.ones(1, 2))
+            assert model[0].weight.dtype == torch.float32
+        assert model[0].weight is weight
+
+    def test_a_buffer_of_the_checkpoint_that_a_layer_repacks_is_what_it_was_and_is_exported_so(
+        self, tmp_path: Path
+    ) -> None:
+        model = nn.Sequential(Repacking())
+        codes = model[0].codes
+        prepared = KbitPreparedModel(model, precision="norms").prepare()
+        expected = prepared.manifest()
+        model(torch.ones(2))
+        assert model[0].codes.dtype == torch.uint8
+        assert not expected.diff(prepared.manifest())
+        prepared.export(tmp_path / "exported")
+        assert torch.equal(load_file(tmp_path / "exported" / "model.safetensors")["0.codes"], codes)
+        assert (model[0].codes.dtype, model[0].mode) == (torch.uint8, "packed")
+        assert prepared.restore().put_back == ("0.mode", "0.codes")
+        assert model[0].codes is codes
+
+    def test_a_module_whose_weight_was_resized_keeps_what_says_so(self) -> None:
+        model = nn.Sequential(nn.Linear(2, 2, dtype=torch.bfloat16))
+        with KbitPreparedModel(model, precision="none"):
+            model[0].weight = nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16))
+            model[0].out_features = 3
+        assert model[0].out_features == 3
 
     def test_a_moved_tensor_stays_on_its_device(self) -> None:
         model = nn.Sequential(Keeping())

@@ -16,7 +16,7 @@ from torch import nn
 from ..model.records import ParameterRecord
 from ..model.roles import Role
 from ..model.tree import ModelTree
-from .journal import MISSING, Call, Change, WayBack
+from .journal import MISSING, Call, WayBack
 
 T = TypeVar("T")
 TrainedPolicy = Literal["keep", "discard", "error"]
@@ -45,6 +45,10 @@ class ChangeBase:
     """A change that holds no original tensors."""
 
     def originals(self) -> tuple[HeldOriginal, ...]:
+        """Return none."""
+        return ()
+
+    def rewritten(self) -> tuple[Any, ...]:
         """Return none."""
         return ()
 
@@ -95,7 +99,7 @@ class AttributesNow(ChangeBase):
 class Together(ChangeBase):
     """Changes that are undone as one, in their order."""
 
-    def __init__(self, *changes: Change) -> None:
+    def __init__(self, *changes: Any) -> None:
         self._changes = changes
 
     def undo(self, tree: ModelTree) -> None:
@@ -110,6 +114,10 @@ class Together(ChangeBase):
     def originals(self) -> tuple[HeldOriginal, ...]:
         """The originals that each of them holds."""
         return tuple(held for change in self._changes for held in change.originals())
+
+    def rewritten(self) -> tuple[Any, ...]:
+        """What each of them holds of what modules rewrite."""
+        return tuple(one for change in self._changes for one in change.rewritten())
 
 
 def all_of(ways: Sequence[WayBack], tree: ModelTree) -> WayBack:
@@ -128,6 +136,11 @@ class ModuleRecord(Generic[T]):
     def __init__(self, tree: ModelTree, read: Callable[[nn.Module], T]) -> None:
         self._index = tree.index
         self._values = [read(module) for _, module in self._index.live()]
+
+    def of(self, module: nn.Module) -> T | None:
+        """The value of a module; ``None`` where it was not there."""
+        number = self._index.number(module)
+        return None if number is None else self._values[number]
 
     def affected(self, tree: ModelTree | None) -> list[tuple[nn.Module, T]]:
         """The modules that an undo reaches, each with its value: the recorded ones that are alive, and substitutes.

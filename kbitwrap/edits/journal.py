@@ -173,3 +173,7 @@ class Journal:
     def originals(self) -> list[Any]:
         """The original tensors that the changes hold, newest first: of one held twice, the last is the original."""
         return [held for change in reversed(self.changes) for held in change.originals()]
+
+    def rewritten(self) -> list[Any]:
+        """What the changes hold of what modules rewrite, newest first."""
+        return [one for change in reversed(self.changes) for one in change.rewritten()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,6 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..model.quantization import (
-    DISTRIBUTIONS,
     REPACKS,
     RUNTIME_ATTRIBUTES,
     in_other_layout,
@@ -27,11 +25,10 @@ from ..model.records import ParameterRecord
 from ..model.tree import ModelTree
 from .base import AttributesNow, ChangeBase, EditBase, HeldOriginal, ModuleRecord, Together, write_attribute
 from .journal import MISSING
+from .kept import KeptChange
 
 # Set by accelerate on the model that it is given: a forward under autocast, the forward before that, and a mark.
 _ACCELERATE_ATTRIBUTES = ("forward", "_original_forward", "_is_accelerate_prepared")
-# The types of the plain attributes that a module computes with, and may replace when it runs.
-_PLAIN = frozenset({torch.Tensor, type(None), bool, int, float, str, torch.dtype, torch.device})
 
 
 class AccelerateChange(ChangeBase):
@@ -117,62 +114,6 @@ class _Followers(AttributesNow):
     def __init__(self, followers: list[tuple[nn.Module, bool]]) -> None:
         super().__init__([module for module, _ in followers], ["training"])
         self.followers = followers
-
-
-@functools.cache
-def _keeps_caches(cls: Any) -> bool:
-    """Whether a class's modules may keep tensors for their next forward in the input's dtype.
-
-    torch's own keep none, and those of the quantization libraries keep their kernels' tensors, in dtypes of their own.
-    """
-    return not cls.__module__.startswith("torch.nn.") and cls.__module__.partition(".")[0] not in DISTRIBUTIONS
-
-
-class CachesChange(ChangeBase):
-    """Tensors that modules keep from one forward to the next, as they were: rotary tables, position encodings.
-
-    A forward makes them in its compute dtype, which preparing changes. Such a tensor is a plain attribute or a buffer
-    outside the state dict; where one was replaced or added, the numbers beside it, which may describe it, go back too.
-    """
-
-    def __init__(self, tree: ModelTree) -> None:
-        self._record = ModuleRecord(tree, self._read)
-
-    @staticmethod
-    def _read(module: nn.Module) -> tuple[dict[str, Any], dict[str, torch.Tensor | None]]:
-        cls: Any = type(module)
-        if not _keeps_caches(cls):
-            return {}, {}
-        buffers, names = module._buffers, module._non_persistent_buffers_set
-        return (
-            {name: value for name, value in module.__dict__.items() if type(value) in _PLAIN},
-            {name: value for name, value in buffers.items() if name in names} if buffers else {},
-        )
-
-    def undo(self, tree: ModelTree) -> None:
-        """Put the tensors back, on substitutes too; values of other types that others put there stay."""
-        for module, (recorded, buffers) in self._record.affected(tree):
-            fields = module.__dict__
-            changed = {
-                name: value
-                for name, value in recorded.items()
-                if (found := fields.get(name)) is not value and name != "training" and type(found) in _PLAIN
-            }
-            replaced = {
-                name: value
-                for name, value in buffers.items()
-                if name in module._buffers and module._buffers[name] is not value
-            }
-            if replaced or any(torch.Tensor in (type(value), type(fields.get(n))) for n, value in changed.items()):
-                fields.update(changed)
-                for name, value in replaced.items():
-                    # Moving a model replaces its buffers, and they stay on the device that they were moved to.
-                    current = module._buffers[name]
-                    module._buffers[name] = value if value is None or current is None else value.to(current.device)
-
-    def now(self, tree: ModelTree) -> CachesChange:
-        """Record the current tensors."""
-        return CachesChange(tree)
 
 
 class RuntimeChange(HeldOriginal):
@@ -323,7 +264,7 @@ class Record(EditBase):
             AccelerateChange(tree.model),
             TrainModeChange(tree),
             *{id(t.module): RuntimeChange(t.module, tree.record(t)) for t in weights}.values(),
-            CachesChange(tree),
+            KeptChange(tree),
             AttributesNow(_configs(tree), ["use_cache"]),
         )
 

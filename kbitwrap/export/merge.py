@@ -17,7 +17,7 @@ from ..errors import ExportError
 from ..model.quantization import (
     Rows,
     dequantizer,
-    has_linear_class_of_its_own,
+    is_made_plain,
     is_quantized_layer,
     is_quantized_parameter,
     library_dequantizer,
@@ -78,8 +78,9 @@ def merge_into(twin: Twin) -> tuple[str, ...]:
             "merged; export without merging"
         )
     places = _shared_places(twin.model)
-    twin = _dequantized(twin)
-    merges = _plan(twin)
+    dtype = _half_dtype(twin.model)
+    twin, rounded = _dequantized(twin, dtype)
+    merges = _plan(twin, dtype, rounded)
     # Refusals come before anything is written: one layer of each kind is tried out.
     for merge in {merge.kind: merge for merge in reversed(merges)}.values():
         merge.try_out()
@@ -97,7 +98,8 @@ class _Merge:
     fqn: str
     shell: nn.Module  # the twin's module
     original: nn.Module  # a copy of the shell as it was
-    dtype: torch.dtype  # that of dequantized 8-bit weights, which do not name their own
+    dtype: torch.dtype  # that of dequantized weights, where these do not name their own
+    is_rounded: bool = False  # whether the dequantized weight is computed in another one
     copy: nn.Module | None = None  # the active copy of ``modules_to_save``, which runs instead of the original
     layers: _Layers = field(default_factory=list)  # PEFT's around the module, the innermost first, and active adapters
 
@@ -137,7 +139,8 @@ class _Merge:
         for name, value in self.source._parameters.items():
             if value is None:
                 continue
-            if self.copy is None and not self._layers_of(name) and not is_quantized_parameter(value):
+            is_computed = is_quantized_parameter(value) or self._is_rounded(name)
+            if self.copy is None and not self._layers_of(name) and not is_computed:
                 parameters[name] = value
                 continue
             shape = parameters[name].shape if is_quantized_parameter(value) else value.shape
@@ -155,10 +158,15 @@ class _Merge:
                 f"{self.fqn}: its trained copy has a {name}, but the base has none; export without merging",
                 fqn=self.fqn,
             )
+        if self._is_rounded(name):
+            return self.dtype
         if not is_quantized_parameter(before):
             return before.dtype
         state = getattr(before, "quant_state", None) or getattr(self.original, "quant_state", None)
         return self.dtype if state is None else state.dtype
+
+    def _is_rounded(self, name: str) -> bool:
+        return self.is_rounded and name == "weight"
 
     def _layers_of(self, name: str) -> _Layers:
         """The layers that adapt a parameter: those of the whole module and those of this parameter."""
@@ -239,11 +247,14 @@ class _Merge:
         return plain
 
 
-def _dequantized(twin: Twin) -> Twin:
-    """A twin, whose model is changed in place, with weights that are not those of bitsandbytes' layers dequantized."""
-    dtype = _half_dtype(twin.model)
+def _dequantized(twin: Twin, dtype: torch.dtype) -> tuple[Twin, set[int]]:
+    """A twin, whose model is changed in place, with weights that are not those of bitsandbytes' layers dequantized.
+
+    With the ``id`` of each module whose weight is computed in another dtype than ``dtype``, to be rounded at the end.
+    """
     plains: dict[int, nn.Module] = {}  # what takes the place of a shell whose class is of the library
-    tried: set[tuple[type, type]] = set()
+    tried: dict[tuple[type, type], torch.dtype] = {}
+    rounded: set[int] = set()
     for fqn, shell in named_modules(twin.model):
         _dequantize_stacks(fqn, shell)
         compute = library_dequantizer(shell)
@@ -252,22 +263,25 @@ def _dequantized(twin: Twin) -> Twin:
         plain, weight = shell, shell._parameters.get("weight")
         kind = type(shell), type(weight)
         if kind not in tried:
-            tried.add(kind)
             try:
-                compute()
+                tried[kind] = compute().dtype
             except Exception as error:
                 raise ExportError(
                     f"{fqn}: its library cannot dequantize its weight ({error!r}); export without merging", fqn=fqn
                 ) from error
-        if has_linear_class_of_its_own(shell):
+        if is_made_plain(shell):
             plain = plains[id(shell)] = plain_layer(shell).train(shell.training)
-            plain._parameters["bias"] = getattr(shell, "bias", None)
+            bias = getattr(shell, "bias", None)
+            # A buffer may have the dtype of the weight, which is not the model's.
+            plain._parameters["bias"] = bias if bias is None or "bias" not in shell._buffers else bias.to(dtype)
+        if weight is None and tried[kind] != dtype:
+            rounded.add(id(plain))
         shape = _parameter(plain, "weight").shape
-        vars(plain)["_parameters"]["weight"] = LazyTensor(shape, dtype if weight is None else weight.dtype, compute)
+        vars(plain)["_parameters"]["weight"] = LazyTensor(shape, tried[kind], compute)
     for _, module in named_modules(twin.model):
         module._modules.update({name: plains[id(m)] for name, m in module._modules.items() if id(m) in plains})
     peeled = (dataclasses.replace(one, shell=plains.get(id(one.shell), one.shell)) for one in twin.peeled)
-    return dataclasses.replace(twin, peeled=tuple(peeled))
+    return dataclasses.replace(twin, peeled=tuple(peeled)), rounded
 
 
 def _dequantize_stacks(fqn: str, shell: nn.Module) -> None:
@@ -291,13 +305,13 @@ def _parameter(module: nn.Module, name: str) -> torch.Tensor:
     return parameter
 
 
-def _plan(twin: Twin) -> list[_Merge]:
+def _plan(twin: Twin, dtype: torch.dtype, rounded: set[int]) -> list[_Merge]:
     """The modules whose tensors have to be computed: adapted ones, trained copies and quantized layers."""
-    dtype = _half_dtype(twin.model)
     merges: dict[int, _Merge] = {}
 
     def merge_of(fqn: str, shell: nn.Module) -> _Merge:
-        return merges.setdefault(id(shell), _Merge(fqn, shell, shallow_copy(shell), dtype))
+        made = _Merge(fqn, shell, shallow_copy(shell), dtype, id(shell) in rounded)
+        return merges.setdefault(id(shell), made)
 
     for peeled in twin.peeled:
         for wrapper in reversed(peeled.wrappers):
@@ -316,7 +330,7 @@ def _plan(twin: Twin) -> list[_Merge]:
             else:
                 refuse_unmergeable(peeled.fqn, wrapper)
     for fqn, module in named_modules(twin.model):
-        if is_quantized_layer(module):
+        if is_quantized_layer(module) or id(module) in rounded:
             merge_of(fqn, module)
     return list(merges.values())
 

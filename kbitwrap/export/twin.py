@@ -7,6 +7,7 @@ The live model is not changed, and no tensor is copied: where the stored dtype i
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from ..edits.base import HeldOriginal
 from ..edits.flags import Anchor
+from ..edits.kept import KeptChange
 from ..edits.norms import Float32Forward
 from ..edits.stand_ins import Float32Copy, Float32First, StandInState
 from ..edits.storage import StorageChange
@@ -22,7 +24,7 @@ from ..errors import ExportError
 from ..model.quantization import has_runtime_state, lacks_statistics, unpacked_copy
 from ..model.tree import ModelTree, join, shallow_copy
 from ..model.wrappers import class_before_sharding, is_sharded_tensor, unwrap
-from ..preparation.original import Changes, Original, configs_of
+from ..preparation.original import DECOMPRESSED, Changes, Original, configs_of
 from ..preparation.preparation import Preparation
 from ..tensors.bits import Layout
 from ..tensors.upcast import UpcastTensor
@@ -59,6 +61,7 @@ class _Copier:
     promised: dict[int, torch.Tensor]  # the twin's tensor, by the ``id`` of the live parameter
     held: _Held
     original: Original | None  # of a model that was prepared
+    rewritten: Sequence[KeptChange] = ()
     converted: set[int] = field(default_factory=set)  # ids of the twin's tensors of another dtype than the live ones
     memo: dict[int, Any] = field(default_factory=dict)  # of configs, for ``copy.deepcopy``
     shells: dict[int, nn.Module] = field(default_factory=dict)
@@ -95,6 +98,8 @@ class _Copier:
         shell = shallow_copy(module)
         shell.__class__ = class_before_sharding(module)
         fields = shell.__dict__
+        for change in self.rewritten:
+            change.undo_on(shell, module)
         for name in [name for name, value in fields.items() if isinstance(value, _STAND_INS)]:
             del fields[name]
         for name in _ADAPTER_ATTRIBUTES:
@@ -102,7 +107,11 @@ class _Copier:
         for name, config in configs_of(module):
             recorded = config if self.original is None else self.original.config(config)
             fields[name] = copy.deepcopy(recorded, self.memo)
-        fields["_parameters"] = {name: self._original(module, name, p) for name, p in module._parameters.items()}
+        fields["_parameters"] = {
+            name: self._original(module, name, p)
+            for name, p in module._parameters.items()
+            if self.original is None or not self.original.is_alias(module, name)
+        }
         return shell
 
     def _original(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> torch.Tensor | None:
@@ -142,7 +151,7 @@ def build_twin(tree: ModelTree, preparation: Preparation | None = None, gatherin
             if gathering is not None:
                 promised |= _gathered(tree, original, held, gathering)
         promised |= _sharing_memory(held)
-    copier = _Copier(promised, held, original)
+    copier = _Copier(promised, held, original, () if preparation is None else preparation.journal.rewritten())
     twin = copier.copy("", tree.model)
     _refuse_drifted(changes)
     names = tuple(fqn for fqn, p in twin.named_parameters() if id(p) in copier.converted)
@@ -151,9 +160,13 @@ def build_twin(tree: ModelTree, preparation: Preparation | None = None, gatherin
 
 def _refuse_replaced(changes: Changes) -> None:
     for fqn, what in changes.replaced.items():
+        if what == DECOMPRESSED:
+            cause, remedy = "", "; run the model before it is prepared, or load it with dequantize=True in its config"
+        else:
+            cause = " (by a merge, resized embeddings or unloaded modules_to_save)"
+            remedy = "; export before that, or load the base again"
         raise ExportError(
-            f"{fqn or 'the model'} {what} since the model was prepared (by a merge, resized embeddings or unloaded "
-            "modules_to_save), so the exact base is gone; export before that, or load the base again",
+            f"{fqn or 'the model'} {what} since the model was prepared{cause}, so the exact base is gone{remedy}",
             fqn=fqn,
         )
 

@@ -18,6 +18,7 @@ function               weight made of narrow parts
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -29,13 +30,18 @@ from torch import nn
 
 from ..tensors.bits import is_composed, parts_of
 
-DISTRIBUTIONS = ("bitsandbytes", "torchao", "hqq", "gptqmodel", "aqlm", "eetq", "optimum-quanto")
+DISTRIBUTIONS = (
+    "bitsandbytes", "torchao", "hqq", "gptqmodel", "aqlm", "eetq", "optimum-quanto", "compressed-tensors",
+)  # fmt: skip
 """The libraries that quantize, as package indexes call them."""
 Rows = slice | types.EllipsisType
 """Some rows of a tensor, or the whole of it, of whatever shape."""
 _SELF_MANAGED_IN_PEFT = ("gptq", "aqlm", "eetq", "hqq", "torchao")
-_DEQUANTIZED_BY_LIBRARY = ("hqq", "quanto", "torchao")
-PEFT_MODULES = ("bnb", "hqq", "torchao")
+_DEQUANTIZED_BY_LIBRARY = ("awq", "compressed-tensors", "gptq", "hqq", "quanto", "torchao")
+# The classes of gptqmodel whose codes lie as in the checkpoint until they run in eval mode.
+_GPTQ_CLASSES = ("TorchLinear", "TorchAtenLinear", "TorchFusedLinear")
+_AWQ_CLASSES = ("AwqTorchLinear", "TorchAtenAwqLinear", "TorchFusedAwqLinear")
+PEFT_MODULES = ("awq", "bnb", "gptq", "hqq", "torchao")
 """The modules in which PEFT has a method's layers for quantized bases that can be merged, beside ``layer``."""
 
 
@@ -131,7 +137,9 @@ def detect(model: nn.Module, modules: Sequence[nn.Module]) -> Quantization:
 def _library_of(module: nn.Module) -> str | None:
     """The library that quantized a layer: its class is the library's, or its weight is one made of narrow parts."""
     weight = module._parameters.get("weight")
-    if has_linear_class_of_its_own(module):
+    if _compressed_tensors_status(module) is not None:
+        return "compressed-tensors"
+    if is_made_plain(module):
         cls: type = type(module)
     elif is_composed(type(weight)) and any(_is_narrow(part) for part in parts_of(weight)):  # type: ignore[arg-type]
         cls = type(weight)
@@ -182,11 +190,59 @@ def dequantizer(module: nn.Module) -> Callable[[Rows], torch.Tensor]:
     return values.__getitem__
 
 
-def has_linear_class_of_its_own(module: nn.Module) -> bool:
-    """Whether a module is a linear layer of the class of a method that is not bitsandbytes."""
-    return isinstance(
-        module, (*_loaded_classes("hqq.core.quantize", "HQQLinear"), *_loaded_classes("optimum.quanto.nn", "QLinear"))
+def is_made_plain(module: nn.Module) -> bool:
+    """Whether another library than bitsandbytes made of a layer more than a plain one whose weight is of its class."""
+    if _compressed_tensors_status(module) is not None:
+        return True
+    classes = (
+        *_loaded_classes("hqq.core.quantize", "HQQLinear"),
+        *_loaded_classes("optimum.quanto.nn", "QLinear"),
+        *_gptqmodel_classes(),
     )
+    return isinstance(module, classes)
+
+
+def _compressed_tensors_status(module: nn.Module) -> str | None:
+    found = vars(module).get("quantization_status") if "quantization_scheme" in vars(module) else None
+    return getattr(found, "value", None)
+
+
+def was_decompressed(module: nn.Module) -> bool:
+    """Whether compressed-tensors has decompressed a layer, as it does when the model first runs."""
+    return _compressed_tensors_status(module) == "decompressed"
+
+
+def _weight_by_compressed_tensors(module: Any) -> torch.Tensor:
+    """The weight of a layer, compressed or not; the module stays as it is."""
+    if "weight" in module._parameters:
+        return module._parameters["weight"].detach()  # type: ignore[no-any-return]
+    compressors: Any = sys.modules["compressed_tensors.compressors"]
+    scheme = vars(module)["quantization_scheme"]
+    compressor = compressors.BaseCompressor.get_value_from_registry(scheme.format.value)
+    with torch.no_grad():
+        return compressor.decompress({**module._parameters, **module._buffers}, scheme)["weight"]  # type: ignore[no-any-return]
+
+
+def _gptqmodel_classes() -> tuple[type, ...]:
+    return _loaded_classes("gptqmodel.nn_modules.qlinear", "BaseQuantLinear")
+
+
+def _weight_by_gptqmodel(module: Any) -> torch.Tensor:
+    """The weight of a layer of gptqmodel, for GPTQ or AWQ; raise ``ValueError`` where its codes do not tell it."""
+    cls, fields = type(module), {**vars(module), **module._buffers}
+    kernels = {base.__name__ for base in cls.__mro__}
+    is_awq = not kernels.isdisjoint(_AWQ_CLASSES)
+    if not is_awq and kernels.isdisjoint(_GPTQ_CLASSES):
+        raise ValueError(f"{cls.__name__} may have repacked its codes; load the model with a torch kernel")
+    if fields["qweight"].dtype != fields["pack_dtype"]:
+        raise ValueError(f"{cls.__name__} has repacked its codes in eval mode; prepare the model before it runs")
+    with torch.no_grad():
+        if not is_awq:
+            # The class's own: an instance may have a compiled one, which is bound to the module that this is a copy of.
+            return cls.dequantize_weight(module).t()  # type: ignore[no-any-return]
+        packing: Any = sys.modules["gptqmodel.quantization.awq.utils.packing_utils"]
+        names = ("qweight", "qzeros", "scales", "bits", "group_size")
+        return packing.dequantize_gemm(*(fields[name] for name in names)).t()  # type: ignore[no-any-return]
 
 
 def loses_gradients(weight: torch.Tensor) -> bool:
@@ -208,10 +264,14 @@ def loses_gradients(weight: torch.Tensor) -> bool:
 
 def library_dequantizer(module: nn.Module) -> Callable[[], torch.Tensor] | None:
     """The function of a library other than bitsandbytes that computes a module's weight; ``None`` where none does."""
+    if _compressed_tensors_status(module) is not None:
+        return functools.partial(_weight_by_compressed_tensors, module)
     weight = module._parameters.get("weight")
     if weight is not None:
         return weight.dequantize if is_composed(type(weight)) else None
-    return module.dequantize if has_linear_class_of_its_own(module) else None  # type: ignore[return-value]
+    if isinstance(module, _gptqmodel_classes()):
+        return functools.partial(_weight_by_gptqmodel, module)
+    return module.dequantize if is_made_plain(module) else None  # type: ignore[return-value]
 
 
 def has_runtime_state(module: nn.Module) -> bool:

@@ -221,6 +221,7 @@ def shallow_copy(module: nn.Module) -> nn.Module:
     fields = made.__dict__
     fields.update(module.__dict__)
     fields.update({name: dict(fields[name]) for name in ("_parameters", "_buffers", "_modules")})
+    fields["_non_persistent_buffers_set"] = set(fields["_non_persistent_buffers_set"])
     return made
 
 

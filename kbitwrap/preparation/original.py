@@ -18,7 +18,7 @@ from ..edits.base import HeldOriginal
 from ..edits.checkpointing import input_gradient_hooks
 from ..edits.storage import CopyChange
 from ..edits.watch import warn_of_sharding
-from ..model.quantization import is_quantized_parameter, quant_state_of
+from ..model.quantization import is_quantized_parameter, quant_state_of, was_decompressed
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, join, only_reading
 from ..model.wrappers import is_adapter_module, is_flattened
@@ -29,6 +29,7 @@ from .moment import read_moment
 
 Buffer = tuple[torch.dtype, torch.Size, Callable[[], int]]
 """Dtype, shape and digest, which is begun when the model is recorded and read when it is asked for."""
+REPLACED, DECOMPRESSED = "was replaced or resized", "was decompressed by its library when the model ran"
 _HOOK_DICTS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -151,6 +152,12 @@ class Original:
         """The record of a parameter of the base."""
         return self._base.get(fqn)
 
+    def is_alias(self, module: nn.Module, name: str) -> bool:
+        """Whether a new name has a parameter that the module had under another: PEFT names AQLM's codes ``qweight``."""
+        parameter, at = module._parameters[name], self.records.at
+        had = parameter is not None and at(module, name) is None
+        return had and any(p is parameter and at(module, other) is not None for other, p in module._parameters.items())
+
     def shared_memory(self, record: ParameterRecord) -> bool:
         """Whether another parameter lay in the same memory."""
         return record in self._sharing_memory
@@ -201,14 +208,17 @@ class Original:
             for name, parameter in module._parameters.items():
                 record = inside.get(name)
                 if parameter is None or record is None or not _is_recorded(record, module, parameter, tree):
+                    if self.is_alias(module, name):
+                        continue
                     if parameter is not None or record is not None:
-                        found.replaced[join(fqn, name)] = "was replaced or resized"
+                        found.replaced[join(fqn, name)] = DECOMPRESSED if was_decompressed(module) else REPLACED
                 elif id(parameter) in tree.known:
                     compared[record] = parameter
                 else:
                     found.not_compared.append(record.fqn)
             gone = [name for name in inside if name not in module._parameters]
-            found.replaced.update({join(fqn, name): "was replaced or resized" for name in gone})
+            what = DECOMPRESSED if gone and was_decompressed(module) else REPLACED
+            found.replaced.update({join(fqn, name): what for name in gone})
         found.replaced.update({fqn: "was added" for fqn, module in live.items() if any(_parameters(module))})
         unquantized = [(r, p) for r, p in compared.items() if r.quantized_class is None]
         kept = {r for r, _ in unquantized if getattr(holders.get(id(r)), "kept", None) is not None}

@@ -63,6 +63,7 @@ class Preparation:
         self.precisions: set[Precision] = set()
         self._upcasts_all = False
         self._num_turned_on = 0
+        self._put_back: list[str] = []
         self._adopted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @staticmethod
@@ -214,6 +215,7 @@ class Preparation:
                 one.decide(trained)
             if not failures:
                 self.journal.record(*copies)
+            rewritten = self.journal.rewritten()
             for change, error in self.journal.undo(tree, since=1, show=lambda found: _bar(found, "restore", config)):
                 if not isinstance(error, Exception):
                     raise error
@@ -223,6 +225,7 @@ class Preparation:
                     failures[getattr(change, "fqn", type(change).__name__)] = error
             for one in held:
                 one.decide("keep")
+            self._put_back += [name for one in rewritten for name in one.put_back]
             if failures:
                 raise RestoreError(
                     f"not restored: {'; '.join(_reason(name, error) for name, error in failures.items())}. Everything "
@@ -244,7 +247,7 @@ class Preparation:
         names += [one.record.fqn for one in held if one.was_trained and id(one) in trainable]
         replaced += [*self.original.gone(changes), *changes.drifted]
         replaced += [one.record.fqn for one in held if one.was_altered and id(one) not in trainable]
-        lists = names, replaced, foreign, changes.not_compared
+        lists = names, replaced, foreign, changes.not_compared, self._put_back
         return RestoreReport(*(tuple(dict.fromkeys(found)) for found in lists))
 
     def suspend(self, way_back: Journal, *, hold: bool) -> None:

@@ -1,0 +1,135 @@
+"""What a forward leaves on the modules of the base: caches, repacked codes, and flags that say so."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..model.tree import ModelTree, join
+from ..model.wrappers import is_adapter_module
+from .base import ChangeBase, ModuleRecord, write_attribute
+from .journal import MISSING
+
+# The types of the plain attributes that a module computes with, and may replace when it runs; and those told by value.
+_COMPARED = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size})
+_PLAIN = _COMPARED | {torch.Tensor, tuple}
+_OTHER = object()
+_OWN = frozenset(vars(nn.Module()))  # what every module has, its train mode among them
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or isinstance(value, Enum)
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Whether two values are one object, or equal values that hold no tensor."""
+    return value is other or (type(value) is type(other) and type(value) in _COMPARED and value == other)
+
+
+class _Kept(NamedTuple):
+    """What a module has beside its parameters: ``fields`` with a placeholder for what is not plain."""
+
+    fields: dict[str, Any]
+    buffers: dict[str, torch.Tensor | None]
+    sizes: dict[str, int]  # of the parameters, by name
+
+
+class KeptChange(ChangeBase):
+    """What the base's modules keep beside their parameters, as it was: plain values, plain tensors and buffers.
+
+    A forward leaves rotary tables in its compute dtype, repacked codes, and flags that say so. It is judged at the end:
+    another tensor goes back, and a plain value that was another one. A plain value that appeared goes with a tensor
+    that did: alone, it may tell of a hook that stays. A buffer of the checkpoint that has its dtype and shape is
+    trained or moved, and stays, as does all of a module whose parameters others replaced.
+
+    Attributes:
+        put_back: The names of what the last undo put back.
+    """
+
+    def __init__(self, tree: ModelTree) -> None:
+        base = {id(node.module) for node in tree.base if not is_adapter_module(node.module)}
+        self._record = ModuleRecord(tree, lambda module: self._read(module) if id(module) in base else None)
+        self.put_back: tuple[str, ...] = ()
+
+    @staticmethod
+    def _read(module: nn.Module) -> _Kept:
+        items = module.__dict__.items()
+        fields = {name: value if _is_plain(value) else _OTHER for name, value in items if name not in _OWN}
+        return _Kept(fields, dict(module._buffers), _sizes(module))
+
+    def rewritten(self) -> tuple[KeptChange, ...]:
+        """Return this one."""
+        return (self,)
+
+    def undo(self, tree: ModelTree) -> None:
+        """Put back what changed, on substitutes too; values of other types that others put there stay."""
+        found = {}
+        for module, kept in self._record.affected(tree):
+            if kept is not None:
+                found[id(module)] = self._write(module, kept, is_substitute=self._record.of(module) is not kept)
+        self.put_back = tuple([join(n.fqn, name) for n in tree.modules for name in found.get(id(n.module), ())])
+
+    def now(self, tree: ModelTree) -> KeptChange:
+        """Record what modules keep now."""
+        return KeptChange(tree)
+
+    def undo_on(self, shell: nn.Module, module: nn.Module) -> None:
+        """Put back on a module's shell what undoing would put back on the module."""
+        kept = self._record.of(module)
+        if kept is not None:
+            self._write(shell, kept, is_substitute=False)
+
+    @staticmethod
+    def _write(module: nn.Module, kept: _Kept, *, is_substitute: bool) -> list[str]:
+        """Put back what differs, and return the names of it but for what was moved to another device."""
+        fields, buffers, unsaved = module.__dict__, module._buffers, module._non_persistent_buffers_set
+        before = kept.fields
+        changed = {
+            name: was
+            for name, found in fields.items()
+            if name not in _OWN
+            and (was := before.get(name, MISSING)) is not found
+            and was is not _OTHER
+            and _is_plain(found)
+            and not _is_same(found, was)
+        }
+        if not before.keys() <= fields.keys():
+            changed |= {name: was for name, was in before.items() if name not in fields and was is not _OTHER}
+        replaced = {
+            name: was
+            for name, found in buffers.items()
+            if (was := kept.buffers.get(name, MISSING)) is not found
+            and (name in unsaved or (was is not MISSING and not _is_alike(was, found)))
+        }
+        if not (changed or replaced) or _sizes(module) != kept.sizes:
+            return []
+        tensors = [was for n, was in changed.items() if torch.Tensor in (type(was), type(fields.get(n)))]
+        tensors += replaced.values()
+        if is_substitute and not tensors:
+            return []
+        if not any(was is MISSING for was in tensors):
+            changed = {name: was for name, was in changed.items() if was is not MISSING}
+        moved = set()
+        for name, was in changed.items():
+            write_attribute(fields, name, was)
+        for name, was in replaced.items():
+            found = buffers[name]
+            if was is MISSING:
+                unsaved.discard(name)
+            elif was is not None and found is not None and was.device != found.device:
+                # Moving a model replaces its buffers, and they stay on the device that they were moved to.
+                was = was.to(found.device)
+                moved |= {name} if _is_alike(was, found) else set()
+            write_attribute(buffers, name, was)
+        return [name for name in (*changed, *replaced) if name not in moved]
+
+
+def _sizes(module: nn.Module) -> dict[str, int]:
+    return {name: 0 if parameter is None else parameter.numel() for name, parameter in module._parameters.items()}
+
+
+def _is_alike(value: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return value is not None and other is not None and (value.dtype, value.shape) == (other.dtype, other.shape)
