@@ -1,9 +1,10 @@
 """Runs tests/quantizers, and writes what they answer into the table of docs/compatibility.md.
 
     python .ci/compatibility.py
+    QUANTIZERS="gptq awq" python .ci/compatibility.py
 
-A row is a method of quantization with its settings. What the page has between `<!-- compatibility -->` and
-`<!-- end -->` is replaced, if every test passes.
+A row is a method of quantization with its settings. The rows that the page has between `<!-- compatibility -->` and
+`<!-- end -->` are replaced by those of the methods that were run, if every test passes; the rows of other methods stay.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ class Answers:
                 if text not in texts:
                     texts.append(text)
 
-    def table(self) -> str:
-        """The table, in the order of the tests."""
-        rows = [["method", *COLUMNS], ["---"] * (len(COLUMNS) + 1)]
-        rows += [
-            [row, *("; ".join(found.get(column, ["-"])) for column in COLUMNS)] for row, found in self.rows.items()
-        ]
-        return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    def table(self, old: str) -> str:
+        """The table, in the order of the old one; new rows come last, in the order of the tests."""
+        head = [f"| {' | '.join(row)} |" for row in (["method", *COLUMNS], ["---"] * (len(COLUMNS) + 1))]
+        lines = {line.split("|")[1].strip(): line for line in old.strip().splitlines()[2:]}
+        for row, found in self.rows.items():
+            lines[row] = f"| {row} | {' | '.join('; '.join(found.get(column, ['-'])) for column in COLUMNS)} |"
+        return "\n".join([*head, *lines.values()])
 
 
 def main() -> int:
@@ -51,8 +52,8 @@ def main() -> int:
     status = int(pytest.main(["-q", str(tests), f"--ignore={tests / 'test_page.py'}"], plugins=[answers]))
     page = PAGE.read_text(encoding="utf-8")
     page, count = re.subn(
-        r"(<!-- compatibility -->\n).*?(<!-- end -->)",
-        lambda found: f"{found[1]}\n{answers.table()}\n\n{found[2]}",
+        r"(<!-- compatibility -->\n)(.*?)(<!-- end -->)",
+        lambda found: f"{found[1]}\n{answers.table(found[2])}\n\n{found[3]}",
         page,
         flags=re.DOTALL,
     )
