@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.testing._internal.two_tensor import TwoTensor
@@ -65,6 +66,22 @@ def test_a_trainable_weight_of_another_shape_stays_trainable(precision: str, tmp
     model[4].weight = nn.Parameter(torch.zeros(9, 8).bfloat16())
     assert replaced(prepared, tmp_path) == ("4.weight",)
     assert [fqn for fqn, p in model.named_parameters() if p.requires_grad] == ["4.weight"]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_second_name_of_a_modules_own_weight_is_no_replacement_and_is_not_exported(
+    precision: str, tmp_path: Any
+) -> None:
+    model = block()
+    prepared = KbitPreparedModel(model, precision=precision).prepare()
+    manifest = prepared.manifest()
+    layer = next(module for module in model if isinstance(module, nn.Linear))
+    layer.register_parameter("second", layer._parameters["weight"])
+    assert not prepared.verify()
+    assert not manifest.diff(prepared.manifest())
+    prepared.export(tmp_path / "base")
+    assert load_file(tmp_path / "base" / "model.safetensors").keys() == manifest.tensors.keys()
+    assert prepared.restore().replaced == ()
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
