@@ -123,7 +123,10 @@ def returns_float32(adapter: nn.Module, dtype: torch.dtype) -> bool:
     copied, width = shallow_copy(adapter), getattr(adapter, "in_features", 0)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            copied._modules["base_layer"] = _AsItsInput(width, adapter.out_features, False, dtype=dtype)  # type: ignore[arg-type]
+            plain = _AsItsInput(width, adapter.out_features, False, dtype=dtype)  # type: ignore[arg-type]
+            # PEFT has the base layer under a second name too where a library other than bitsandbytes quantized it.
+            base = adapter._modules["base_layer"]
+            copied._modules.update({name: plain for name, child in adapter._modules.items() if child is base})
             output: torch.Tensor = type(copied).forward(copied, torch.empty(1, 1, width, dtype=dtype))
             return output.dtype == torch.float32
     except Exception:  # a layer that is not linear, or does not run so: of that nothing is said
