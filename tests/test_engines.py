@@ -154,6 +154,7 @@ def lives_on(
         with torch.no_grad():
             live(**batch)
         assert engine != "fsdp2" or not isinstance(model.model.embed_tokens.weight, DTensor)
+        manifest.check(model)
         assert without_time(prepared.manifest()) == without_time(manifest)
         if rank == 0:
             assert prepared.restore() is prepared.restore()

@@ -62,7 +62,9 @@ def export_model(
                     "the adapters of a sharded model cannot be merged; export() the base, save the adapters, then load "
                     "both in one process and merge there"
                 )
-            twin = build_twin(ModelTree(live, tree.records), preparation, gathering)
+            if live is not model:
+                tree = ModelTree(live) if preparation is None else preparation.tree(live)
+            twin = build_twin(tree, preparation, gathering)
             merged = merge_into(twin) if merge_adapters else ()
         write = functools.partial(export_twin, twin, path, merged=merged, **options)
         return write() if gathering is None else gathering.lead(write)

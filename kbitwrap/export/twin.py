@@ -140,7 +140,6 @@ def build_twin(tree: ModelTree, preparation: Preparation | None = None, gatherin
     promised: dict[int, torch.Tensor] = {}
     original, changes = None, Changes()
     if preparation is not None:
-        preparation.original.follow(tree)
         # As when undoing, the oldest decides.
         for one in [*preparation.copies(tree), *preparation.journal.originals()]:
             held.update({(id(module), ref.name): one for ref in one.record.refs if (module := ref.owner()) is not None})

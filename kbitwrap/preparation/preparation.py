@@ -77,14 +77,14 @@ class Preparation:
 
     @staticmethod
     def tree_of(model: nn.Module) -> tuple[ModelTree, Preparation | None]:
-        """Begin an operation on a model that may be prepared: its tree, with the records of its preparation."""
+        """Begin an operation on a model that may be prepared: its tree, as `tree` makes it where it is."""
         tree = tree_of(model)
         preparation = Preparation.find(tree)
-        return tree if preparation is None else ModelTree(model, preparation.original.records), preparation
+        return tree if preparation is None else preparation.tree(model), preparation
 
-    def tree(self) -> ModelTree:
-        """The model now, with every recorded parameter that is still there found again."""
-        model = self.original.model()
+    def tree(self, model: nn.Module | None = None) -> ModelTree:
+        """The prepared model now, or what was made of it, with every recorded parameter that is there found again."""
+        model = self.original.model() if model is None else model
         assert model is not None
         tree = ModelTree(model, self.original.records)
         if reshard(tree):
