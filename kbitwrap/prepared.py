@@ -299,7 +299,7 @@ class KbitPreparedModel:
 
         Under ``"adapted"`` the norms of the blocks that now hold an adapter compute in float32 from here on. Under
         every precision, ``restore`` undoes what accelerate sets on ``peft_model``, such as a forward under autocast,
-        and adapters whose float32 output a half model cannot go on with are a warning.
+        and adapters whose float32 output breaks a half model are a warning.
 
         Args:
             peft_model: The ``PeftModel``, or the prepared model itself where adapters were injected into it.

@@ -155,7 +155,7 @@ class StateDiff(Differences):
 
 @dataclass(frozen=True)
 class ShardingOutcome:
-    """What becomes of one precision under an engine.
+    """The outcome of one precision under an engine.
 
     Attributes:
         trains: Whether the engine takes the prepared model and trains it with right numbers.
@@ -172,7 +172,7 @@ class ShardingOutcome:
 
 @dataclass(frozen=True)
 class ShardingReport:
-    """What will happen with each precision under an engine. ``print`` gives a table.
+    """The outcome of each precision under an engine, told before it happens. ``print`` gives a table.
 
     Attributes:
         engine: ``"ddp"``, ``"fsdp1"``, ``"fsdp2"``, ``"zero2"`` or ``"zero3"``.

@@ -343,3 +343,19 @@ def come_true(rank: int, join: forks.Join) -> None:
 
 def test_what_is_said_beforehand_comes_true() -> None:
     forks.run_ranks(come_true)
+
+
+def test_a_model_that_zero3_partitioned_is_refused_by_its_attributes() -> None:
+    """A stand-in for DeepSpeed, which marks the parameters that it partitions so: it was not run here."""
+    model = load("fsdp2")
+    before = flags(model)
+    prepared = KbitPreparedModel(model, precision="norms").prepare()
+    weight = model.lm_head.weight
+    weight.ds_id = 0
+    for call in (prepared.restore, prepared.suspend, prepared.manifest):
+        with pytest.raises(UnsupportedModelError, match=r"lm_head.weight is a ZeRO-3 partition") as caught:
+            call()
+        assert caught.value.fqn == "lm_head.weight"
+    del weight.ds_id
+    prepared.restore()
+    assert flags(model) == before

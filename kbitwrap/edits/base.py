@@ -116,7 +116,7 @@ class Together(ChangeBase):
         return tuple(held for change in self._changes for held in change.originals())
 
     def rewritten(self) -> tuple[Any, ...]:
-        """What each of them holds of what modules rewrite."""
+        """The records of their own fields that modules rewrite, of each."""
         return tuple(one for change in self._changes for one in change.rewritten())
 
 

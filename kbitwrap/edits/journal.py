@@ -175,5 +175,5 @@ class Journal:
         return [held for change in reversed(self.changes) for held in change.originals()]
 
     def rewritten(self) -> list[Any]:
-        """What the changes hold of what modules rewrite, newest first."""
+        """The records of their own fields that modules rewrite, newest first."""
         return [one for change in reversed(self.changes) for one in change.rewritten()]

@@ -1,4 +1,4 @@
-"""What a forward leaves on the modules of the base: caches, repacked codes, and flags that say so."""
+"""The record of what a forward leaves on the modules of the base: caches, repacked codes, and their flags."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..model.tree import ModelTree, join
+from ..model.tree import ModelTree, join, only_reading
 from ..model.wrappers import is_adapter_module
 from .base import ChangeBase, ModuleRecord, write_attribute
 from .journal import MISSING
@@ -20,8 +20,15 @@ _OTHER = object()
 _OWN = frozenset(vars(nn.Module()))  # what every module has, its train mode among them
 
 
-def _is_plain(value: Any) -> bool:
-    return type(value) in _PLAIN or isinstance(value, Enum)
+class _Classes(dict[type, bool]):
+    """Whether values of a class are plain, looked up faster than computed."""
+
+    def __missing__(self, cls: type) -> bool:
+        self[cls] = found = cls in _PLAIN or issubclass(cls, Enum)
+        return found
+
+
+_is_plain = _Classes()
 
 
 def _is_same(value: Any, other: Any) -> bool:
@@ -30,7 +37,7 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 class _Kept(NamedTuple):
-    """What a module has beside its parameters: ``fields`` with a placeholder for what is not plain."""
+    """A module's fields and buffers beside its parameters: ``fields`` with a placeholder for what is not plain."""
 
     fields: dict[str, Any]
     buffers: dict[str, torch.Tensor | None]
@@ -38,7 +45,7 @@ class _Kept(NamedTuple):
 
 
 class KeptChange(ChangeBase):
-    """What the base's modules keep beside their parameters, as it was: plain values, plain tensors and buffers.
+    """The plain values, plain tensors and buffers of the base's modules, as they were.
 
     A forward leaves rotary tables in its compute dtype, repacked codes, and flags that say so. It is judged at the end:
     another tensor goes back, and a plain value that was another one. A plain value that appeared goes with a tensor
@@ -51,13 +58,14 @@ class KeptChange(ChangeBase):
 
     def __init__(self, tree: ModelTree) -> None:
         base = {id(node.module) for node in tree.base if not is_adapter_module(node.module)}
-        self._record = ModuleRecord(tree, lambda module: self._read(module) if id(module) in base else None)
+        with only_reading():
+            self._record = ModuleRecord(tree, lambda module: self._read(module) if id(module) in base else None)
         self.put_back: tuple[str, ...] = ()
 
     @staticmethod
     def _read(module: nn.Module) -> _Kept:
         items = module.__dict__.items()
-        fields = {name: value if _is_plain(value) else _OTHER for name, value in items if name not in _OWN}
+        fields = {name: value if _is_plain[type(value)] else _OTHER for name, value in items if name not in _OWN}
         return _Kept(fields, dict(module._buffers), _sizes(module))
 
     def rewritten(self) -> tuple[KeptChange, ...]:
@@ -93,7 +101,7 @@ class KeptChange(ChangeBase):
             if name not in _OWN
             and (was := before.get(name, MISSING)) is not found
             and was is not _OTHER
-            and _is_plain(found)
+            and _is_plain[type(found)]
             and not _is_same(found, was)
         }
         if not before.keys() <= fields.keys():

@@ -198,7 +198,7 @@ class UpcastChange(ChangeBase):
         return half
 
     def _attributes(self, tree: ModelTree | None = None) -> list[tuple[nn.Module, str]]:
-        """Where stand-ins may be: on the weights' owners and, given a tree, on modules that put float32 first."""
+        """The places of stand-ins: on the weights' owners and, given a tree, on modules that put float32 first."""
         owners = [
             (module, name)
             for module, names in self._names.items()

@@ -108,7 +108,7 @@ def _save(model: Any, writer: CheckpointWriter, max_shard_size: int | str) -> No
     if not quantization.casts and getattr(vars(model).get("config"), "quantization_config", None) is None:
         warnings.warn(
             f"the config of this {type(model).__name__} does not tell that it is quantized with {quantization.method}: "
-            "from_pretrained alone initializes the quantized layers anew, without an error. The page on exports has a "
+            "from_pretrained alone initializes the quantized layers again, without an error. The page on exports has a "
             "program that reads them",
             UserWarning,
             stacklevel=5,  # the caller of KbitPreparedModel.export

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def drift_of(fqn: str) -> str:
-    """What is said of a frozen parameter that holds other values than were recorded."""
+    """The message for a frozen parameter that holds other values than were recorded."""
     return (
         f"{fqn} is frozen, but its values have changed since the model was prepared (a merge that was taken back "
         "leaves rounding; PiSSA and OLoRA leave a residual), so the exact base is gone; export before that, or load "

@@ -39,14 +39,9 @@ def refuse_unsupported_tensors(tree: ModelTree, *, allow_meta: bool, allow_shard
     _refuse_sharded(tree, allow_sharded)
     for tensor in tree.tensors:
         parameter = tensor.parameter
-        is_read = (
-            parameter.layout is torch.strided and not parameter.is_nested and (allow_meta or not parameter.is_meta)
-        )
-        if is_read and type(parameter) is nn.Parameter:  # the quick answer for nearly all
-            continue
         if is_lazy(parameter):
             raise UnsupportedModelError(
-                f"{tensor.path} is not initialized yet: load the weights, or run the model once, before preparing it",
+                f"{tensor.path} is not initialized yet: run the model once, or load its weights, before it is prepared",
                 fqn=tensor.path,
             )
         if parameter.layout is not torch.strided or parameter.is_nested:
@@ -54,10 +49,7 @@ def refuse_unsupported_tensors(tree: ModelTree, *, allow_meta: bool, allow_shard
             raise UnsupportedModelError(
                 f"{tensor.path} is {kind}: only dense parameters can be recorded and put back", fqn=tensor.path
             )
-    if allow_meta:
-        return
-    for tensor in tree.tensors:
-        if tensor.parameter.is_meta:
+        if parameter.is_meta and not allow_meta:
             remedy = "load its weights first; build_plan works on the meta device"
             if getattr(tensor.module, "_hf_hook", None) is not None:
                 remedy = (

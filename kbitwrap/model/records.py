@@ -79,7 +79,7 @@ class ParameterRecord:
         return None
 
     def sharded(self) -> nn.Parameter | None:
-        """What is at one of the places since the parameter there was sharded."""
+        """The shard at one of the places, if the parameter was sharded."""
         return next((p for ref in self.refs if (p := ref()) is not None and is_sharded_tensor(p)), None)
 
     def there(self) -> nn.Parameter | None:

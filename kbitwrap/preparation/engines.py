@@ -1,4 +1,4 @@
-"""What will happen to a prepared model under the engines that train with several processes, before it happens."""
+"""The effect of each engine that trains with several processes on a prepared model, told before it happens."""
 
 from __future__ import annotations
 

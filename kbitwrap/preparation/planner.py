@@ -325,7 +325,7 @@ class Planner:
                 self.warnings.append(f"unquantized experts are doubled: {format_bytes(experts)} more")
 
     def warnings_of_adapters(self) -> list[str]:
-        """Name the adapters whose float32 output the half model cannot go on with, prepared or not; at most one."""
+        """Name the adapters whose float32 output breaks the half model, prepared or not; at most one."""
         device = next((t.parameter.device for t in self.base), torch.device("meta"))
         is_float32 = self.config.precision.upcasts_all and self.quantization.casts
         if is_float32 or self._dtype is None or mixed_precision(device.type) is not None:

@@ -1,4 +1,4 @@
-"""What sharding does to a prepared model."""
+"""Sharding again a prepared model that a forward left whole."""
 
 from __future__ import annotations
 
