@@ -107,14 +107,13 @@ class KbitPreparedModel:
             warnings.warn(self.plan.warnings[0], UserWarning, stacklevel=2)
 
     def _settle_plan(self, tree: ModelTree) -> None:
-        """Refuse a model that another wrapper holds, and plan where the plan is not of the model as it is."""
+        """Refuse a model that another wrapper holds, and refuse and plan one that is not as it was planned for."""
         with only_reading():
-            refuse_unsupported_tensors(tree, allow_meta=False)
             refuse_held(tree)
-            found = signature(tree)
-            if found != self._planned_for:
+            if self._planned_for is None or signature(tree) != self._planned_for:
+                refuse_unsupported_tensors(tree, allow_meta=False)
                 self.plan = plan_as_detected(tree, self.config)
-                self._planned_for = found
+                self._planned_for = signature(tree)
 
     def __repr__(self) -> str:
         return f"KbitPreparedModel({type(self.model).__name__}, precision={str(self.config.precision)!r}, {self.state})"

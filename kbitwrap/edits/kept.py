@@ -41,7 +41,7 @@ class _Kept(NamedTuple):
 
     fields: dict[str, Any]
     buffers: dict[str, torch.Tensor | None]
-    sizes: dict[str, int]  # of the parameters, by name
+    sizes: list[int]  # of the parameters
 
 
 class KeptChange(ChangeBase):
@@ -66,7 +66,7 @@ class KeptChange(ChangeBase):
     def _read(module: nn.Module) -> _Kept:
         items = module.__dict__.items()
         fields = {name: value if _is_plain[type(value)] else _OTHER for name, value in items if name not in _OWN}
-        return _Kept(fields, dict(module._buffers), _sizes(module))
+        return _Kept(fields, dict(module._buffers), _sizes(module) if module._parameters else [])
 
     def rewritten(self) -> tuple[KeptChange, ...]:
         """Return this one."""
@@ -135,8 +135,8 @@ class KeptChange(ChangeBase):
         return [name for name in (*changed, *replaced) if name not in moved]
 
 
-def _sizes(module: nn.Module) -> dict[str, int]:
-    return {name: 0 if parameter is None else parameter.numel() for name, parameter in module._parameters.items()}
+def _sizes(module: nn.Module) -> list[int]:
+    return [0 if parameter is None else parameter.numel() for parameter in module._parameters.values()]
 
 
 def _is_alike(value: torch.Tensor | None, other: torch.Tensor | None) -> bool:

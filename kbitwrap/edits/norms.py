@@ -32,7 +32,7 @@ def can_rebind_forward(module: nn.Module) -> bool:
 
     It must be the class's own or a method bound to the module, which must have no buffers: these may keep statistics.
     """
-    if any(True for _ in module.buffers()):
+    if (module._buffers or module._modules) and any(True for _ in module.buffers()):
         return False
     forward = vars(module).get(forward_slot(module), MISSING)
     return forward is MISSING or (isinstance(forward, types.MethodType) and forward.__self__ is module)

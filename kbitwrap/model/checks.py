@@ -117,11 +117,11 @@ def refuse_unreadable(tree: ModelTree, *, allow_sharded: bool) -> None:
 
 
 def _sharding_of(parameter: torch.Tensor, d_tensor: type | tuple[()]) -> str:
-    marks = vars(parameter)
+    marks = parameter.__dict__
+    if not marks and type(parameter) is nn.Parameter:
+        return ""  # the quick answer for nearly all
     if isinstance(parameter, d_tensor):
         return _D_TENSOR
-    if not marks:
-        return ""
     if marks.get("_is_flat_param", False):
         return "an FSDP1 flat parameter (use_orig_params=False)"
     if "ds_id" in marks:

@@ -73,13 +73,16 @@ def _loaded_classes(library: str, *names: str) -> tuple[type, ...]:
     return tuple(cls for name in names if (cls := getattr(module, name, None)) is not None)
 
 
-def _bitsandbytes_classes(*names: str) -> tuple[type, ...]:
-    return _loaded_classes("bitsandbytes.nn", *names)
+@functools.cache
+def _is_of_bitsandbytes(cls: Any, *names: str) -> bool:
+    """Whether a class is one of bitsandbytes', or made from it: then the library was loaded when the class was made."""
+    return issubclass(cls, _loaded_classes("bitsandbytes.nn", *names))
 
 
 def is_quantized_layer(module: nn.Module) -> bool:
     """Whether a module is a bitsandbytes 4-bit or 8-bit layer."""
-    return isinstance(module, _bitsandbytes_classes("Linear4bit", "Linear8bitLt", "Embedding4bit", "Embedding8bit"))
+    cls: Any = type(module)
+    return _is_of_bitsandbytes(cls, "Linear4bit", "Linear8bitLt", "Embedding4bit", "Embedding8bit")
 
 
 STACKS_QUANTIZED_BY = "bitsandbytes.nn.parametrize.replace_parameter_4bit"
@@ -108,7 +111,7 @@ def is_quantized_parameter(parameter: torch.Tensor) -> bool:
         return False  # the quick answer for nearly all that are not
     # Subclasses that other libraries swap in (sharding, quanto, torchao) keep the class name but not the class.
     names = ("Params4bit", "Int8Params")
-    return cls.__name__ in names or isinstance(parameter, _bitsandbytes_classes(*names))
+    return cls.__name__ in names or _is_of_bitsandbytes(cls, *names)
 
 
 def _method_of(model: nn.Module) -> str | None:
@@ -128,7 +131,8 @@ def detect(model: nn.Module, modules: Sequence[nn.Module]) -> Quantization:
         return Quantization(method, is_quantized=True, casts=False)
     for module in modules:
         if is_quantized_layer(module) or quantized_stacks(module):
-            bits = "8bit" if isinstance(module, _bitsandbytes_classes("Linear8bitLt", "Embedding8bit")) else "4bit"
+            cls: Any = type(module)
+            bits = "8bit" if _is_of_bitsandbytes(cls, "Linear8bitLt", "Embedding8bit") else "4bit"
             return Quantization(f"bitsandbytes_{bits}", is_quantized=True, casts=True)
     library = next((found for module in modules if (found := _library_of(module))), None)
     return peft if library is None else Quantization(library, is_quantized=True, casts=False)
@@ -279,7 +283,8 @@ def has_runtime_state(module: nn.Module) -> bool:
     weight = module._parameters.get("weight")
     if weight is None or not is_quantized_parameter(weight):
         return False
-    return isinstance(module, _bitsandbytes_classes("Linear4bit", "Linear8bitLt"))
+    cls: Any = type(module)
+    return _is_of_bitsandbytes(cls, "Linear4bit", "Linear8bitLt")
 
 
 def is_of_a_quantizer(conversion: Any) -> bool:

@@ -80,7 +80,11 @@ class ParameterRecord:
 
     def sharded(self) -> nn.Parameter | None:
         """The shard at one of the places, if the parameter was sharded."""
-        return next((p for ref in self.refs if (p := ref()) is not None and is_sharded_tensor(p)), None)
+        for ref in self.refs:
+            parameter = ref()
+            if parameter is not None and is_sharded_tensor(parameter):
+                return parameter
+        return None
 
     def there(self) -> nn.Parameter | None:
         """The parameter, its shard, or one of its shape at one of its places: others write by replacing them."""
@@ -113,21 +117,15 @@ class Records:
     """The records of a model's parameters, one for each, by owner and name."""
 
     def __init__(self) -> None:
-        # By ``id`` of the owner, which is compared with the owner itself: a dictionary of weak keys is slower.
-        self._by_owner: dict[int, tuple[weakref.ref[nn.Module], dict[str, ParameterRecord]]] = {}
+        # By the ``id`` of the owner, which is compared with the owner itself: a dictionary of weak keys is slower.
+        self._by_place: dict[tuple[int, str], ParameterRecord] = {}
 
     def at(self, module: nn.Module, name: str) -> ParameterRecord | None:
         """The record of the parameter that was at a place."""
-        owner, records = self._by_owner.get(id(module), (None, {}))
-        return records.get(name) if owner is not None and owner() is module else None
+        found = self._by_place.get((id(module), name))
+        return found if found is not None and any(owner() is module for owner, _ in found.refs) else None
 
     def add(self, record: ParameterRecord) -> None:
         """Keep a record under each of its places."""
         for owner, name in record.refs:
-            module = owner()
-            if module is not None:
-                known, records = self._by_owner.get(id(module), (owner, {}))
-                if known() is not module:  # one that is gone had this ``id``
-                    known, records = owner, {}
-                records[name] = record
-                self._by_owner[id(module)] = known, records
+            self._by_place[id(owner()), name] = record

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from ..tensors.dtypes import HALF_DTYPES
 from .quantization import is_quantized_parameter
@@ -38,7 +39,8 @@ def is_norm(module: nn.Module, norm_modules: tuple[type | str, ...] = ()) -> boo
     """
     cls: Any = type(module)
     is_named = _is_named_norm(cls)
-    if not (is_named or norm_modules) or not any(p is not None for p in module._parameters.values()):
+    dimensions = [p.dim() for p in module._parameters.values() if p is not None] if is_named or norm_modules else []
+    if not dimensions:
         return False
     for wanted in norm_modules:
         if isinstance(wanted, str):
@@ -49,7 +51,7 @@ def is_norm(module: nn.Module, norm_modules: tuple[type | str, ...] = ()) -> boo
             return True
     if not is_named or any(child is not None for child in module._modules.values()):
         return False
-    return all(p is None or p.dim() <= 1 for p in module._parameters.values())
+    return max(dimensions) <= 1
 
 
 @functools.cache
@@ -118,16 +120,27 @@ class _AsItsInput(nn.Linear):
         return x.new_empty(*x.shape[:-1], self.out_features)
 
 
+class _OnMeta(TorchFunctionMode):
+    """Runs what is called without values: a forward computes dtypes and shapes, and draws no random numbers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function on tensors without memory in place of those that have some."""
+        args, kwargs = tree_map_only(
+            torch.Tensor, lambda t: t.as_subclass(torch.Tensor).to("meta"), (args, kwargs or {})
+        )
+        return func(*args, **kwargs)
+
+
 def returns_float32(adapter: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether PEFT's layer makes float32 of a half input; its own forward is run on fake tensors, so nothing is."""
+    """Whether PEFT's layer makes float32 of a half input: its own forward is run, without values."""
     copied, width = shallow_copy(adapter), getattr(adapter, "in_features", 0)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            plain = _AsItsInput(width, adapter.out_features, False, dtype=dtype)  # type: ignore[arg-type]
+        with _OnMeta(), torch.no_grad():
+            plain = _AsItsInput(width, adapter.out_features, False, "meta", dtype)  # type: ignore[arg-type]
             # PEFT has the base layer under a second name too where a library other than bitsandbytes quantized it.
             base = adapter._modules["base_layer"]
             copied._modules.update({name: plain for name, child in adapter._modules.items() if child is base})
-            output: torch.Tensor = type(copied).forward(copied, torch.empty(1, 1, width, dtype=dtype))
+            output: torch.Tensor = type(copied).forward(copied, torch.empty(1, 1, width, dtype=dtype, device="meta"))
             return output.dtype == torch.float32
     except Exception:  # a layer that is not linear, or does not run so: of that nothing is said
         return False

@@ -65,6 +65,8 @@ def loaded_class(module_name: str, attribute: str) -> type | tuple[()]:
 
 def is_sharded_tensor(tensor: Any) -> bool:
     """Whether a tensor is a ``DTensor``, or one that FSDP1 laid out flat: only a part of it need be on this rank."""
+    if type(tensor) is nn.Parameter and not tensor.__dict__:
+        return False  # the quick answer for nearly all that are not
     return isinstance(tensor, loaded_class("torch.distributed.tensor", "DTensor")) or is_flattened(tensor)
 
 

@@ -36,14 +36,18 @@ _HOOK_DICTS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_
 def signature(tree: ModelTree) -> int:
     """A hash of what a plan depends on: modules, their attributes, parameters, their dtypes, devices and flags.
 
-    It is of this process and of these very objects, which whoever compares it holds.
+    It is of this process and of these very objects, which whoever compares it holds. No model that can be planned has
+    that of one with a parameter without shape or address.
     """
     parts: list[Any] = [(path, id(m), type(m), len(vars(m))) for path, _, m, _ in tree.nodes]
-    parts += [
-        (t.name, id(p), p.dtype, p.shape, p.device, p.requires_grad, 0 if p.is_meta else p.data_ptr())
-        for t in tree.all_tensors
-        if (p := t.parameter) is not None
-    ]
+    try:
+        parts += [
+            (t.name, id(p), p.dtype, p.shape, p.device, p.requires_grad, 0 if p.is_meta else p.data_ptr())
+            for t in tree.all_tensors
+            if (p := t.parameter) is not None
+        ]
+    except RuntimeError:
+        return 0
     return hash(tuple(parts))
 
 

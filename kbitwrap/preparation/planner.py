@@ -261,13 +261,15 @@ class Planner:
     def by_role(self, stores: list[Store]) -> dict[str, dict[str, int]]:
         """Count parameters, and the bytes they hold and are to hold, by the part they play."""
         rows = {role: {"count": 0, "bytes": 0, "added_bytes": 0} for role in Role}
-        parameters = [t.parameter for t in self.tree.tensors]
-        for parameter in parameters:
-            rows[self.roles[id(parameter)]]["count"] += 1
-        # What is one memory seen in one way counts once.
-        views = {(storage_key(p), p.storage_offset(), p.numel()): p for p in reversed(parameters)}
-        for parameter in views.values():
-            rows[self.roles[id(parameter)]]["bytes"] += _bytes(parameter)
+        seen = set()  # what is one memory seen in one way counts once
+        for tensor in self.tree.tensors:
+            parameter = tensor.parameter
+            row, num_elements = rows[self.roles[id(parameter)]], parameter.numel()
+            row["count"] += 1
+            view = storage_key(parameter), parameter.storage_offset(), num_elements
+            if view not in seen:
+                seen.add(view)
+                row["bytes"] += num_elements * parameter.element_size()
         for store in stores:
             assert store.role is not None
             rows[store.role]["added_bytes"] += store.added_bytes

@@ -140,7 +140,8 @@ class Preparation:
             UnsupportedModelError: It is not the prepared model, or holds no adapter.
         """
         tree = self.tree()
-        if not isinstance(peft_model, nn.Module) or Preparation.find(ModelTree(peft_model)) is not self:
+        inside = peft_model.modules() if isinstance(peft_model, nn.Module) else ()
+        if not any(id(module) in tree.owners for module in inside):
             name = type(tree.model).__name__
             raise UnsupportedModelError(
                 f"adopt() expects what was made of the prepared {name}, such as "

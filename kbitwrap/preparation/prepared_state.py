@@ -31,10 +31,10 @@ class PreparedState:
     def __init__(self, tree: ModelTree) -> None:
         with only_reading():
             # Two of them may have one fqn.
-            self._base: list[tuple[ParameterRecord, str, dict[str, Any]]] = [
+            self._base: list[tuple[ParameterRecord, str, tuple[torch.dtype, torch.Size, bool, int | None]]] = [
                 (tree.record(tensor), tensor.fqn, _read_parameter(tensor.parameter)) for tensor in tree.base_tensors
             ]
-            self._by_record = {record: (read["dtype"], read["requires_grad"]) for record, _, read in self._base}
+            self._by_record = {record: (read[0], read[2]) for record, _, read in self._base}
             adapters = [t for t in tree.tensors if id(t.parameter) in tree.adapter_ids] if tree.adapter_ids else []
             self._by_record.update({tree.record(t): (t.parameter.dtype, t.parameter.requires_grad) for t in adapters})
             # Most modules have nothing that a preparation sets.
@@ -81,7 +81,7 @@ class PreparedState:
                     ignored.append("writes")
                 if is_sharded:
                     ignored += ["shape", "writes"]
-                _compare(differences, fqn, expected, _read_parameter(found), ignored)
+                _compare(differences, fqn, _named(expected), _named(_read_parameter(found)), ignored)
         for fqn in drifted:
             differences.setdefault(fqn, {})["value"] = (
                 "the original value",
@@ -96,13 +96,13 @@ class PreparedState:
         return StateDiff(differences)
 
 
-def _read_parameter(parameter: nn.Parameter) -> dict[str, Any]:
-    return {
-        "dtype": parameter.dtype,
-        "shape": tuple(parameter.shape),
-        "requires_grad": parameter.requires_grad,
-        "writes": None if parameter.is_inference() else parameter._version,
-    }
+def _read_parameter(p: nn.Parameter) -> tuple[torch.dtype, torch.Size, bool, int | None]:
+    return p.dtype, p.shape, p.requires_grad, None if p.is_inference() else p._version
+
+
+def _named(read: tuple[torch.dtype, torch.Size, bool, int | None]) -> dict[str, Any]:
+    dtype, shape, requires_grad, writes = read
+    return {"dtype": dtype, "shape": tuple(shape), "requires_grad": requires_grad, "writes": writes}
 
 
 _MARKS = {*CHECKPOINTING_ATTRIBUTES[:2], "forward", "_old_forward", "__deepcopy__"}

@@ -15,7 +15,7 @@ def reshard(tree: ModelTree) -> bool:
     was sharded may be outside of the tree. Nothing does it for FSDP1, whose parameters are out of reach meanwhile.
     """
     for tensor in tree.tensors:
-        if not isinstance(tensor.parameter, nn.Parameter) and "_fsdp_use_orig_params" in vars(tensor.module):
+        if "_fsdp_use_orig_params" in vars(tensor.module) and not isinstance(tensor.parameter, nn.Parameter):
             raise UnsupportedModelError(
                 f"{tensor.path} is whole, as a forward under autograd leaves it until its backward with FSDP1's "
                 "SHARD_GRAD_OP; call backward(), or run a forward under torch.no_grad(), first",
