@@ -434,17 +434,20 @@ def test_what_fsdp1_refuses_is_explained_and_what_it_leaves_whole_is_named(tmp_p
     forks.run_ranks(refuse_and_leave_whole, tmp_path)
 
 
-def test_a_model_that_zero3_partitioned_is_refused_by_its_attributes() -> None:
-    """A stand-in for DeepSpeed, which marks the parameters that it partitions so: it was not run here."""
+@pytest.mark.parametrize("precision", ["norms", "full"])
+def test_a_model_that_zero3_partitioned_is_refused_by_its_attributes(precision: str) -> None:
+    """DeepSpeed marks the parameters that it partitions so; `tests/zero` runs it."""
     model = load("fsdp2")
     before = flags(model)
-    prepared = KbitPreparedModel(model, precision="norms").prepare()
+    prepared = KbitPreparedModel(model, precision=precision).prepare()
     weight = model.lm_head.weight
     weight.ds_id = 0
     for call in (prepared.restore, prepared.suspend, prepared.manifest):
         with pytest.raises(UnsupportedModelError, match=r"lm_head.weight is a ZeRO-3 partition") as caught:
             call()
         assert caught.value.fqn == "lm_head.weight"
+    with pytest.raises(UnsupportedModelError, match="restore before sharding"):
+        prepared.restore()
     del weight.ds_id
     prepared.restore()
     assert flags(model) == before

@@ -95,12 +95,12 @@ def _outcome(tree: ModelTree, precision: Precision, engine: str, param_dtype: to
         if is_retyped:
             notes.append("suspended() is refused while a trained copy (modules_to_save) is stored in float32")
         if engine == "zero2":
-            notes.append("parameters stay whole, as under DDP; DeepSpeed itself was not run")
+            notes.append("parameters stay whole, as under DDP")
         return ShardingOutcome(not failures, True, True, (*failures, *notes))
     if engine == "zero3":
         notes.append(
             "a ZeRO-3 partition holds no values: restore(), suspended(), export() and manifest() come before "
-            "deepspeed.initialize(); DeepSpeed itself was not run"
+            "deepspeed.initialize()"
         )
         return ShardingOutcome(not failures, False, False, (*failures, *notes))
     exports = True
