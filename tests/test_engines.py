@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +16,12 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 import forks
@@ -29,11 +37,12 @@ from kbitwrap import (
     check_sharding,
 )
 from kbitwrap.integrations import KbitTrainerCallback
+from snapshot import Snapshot
 from trainers import dataset
 from training import step
 
 STORES_NOTHING = ("norms", "adapted", "none")
-Shard = Callable[[nn.Module], nn.Module]
+Shard = Callable[..., nn.Module]
 
 
 def fsdp2(live: nn.Module) -> nn.Module:
@@ -46,9 +55,9 @@ def fsdp2(live: nn.Module) -> nn.Module:
     return live
 
 
-def fsdp1(live: nn.Module) -> nn.Module:
+def fsdp1(live: nn.Module, **options: Any) -> nn.Module:
     """The same with wrappers, which keep the parameters' objects."""
-    options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+    options = {"use_orig_params": True, "device_id": torch.device("cpu")} | options
     layers = next(module for module in live.modules() if isinstance(module, nn.ModuleList))
     for index, block in enumerate(layers):
         layers[index] = FullyShardedDataParallel(block, **options)
@@ -345,17 +354,100 @@ def test_what_is_said_beforehand_comes_true() -> None:
     forks.run_ranks(come_true)
 
 
-def test_a_model_that_zero3_partitioned_is_refused_by_its_attributes() -> None:
-    """A stand-in for DeepSpeed, which marks the parameters that it partitions so: it was not run here."""
-    model = load("fsdp2")
+# ----------------------------------------------------------------------------------------------------
+# What FSDP1 alone refuses, and leaves whole.
+# ----------------------------------------------------------------------------------------------------
+
+
+def is_explained(rank: int, precision: str, autocast: bool, model: nn.Module) -> None:
+    """FSDP1's own error is the one seen, the way out is with it, and the model is as it was."""
+    before = Snapshot(model)
+    lives = []
+
+    def train() -> None:
+        with KbitPreparedModel(model, precision=precision):
+            lives.append(peft.get_peft_model(model, zoo.lora_config("llama"), autocast_adapter_dtype=autocast))
+            fsdp1(lives[0])
+
+    with pytest.raises(ValueError, match=r"^Must flatten tensors with uniform dtype") as caught:
+        train()
+    text = "".join(traceback.format_exception(caught.value))
+    if sys.version_info >= (3, 11):
+        assert f"prepared with precision {precision!r}" in text
+        assert all(word in text for word in ("'norms'", "autocast_adapter_dtype=False", "check_sharding(model, "))
+    lives[0].unload()
+    torchs = (": _fsdp_use_orig_params", ": _is_fsdp_managed_module", ": attributes")  # marks that FSDP1 leaves
+    assert before.diff(Snapshot(model), moved=True, ignore=torchs) == []
+
+
+def is_refused_by_name(rank: int, model: nn.Module, folder: Path) -> None:
+    """A model whose parameters FSDP1 took off their modules, after it was prepared."""
+    prepared = KbitPreparedModel(model, precision="norms").prepare()
+    fsdp1(model, use_orig_params=False)
+    manifest, export = prepared.manifest, functools.partial(prepared.export, folder / "flat")
+    for call in (prepared.restore, prepared.suspend, manifest, export):
+        with pytest.raises(UnsupportedModelError, match=r"use_orig_params=False"):
+            call()
+    with pytest.raises(ZeroDivisionError), prepared:
+        raise ZeroDivisionError
+
+
+def is_whole_until_a_backward(rank: int, model: nn.Module, folder: Path, expected: dict[str, bytes]) -> None:
+    """With SHARD_GRAD_OP, everything works but where a backward is to follow, which is refused by name."""
     before = flags(model)
     prepared = KbitPreparedModel(model, precision="norms").prepare()
+    manifest = prepared.manifest()
+    batch = zoo.inputs("llama", model)
+    live = fsdp1(adapt(model), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    step("llama", live)
+    for _ in range(2):  # the second time, after a forward without a backward
+        with prepared.suspended(), torch.no_grad():
+            live(**batch)
+    loss = live.train()(**batch).loss
+    for call in (prepared.restore, prepared.suspend, prepared.manifest):
+        with pytest.raises(UnsupportedModelError, match=r"SHARD_GRAD_OP; call backward\(\)"):
+            call()
+    loss.backward()
+    with prepared.suspended():
+        assert all(flags(model)[place] == flag for place, flag in before.items())
+    assert without_time(prepared.manifest()) == without_time(manifest)
+    prepared.export(folder / "grad-op", max_shard_size=SHARD)
+    assert read(folder / "grad-op") == expected
+    prepared.restore()
+    assert all(flags(model)[place] == flag for place, flag in before.items())
+
+
+def refuse_and_leave_whole(rank: int, join: forks.Join, folder: Path) -> None:
+    mixed = [("full", False, load("fsdp1")), ("norms", True, load("fsdp1"))]
+    flat = zoo.load("llama", None, torch.bfloat16)
+    # Unquantized: with SHARD_GRAD_OP FSDP1 refuses the backward of bitsandbytes' weights, prepared or not.
+    whole = zoo.load("llama", None, torch.bfloat16)
+    expected = saved(whole, folder / f"saved-{rank}")
+    with join():
+        for precision, autocast, model in mixed:
+            is_explained(rank, precision, autocast, model)
+        is_refused_by_name(rank, flat, folder)
+        is_whole_until_a_backward(rank, whole, folder, expected)
+
+
+def test_what_fsdp1_refuses_is_explained_and_what_it_leaves_whole_is_named(tmp_path: Path) -> None:
+    forks.run_ranks(refuse_and_leave_whole, tmp_path)
+
+
+@pytest.mark.parametrize("precision", ["norms", "full"])
+def test_a_model_that_zero3_partitioned_is_refused_by_its_attributes(precision: str) -> None:
+    """DeepSpeed marks the parameters that it partitions so; `tests/zero` runs it."""
+    model = load("fsdp2")
+    before = flags(model)
+    prepared = KbitPreparedModel(model, precision=precision).prepare()
     weight = model.lm_head.weight
     weight.ds_id = 0
     for call in (prepared.restore, prepared.suspend, prepared.manifest):
         with pytest.raises(UnsupportedModelError, match=r"lm_head.weight is a ZeRO-3 partition") as caught:
             call()
         assert caught.value.fqn == "lm_head.weight"
+    with pytest.raises(UnsupportedModelError, match="restore before sharding"):
+        prepared.restore()
     del weight.ds_id
     prepared.restore()
     assert flags(model) == before

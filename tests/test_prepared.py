@@ -1000,10 +1000,10 @@ class TestOddMoments:
         prepared = KbitPreparedModel(model, precision="full").prepare()
         during = Snapshot(model)
 
-        def fail(*_: object) -> None:
+        def fail(*_: object, **__: object) -> None:
             raise FaultError("out of memory")
 
-        monkeypatch.setattr("kbitwrap.edits.storage.same_values", fail)
+        monkeypatch.setattr("kbitwrap.edits.storage.differ", fail)
         for suspend in (prepared.suspend, lambda: prepared.suspended().__enter__()):
             with pytest.raises(FaultError, match="out of memory"):
                 suspend()

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..model.records import ParameterRecord, TensorRef
 from ..model.tree import ModelTree, NamedTensor
-from ..tensors.bits import Layout, NanPayloads, fingerprint, same_values
+from ..tensors.bits import Layout, NanPayloads, differ, fingerprint_and, has_nan
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import LazyTensor
 from .base import ChangeBase, EditBase, HeldOriginal, TrainedPolicy, all_of
@@ -49,8 +49,10 @@ class StorageChange(HeldOriginal):
         self.group: SharedStorageChange | None = None  # where other parameters lie over the same memory
         self.layout = Layout.of(data)
         self._policy: TrainedPolicy = "keep"
-        self._payloads = NanPayloads.find(data) if self.kept is None else None
-        self._fingerprint = fingerprint(data) if self.kept is None else None
+        self._payloads: NanPayloads | None = None
+        if self.kept is None:
+            self._fingerprint, holds_nan = fingerprint_and(data, has_nan(data))
+            self._payloads = NanPayloads.find(data) if holds_nan else None
         self._is_undone = False
         self._ready: tuple[torch.Tensor, torch.Tensor, bool] | None = None
 
@@ -62,34 +64,45 @@ class StorageChange(HeldOriginal):
             self._payloads.write(rounded)
         return rounded
 
-    def _is_untouched(self, current: torch.Tensor, rounded: torch.Tensor | None) -> bool:
-        """Whether the current value is the original's, in any dtype; ``rounded`` is ``None`` where that is kept."""
+    def _compare(self, current: torch.Tensor, rounded: torch.Tensor | None) -> tuple[bool, bool]:
+        """Whether the current value is the original's, in any dtype, and whether the original gives it exactly.
+
+        One read of the device tells, unless bitsandbytes rounded a value. ``rounded`` is ``None`` where that is kept.
+        """
         if tuple(current.shape) != self.layout.shape:
-            return False
-        if self.kept is not None:
-            # bitsandbytes casts a bias to the dtype of its input, which may have rounded it on the way.
-            return any(
-                same_values(current, self.kept.to(step)) for step in dict.fromkeys((current.dtype, *HALF_DTYPES))
-            )
-        assert rounded is not None
-        return same_values(current, rounded) and fingerprint(rounded) == self._fingerprint
+            return False, False
+        if self.kept is None:
+            assert rounded is not None
+            # A NaN where there was none shows in the fingerprint.
+            question = differ(current, rounded, has_nans=self._payloads is not None)
+            found, is_other = fingerprint_and(rounded, question)
+            is_same = found == self._fingerprint and not is_other
+            return is_same, is_same
+        if not differ(current, self.kept):
+            return True, True
+        # bitsandbytes casts a bias to the dtype of its input, which may have rounded it on the way.
+        steps = [step for step in HALF_DTYPES if step not in (self.dtype, current.dtype)]
+        return any(not differ(current, self.kept.to(step)) for step in steps), False
 
     def is_untouched(self, current: torch.Tensor) -> bool:
         """Whether the current value is the original's, in any dtype."""
-        return self._is_untouched(current, self._rounded(current) if self.kept is None else None)
+        return self._compare(current, self._rounded(current) if self.kept is None else None)[0]
 
-    def _original(self, current: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """The value to put back, in the original layout where it is untrained, and whether training changed it."""
+    def _original(self, current: torch.Tensor) -> tuple[torch.Tensor, bool, bool]:
+        """The value to put back, whether training changed it, and whether the current one can be made of it again.
+
+        An untrained value is in the original layout.
+        """
         rounded = self._rounded(current) if self.kept is None else None
-        was_trained = not self._is_untouched(current, rounded)
+        is_untouched, is_exact = self._compare(current, rounded)
         discards = self._policy == "discard" and tuple(current.shape) == self.layout.shape
-        if self.kept is not None and (not was_trained or discards):
+        if self.kept is not None and (is_untouched or discards):
             original = self.kept.to(current.device)
         else:
             original = self._rounded(current) if rounded is None else rounded
-        if original.stride() == self.layout.stride or was_trained:
-            return original, was_trained
-        return Layout.place([(original, self.layout)])[0], was_trained
+        if is_untouched and original.stride() != self.layout.stride:
+            original = Layout.place([(original, self.layout)])[0]
+        return original, not is_untouched, is_exact
 
     def original_of(self, current: torch.Tensor) -> torch.Tensor:
         """The value that ``restore(trained="keep")`` would put back of a parameter that stores ``current``."""
@@ -139,7 +152,7 @@ class StorageChange(HeldOriginal):
         if ready is not None and _is_same_tensor(ready[0], parameter.data):
             original, was_trained = ready[1:]
         else:
-            original, was_trained = self._original(parameter.data)
+            original, was_trained, _ = self._original(parameter.data)
         is_upcast = parameter.dtype != self.dtype
         if was_trained and is_upcast and self._policy == "error":
             raise TrainedError([self.fqn])
@@ -156,13 +169,10 @@ class StorageChange(HeldOriginal):
             return Call(lambda: None)
         current = parameter.data
         dtype = current.dtype
-        original, was_trained = self._original(current)
+        original, was_trained, is_exact = self._original(current)
         self._ready = current, original, was_trained
         # A value that the original gives exactly is made from it again; only others are held twice.
-        # One that was compared with the original is that rounded already, unless the original is kept.
-        is_exact = not was_trained and (self.kept is None or same_values(current, original))
-        is_derivable = dtype == torch.float32 and is_exact
-        saved = None if is_derivable else current
+        saved = None if dtype == torch.float32 and is_exact else current
 
         def resume() -> None:
             live = self.record.live()

@@ -76,7 +76,7 @@ def refuse_sharded_since(tree: ModelTree, *, changes_dtypes: bool) -> None:
     """Raise where a model was sharded after it was prepared, and what was prepared cannot be put back."""
     _refuse_flat(tree)
     for tensor in tree.tensors:
-        if not changes_dtypes and "ds_id" in vars(tensor.parameter):
+        if "ds_id" in vars(tensor.parameter):
             raise UnsupportedModelError(
                 f"{tensor.path} is a ZeRO-3 partition, which holds no values to put back; restore before sharding",
                 fqn=tensor.path,

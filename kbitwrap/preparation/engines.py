@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from ..model.tree import ModelTree
 from ..reports import ShardingOutcome, ShardingReport
 from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype
 from .plan import Plan, build_plan
+
+_logger = logging.getLogger(__name__)
 
 ENGINES = ("ddp", "fsdp1", "fsdp2", "zero2", "zero3")
 
@@ -64,6 +67,19 @@ def check_sharding(model: nn.Module, engine: str, param_dtype: torch.dtype | str
     return ShardingReport(engine, None if dtype is None else dtype_name(dtype), outcomes)
 
 
+def explain_layout(error: BaseException | None, precision: Precision) -> None:
+    """Add the way out to the error of FSDP1 that wraps a prepared model, where dtypes are what it refuses."""
+    if not str(error).startswith(("Must flatten tensors with uniform dtype", "Cannot flatten integer dtype")):
+        return
+    add_note = getattr(error, "add_note", _logger.error)  # before Python 3.11 errors have no notes
+    add_note(
+        "FSDP1 lays out parameters of one dtype together, and the model was prepared with precision "
+        f"{precision.value!r}: take one that stores no other dtype ('norms', 'adapted', 'none'), with "
+        "bnb_4bit_quant_storage in the model's dtype and get_peft_model(..., autocast_adapter_dtype=False). Before a "
+        'model is prepared, check_sharding(model, "fsdp1") names what FSDP1 will refuse'
+    )
+
+
 def _outcome(tree: ModelTree, precision: Precision, engine: str, param_dtype: torch.dtype | None) -> ShardingOutcome:
     try:
         plan = build_plan(tree.model, PrepareConfig(precision=precision, gradient_checkpointing=False))
@@ -79,12 +95,12 @@ def _outcome(tree: ModelTree, precision: Precision, engine: str, param_dtype: to
         if is_retyped:
             notes.append("suspended() is refused while a trained copy (modules_to_save) is stored in float32")
         if engine == "zero2":
-            notes.append("parameters stay whole, as under DDP; DeepSpeed itself was not run")
+            notes.append("parameters stay whole, as under DDP")
         return ShardingOutcome(not failures, True, True, (*failures, *notes))
     if engine == "zero3":
         notes.append(
             "a ZeRO-3 partition holds no values: restore(), suspended(), export() and manifest() come before "
-            "deepspeed.initialize(); DeepSpeed itself was not run"
+            "deepspeed.initialize()"
         )
         return ShardingOutcome(not failures, False, False, (*failures, *notes))
     exports = True

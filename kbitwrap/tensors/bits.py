@@ -31,6 +31,11 @@ def fingerprint(tensor: torch.Tensor) -> bytes:
     It is a SHA-256 of the sums, modulo 2**64, of the rows and of the columns of int64 words laid out in rows of 4096,
     and of the words left over. Only changes of at least four words that cancel in every row and column are missed.
     """
+    return fingerprint_and(tensor, torch.zeros((), dtype=torch.bool, device=tensor.device))[0]
+
+
+def fingerprint_and(tensor: torch.Tensor, question: torch.Tensor) -> tuple[bytes, bool]:
+    """A fingerprint, and the answer to a question on the same device, in one read."""
     flat = tensor.detach().reshape(-1)
     if flat.stride() != (1,) or flat.storage_offset() % 4:
         flat = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device).copy_(flat)
@@ -39,8 +44,14 @@ def fingerprint(tensor: torch.Tensor) -> bytes:
     if in_rows:
         rows = flat[:in_rows].view(torch.int64).view(-1, _ROW)
         parts += [rows.sum(1), rows.sum(0)]
-    together = torch.cat([part.contiguous().view(torch.uint8) for part in parts])  # one read
-    return hashlib.sha256(together.cpu().numpy().data).digest()
+    read = torch.cat([question.view(1).view(torch.uint8), *(p.contiguous().view(torch.uint8) for p in parts)]).cpu()
+    return hashlib.sha256(read[1:].numpy().data).digest(), bool(read[0])
+
+
+def has_nan(tensor: torch.Tensor) -> torch.Tensor:
+    """Whether a floating tensor holds a NaN, on its device; it makes no mask of it."""
+    data = tensor.detach()
+    return torch.aminmax(data)[0].isnan() if data.numel() else torch.zeros((), dtype=torch.bool, device=data.device)
 
 
 @dataclass(frozen=True)
@@ -56,11 +67,9 @@ class NanPayloads:
     @staticmethod
     def find(tensor: torch.Tensor) -> NanPayloads | None:
         """Find the NaNs of a float16 or bfloat16 tensor; ``None`` where there are none."""
-        if tensor.numel() == 0 or not torch.isnan(torch.aminmax(tensor.detach())[0]):
-            return None
         flat = tensor.detach().reshape(-1)
         positions = torch.isnan(flat).nonzero().view(-1)
-        return NanPayloads(positions, flat[positions].view(torch.int16))
+        return NanPayloads(positions, flat[positions].view(torch.int16)) if len(positions) else None
 
     def write(self, tensor: torch.Tensor) -> None:
         """Put the payloads back into the tensor rounded back to its dtype, where it still holds a NaN."""
@@ -72,17 +81,19 @@ class NanPayloads:
             tensor.copy_(flat.view(tensor.shape))
 
 
-def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two floating tensors hold the same numbers in ``a``'s dtype: signs of zeros count, any NaN equals any."""
-    if a.shape != b.shape:
-        return False
+def differ(a: torch.Tensor, b: torch.Tensor, *, has_nans: bool = True) -> torch.Tensor:
+    """Whether two floating tensors of one shape hold other numbers in ``a``'s dtype, on its device, without a sync.
+
+    Signs of zeros count, and any NaN equals any; without ``has_nans``, in a third of the time, bits are compared.
+    """
     left, right = a.detach().reshape(-1), b.detach().reshape(-1)
+    found = [torch.zeros((), dtype=torch.uint8, device=left.device)]
     for start in range(0, left.numel(), _CHUNK):
         x = left[start : start + _CHUNK]
         y = right[start : start + _CHUNK].to(device=x.device, dtype=x.dtype)
-        if not torch.equal(_bits(x), _bits(y)) and bool(differs(x, y).any()):
-            return False
-    return True
+        mask = differs(x, y) if has_nans else _bits(x) != _bits(y)
+        found.append(mask.view(torch.uint8).amax())
+    return torch.stack(found).any()
 
 
 @dataclass(frozen=True)

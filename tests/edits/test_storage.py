@@ -15,10 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from cuda_rules import CudaRules
 from kbitwrap import ConfigError, KbitPreparedModel, RestoreError
 from kbitwrap.edits.storage import StorageChange
 from kbitwrap.model.records import ParameterRecord
-from kbitwrap.tensors.bits import Layout, NanPayloads, fingerprint, same_values
+from kbitwrap.tensors.bits import Layout, NanPayloads, differ, fingerprint
 from snapshot import Snapshot
 from strategies import HALF_DTYPES, all_patterns, bits, from_bits, half_tensors, module_trees, patterns
 
@@ -707,29 +708,42 @@ def test_the_record_holds_no_parameter_alive() -> None:
 
 
 @few
-@given(half_tensors())
-def test_a_tensor_has_the_values_of_its_own_upcast(tensor: torch.Tensor) -> None:
-    assert same_values(tensor, tensor.float())
-    assert same_values(tensor.float(), tensor)
+@given(half_tensors(), st.booleans())
+def test_a_tensor_has_the_values_of_its_own_upcast(tensor: torch.Tensor, has_nans: bool) -> None:
+    has_nans = has_nans or bool(tensor.isnan().any())
+    assert not differ(tensor, tensor.float(), has_nans=has_nans)
+    assert not differ(tensor.float(), tensor, has_nans=has_nans)
 
 
-def test_values_differ_by_shape_by_one_element_and_by_nan() -> None:
+@pytest.mark.parametrize("has_nans", [False, True])
+def test_values_differ_by_one_element_and_by_nan(has_nans: bool) -> None:
     tensor = numbered(4, 6).float()
-    assert not same_values(tensor, tensor.t())
-    assert not same_values(tensor, tensor.view(-1))
-    for value in (0.0, float("nan"), float("inf")):
+    for value in (0.0, -0.0, float("nan"), float("inf")):
         changed = tensor.clone()
         changed[3, 5] = value
-        assert not same_values(tensor, changed)
-        assert same_values(changed, changed.clone())
+        assert differ(tensor, changed, has_nans=has_nans)
+        assert not differ(changed, changed.clone(), has_nans=has_nans)
+    assert differ(torch.zeros(2), -torch.zeros(2), has_nans=has_nans)
 
 
-def test_a_difference_beyond_the_first_piece_shows() -> None:
+@pytest.mark.parametrize("has_nans", [False, True])
+def test_a_difference_beyond_the_first_piece_shows(has_nans: bool) -> None:
     left = torch.zeros((1 << 20) + 3, dtype=torch.float16)
     right = left.clone()
-    assert same_values(left, right)
+    assert not differ(left, right, has_nans=has_nans)
     right[-1] = 1
-    assert not same_values(left, right)
+    assert differ(left, right, has_nans=has_nans)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_cast_weight_costs_a_device_one_read_in_prepare_and_one_in_suspend(keep: bool) -> None:
+    model = Holder(torch.ones(3, (1 << 20) // 3 + 7).bfloat16(), torch.ones(3).bfloat16())
+    with CudaRules() as preparing:
+        prepared = full(model, keep_originals=keep)
+    with CudaRules() as suspending, prepared.suspended():
+        pass
+    assert len(preparing.syncs) == len(suspending.syncs) == 2
+    assert prepared.restore().trained == ()
 
 
 def test_reading_the_original_writes_nothing() -> None:

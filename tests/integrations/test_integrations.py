@@ -362,6 +362,44 @@ def test_callbacks_made_anew_from_a_checkpoint_compare_too(
         resume(prepare("norms"), run[0], tmp_path, **kwargs)
 
 
+class Allocates:
+    """Hook of a module: one of its calls with more than one row asks for more memory than any machine has."""
+
+    def __init__(self, call: int) -> None:
+        self.calls, self.call = 0, call
+
+    def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        self.calls += len(args[0]) > 1
+        if self.calls == self.call:
+            self.calls = 0
+            torch.empty(1 << 56, dtype=torch.uint8)
+
+
+# Each step calls a block once in its forward and once in its backward; after the first step, there is an evaluation.
+@pytest.mark.parametrize("call", [1, 4], ids=["first-forward", "second-backward"])
+@pytest.mark.parametrize("precision", ["full", "compute", "adapted"])
+def test_a_search_for_the_batch_size_goes_on_after_each_attempt(tmp_path: Path, precision: str, call: int) -> None:
+    model = zoo.load("llama")
+    before = Snapshot(model)
+    hook = Allocates(call)
+    with KbitPreparedModel(model, precision=precision) as prepared:
+        peft_model = adapt(model)
+        handle = model.model.layers[0].mlp.register_forward_pre_hook(hook)
+        trainer = trainer_for(
+            peft_model, tmp_path, callbacks=[KbitTrainerCallback(prepared, suspend_evaluation=True)],
+            auto_find_batch_size=True, per_device_train_batch_size=4, eval_dataset=dataset(model),
+            eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=1, **EVERY_STEP,
+        )  # fmt: skip
+        trainer.train()
+        handle.remove()
+        assert trainer._train_batch_size == 1
+        assert trainer.state.global_step == NUM_STEPS
+        assert not prepared.verify()
+        Manifest.load(tmp_path / f"checkpoint-{NUM_STEPS}" / NAME).check(peft_model)
+    peft_model.unload()
+    assert before.diff(Snapshot(model), moved=precision in ("full", "compute")) == []
+
+
 PROCESS = """
 import json, os, sys, warnings
 from pathlib import Path
