@@ -213,6 +213,7 @@ class KbitPreparedModel:
             return
         try:
             self.resume()  # what was suspended in the body and not resumed, by a generator say
+            self._expect_prepared("restore").explain(exc)
             self.restore()
         except Exception:
             if exc is None:

@@ -162,6 +162,13 @@ class Preparation:
             warnings.warn(warning, UserWarning, stacklevel=3)
         return bool(norms or new)
 
+    def explain(self, error: BaseException | None) -> None:
+        """Add to torch's error about dtypes, as a note, what a plan made now would say of the adapters."""
+        if type(error) is RuntimeError and "dtype" in str(error) and hasattr(error, "add_note"):  # Python 3.11
+            tree = self.tree()
+            for warning in Planner(tree, self.plan.config, tree.quantization).warnings_of_adapters():
+                error.add_note(warning)
+
     def copies(self, tree: ModelTree) -> list[CopyChange]:
         """The changes that take back the float32 copies that PEFT made of base modules while all was upcast."""
         if not self._upcasts_all:
