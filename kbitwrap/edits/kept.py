@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..model.quantization import KERNEL, transposed_codes
 from ..model.tree import ModelTree, join, only_reading
 from ..model.wrappers import is_adapter_module
 from .base import ChangeBase, ModuleRecord, write_attribute
@@ -78,7 +79,8 @@ class KeptChange(ChangeBase):
         for module, kept in self._record.affected(tree):
             if kept is not None:
                 found[id(module)] = self._write(module, kept, is_substitute=self._record.of(module) is not kept)
-        self.put_back = tuple([join(n.fqn, name) for n in tree.modules for name in found.get(id(n.module), ())])
+        named = [(node.fqn, name) for node in tree.modules for name in found.get(id(node.module), ())]
+        self.put_back = tuple([join(fqn, name) for fqn, name in named if name != KERNEL])  # which a preparation sets
 
     def now(self, tree: ModelTree) -> KeptChange:
         """Record what modules keep now."""
@@ -133,6 +135,15 @@ class KeptChange(ChangeBase):
                 moved |= {name} if _is_alike(was, found) else set()
             write_attribute(buffers, name, was)
         return [name for name in (*changed, *replaced) if name not in moved]
+
+
+def lay_as_stored(tree: ModelTree) -> None:
+    """Lay codes as a checkpoint has them that layers of aqlm transposed; a layer does it again when it next runs."""
+    for node in tree.modules:
+        codes = transposed_codes(node.module)
+        if codes is not None:
+            node.module.gemv_op = None  # type: ignore[assignment]
+            codes.data = codes.data.transpose(0, 1).contiguous()
 
 
 def _sizes(module: nn.Module) -> dict[str, int]:

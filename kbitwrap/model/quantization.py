@@ -275,11 +275,18 @@ def library_dequantizer(module: nn.Module) -> Callable[[], torch.Tensor] | None:
 
 
 def has_runtime_state(module: nn.Module) -> bool:
-    """Whether a module is a bitsandbytes linear layer that rewrites fields of its own when it runs."""
+    """Whether a module is a linear layer of bitsandbytes or gptqmodel that rewrites fields of its own when it runs."""
     weight = module._parameters.get("weight")
     if weight is None or not is_quantized_parameter(weight):
-        return False
+        return KERNEL in vars(module) and isinstance(module, _gptqmodel_classes())
     return isinstance(module, _bitsandbytes_classes("Linear4bit", "Linear8bitLt"))
+
+
+def transposed_codes(module: Any) -> torch.Tensor | None:
+    """The codes of a layer of aqlm with codebooks of 256 entries, which transposes them when it first runs on a CPU."""
+    fields, is_of_aqlm = vars(module), isinstance(module, _loaded_classes("aqlm.inference", "QuantizedLinear"))
+    has_run = is_of_aqlm and fields["gemv_op"] is not None and fields["codebook_size"] == 256
+    return module._parameters["codes"] if has_run and module._parameters["codes"].is_cpu else None
 
 
 def is_of_a_quantizer(conversion: Any) -> bool:
@@ -291,6 +298,15 @@ REPACKS = "support_avx512bf16_for_cpu"
 """The attribute of a ``Linear4bit`` that says whether it repacks its weight when it runs in eval mode on the CPU."""
 RUNTIME_ATTRIBUTES = ("compute_dtype", "compute_type_is_set", REPACKS)
 """The attributes that a bitsandbytes layer sets on itself when it runs, or that say what it does then."""
+
+KERNEL = "linear_mode"
+"""The attribute of a layer of gptqmodel that says which kernel it chose when it first ran."""
+
+
+def has_kernel_without_backward(module: nn.Module) -> bool:
+    """Whether a layer of gptqmodel chose the kernel of inference, for good: it repacked its codes for that."""
+    kernel = vars(module).get(KERNEL)
+    return getattr(kernel, "value", kernel) == "inference"
 
 
 def state_owners(module: nn.Module, weight: torch.Tensor) -> list[tuple[str, Any, tuple[str, ...] | None]]:

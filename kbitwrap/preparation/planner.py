@@ -18,6 +18,7 @@ from ..edits.stand_ins import UpcastAtUse, can_stand_in
 from ..edits.storage import Store
 from ..edits.training import Record
 from ..errors import UnsupportedModelError
+from ..model.checks import refuse_without_backward
 from ..model.quantization import (
     STACKS_QUANTIZED_BY,
     Quantization,
@@ -105,9 +106,9 @@ class Planner:
 
     def _record(self) -> Record:
         nodes = self.tree.runtime_layers
-        return Record(
-            "record", tuple(node.fqn for node in nodes), layers=tuple(weakref.ref(node.module) for node in nodes)
-        )
+        refuse_without_backward(nodes)
+        layers = tuple(weakref.ref(node.module) for node in nodes)
+        return Record("record", tuple(node.fqn for node in nodes), layers=layers)
 
     def _freeze(self) -> Freeze:
         fqns = tuple(t.fqn for t in self.base)

@@ -16,6 +16,7 @@ from ..config import Precision, PrepareConfig
 from ..edits.base import EditBase, TrainedPolicy
 from ..edits.flags import Anchor, Hold
 from ..edits.journal import Call, Edit, Journal
+from ..edits.kept import lay_as_stored
 from ..edits.storage import CopyChange, TrainedError
 from ..edits.training import FollowTrainMode, RecordAccelerate
 from ..edits.watch import WatchForSharding
@@ -89,6 +90,7 @@ class Preparation:
         tree = ModelTree(model, self.original.records)
         if reshard(tree):
             tree = ModelTree(model, self.original.records)
+        lay_as_stored(tree)
         self.original.follow(tree)
         return tree
 
@@ -109,6 +111,7 @@ class Preparation:
             with plain_mode(), self.journal.all_or_nothing(tree):
                 edits: list[EditBase] = list(plan.edits)
                 if not self.journal.changes:
+                    lay_as_stored(tree)
                     edits.insert(0, Hold("hold", ("",), anchor=Anchor(self.holder())))
                     self.original = Original(tree, audit=plan.config.audit)
                 if upcasts_all and not self._upcasts_all:
