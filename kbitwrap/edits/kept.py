@@ -38,10 +38,11 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 class _Kept(NamedTuple):
-    """A module's fields and buffers beside its parameters: ``fields`` with a placeholder for what is not plain."""
+    """A module's fields, buffers and children's names: ``fields`` with a placeholder for what is not plain."""
 
     fields: dict[str, Any]
     buffers: dict[str, torch.Tensor | None]
+    children: frozenset[str]
     sizes: dict[str, int]  # of the parameters, by name
 
 
@@ -50,8 +51,9 @@ class KeptChange(ChangeBase):
 
     A forward leaves rotary tables in its compute dtype, repacked codes, and flags that say so. It is judged at the end:
     another tensor goes back, and a plain value that was another one. A plain value that appeared goes with a tensor
-    that did: alone, it may tell of a hook that stays. A buffer of the checkpoint that has its dtype and shape is
-    trained or moved, and stays, as does all of a module whose parameters others replaced.
+    that did: alone, it may tell of a hook that stays. A child without parameters that appeared goes with a buffer: it
+    is a kernel. A buffer of the checkpoint that has its dtype and shape is trained or moved, and stays, as does all of
+    a module whose parameters others replaced.
 
     Attributes:
         put_back: The names of what the last undo put back.
@@ -67,7 +69,7 @@ class KeptChange(ChangeBase):
     def _read(module: nn.Module) -> _Kept:
         items = module.__dict__.items()
         fields = {name: value if _is_plain[type(value)] else _OTHER for name, value in items if name not in _OWN}
-        return _Kept(fields, dict(module._buffers), _sizes(module))
+        return _Kept(fields, dict(module._buffers), frozenset(module._modules), _sizes(module))
 
     def rewritten(self) -> tuple[KeptChange, ...]:
         """Return this one."""
@@ -134,6 +136,9 @@ class KeptChange(ChangeBase):
                 was = was.to(found.device)
                 moved |= {name} if _is_alike(was, found) else set()
             write_attribute(buffers, name, was)
+        for name in set(module._modules) - kept.children if replaced.keys() - moved else ():
+            if (child := module._modules[name]) is not None and not list(child.parameters()):
+                del module._modules[name]
         return [name for name in (*changed, *replaced) if name not in moved]
 
 

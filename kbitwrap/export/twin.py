@@ -90,7 +90,7 @@ class _Copier:
         if is_new:
             shell.__dict__["_modules"] = {
                 name: child if child is None else self.copy(join(fqn, name), child)
-                for name, child in base._modules.items()
+                for name, child in shell._modules.items()
             }
         return shell
 
