@@ -21,7 +21,6 @@ from .manifest.manifest import Manifest
 from .model.checks import refuse_unsupported_tensors, tree_of
 from .model.quantization import detect_as_peft
 from .model.tree import ModelTree, only_reading
-from .preparation.engines import explain_layout
 from .preparation.original import signature
 from .preparation.plan import Plan, plan_as_detected, write_plan
 from .preparation.planner import Planner
@@ -209,11 +208,11 @@ class KbitPreparedModel:
         return self if self.state is LifecycleState.PREPARED else self.prepare()
 
     def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:
-        explain_layout(exc, self.config.precision)
         if self.state not in _HELD:
             return
         try:
             self.resume()  # what was suspended in the body and not resumed, by a generator say
+            self._expect_prepared("restore").explain(exc)
             self.restore()
         except Exception:
             if exc is None:

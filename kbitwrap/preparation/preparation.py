@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +17,7 @@ from ..config import Precision, PrepareConfig
 from ..edits.base import EditBase, TrainedPolicy
 from ..edits.flags import Anchor, Hold
 from ..edits.journal import Call, Edit, Journal
+from ..edits.kept import lay_as_stored
 from ..edits.storage import CopyChange, TrainedError
 from ..edits.training import FollowTrainMode, RecordAccelerate
 from ..edits.watch import WatchForSharding
@@ -24,6 +26,7 @@ from ..model.checks import refuse_sharded_since, tree_of
 from ..model.tree import ModelTree, only_reading
 from ..model.wrappers import unwrap
 from ..reports import LifecycleState, RestoreReport, StateDiff
+from .engines import notes_on
 from .moment import read_moment
 from .original import Changes, Original
 from .payloads import MomentRecord
@@ -33,6 +36,7 @@ from .prepared_state import PreparedState
 from .process import LARGE_BLOCK_BYTES, empty_cache, plain_mode, random_state, refuse_retyping_under_ddp
 from .sharding import reshard
 
+_logger = logging.getLogger(__name__)
 _in_force: weakref.WeakSet[Preparation] = weakref.WeakSet()
 
 
@@ -89,6 +93,7 @@ class Preparation:
         tree = ModelTree(model, self.original.records)
         if reshard(tree):
             tree = ModelTree(model, self.original.records)
+        lay_as_stored(tree)
         self.original.follow(tree)
         return tree
 
@@ -109,6 +114,7 @@ class Preparation:
             with plain_mode(), self.journal.all_or_nothing(tree):
                 edits: list[EditBase] = list(plan.edits)
                 if not self.journal.changes:
+                    lay_as_stored(tree)
                     edits.insert(0, Hold("hold", ("",), anchor=Anchor(self.holder())))
                     self.original = Original(tree, audit=plan.config.audit)
                 if upcasts_all and not self._upcasts_all:
@@ -162,6 +168,15 @@ class Preparation:
         for warning in new:
             warnings.warn(warning, UserWarning, stacklevel=3)
         return bool(norms or new)
+
+    def explain(self, error: BaseException | None) -> None:
+        """Add to an error of torch about dtypes, as notes, what is known of its cause."""
+        notes = notes_on(error, self.plan.config.precision)
+        if type(error) is RuntimeError and "dtype" in str(error):
+            tree = self.tree()
+            notes += Planner(tree, self.plan.config, tree.quantization).warnings_of_adapters()
+        for note in notes:
+            getattr(error, "add_note", _logger.error)(note)  # before Python 3.11 errors have no notes
 
     def copies(self, tree: ModelTree) -> list[CopyChange]:
         """The changes that take back the float32 copies that PEFT made of base modules while all was upcast."""
