@@ -23,7 +23,8 @@ from ..edits.training import FollowTrainMode, RecordAccelerate
 from ..edits.watch import WatchForSharding
 from ..errors import ConfigError, EditError, RestoreError, StateError, UnsupportedModelError
 from ..model.checks import refuse_sharded_since, tree_of
-from ..model.tree import ModelTree, only_reading
+from ..model.records import ParameterRecord
+from ..model.tree import ModelTree, NamedTensor, only_reading
 from ..model.wrappers import unwrap
 from ..reports import LifecycleState, RestoreReport, StateDiff
 from .engines import notes_on
@@ -184,14 +185,14 @@ class Preparation:
             return []
         return self.original.copies(tree, [held.record for held in self.journal.originals()])
 
-    def _half_copies(self, tree: ModelTree) -> list[nn.Parameter]:
+    def _half_copies(self, tree: ModelTree) -> list[NamedTensor]:
         return self.original.half_copies(tree) if self._upcasts_all else []
 
-    def _upcast_copies(self, known: Sequence[nn.Parameter]) -> None:
+    def _upcast_copies(self, known: Sequence[ParameterRecord]) -> None:
         """Store copies of base modules in float32 that were made since, in half: as those made while prepared are."""
-        for parameter in self._half_copies(self.tree()):
-            if not any(parameter is other for other in known):
-                parameter.data = parameter.data.float()
+        for tensor in self._half_copies(self.tree()):
+            if not any(record.is_seen(tensor.parameter) for record in known):
+                tensor.parameter.data = tensor.parameter.data.float()
 
     def changes(self, tree: ModelTree) -> Changes:
         """The parameters of the base that are not what a restore would have to give."""
@@ -278,7 +279,8 @@ class Preparation:
             refuse_sharded_since(tree, changes_dtypes=self._upcasts_all)
             copies = self.copies(tree)
             refuse_retyping_under_ddp([*self.journal.originals(), *copies])
-            way_back.record(random_state(tree), Call(functools.partial(self._upcast_copies, self._half_copies(tree))))
+            known = [tree.record(tensor) for tensor in self._half_copies(tree)]
+            way_back.record(random_state(tree), Call(functools.partial(self._upcast_copies, known)))
             self.journal.suspend(tree, way_back, copies)
             # What was put into the base follows the train mode of the module that it sits in.
             edits: list[Edit] = [FollowTrainMode("record", ("",))]

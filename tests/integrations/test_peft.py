@@ -14,11 +14,12 @@ import peft
 import pytest
 import torch
 from torch import distributed, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 
 import zoo
-from kbitwrap import KbitPreparedModel, LifecycleState, UnsupportedModelError, build_plan
+from kbitwrap import KbitPreparedModel, LifecycleState, Precision, UnsupportedModelError, build_plan
 from snapshot import Snapshot
 from training import adapt, step
 
@@ -197,6 +198,20 @@ def test_a_copy_that_somebody_keeps_in_half_stays_so_through_a_suspension(precis
         with prepared.suspended():
             pass
         assert copied.dtype == torch.bfloat16
+        model.unload()
+
+
+@pytest.mark.parametrize("precision", Precision)
+def test_what_is_replaced_while_suspended_is_freed_at_once(precision: Precision) -> None:
+    with KbitPreparedModel(zoo.load("llama"), precision=precision) as prepared:
+        model = adapt("llama", prepared.model, modules_to_save=True)
+        copied = model.get_submodule("base_model.model.lm_head.modules_to_save.default")
+        copied.weight.data = copied.weight.data.bfloat16()
+        with prepared.suspended():
+            for module in (copied, prepared.model.model.norm, prepared.model.model.embed_tokens):
+                memory = StorageWeakRef(module.weight.untyped_storage())
+                module.weight = nn.Parameter(module.weight.detach().clone())
+                assert memory.expired()
         model.unload()
 
 
