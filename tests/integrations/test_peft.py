@@ -322,6 +322,16 @@ def test_nothing_is_said_of_adapters_that_return_what_their_layer_returns(quant:
             assert torch.isfinite(step("llama", model)[0])
 
 
+def test_asking_an_adapter_that_keeps_tensors_what_it_returns_leaves_them_where_they_are() -> None:
+    config = peft.ShiraConfig(r=4, target_modules=["lm_head"])  # its forward moves indices that are no parameter
+    with KbitPreparedModel(zoo.load("llama")) as prepared:
+        model = peft.get_peft_model(prepared.model, config)
+        before = Snapshot(model)
+        prepared.adopt(model)
+        assert before.diff(Snapshot(model)) == []
+        assert torch.isfinite(step("llama", model)[0])
+
+
 @pytest.mark.parametrize("precision", ["full", "compute", "norms"])
 def test_an_adaption_prompt_is_no_difference(precision: str) -> None:
     config = peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=2, task_type="CAUSAL_LM")
