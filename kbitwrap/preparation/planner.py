@@ -22,8 +22,8 @@ from ..model.checks import refuse_without_backward
 from ..model.quantization import (
     STACKS_QUANTIZED_BY,
     Quantization,
-    is_quantized_layer,
     is_quantized_parameter,
+    is_rewritten,
 )
 from ..model.records import TensorRef
 from ..model.roles import Role, computes_in_half, is_norm, loses_gradients, parameter_roles, returns_float32
@@ -175,8 +175,8 @@ class Planner:
         upcast = {id(t.parameter) for t in self._upcast}
         groups: dict[int, list[NamedTensor]] = {}
         for tensor in self._castable:
-            is_rewritten = tensor.name == "bias" and is_quantized_layer(tensor.module)
-            if (self.config.precision.upcasts_all and id(tensor.parameter) not in upcast) or is_rewritten:
+            is_cast = self.config.precision.upcasts_all and id(tensor.parameter) not in upcast
+            if is_cast or is_rewritten(tensor.module, tensor.name):
                 groups.setdefault(storage_key(tensor.parameter), []).append(tensor)
         stores = [self._store_group(group) for group in groups.values()]
         return sorted(stores, key=lambda edit: -edit.transient_bytes)
@@ -185,7 +185,7 @@ class Planner:
         dtype = torch.float32 if self.config.precision.upcasts_all else None
         is_compute = self.config.precision is Precision.COMPUTE
         parameters = [t.parameter for t in group]
-        is_rewritten = any(is_quantized_layer(t.module) for t in group)
+        is_kept = any(is_rewritten(t.module, t.name) for t in group)
         keep = self.config.keep_originals and dtype is not None
         shared_bytes = min(sum(map(_bytes, parameters)), parameters[0].untyped_storage().nbytes())
         cast_bytes = sum(p.numel() * dtype.itemsize for p in parameters) if dtype is not None else 0
@@ -202,8 +202,8 @@ class Planner:
             refs=tuple(TensorRef(weakref.ref(t.module), t.name) for t in group),
             dtype=dtype,
             keep=keep,
-            is_rewritten=is_rewritten,
-            record_bytes=shared_bytes if (keep or is_rewritten) and dtype is not None and not keeps_in_place else 0,
+            is_rewritten=is_kept,
+            record_bytes=shared_bytes if (keep or is_kept) and dtype is not None and not keeps_in_place else 0,
         )
 
     def compute_norms(self) -> list[ComputeInFloat32]:
