@@ -227,9 +227,9 @@ class Original:
         found.replaced.update({fqn: "was added" for fqn, module in live.items() if any(_parameters(module))})
         unquantized = [(r, p) for r, p in compared.items() if r.quantized_class is None]
         kept = {}
-        for record, parameter in unquantized:
+        for record, current in unquantized:
             holder = holders.get(id(record))
-            if isinstance(holder, StorageChange) and holder.kept is not None and holder.converts(parameter):
+            if isinstance(holder, StorageChange) and holder.kept is not None and holder.converts(current):
                 kept[record] = holder
 
         def original_of(record: ParameterRecord, parameter: torch.Tensor) -> torch.Tensor:
@@ -266,7 +266,9 @@ class Original:
         for tensor in tree.tensors:
             parameter = tensor.parameter
             own = known.get(id(parameter))
-            if own is not None and (id(own) in skipped or own not in base):
+            # Where a shared parameter is at new places only, undoing other changes may free the one it is known by.
+            is_in_place = self.records.at(tensor.module, tensor.name) is own
+            if own is not None and (own not in base or (id(own) in skipped and is_in_place)):
                 continue
             original = own or self._base.get(tensor.fqn)
             if original is None or original.dtype not in HALF_DTYPES or parameter.dtype == original.dtype:
