@@ -95,7 +95,9 @@ class Planner:
     def upcast_before(self) -> int:
         """The float32 bytes of a quantized half model that somebody has frozen and upcast as a whole; else 0."""
         is_half = self.quantization.is_quantized and self._config_dtype in HALF_DTYPES
-        found = [p for t in self.base if is_half and not is_quantized_parameter(p := t.parameter)]
+        tensors = [t for t in self.base if is_half and not is_quantized_parameter(t.parameter)]
+        # A quantized layer rounds its bias when it runs.
+        found = [p for t in tensors if (p := t.parameter).dtype == torch.float32 or not is_rewritten(t.module, t.name)]
         is_upcast = all(p.dtype == torch.float32 and not p.requires_grad for p in found if p.is_floating_point())
         return sum(map(_bytes, found)) if is_upcast else 0
 

@@ -80,6 +80,13 @@ def test_a_model_that_peft_has_prepared_is_named_with_the_bytes_that_are_not_our
         assert prepared.plan.added_bytes == 0
 
 
+def test_a_model_that_peft_has_prepared_is_named_when_it_has_run() -> None:
+    model = adapt("gpt2", peft.prepare_model_for_kbit_training(zoo.load("gpt2")))
+    step("gpt2", model)  # in which bitsandbytes rounds the biases of its layers to half
+    with pytest.warns(UserWarning, match="is frozen and float32; nothing is left to cast"):
+        KbitPreparedModel(model, precision="full")
+
+
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_a_model_as_it_was_loaded_is_not_taken_for_one_that_peft_prepared(name: str) -> None:
     frozen = zoo.load(name).requires_grad_(False)
