@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .checkpoints.convert import convert_checkpoint
     from .checkpoints.inspection import CheckpointReport, inspect_checkpoint
     from .config import Precision, PrepareConfig
-    from .drop_in import prepare_model_for_kbit_training, restore
+    from .drop_in import patch_peft, patched, prepare_model_for_kbit_training, restore
     from .errors import (
         ConfigError,
         EditError,
@@ -41,7 +41,7 @@ _HOMES = {
     "checkpoints.convert": ("convert_checkpoint",),
     "checkpoints.inspection": ("CheckpointReport", "inspect_checkpoint"),
     "config": ("Precision", "PrepareConfig"),
-    "drop_in": ("prepare_model_for_kbit_training", "restore"),
+    "drop_in": ("patch_peft", "patched", "prepare_model_for_kbit_training", "restore"),
     "errors": (
         "ConfigError",
         "EditError",
@@ -102,6 +102,8 @@ __all__ = [
     "check_sharding",
     "convert_checkpoint",
     "inspect_checkpoint",
+    "patch_peft",
+    "patched",
     "prepare_model_for_kbit_training",
     "prepared_of",
     "restore",

@@ -40,7 +40,7 @@ def source(path: Path) -> ast.Module:
 
 def room_of(path: Path) -> str:
     room = path.relative_to(PACKAGE).with_suffix("").parts[0]
-    return "" if room == "__init__" else room
+    return {"__init__": "", "__main__": "cli"}.get(room, room)
 
 
 def files() -> list[Path]:
