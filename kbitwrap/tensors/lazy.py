@@ -46,31 +46,34 @@ class LazyStorage:
         return self._num_bytes
 
 
-class _Kept(threading.local):
-    """The values that `keeping_last` keeps: those of one lazy tensor, and of those it is made from."""
+class _Mode(threading.local):
+    """What `keeping_last` sets: the values kept, of one tensor and those it is made from, and where values are put."""
 
-    def __init__(self) -> None:
-        self.active = False
-        self.values: dict[LazyTensor, torch.Tensor] = {}
+    kept: dict[LazyTensor, torch.Tensor] | None = None
+    device: torch.device | None = _CPU  # ``None``: that of the sources
 
     def keep_only(self, tensors: Sequence[LazyTensor]) -> None:
-        self.values = {tensor: self.values[tensor] for tensor in tensors if tensor in self.values}
+        for tensor in set(self.kept or ()).difference(tensors):
+            del self.kept[tensor]  # type: ignore[union-attr]
 
 
-_kept = _Kept()
+_mode = _Mode()
 
 
 @contextlib.contextmanager
-def keeping_last() -> Iterator[None]:
-    """Keep the last values computed, and those they were made from, for the next piece of the same tensor."""
-    outer = _kept.active
-    _kept.active = True
+def keeping_last(
+    kept: dict[LazyTensor, torch.Tensor] | None = None, device: torch.device | None = _CPU
+) -> Iterator[None]:
+    """Keep the last values computed, and those they were made from, for the next piece of the same tensor.
+
+    They lie in ``kept`` afterwards, which may be given again. Without a ``device``, they stay where they are computed.
+    """
+    outer = _mode.kept, _mode.device
+    _mode.kept, _mode.device = {} if kept is None else kept, device
     try:
         yield
     finally:
-        _kept.active = outer
-        if not outer:
-            _kept.keep_only(())
+        _mode.kept, _mode.device = outer
 
 
 class LazyTensor(torch.Tensor):
@@ -78,7 +81,8 @@ class LazyTensor(torch.Tensor):
 
     Operations are lazy, except those that need values (``.item()``, ``torch.equal``, boolean masks, another device).
     Views share storage as tensors do. ``compute`` is called each time that the values are asked for.
-    ``pieces`` gives the same values as consecutive flat tensors; both may be on any device.
+    ``pieces`` gives the same values as consecutive flat tensors, and says that ``compute`` makes new memory each time.
+    Both may be on any device.
     """
 
     _meta: torch.Tensor
@@ -128,19 +132,20 @@ class LazyTensor(torch.Tensor):
         return (*(self._parent.lineage if self._parent is not None else ()), self)
 
     def values(self) -> torch.Tensor:
-        """Compute the values on the CPU, in any layout, or take those that are kept; not to be written to."""
-        if self in _kept.values:
-            return _kept.values[self]
+        """Compute the values, in any layout, or take those that are kept; not to be written to."""
+        if _mode.kept is not None and self in _mode.kept:
+            return _mode.kept[self]
         if self._view_of is None:
-            _kept.keep_only(self.lineage)  # before more is computed
-        computed = self._compute().detach().to(_CPU)
+            _mode.keep_only(self.lineage)  # before more is computed
+        computed = self._compute().detach()
+        computed = computed if _mode.device is None else computed.to(_mode.device)
         if computed.shape != self.shape or computed.dtype != self.dtype:
             raise RuntimeError(
                 f"a lazy tensor of shape {tuple(self.shape)} and dtype {self.dtype} was computed with shape "
                 f"{tuple(computed.shape)} and dtype {computed.dtype}"
             )
-        if self._view_of is None and _kept.active:
-            _kept.values[self] = computed
+        if self._view_of is None and _mode.kept is not None:
+            _mode.kept[self] = computed
         return computed
 
     def materialize(self) -> torch.Tensor:
@@ -151,9 +156,16 @@ class LazyTensor(torch.Tensor):
         """Compute the values on the device of their sources, and keep none; not to be written to."""
         return self._compute().detach()
 
+    def own(self) -> torch.Tensor:
+        """Compute the values as a contiguous tensor in memory that nothing else refers to."""
+        if self._pieces is None:
+            return self.values().clone(memory_format=torch.contiguous_format)
+        _mode.keep_only(self.lineage)
+        return self.lineage[-1].compute()
+
     def pieces(self) -> Iterator[torch.Tensor]:
         """Compute the values as consecutive contiguous CPU tensors, as few at a time as can be."""
-        if self._pieces is None or self in _kept.values:
+        if self._pieces is None or self in (_mode.kept or ()):
             yield self.materialize()
             return
         for piece in self._pieces():
@@ -213,6 +225,11 @@ def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from tensor.pieces()
     else:
         yield materialize(tensor)
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of any dense tensor on the device of its sources, in any layout; not to be written to."""
+    return tensor.compute() if isinstance(tensor, LazyTensor) else tensor.detach()
 
 
 def materialize(tensor: torch.Tensor) -> torch.Tensor:
