@@ -172,7 +172,7 @@ class LayerMerge:
             cut(rows)  # type: ignore[arg-type]
         adapted: Any = shallow_copy(self._copy)  # a merge may leave values of these rows on it
         adapted._modules["base_layer"] = plain
-        adapted._active_adapter, adapted.merged_adapters = [*active], []
+        adapted._active_adapter, adapted._disable_adapters, adapted.merged_adapters = [*active], False, []
         for magnitude in adapted._modules.get("lora_magnitude_vector", {}).values():
             vars(magnitude).get("_dora_cache", {}).clear()
         return adapted

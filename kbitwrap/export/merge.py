@@ -147,7 +147,8 @@ class _Merge:
                 continue
             shape = parameters[name].shape if is_quantized_parameter(value) else value.shape
             pieces = None if self._is_transposed(name) else functools.partial(self._pieces, name)
-            parameters[name] = LazyTensor(shape, self._dtype(name), functools.partial(self.compute, name), pieces)
+            compute = functools.partial(self.compute, name)
+            parameters[name] = LazyTensor(shape, self._dtype(name), compute, pieces, is_own=True)
         for name, buffer in self.source._buffers.items():
             before = self.original._buffers.get(name)
             buffers[name] = buffer if buffer is None or before is None else buffer.to(before.dtype)

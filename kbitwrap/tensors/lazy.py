@@ -81,8 +81,8 @@ class LazyTensor(torch.Tensor):
 
     Operations are lazy, except those that need values (``.item()``, ``torch.equal``, boolean masks, another device).
     Views share storage as tensors do. ``compute`` is called each time that the values are asked for.
-    ``pieces`` gives the same values as consecutive flat tensors, and says that ``compute`` makes new memory each time.
-    Both may be on any device.
+    ``pieces`` gives the same values as consecutive flat tensors; both may be on any device. ``is_own`` says that
+    ``compute`` makes new memory each time.
     """
 
     _meta: torch.Tensor
@@ -91,17 +91,24 @@ class LazyTensor(torch.Tensor):
     _view_of: LazyTensor | None  # the tensor that a view is taken of
     _parent: LazyTensor | None  # the lazy tensor that this one is made from, if there is only one
     _pieces: Pieces | None
+    _is_own: bool
 
     # Without `__torch_function__`, methods and functions go straight to `__torch_dispatch__`.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
-        cls, shape: Sequence[int], dtype: torch.dtype, compute: Callable[[], torch.Tensor], pieces: Pieces | None = None
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        compute: Callable[[], torch.Tensor],
+        pieces: Pieces | None = None,
+        *,
+        is_own: bool = False,
     ) -> LazyTensor:
         """Make a contiguous tensor without storage."""
         made = cls._make(torch.empty(tuple(shape), dtype=dtype, device="meta"), compute)
-        made._pieces = pieces
+        made._pieces, made._is_own = pieces, is_own
         return made
 
     @classmethod
@@ -118,7 +125,7 @@ class LazyTensor(torch.Tensor):
         made._compute = compute
         made._view_of = base
         made._parent = parent
-        made._pieces = None
+        made._pieces, made._is_own = None, False
         return made
 
     @property
@@ -158,10 +165,10 @@ class LazyTensor(torch.Tensor):
 
     def own(self) -> torch.Tensor:
         """Compute the values as a contiguous tensor in memory that nothing else refers to."""
-        if self._pieces is None:
+        if not self._is_own:
             return self.values().clone(memory_format=torch.contiguous_format)
         _mode.keep_only(self.lineage)
-        return self.lineage[-1].compute()
+        return self.lineage[-1].compute().contiguous()
 
     def pieces(self) -> Iterator[torch.Tensor]:
         """Compute the values as consecutive contiguous CPU tensors, as few at a time as can be."""
@@ -194,7 +201,7 @@ class LazyTensor(torch.Tensor):
 
             made = cls._make(meta, compute, bases.get(meta.untyped_storage()._cdata), parent)
             if func is torch.ops.aten.detach.default:
-                made._pieces = lazies[0]._pieces
+                made._pieces, made._is_own = lazies[0]._pieces, lazies[0]._is_own
             return made
 
         if isinstance(shapes, torch.Tensor):
