@@ -110,6 +110,11 @@ class _Merge:
         """The module that holds the values."""
         return self.original if self.copy is None else self.copy
 
+    @functools.cached_property
+    def _plain(self) -> nn.Module:
+        """The module that computes in float32 what the source does, without its values where it is quantized."""
+        return plain_layer(self.source, as_linear=True) if is_quantized_layer(self.source) else self.source
+
     @property
     def is_adapted(self) -> bool:
         """Whether an adapter has a part in the module."""
@@ -229,8 +234,7 @@ class _Merge:
 
     def _shape(self, name: str) -> torch.Size:
         """The shape that a parameter is computed in."""
-        module = plain_layer(self.source, as_linear=True) if is_quantized_layer(self.source) else self.source
-        return parameter_of(module, name).shape
+        return parameter_of(self._plain, name).shape
 
     def _blocks_of_rows(self, names: list[str], layers: _Layers) -> list[Rows]:
         """The rows of each block; a single block where rows cannot be merged by themselves."""
@@ -261,7 +265,7 @@ class _Merge:
     ) -> nn.Module:
         # Copied even if float32 already: it is merged in place.
         values = {name: value.to(torch.float32, copy=True) for name, value in values.items()}
-        plain = float32_module(self.source, values)
+        plain = float32_module(self._plain, values)
         for merge in mergers:
             plain = merge(plain, rows, is_last=is_last)
         return plain

@@ -97,12 +97,12 @@ def plain_layer(module: nn.Module, *, as_linear: bool = False) -> nn.Module:
         return nn.Linear(*widths, module._parameters.get("bias") is not None)
 
 
-def float32_module(source: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:
+def float32_module(plain: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:
     """A plain float32 module over ``values``, in evaluation mode and without hooks, that computes what another does.
 
     ``values`` has parameters by name, all rows or some, and is not copied; parameters that it lacks are ``None``.
     """
-    made = plain_layer(source, as_linear=True) if is_quantized_layer(source) else shallow_copy(source)
+    made = shallow_copy(plain)
     fields = vars(made)
     fields |= {name: type(value)() for name, value in fields.items() if name.endswith("_hooks")}
     for name in HOOKED_FORWARD:
