@@ -85,7 +85,7 @@ def merged_weights(
         merge_into(twin, [adapters] if isinstance(adapters, str) else adapters)
         collector = _Collector(Path(folder))
         _save(twin.model, collector, sys.maxsize)
-    return _computed(collector.tensors, moment)
+    return _computed(collector.tensors, moment, moment())
 
 
 class _Collector(CheckpointWriter):
@@ -100,10 +100,9 @@ class _Collector(CheckpointWriter):
 
 
 def _computed(
-    tensors: dict[str, torch.Tensor], moment: Callable[[], tuple[Any, ...]]
+    tensors: dict[str, torch.Tensor], moment: Callable[[], tuple[Any, ...]], before: tuple[Any, ...]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Each tensor by its name, in memory of its own. Modes of torch and of lazy tensors end before it is handed out."""
-    before = moment()
     kept: dict[LazyTensor, torch.Tensor] = {}
     for fqn in by_lineage(tensors, tensors):  # what is cut from one merged stack of experts is computed once
         if any(now is not then for now, then in zip(moment(), before, strict=True)):
