@@ -69,17 +69,10 @@ def test_it_stands_wherever_a_loaded_module_holds_pefts_function_under_any_name(
     )
     before, order = dict(vars(library)), [list(vars(module)) for module in (library, peft, peft.utils.other)]
     with patched(precision="norms"):
-        assert (
-            library.prepare_model_for_kbit_training
-            is library.prepare
-            is library.peft.utils.other.__dict__["prepare_model_for_kbit_training"]
-        )
-        for function in (
-            library.prepare,
-            peft.prepare_model_for_kbit_training,
-            peft.utils.prepare_model_for_kbit_training,
-        ):
-            assert precision_of(function) is Precision.NORMS
+        assert library.prepare_model_for_kbit_training is library.prepare
+        assert library.prepare is peft.utils.other.prepare_model_for_kbit_training
+        for holder in (library, peft, peft.utils):
+            assert precision_of(holder.prepare_model_for_kbit_training) is Precision.NORMS
     assert {name: value for name, value in vars(library).items() if value is not before[name]} == {}
     assert [list(vars(module)) for module in (library, peft, peft.utils.other)] == order
     for module in (peft, peft.utils, peft.utils.other):
@@ -220,3 +213,13 @@ def test_a_quantized_model_is_prepared_as_chosen_and_restored() -> None:
     assert model.state_dict()["lm_head.weight"].dtype is torch.bfloat16
     kbitwrap.restore(model)
     assert before.diff(Snapshot(model), moved=True) == []
+
+
+def test_a_library_that_rewrites_the_source_of_pefts_function_finds_nothing_to_rewrite() -> None:
+    # As axolotl does: it replaces these lines, and executes the rest among the names of PEFT's module.
+    lines = "param.data = param.data.to(torch.float32)"
+    assert lines in inspect.getsource(peft.utils.other.prepare_model_for_kbit_training)
+    with patched():
+        source = inspect.getsource(peft.utils.other.prepare_model_for_kbit_training)
+    assert source.startswith("def prepare_model_for_kbit_training(\n")
+    assert lines not in source

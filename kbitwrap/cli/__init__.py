@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0 done, 1 the answer is no, 2 bad input.
 
     Raises:
-        SystemExit: From argparse: 0 after ``--help`` and ``--version``, 2 for bad usage. From a script that ``run`` runs.
+        SystemExit: From argparse: 0 after ``--help`` and ``--version``, 2 for bad usage. From the script of ``run``.
 
     Example:
         >>> from kbitwrap.cli import main

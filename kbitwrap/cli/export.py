@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from .. import ConfigError, ExportError, ManifestError, ManifestMismatchError, convert_checkpoint
+from .. import ConfigError, ExportError, ManifestError, ManifestMismatchError
 from .console import EXIT_DONE, EXIT_NO, InputError, add_command, first_line, quiet_libraries
 
 
@@ -64,6 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         InputError: There is no usable checkpoint, manifest or destination.
     """
+    from .. import convert_checkpoint
+
     try:
         with quiet_libraries():
             report = convert_checkpoint(

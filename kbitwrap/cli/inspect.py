@@ -8,10 +8,13 @@ import os
 import shlex
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .. import CheckpointReport, ConfigError, Manifest, ManifestError, inspect_checkpoint
+from .. import ConfigError, ManifestError
 from .console import EXIT_DONE, EXIT_NO, InputError, add_command, first_line, format_table, quiet_libraries
+
+if TYPE_CHECKING:
+    from .. import CheckpointReport, Manifest
 
 _SHOWN = 2  # names in a row
 
@@ -46,6 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         InputError: It is neither a checkpoint nor a manifest.
     """
+    from .. import Manifest, inspect_checkpoint
+
     path = Path(arguments.path)
     try:
         if os.path.isdir(path) or path.suffix == ".safetensors" or not os.path.exists(path):

@@ -112,6 +112,23 @@ def parameter_roles(tree: ModelTree, norm_modules: tuple[type | str, ...] = ()) 
     return roles
 
 
+def loses_gradients(weight: torch.Tensor) -> bool:
+    """Whether a linear layer's weight of a library's tensor class computes an output without a gradient for its input.
+
+    It is tried out on a row of zeros. A weight that refuses them is not asked: it says so when the model runs.
+    """
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch._C._EnableTorchFunction(),
+    ):  # plans are made with it disabled
+        row = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device, requires_grad=True)
+        try:
+            return not nn.functional.linear(row, weight).requires_grad
+        except (RuntimeError, AssertionError):
+            return False
+
+
 class _AsItsInput(nn.Linear):
     """A layer that returns the dtype of its input, as quantized ones do."""
 

@@ -18,15 +18,15 @@ from ..edits.stand_ins import UpcastAtUse, can_stand_in
 from ..edits.storage import Store
 from ..edits.training import Record
 from ..errors import UnsupportedModelError
+from ..model.checks import refuse_without_backward
 from ..model.quantization import (
     STACKS_QUANTIZED_BY,
     Quantization,
     is_quantized_layer,
     is_quantized_parameter,
-    loses_gradients,
 )
 from ..model.records import TensorRef
-from ..model.roles import Role, computes_in_half, is_norm, parameter_roles, returns_float32
+from ..model.roles import Role, computes_in_half, is_norm, loses_gradients, parameter_roles, returns_float32
 from ..model.tree import ModelTree, NamedTensor, Node, storage_key
 from ..tensors.bits import is_composed
 from ..tensors.dtypes import HALF_DTYPES
@@ -105,9 +105,9 @@ class Planner:
 
     def _record(self) -> Record:
         nodes = self.tree.runtime_layers
-        return Record(
-            "record", tuple(node.fqn for node in nodes), layers=tuple(weakref.ref(node.module) for node in nodes)
-        )
+        refuse_without_backward(nodes)
+        layers = tuple(weakref.ref(node.module) for node in nodes)
+        return Record("record", tuple(node.fqn for node in nodes), layers=layers)
 
     def _freeze(self) -> Freeze:
         fqns = tuple(t.fqn for t in self.base)

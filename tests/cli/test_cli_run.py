@@ -25,12 +25,14 @@ main = sys.modules["__main__"]
 assert pickle.loads(pickle.dumps(Made())).__class__ is main.Made is Made
 assert "annotations" in globals()
 print(json.dumps({
-    "argv": sys.argv, "path": sys.path, "names": sorted(globals()), "is main": vars(main) is globals(),
+    "argv": sys.argv, "path": sys.path, "names": sorted({*globals()} - {"__annotations__"}),
+    "is main": vars(main) is globals(),
     "own": [str(globals()[name]) for name in ("__name__", "__file__", "__package__", "__spec__", "__builtins__")],
     "source": inspect.getsource(Made), "beside": beside.__file__, "heavy": sorted({"torch", "peft"} & {*sys.modules}),
     "for a child": multiprocessing.spawn.get_preparation_data("child").get("init_main_from_path"),
 }))
 """
+# `__annotations__` is there from the start, or made with the first annotation: that depends on the version of Python.
 SCRIPTS = {
     "ends": "print('done')",
     "exits": "import sys; sys.exit(3)",
