@@ -1,8 +1,6 @@
 """The command line, as ``python -m kbitwrap COMMAND``."""
 
-import sys
-
 from .cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

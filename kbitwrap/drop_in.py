@@ -135,17 +135,16 @@ def restore(model: nn.Module, trained: TrainedPolicy = "keep") -> RestoreReport:
 def patched(precision: Precision | str = "full") -> Iterator[None]:
     """Put the drop-in in the place of PEFT's ``prepare_model_for_kbit_training``, and PEFT's function back at the end.
 
-    For a library that prepares a model inside a call of its own, as TRL's ``ORPOTrainer`` does. Every name that a
-    loaded module gives to PEFT's function is the drop-in's inside, in modules that are imported meanwhile too; so is
-    what other libraries have put under PEFT's own names. At the end each has what it had. A model that was prepared
-    stays so: ``kbitwrap.restore(model)`` undoes that, ``kbitwrap.prepared_of(model)`` finds its record.
+    For a library that prepares a model inside a call of its own, as TRL's ``ORPOTrainer`` does. Inside, every name of a
+    loaded module that holds PEFT's function holds the drop-in, in modules that are imported meanwhile too; so does one
+    that holds what another library put in its place in PEFT. What was prepared stays so: ``kbitwrap.restore(model)``.
 
     Out of reach is what no module's name holds: a closure, a ``functools.partial``, a default argument, an attribute of
     a class. The names are the process's: one thread uses this at a time, and other processes are not affected.
 
     Args:
-        precision: What the drop-in prepares with, unless the caller says; under ``"adapted"``,
-            ``prepared_of(model).adopt(peft_model)`` has to be called, by ``KbitTrainerCallback`` say.
+        precision: What the drop-in prepares with; under ``"adapted"``, ``prepared_of(model).adopt(peft_model)`` has to
+            be called afterwards, as ``KbitTrainerCallback`` does.
 
     Raises:
         ConfigError: An unknown precision; nothing was replaced.
@@ -168,19 +167,13 @@ def patched(precision: Precision | str = "full") -> Iterator[None]:
 
 
 def patch_peft(precision: Precision | str = "full") -> None:
-    """Put the drop-in in the place of PEFT's function for good, as ``patched`` does for a while.
-
-    For the first line of a script, before it imports what prepares. It imports PEFT.
+    """Put the drop-in in the place of PEFT's function for good: the first line of a script. It imports PEFT.
 
     Args:
-        precision: As in ``patched``; a later call replaces an earlier one's.
+        precision: As in ``patched``, which says what is replaced; a later call replaces an earlier one's.
 
     Raises:
         ConfigError: An unknown precision; nothing was replaced.
-
-    Example:
-        >>> import kbitwrap
-        >>> kbitwrap.patch_peft(precision="compute")  # doctest: +SKIP
     """
     _replace(_replacements(precision), [])
 
@@ -190,24 +183,18 @@ def _replacements(precision: Precision | str) -> list[tuple[Any, Any]]:
     import peft
 
     drop_in = prepare_model_for_kbit_training
-    default = PrepareConfig(precision=precision).precision  # type: ignore[arg-type]
-    found: list[tuple[Any, Any]] = []
+    found: dict[int, tuple[Any, Any]] = {}
     for module in (peft, peft.utils, peft.utils.other):
         old = vars(module)[drop_in.__name__]
-        if not any(old is known for known, _ in found):
-            new = types.FunctionType(drop_in.__code__, drop_in.__globals__, argdefs=drop_in.__defaults__)
-            functools.update_wrapper(new, drop_in)
-            del new.__wrapped__  # type: ignore[attr-defined]
-            new.__kwdefaults__ = {"precision": default}
-            found.append((old, new))
-    return found
+        new = types.FunctionType(drop_in.__code__, drop_in.__globals__, argdefs=drop_in.__defaults__)
+        del functools.update_wrapper(new, drop_in).__wrapped__
+        new.__kwdefaults__ = {"precision": PrepareConfig(precision=precision).precision}  # type: ignore[arg-type]
+        found.setdefault(id(old), (old, new))
+    return list(found.values())
 
 
 def _replace(functions: list[tuple[Any, Any]], places: list[dict[str, Any]]) -> None:
-    """Put each second for its first in ``places`` and all modules' names, and add to ``places`` where one was.
-
-    No attribute of a module is asked for, which would load a lazy one.
-    """
+    """Put each second for its first in ``places`` and in the names of all modules, loading none; note these places."""
     new = {id(old): replacement for old, replacement in functions}
     modules = [module for module in tuple(sys.modules.values()) if issubclass(type(module), types.ModuleType)]
     for names in (*places, *(object.__getattribute__(module, "__dict__") for module in modules)):
