@@ -1,4 +1,4 @@
-"""TRL's ORPOTrainer, which calls PEFT's preparation itself, with the drop-in in its place."""
+"""TRL's ORPOTrainer and CPOTrainer, which call PEFT's preparation themselves, with the drop-in in its place."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from datasets import Dataset
 from test_grpo import tokenizer
+from transformers import Trainer
+from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 import zoo
@@ -23,7 +25,7 @@ pytestmark = [
 ]
 
 
-class RecordingTrainer(ORPOTrainer):
+class RecordingTrainer(Trainer):
     """Keeps each step's loss as it is: the log's is rounded."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -32,7 +34,18 @@ class RecordingTrainer(ORPOTrainer):
         return loss
 
 
-def trainer_of(model: Any, folder: Path, **settings: Any) -> RecordingTrainer:
+class RecordingORPO(RecordingTrainer, ORPOTrainer):
+    pass
+
+
+class RecordingCPO(RecordingTrainer, CPOTrainer):
+    pass
+
+
+CONFIGS: dict[Any, Any] = {RecordingORPO: ORPOConfig, RecordingCPO: CPOConfig}
+
+
+def trainer_of(cls: Any, model: Any, folder: Path) -> Any:
     options: dict[str, Any] = {
         "use_cpu": True,
         "bf16": False,
@@ -46,23 +59,25 @@ def trainer_of(model: Any, folder: Path, **settings: Any) -> RecordingTrainer:
         "remove_unused_columns": False,
     }
     rows = [{"prompt": f"w{8 + i}", "chosen": f"w{9 + i} w{20 + i}", "rejected": f"w{50 + i} w{70}"} for i in range(8)]
-    return RecordingTrainer(
+    return cls(
         model,
-        args=ORPOConfig(output_dir=str(folder), **options | settings),
+        args=CONFIGS[cls](output_dir=str(folder), **options),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer(),
         peft_config=zoo.lora_config("llama", task_type="CAUSAL_LM"),
     )
 
 
-@pytest.mark.parametrize("quant", ["nf4", "int8"])
-def test_losses_and_weights_are_those_with_pefts_own_and_the_base_comes_back(quant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("cls", "quant"), [(RecordingORPO, "nf4"), (RecordingORPO, "int8"), (RecordingCPO, "nf4")])
+def test_losses_and_weights_are_those_with_pefts_own_and_the_base_comes_back(
+    cls: Any, quant: str, tmp_path: Path
+) -> None:
     found = {}
     for precision in (None, "full", "compute", "norms"):
         model = zoo.load("llama", quant)
         before = Snapshot(model)
         with contextlib.nullcontext() if precision is None else patched(precision):
-            trainer = trainer_of(model, tmp_path)
+            trainer = trainer_of(cls, model, tmp_path)
             trainer.train()
         found[precision] = trainer.losses, trained_weights(trainer.model)
         prepared = prepared_of(trainer.model)
