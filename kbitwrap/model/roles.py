@@ -12,9 +12,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from ..tensors.bits import is_composed
 from ..tensors.dtypes import HALF_DTYPES
 from .quantization import is_quantized_parameter
-from .tree import ModelTree, shallow_copy
+from .tree import ModelTree, Node, shallow_copy
 
 
 class Role(str, Enum):
@@ -68,9 +69,9 @@ def computes_in_half(module: nn.Module) -> bool:
     )
 
 
-def _embeddings(tree: ModelTree, getter: str) -> set[int]:
-    """The ``id`` of the parameters of what ``getter`` returns, asked of the model and of every model inside it."""
-    found: set[int] = set()
+def _embeddings(tree: ModelTree, getter: str) -> list[nn.Module]:
+    """What ``getter`` returns, asked of the model and of every model inside it, and the modules in it."""
+    found: list[nn.Module] = []
     methods: dict[type, Any] = {}  # most modules are of a few classes
     for _, _, module, _ in tree.modules:
         cls = type(module)
@@ -80,18 +81,20 @@ def _embeddings(tree: ModelTree, getter: str) -> set[int]:
         if method is None:
             continue
         try:
-            embeddings = method(module)
+            one = method(module)
         except (NotImplementedError, AttributeError):
             continue  # transformers' way to say that this model has none
-        if isinstance(embeddings, nn.Module):
-            found |= {id(p) for p in embeddings.parameters()}
+        if isinstance(one, nn.Module):
+            found += one.modules()
     return found
 
 
 def parameter_roles(tree: ModelTree, norm_modules: tuple[type | str, ...] = ()) -> dict[int, Role]:
     """The role of every parameter, by its ``id``. A tied embedding counts as input embedding."""
-    inputs = _embeddings(tree, "get_input_embeddings")
-    outputs = _embeddings(tree, "get_output_embeddings")
+    inputs, outputs = (
+        {id(p) for module in _embeddings(tree, getter) for p in module._parameters.values()}
+        for getter in ("get_input_embeddings", "get_output_embeddings")
+    )
     roles: dict[int, Role] = {}
     for fqn, module, _, parameter, _ in tree.tensors:
         key = id(parameter)
@@ -110,6 +113,20 @@ def parameter_roles(tree: ModelTree, norm_modules: tuple[type | str, ...] = ()) 
         else:
             roles[key] = Role.OTHER
     return roles
+
+
+def output_heads(tree: ModelTree) -> list[Node]:
+    """The output heads that are unquantized linear layers with a half weight, and the trained copies of such."""
+    inside = {id(module) for module in _embeddings(tree, "get_output_embeddings")}
+    fqns = {node.fqn for node in tree.base if id(node.module) in inside}
+    return [node for node in tree.modules if node.fqn in fqns and _has_half_weight(node.module)]
+
+
+def _has_half_weight(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight") if isinstance(module, nn.Linear) else None
+    if weight is None or is_quantized_parameter(weight) or is_composed(type(weight)):
+        return False
+    return weight.dtype in HALF_DTYPES
 
 
 class _AsItsInput(nn.Linear):
