@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .checkpoints.convert import convert_checkpoint
     from .checkpoints.inspection import CheckpointReport, inspect_checkpoint
     from .config import Precision, PrepareConfig
-    from .drop_in import prepare_model_for_kbit_training, restore
+    from .drop_in import prepare_model_for_kbit_training, prepared_of, restore
     from .errors import (
         ConfigError,
         EditError,
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from .manifest.schema import TensorRecord
     from .preparation.engines import check_sharding
     from .preparation.plan import Plan, build_plan
-    from .prepared import KbitPreparedModel, prepared_of
+    from .prepared import KbitPreparedModel
     from .reports import ExportReport, LifecycleState, RestoreReport, ShardingOutcome, ShardingReport, StateDiff
 
 _HOMES = {
     "checkpoints.convert": ("convert_checkpoint",),
     "checkpoints.inspection": ("CheckpointReport", "inspect_checkpoint"),
     "config": ("Precision", "PrepareConfig"),
-    "drop_in": ("prepare_model_for_kbit_training", "restore"),
+    "drop_in": ("prepare_model_for_kbit_training", "prepared_of", "restore"),
     "errors": (
         "ConfigError",
         "EditError",
@@ -60,7 +60,7 @@ _HOMES = {
     "manifest.schema": ("TensorRecord",),
     "preparation.engines": ("check_sharding",),
     "preparation.plan": ("Plan", "build_plan"),
-    "prepared": ("KbitPreparedModel", "prepared_of"),
+    "prepared": ("KbitPreparedModel",),
     "reports": (
         "ExportReport",
         "LifecycleState",

@@ -12,9 +12,30 @@ from .config import Precision, PrepareConfig
 from .edits.base import TrainedPolicy
 from .errors import StateError
 from .model.quantization import detect_as_peft
+from .model.tree import ModelTree
+from .preparation.preparation import Preparation
 from .preparation.process import empty_cache
-from .prepared import KbitPreparedModel, prepared_of
+from .prepared import KbitPreparedModel
 from .reports import RestoreReport
+
+
+def prepared_of(model: nn.Module) -> KbitPreparedModel | None:
+    """Find the wrapper that holds a model.
+
+    Args:
+        model: A prepared model, a part of it, or what was wrapped around it since (a ``PeftModel``, DDP).
+
+    Returns:
+        The wrapper, in state ``PREPARED`` or ``SUSPENDED``, or ``None``.
+
+    Example:
+        >>> import torch, kbitwrap
+        >>> kbitwrap.prepared_of(torch.nn.Linear(2, 2)) is None
+        True
+    """
+    preparation = Preparation.find(ModelTree(model)) if isinstance(model, nn.Module) else None
+    holder = None if preparation is None else preparation.holder()
+    return holder if isinstance(holder, KbitPreparedModel) else None
 
 
 # TRL reads the names of this function's parameters, and of its local variables too: it takes no others.

@@ -6,7 +6,7 @@ is freed at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
@@ -16,7 +16,7 @@ from torch import nn
 from ..model.records import ParameterRecord
 from ..model.roles import Role
 from ..model.tree import ModelTree
-from .journal import MISSING, Call, WayBack
+from .journal import MISSING, WayBack
 
 T = TypeVar("T")
 TrainedPolicy = Literal["keep", "discard", "error"]
@@ -97,7 +97,7 @@ class AttributesNow(ChangeBase):
 
 
 class Together(ChangeBase):
-    """Changes that are undone as one, in their order."""
+    """Changes, or ways back, that are undone as one, in their order."""
 
     def __init__(self, *changes: Any) -> None:
         self._changes = changes
@@ -109,7 +109,7 @@ class Together(ChangeBase):
 
     def now(self, tree: ModelTree) -> WayBack:
         """Record the current state of each."""
-        return all_of([change.now(tree) for change in self._changes], tree)
+        return Together(*[change.now(tree) for change in self._changes])
 
     def originals(self) -> tuple[HeldOriginal, ...]:
         """The originals that each of them holds."""
@@ -118,16 +118,6 @@ class Together(ChangeBase):
     def rewritten(self) -> tuple[Any, ...]:
         """The records of their own fields that modules rewrite, of each."""
         return tuple(one for change in self._changes for one in change.rewritten())
-
-
-def all_of(ways: Sequence[WayBack], tree: ModelTree) -> WayBack:
-    """The way back that takes all of these, in their order."""
-
-    def undo() -> None:
-        for way in ways:
-            way.undo(tree)
-
-    return Call(undo)
 
 
 class ModuleRecord(Generic[T]):

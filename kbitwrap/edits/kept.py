@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..model.quantization import KERNEL, transposed_codes
 from ..model.tree import ModelTree, join, only_reading
 from ..model.wrappers import is_adapter_module
 from .base import ChangeBase, ModuleRecord, write_attribute
@@ -37,10 +38,11 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 class _Kept(NamedTuple):
-    """A module's fields and buffers beside its parameters: ``fields`` with a placeholder for what is not plain."""
+    """A module's fields, buffers and children's names: ``fields`` with a placeholder for what is not plain."""
 
     fields: dict[str, Any]
     buffers: dict[str, torch.Tensor | None]
+    children: frozenset[str]
     sizes: list[int]  # of the parameters
 
 
@@ -49,8 +51,9 @@ class KeptChange(ChangeBase):
 
     A forward leaves rotary tables in its compute dtype, repacked codes, and flags that say so. It is judged at the end:
     another tensor goes back, and a plain value that was another one. A plain value that appeared goes with a tensor
-    that did: alone, it may tell of a hook that stays. A buffer of the checkpoint that has its dtype and shape is
-    trained or moved, and stays, as does all of a module whose parameters others replaced.
+    that did: alone, it may tell of a hook that stays. A child without parameters that appeared goes with a buffer: it
+    is a kernel. A buffer of the checkpoint that has its dtype and shape is trained or moved, and stays, as does all of
+    a module whose parameters others replaced.
 
     Attributes:
         put_back: The names of what the last undo put back.
@@ -66,7 +69,8 @@ class KeptChange(ChangeBase):
     def _read(module: nn.Module) -> _Kept:
         items = module.__dict__.items()
         fields = {name: value if _is_plain[type(value)] else _OTHER for name, value in items if name not in _OWN}
-        return _Kept(fields, dict(module._buffers), _sizes(module) if module._parameters else [])
+        sizes = _sizes(module) if module._parameters else []
+        return _Kept(fields, dict(module._buffers), frozenset(module._modules), sizes)
 
     def rewritten(self) -> tuple[KeptChange, ...]:
         """Return this one."""
@@ -78,7 +82,8 @@ class KeptChange(ChangeBase):
         for module, kept in self._record.affected(tree):
             if kept is not None:
                 found[id(module)] = self._write(module, kept, is_substitute=self._record.of(module) is not kept)
-        self.put_back = tuple([join(n.fqn, name) for n in tree.modules for name in found.get(id(n.module), ())])
+        named = [(node.fqn, name) for node in tree.modules for name in found.get(id(node.module), ())]
+        self.put_back = tuple([join(fqn, name) for fqn, name in named if name != KERNEL])  # which a preparation sets
 
     def now(self, tree: ModelTree) -> KeptChange:
         """Record what modules keep now."""
@@ -132,7 +137,19 @@ class KeptChange(ChangeBase):
                 was = was.to(found.device)
                 moved |= {name} if _is_alike(was, found) else set()
             write_attribute(buffers, name, was)
+        for name in set(module._modules) - kept.children if replaced.keys() - moved else ():
+            if (child := module._modules[name]) is not None and not list(child.parameters()):
+                del module._modules[name]
         return [name for name in (*changed, *replaced) if name not in moved]
+
+
+def lay_as_stored(tree: ModelTree) -> None:
+    """Lay codes as a checkpoint has them that layers of aqlm transposed; a layer does it again when it next runs."""
+    for node in tree.modules:
+        codes = transposed_codes(node.module)
+        if codes is not None:
+            node.module.gemv_op = None  # type: ignore[assignment]
+            codes.data = codes.data.transpose(0, 1).contiguous()
 
 
 def _sizes(module: nn.Module) -> list[int]:

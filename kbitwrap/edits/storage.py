@@ -17,7 +17,7 @@ from ..model.tree import ModelTree, NamedTensor
 from ..tensors.bits import Layout, NanPayloads, differ, fingerprint_and, has_nan
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import LazyTensor
-from .base import ChangeBase, EditBase, HeldOriginal, TrainedPolicy, all_of
+from .base import ChangeBase, EditBase, HeldOriginal, Together, TrainedPolicy
 from .journal import Call, WayBack
 
 _PIECE = 4 << 20  # elements cast at once: few enough for an allocator to use their memory again
@@ -226,7 +226,7 @@ class SharedStorageChange(ChangeBase):
 
     def now(self, tree: ModelTree) -> WayBack:
         """Record the current storage of each."""
-        return all_of([change.now(tree) for change in self.changes], tree)
+        return Together(*[change.now(tree) for change in self.changes])
 
     def originals(self) -> tuple[StorageChange, ...]:
         """Return the changes of the parameters."""

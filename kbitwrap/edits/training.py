@@ -11,6 +11,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..model.quantization import (
+    KERNEL,
     REPACKS,
     RUNTIME_ATTRIBUTES,
     in_other_layout,
@@ -252,7 +253,7 @@ def _configs(tree: ModelTree) -> list[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Record(EditBase):
-    """Record what training rewrites, and keep 4-bit layers in the layout that can be trained."""
+    """Record what training rewrites, and keep layers in the layout, and with the kernel, that can be trained."""
 
     layers: tuple[weakref.ref[nn.Module], ...] = field(default=(), repr=False)  # those that rewrite their own fields
 
@@ -269,7 +270,11 @@ class Record(EditBase):
         )
 
     def apply(self, change: Together) -> None:
-        """Keep 4-bit layers in the layout that can be trained."""
+        """Keep layers in the layout, and with the kernel, that can be trained."""
+        for ref in self.layers:
+            fields = vars(ref())
+            if fields.get(KERNEL, MISSING) is None:
+                fields[KERNEL] = "train"
         for held in change.originals():
             if isinstance(held, RuntimeChange):
                 held.keep_unpacked()

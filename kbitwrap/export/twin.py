@@ -16,7 +16,7 @@ from torch import nn
 
 from ..edits.base import HeldOriginal
 from ..edits.flags import Anchor
-from ..edits.kept import KeptChange
+from ..edits.kept import KeptChange, lay_as_stored
 from ..edits.norms import Float32Forward
 from ..edits.stand_ins import Float32Copy, Float32First, StandInState
 from ..edits.storage import StorageChange
@@ -90,7 +90,7 @@ class _Copier:
         if is_new:
             shell.__dict__["_modules"] = {
                 name: child if child is None else self.copy(join(fqn, name), child)
-                for name, child in base._modules.items()
+                for name, child in shell._modules.items()
             }
         return shell
 
@@ -136,6 +136,7 @@ def build_twin(tree: ModelTree, preparation: Preparation | None = None, gatherin
 
     ``gathering`` is needed where parameters were sharded since.
     """
+    lay_as_stored(tree)
     held: _Held = {}
     promised: dict[int, torch.Tensor] = {}
     original, changes = None, Changes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..errors import UnsupportedModelError
-from .tree import ModelTree
+from .quantization import has_kernel_without_backward
+from .tree import ModelTree, Node
 from .wrappers import is_flattened, loaded_class
 
 _BEFORE = "no dtype of a sharded parameter can be changed safely; prepare the model before it is sharded"
@@ -127,3 +129,14 @@ def _sharding_of(parameter: torch.Tensor, d_tensor: type | tuple[()]) -> str:
     if "ds_id" in marks:
         return "a ZeRO-3 partition"
     return _FLATTENED if is_flattened(parameter) else ""
+
+
+def refuse_without_backward(nodes: Iterable[Node]) -> None:
+    """Raise for a quantized layer that computes by a kernel without a backward, in train mode too."""
+    for node in nodes:
+        if has_kernel_without_backward(node.module):
+            raise UnsupportedModelError(
+                f"{node.fqn} repacked its weight when it ran in eval mode, for a kernel that has no backward: adapters "
+                "would get wrong gradients; load the model again, and prepare it before it runs",
+                fqn=node.fqn,
+            )

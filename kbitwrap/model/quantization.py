@@ -249,23 +249,6 @@ def _weight_by_gptqmodel(module: Any) -> torch.Tensor:
         return packing.dequantize_gemm(*(fields[name] for name in names)).t()  # type: ignore[no-any-return]
 
 
-def loses_gradients(weight: torch.Tensor) -> bool:
-    """Whether a linear layer's weight of a library's tensor class computes an output without a gradient for its input.
-
-    It is tried out on a row of zeros. A weight that refuses them is not asked: it says so when the model runs.
-    """
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch._C._EnableTorchFunction(),
-    ):  # plans are made with it disabled
-        row = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device, requires_grad=True)
-        try:
-            return not nn.functional.linear(row, weight).requires_grad
-        except (RuntimeError, AssertionError):
-            return False
-
-
 def library_dequantizer(module: nn.Module) -> Callable[[], torch.Tensor] | None:
     """The function of a library other than bitsandbytes that computes a module's weight; ``None`` where none does."""
     if _compressed_tensors_status(module) is not None:
@@ -279,12 +262,20 @@ def library_dequantizer(module: nn.Module) -> Callable[[], torch.Tensor] | None:
 
 
 def has_runtime_state(module: nn.Module) -> bool:
-    """Whether a module is a bitsandbytes linear layer that rewrites fields of its own when it runs."""
+    """Whether a module is a linear layer of bitsandbytes or gptqmodel that rewrites fields of its own when it runs."""
     weight = module._parameters.get("weight")
     if weight is None or not is_quantized_parameter(weight):
-        return False
+        return KERNEL in vars(module) and isinstance(module, _gptqmodel_classes())
     cls: Any = type(module)
     return _is_of_bitsandbytes(cls, "Linear4bit", "Linear8bitLt")
+
+
+def transposed_codes(module: nn.Module) -> torch.Tensor | None:
+    """The codes of a layer of aqlm with codebooks of 256 entries, which transposes them when it first runs on a CPU."""
+    fields, codes = vars(module), module._parameters.get("codes")
+    if codes is None or fields.get("gemv_op") is None or fields.get("codebook_size") != 256 or not codes.is_cpu:
+        return None
+    return codes if isinstance(module, _loaded_classes("aqlm.inference", "QuantizedLinear")) else None
 
 
 def is_of_a_quantizer(conversion: Any) -> bool:
@@ -296,6 +287,15 @@ REPACKS = "support_avx512bf16_for_cpu"
 """The attribute of a ``Linear4bit`` that says whether it repacks its weight when it runs in eval mode on the CPU."""
 RUNTIME_ATTRIBUTES = ("compute_dtype", "compute_type_is_set", REPACKS)
 """The attributes that a bitsandbytes layer sets on itself when it runs, or that say what it does then."""
+
+KERNEL = "linear_mode"
+"""The attribute of a layer of gptqmodel that says which kernel it chose when it first ran."""
+
+
+def has_kernel_without_backward(module: nn.Module) -> bool:
+    """Whether a layer of gptqmodel chose the kernel of inference, for good: it repacked its codes for that."""
+    kernel = vars(module).get(KERNEL)
+    return getattr(kernel, "value", kernel) == "inference"
 
 
 def state_owners(module: nn.Module, weight: torch.Tensor) -> list[tuple[str, Any, tuple[str, ...] | None]]:

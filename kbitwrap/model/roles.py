@@ -12,7 +12,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from ..tensors.bits import is_composed
 from ..tensors.dtypes import HALF_DTYPES
 from .quantization import is_quantized_parameter
 from .tree import ModelTree, Node, shallow_copy
@@ -115,18 +114,42 @@ def parameter_roles(tree: ModelTree, norm_modules: tuple[type | str, ...] = ()) 
     return roles
 
 
+def adapted_blocks(tree: ModelTree) -> set[str]:
+    """The prefixes of the blocks that hold an adapter. A block is an element of an outermost ``ModuleList``."""
+    lists = [node.fqn for node in tree.base if isinstance(node.module, nn.ModuleList)]
+    blocks = set()
+    for node in tree.adapters:
+        inside = [name for name in lists if node.fqn.startswith(f"{name}.")]
+        if inside:
+            outermost = min(inside, key=len)
+            blocks.add(f"{outermost}.{node.fqn[len(outermost) + 1 :].partition('.')[0]}.")
+    return blocks
+
+
 def output_heads(tree: ModelTree) -> list[Node]:
     """The output heads that are unquantized linear layers with a half weight, and the trained copies of such."""
     inside = {id(module) for module in _embeddings(tree, "get_output_embeddings")}
     fqns = {node.fqn for node in tree.base if id(node.module) in inside}
-    return [node for node in tree.modules if node.fqn in fqns and _has_half_weight(node.module)]
+    linears = [node for node in tree.modules if node.fqn in fqns and isinstance(node.module, nn.Linear)]
+    weights = [(node, node.module._parameters.get("weight")) for node in linears]
+    return [node for node, weight in weights if type(weight) is nn.Parameter and weight.dtype in HALF_DTYPES]
 
 
-def _has_half_weight(module: nn.Module) -> bool:
-    weight = module._parameters.get("weight") if isinstance(module, nn.Linear) else None
-    if weight is None or is_quantized_parameter(weight) or is_composed(type(weight)):
-        return False
-    return weight.dtype in HALF_DTYPES
+def loses_gradients(weight: torch.Tensor) -> bool:
+    """Whether a linear layer's weight of a library's tensor class computes an output without a gradient for its input.
+
+    It is tried out on a row of zeros. A weight that refuses them is not asked: it says so when the model runs.
+    """
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch._C._EnableTorchFunction(),
+    ):  # plans are made with it disabled
+        row = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device, requires_grad=True)
+        try:
+            return not nn.functional.linear(row, weight).requires_grad
+        except (RuntimeError, AssertionError):
+            return False
 
 
 class _AsItsInput(nn.Linear):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -18,8 +17,6 @@ from ..model.tree import ModelTree
 from ..reports import ShardingOutcome, ShardingReport
 from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype
 from .plan import Plan, build_plan
-
-_logger = logging.getLogger(__name__)
 
 ENGINES = ("ddp", "fsdp1", "fsdp2", "zero2", "zero3")
 
@@ -67,17 +64,16 @@ def check_sharding(model: nn.Module, engine: str, param_dtype: torch.dtype | str
     return ShardingReport(engine, None if dtype is None else dtype_name(dtype), outcomes)
 
 
-def explain_layout(error: BaseException | None, precision: Precision) -> None:
-    """Add the way out to the error of FSDP1 that wraps a prepared model, where dtypes are what it refuses."""
+def notes_on(error: BaseException | None, precision: Precision) -> list[str]:
+    """What a user has to know of the error of FSDP1 that wraps a prepared model, where dtypes are what it refuses."""
     if not str(error).startswith(("Must flatten tensors with uniform dtype", "Cannot flatten integer dtype")):
-        return
-    add_note = getattr(error, "add_note", _logger.error)  # before Python 3.11 errors have no notes
-    add_note(
+        return []
+    return [
         "FSDP1 lays out parameters of one dtype together, and the model was prepared with precision "
         f"{precision.value!r}: take one that stores no other dtype ('norms', 'adapted', 'none'), with "
         "bnb_4bit_quant_storage in the model's dtype and get_peft_model(..., autocast_adapter_dtype=False). Before a "
         'model is prepared, check_sharding(model, "fsdp1") names what FSDP1 will refuse'
-    )
+    ]
 
 
 def _outcome(tree: ModelTree, precision: Precision, engine: str, param_dtype: torch.dtype | None) -> ShardingOutcome:

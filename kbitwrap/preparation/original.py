@@ -20,7 +20,7 @@ from ..edits.storage import CopyChange
 from ..edits.watch import warn_of_sharding
 from ..model.quantization import is_quantized_parameter, quant_state_of, was_decompressed
 from ..model.records import ParameterRecord
-from ..model.tree import ModelTree, join, only_reading
+from ..model.tree import ModelTree, NamedTensor, join, only_reading
 from ..model.wrappers import is_adapter_module, is_flattened
 from ..tensors.bits import begin_digest, is_dense
 from ..tensors.dtypes import HALF_DTYPES
@@ -274,14 +274,14 @@ class Original:
                 found.append(change)
         return found
 
-    def half_copies(self, tree: ModelTree) -> list[nn.Parameter]:
+    def half_copies(self, tree: ModelTree) -> list[NamedTensor]:
         """The parameters that stand, by name, for a half one of the base, and are stored in half as that was."""
         found = []
         for tensor in tree.tensors:
             original, parameter = self._base.get(tensor.fqn), tensor.parameter
             is_half = parameter.dtype in HALF_DTYPES and original is not None and original.dtype in HALF_DTYPES
             if is_half and id(parameter) not in tree.known and not is_quantized_parameter(parameter):
-                found.append(parameter)
+                found.append(tensor)
         return found
 
     def added(self, tree: ModelTree) -> tuple[list[str], list[str]]:

@@ -19,15 +19,24 @@ from ..edits.stand_ins import HeadForward, UpcastAtUse, can_stand_in
 from ..edits.storage import Store
 from ..edits.training import Record
 from ..errors import UnsupportedModelError
+from ..model.checks import refuse_without_backward
 from ..model.quantization import (
     STACKS_QUANTIZED_BY,
     Quantization,
     is_quantized_layer,
     is_quantized_parameter,
-    loses_gradients,
 )
 from ..model.records import TensorRef
-from ..model.roles import Role, computes_in_half, is_norm, output_heads, parameter_roles, returns_float32
+from ..model.roles import (
+    Role,
+    adapted_blocks,
+    computes_in_half,
+    is_norm,
+    loses_gradients,
+    output_heads,
+    parameter_roles,
+    returns_float32,
+)
 from ..model.tree import ModelTree, NamedTensor, Node, storage_key
 from ..tensors.bits import is_composed
 from ..tensors.dtypes import HALF_DTYPES
@@ -106,9 +115,9 @@ class Planner:
 
     def _record(self) -> Record:
         nodes = self.tree.runtime_layers
-        return Record(
-            "record", tuple(node.fqn for node in nodes), layers=tuple(weakref.ref(node.module) for node in nodes)
-        )
+        refuse_without_backward(nodes)
+        layers = tuple(weakref.ref(node.module) for node in nodes)
+        return Record("record", tuple(node.fqn for node in nodes), layers=layers)
 
     def _freeze(self) -> Freeze:
         fqns = tuple(t.fqn for t in self.base)
@@ -212,7 +221,7 @@ class Planner:
         precision = self.config.precision
         if precision not in (Precision.NORMS, Precision.ADAPTED) or not self.quantization.casts:
             return []
-        blocks = _adapted_blocks(self.tree) if precision is Precision.ADAPTED else {""}
+        blocks = adapted_blocks(self.tree) if precision is Precision.ADAPTED else {""}
         # Few modules own a half parameter: only these get the slower checks.
         halves = {id(t.module) for t in self.tree.all_tensors if t.parameter.dtype in HALF_DTYPES}
         found: dict[int, Node] = {}
@@ -378,18 +387,6 @@ class Planner:
 def _compute(nodes: list[Node], role: Role, forward: Callable[[nn.Module], Float32Forward]) -> list[ComputeInFloat32]:
     fqns, modules = tuple(node.fqn for node in nodes), tuple(weakref.ref(node.module) for node in nodes)
     return [ComputeInFloat32("compute", fqns, role=role, modules=modules, forward=forward)] if nodes else []
-
-
-def _adapted_blocks(tree: ModelTree) -> set[str]:
-    """The prefixes of the blocks that hold an adapter. A block is an element of an outermost ``ModuleList``."""
-    lists = [node.fqn for node in tree.base if isinstance(node.module, nn.ModuleList)]
-    blocks = set()
-    for node in tree.adapters:
-        inside = [name for name in lists if node.fqn.startswith(f"{name}.")]
-        if inside:
-            outermost = min(inside, key=len)
-            blocks.add(f"{outermost}.{node.fqn[len(outermost) + 1 :].partition('.')[0]}.")
-    return blocks
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,14 +17,17 @@ from ..config import Precision, PrepareConfig
 from ..edits.base import EditBase, TrainedPolicy
 from ..edits.flags import Anchor, Hold
 from ..edits.journal import Call, Edit, Journal
+from ..edits.kept import lay_as_stored
 from ..edits.storage import CopyChange, TrainedError
 from ..edits.training import FollowTrainMode, RecordAccelerate
 from ..edits.watch import WatchForSharding
 from ..errors import ConfigError, EditError, RestoreError, StateError, UnsupportedModelError
 from ..model.checks import refuse_sharded_since, tree_of
-from ..model.tree import ModelTree, only_reading
+from ..model.records import ParameterRecord
+from ..model.tree import ModelTree, NamedTensor, only_reading
 from ..model.wrappers import unwrap
 from ..reports import LifecycleState, RestoreReport, StateDiff
+from .engines import notes_on
 from .moment import read_moment
 from .original import Changes, Original
 from .payloads import MomentRecord
@@ -33,6 +37,7 @@ from .prepared_state import PreparedState
 from .process import LARGE_BLOCK_BYTES, empty_cache, plain_mode, random_state, refuse_retyping_under_ddp
 from .sharding import reshard
 
+_logger = logging.getLogger(__name__)
 _in_force: weakref.WeakSet[Preparation] = weakref.WeakSet()
 
 
@@ -89,6 +94,7 @@ class Preparation:
         tree = ModelTree(model, self.original.records)
         if reshard(tree):
             tree = ModelTree(model, self.original.records)
+        lay_as_stored(tree)
         self.original.follow(tree)
         return tree
 
@@ -109,6 +115,7 @@ class Preparation:
             with plain_mode(), self.journal.all_or_nothing(tree):
                 edits: list[EditBase] = list(plan.edits)
                 if not self.journal.changes:
+                    lay_as_stored(tree)
                     edits.insert(0, Hold("hold", ("",), anchor=Anchor(self.holder())))
                     self.original = Original(tree, audit=plan.config.audit)
                 if upcasts_all and not self._upcasts_all:
@@ -163,20 +170,29 @@ class Preparation:
             warnings.warn(warning, UserWarning, stacklevel=3)
         return bool(computes or new)
 
+    def explain(self, error: BaseException | None) -> None:
+        """Add to an error of torch about dtypes, as notes, what is known of its cause."""
+        notes = notes_on(error, self.plan.config.precision)
+        if type(error) is RuntimeError and "dtype" in str(error):
+            tree = self.tree()
+            notes += Planner(tree, self.plan.config, tree.quantization).warnings_of_adapters()
+        for note in notes:
+            getattr(error, "add_note", _logger.error)(note)  # before Python 3.11 errors have no notes
+
     def copies(self, tree: ModelTree) -> list[CopyChange]:
         """The changes that take back the float32 copies that PEFT made of base modules while all was upcast."""
         if not self._upcasts_all:
             return []
         return self.original.copies(tree, [held.record for held in self.journal.originals()])
 
-    def _half_copies(self, tree: ModelTree) -> list[nn.Parameter]:
+    def _half_copies(self, tree: ModelTree) -> list[NamedTensor]:
         return self.original.half_copies(tree) if self._upcasts_all else []
 
-    def _upcast_copies(self, known: Sequence[nn.Parameter]) -> None:
+    def _upcast_copies(self, known: Sequence[ParameterRecord]) -> None:
         """Store copies of base modules in float32 that were made since, in half: as those made while prepared are."""
-        for parameter in self._half_copies(self.tree()):
-            if not any(parameter is other for other in known):
-                parameter.data = parameter.data.float()
+        for tensor in self._half_copies(self.tree()):
+            if not any(record.is_seen(tensor.parameter) for record in known):
+                tensor.parameter.data = tensor.parameter.data.float()
 
     def changes(self, tree: ModelTree) -> Changes:
         """The parameters of the base that are not what a restore would have to give."""
@@ -263,7 +279,8 @@ class Preparation:
             refuse_sharded_since(tree, changes_dtypes=self._upcasts_all)
             copies = self.copies(tree)
             refuse_retyping_under_ddp([*self.journal.originals(), *copies])
-            way_back.record(random_state(tree), Call(functools.partial(self._upcast_copies, self._half_copies(tree))))
+            known = [tree.record(tensor) for tensor in self._half_copies(tree)]
+            way_back.record(random_state(tree), Call(functools.partial(self._upcast_copies, known)))
             self.journal.suspend(tree, way_back, copies)
             # What was put into the base follows the train mode of the module that it sits in.
             edits: list[Edit] = [FollowTrainMode("record", ("",))]

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import bitsandbytes
 import peft
 import pytest
 import torch
@@ -18,10 +19,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import kbitwrap
 import zoo
 from cuda_rules import CudaRules
+from files import tensors_of
 from kbitwrap import KbitPreparedModel, Precision
 from kbitwrap.bench.case import Case
 from kbitwrap.bench.settings import MISTRAL_7B, Settings
-from snapshot import Snapshot
+from snapshot import Snapshot, tensor_digest
 from training import adapt, step
 
 pytestmark = [
@@ -242,6 +244,40 @@ def test_the_benchmark_measures_the_allocator(tmp_path: Path) -> None:
         for case in ("peft-uncleared", "full", "compute"):
             assert steps[case]["loss"] == steps["peft"]["loss"]
             assert steps[case]["largest_gradient_difference"] == 0
+
+
+@pytest.mark.parametrize(("name", "quant"), [("llama", "nf4"), ("gpt2", "int8"), ("mixtral", "nf4"), ("gemma2", "nf4")])
+def test_merged_weights_are_handed_out_on_the_device_as_an_export_writes_them(
+    name: str, quant: str, tmp_path: Path
+) -> None:
+    model = load(name, quant)
+    with KbitPreparedModel(model) as prepared:
+        adapt(name, model)
+        prepared.export(tmp_path / "merged", merge_adapters=True)
+        expected = tensors_of(tmp_path / "merged")
+        found = dict(prepared.merged_weights())
+        assert {tensor.device for tensor in found.values()} == {torch.device("cuda", 0)}
+        assert {fqn: tensor_digest(tensor.cpu()) for fqn, tensor in found.items()} == {
+            fqn: tensor_digest(tensor) for fqn, tensor in expected.items()
+        }
+
+
+def test_merging_on_the_device_takes_two_tensors_at_most_beside_the_last() -> None:
+    width = 4096
+    layer = bitsandbytes.nn.Linear4bit(width, width, bias=False, quant_type="nf4").to(torch.bfloat16).cuda()
+    model = nn.Sequential(layer, nn.RMSNorm(width).to(device="cuda", dtype=torch.bfloat16))
+    model.is_loaded_in_4bit = True
+    prepared = KbitPreparedModel(model, gradient_checkpointing=False).prepare()
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"], init_lora_weights=False))
+    for measured in (False, True):  # the first pass makes the library's work space
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+        for _ in prepared.merged_weights():
+            pass
+        if measured:
+            assert torch.cuda.max_memory_allocated() - start <= 2 * 2 * width * width
+    del _
+    assert torch.cuda.memory_allocated() == start
 
 
 def test_suspending_keeps_the_devices_random_state() -> None:

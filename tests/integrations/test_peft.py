@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ import peft
 import pytest
 import torch
 from torch import distributed, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 
 import zoo
-from kbitwrap import KbitPreparedModel, UnsupportedModelError, build_plan
+from kbitwrap import KbitPreparedModel, LifecycleState, Precision, UnsupportedModelError, build_plan
 from snapshot import Snapshot
 from training import adapt, step
 
@@ -199,6 +201,20 @@ def test_a_copy_that_somebody_keeps_in_half_stays_so_through_a_suspension(precis
         model.unload()
 
 
+@pytest.mark.parametrize("precision", Precision)
+def test_what_is_replaced_while_suspended_is_freed_at_once(precision: Precision) -> None:
+    with KbitPreparedModel(zoo.load("llama"), precision=precision) as prepared:
+        model = adapt("llama", prepared.model, modules_to_save=True)
+        copied = model.get_submodule("base_model.model.lm_head.modules_to_save.default")
+        copied.weight.data = copied.weight.data.bfloat16()
+        with prepared.suspended():
+            for module in (copied, prepared.model.model.norm, prepared.model.model.embed_tokens):
+                memory = StorageWeakRef(module.weight.untyped_storage())
+                module.weight = nn.Parameter(module.weight.detach().clone())
+                assert memory.expired()
+        model.unload()
+
+
 # ----------------------------------------------------------------------------------------------------
 # DoRA: it makes a parameter of a view of the weight.
 # ----------------------------------------------------------------------------------------------------
@@ -271,6 +287,24 @@ def test_adapters_that_a_half_model_cannot_go_on_with_are_named_with_the_way_out
             model = adapted(prepared.model)
             prepared.adopt(model)
             assert torch.isfinite(step("llama", model)[0])
+
+
+@pytest.mark.parametrize("name", FLOAT32_ADAPTERS)
+def test_what_torch_raises_of_adapters_that_were_not_adopted_leaves_the_with_block_with_the_way_out(name: str) -> None:
+    with pytest.raises(RuntimeError, match="same dtype") as caught, KbitPreparedModel(zoo.load("llama")) as prepared:
+        step("llama", peft.get_peft_model(prepared.model, FLOAT32_ADAPTERS[name]()))
+    assert prepared.state is LifecycleState.RESTORED
+    if sys.version_info >= (3, 11):
+        assert re.search(SAID, "\n".join(caught.value.__notes__))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), ValueError("dtype")], ids=repr)
+def test_other_errors_leave_the_with_block_as_they_are(error: Exception) -> None:
+    with contextlib.suppress(type(error)), KbitPreparedModel(zoo.load("llama")) as prepared:
+        peft.get_peft_model(prepared.model, FLOAT32_ADAPTERS["ia3"]())
+        raise error
+    assert prepared.state is LifecycleState.RESTORED
+    assert not hasattr(error, "__notes__")
 
 
 @pytest.mark.parametrize("quant", ["nf4", "int8"])

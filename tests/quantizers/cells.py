@@ -25,12 +25,14 @@ Answer = Callable[[str, str, str], None]
 """Says what holds in a column of a row of docs/compatibility.md: the fixture ``answer``."""
 
 
-def pretrained(name: str, quantization_config: Any = None, folder: Path | None = None) -> PreTrainedModel:
+def pretrained(
+    name: str, quantization_config: Any = None, folder: Path | None = None, dtype: torch.dtype = DTYPE
+) -> PreTrainedModel:
     """A model of the zoo, quantized through transformers as it is loaded, or not at all."""
     model_class = getattr(transformers, zoo.ARCHITECTURES[name].model_class)
     folder = zoo.checkpoint(name) if folder is None else folder
     return model_class.from_pretrained(
-        folder, dtype=DTYPE, device_map={"": "cpu"}, quantization_config=quantization_config
+        folder, dtype=dtype, device_map={"": "cpu"}, quantization_config=quantization_config
     )
 
 
@@ -131,7 +133,7 @@ def by_gptqmodel(module: nn.Module) -> torch.Tensor:
     return dequantize_gemm(module.qweight, module.qzeros, module.scales, module.bits, module.group_size).T
 
 
-def aqlm(bits: int) -> Callable[[str], PreTrainedModel]:
+def aqlm(bits: int, dtype: torch.dtype = DTYPE) -> Callable[[str], PreTrainedModel]:
     """Hand-made weights with one codebook of so many bits."""
     config = {
         "in_group_size": 8,
@@ -140,7 +142,9 @@ def aqlm(bits: int) -> Callable[[str], PreTrainedModel]:
         "nbits_per_codebook": bits,
         "linear_weights_not_to_quantize": ["lm_head"],
     }
-    return lambda name: pretrained(name, folder=handmade.checkpoint(name, "aqlm", bits, json.dumps(config)))
+    return lambda name: pretrained(
+        name, folder=handmade.checkpoint(name, "aqlm", bits, json.dumps(config)), dtype=dtype
+    )
 
 
 def compressed_tensors(*, has_run: bool) -> Callable[[str], PreTrainedModel]:
