@@ -69,7 +69,7 @@ class Float32Forward:
         output = forward(
             float32_shell(self.module, to_float32),
             *map(to_float32, args),
-            **{name: to_float32(value) for name, value in kwargs.items()},
+            **{n: to_float32(v) for n, v in kwargs.items()},
         )
         dtypes = self._unprepared_dtypes(forward, args, kwargs)
         if isinstance(output, torch.Tensor):

@@ -114,19 +114,7 @@ def parameter_roles(tree: ModelTree, norm_modules: tuple[type | str, ...] = ()) 
     return roles
 
 
-def adapted_blocks(tree: ModelTree) -> set[str]:
-    """The prefixes of the blocks that hold an adapter. A block is an element of an outermost ``ModuleList``."""
-    lists = [node.fqn for node in tree.base if isinstance(node.module, nn.ModuleList)]
-    blocks = set()
-    for node in tree.adapters:
-        inside = [name for name in lists if node.fqn.startswith(f"{name}.")]
-        if inside:
-            outermost = min(inside, key=len)
-            blocks.add(f"{outermost}.{node.fqn[len(outermost) + 1 :].partition('.')[0]}.")
-    return blocks
-
-
-def output_heads(tree: ModelTree) -> list[Node]:
+def heads(tree: ModelTree) -> list[Node]:
     """The output heads that are unquantized linear layers with a half weight, and the trained copies of such."""
     inside = {id(module) for module in _embeddings(tree, "get_output_embeddings")}
     fqns = {node.fqn for node in tree.base if id(node.module) in inside}

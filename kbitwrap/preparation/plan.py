@@ -16,7 +16,7 @@ from ..model.checks import refuse_unsupported_tensors, tree_of
 from ..model.pretrained import meta_model
 from ..model.tree import ModelTree, only_reading
 from ..reports import table
-from .planner import Planner
+from .planner import Planner, peak_bytes
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def write_plan(planner: Planner) -> Plan:
         edits=edits,
         by_role=planner.by_role(stores),
         added_bytes=sum(edit.added_bytes for edit in stores),
-        peak_bytes=_peak_bytes(stores),
+        peak_bytes=peak_bytes(stores),
         cache_bytes=planner.cache_bytes(),
         record_bytes=sum(edit.record_bytes for edit in stores),
         upcast_before=planner.upcast_before,
@@ -218,14 +218,3 @@ def write_plan(planner: Planner) -> Plan:
         is_quantized=planner.quantization.is_quantized,
         casts=planner.quantization.casts,
     )
-
-
-def _peak_bytes(stores: list[Store]) -> int:
-    """The most bytes live above the start, were the stores made in this order."""
-    live = peak = 0
-    for store in stores:
-        # What else is kept is a copy on the host.
-        held = store.record_bytes if store.is_rewritten else 0
-        peak = max(peak, live + store.transient_bytes + held)
-        live += store.added_bytes + held
-    return max(peak, live)

@@ -27,16 +27,7 @@ from ..model.quantization import (
     is_quantized_parameter,
 )
 from ..model.records import TensorRef
-from ..model.roles import (
-    Role,
-    adapted_blocks,
-    computes_in_half,
-    is_norm,
-    loses_gradients,
-    output_heads,
-    parameter_roles,
-    returns_float32,
-)
+from ..model.roles import Role, computes_in_half, heads, is_norm, loses_gradients, parameter_roles, returns_float32
 from ..model.tree import ModelTree, NamedTensor, Node, storage_key
 from ..tensors.bits import is_composed
 from ..tensors.dtypes import HALF_DTYPES
@@ -221,7 +212,7 @@ class Planner:
         precision = self.config.precision
         if precision not in (Precision.NORMS, Precision.ADAPTED) or not self.quantization.casts:
             return []
-        blocks = adapted_blocks(self.tree) if precision is Precision.ADAPTED else {""}
+        blocks = self.tree.adapted_blocks if precision is Precision.ADAPTED else {""}
         # Few modules own a half parameter: only these get the slower checks.
         halves = {id(t.module) for t in self.tree.all_tensors if t.parameter.dtype in HALF_DTYPES}
         found: dict[int, Node] = {}
@@ -246,14 +237,14 @@ class Planner:
         """The output head in float32, and trained copies of it, where that is asked for and not so yet."""
         if self.config.head is None or self.config.precision.upcasts_all:
             return []
-        heads = [n for n in output_heads(self.tree) if self.quantization.casts and can_rebind_forward(n.module)]
-        if not heads:
+        found = [n for n in heads(self.tree) if self.quantization.casts and can_rebind_forward(n.module)]
+        if not found:
             self.warnings.append(
                 "head='float32' changes nothing: no output head was found that is an unquantized linear layer with a "
                 "half weight and its own forward, in a model whose quantization method permits casts"
             )
         forward = functools.partial(HeadForward, chunk_bytes=self.config.head_chunk_bytes)
-        return _compute([n for n in heads if not computes_in_float32(n.module)], Role.OUTPUT_EMBEDDINGS, forward)
+        return _compute([n for n in found if not computes_in_float32(n.module)], Role.OUTPUT_EMBEDDINGS, forward)
 
     def _checkpoint(self) -> Checkpoint:
         enable = self.config.gradient_checkpointing and self.quantization.is_quantized
@@ -391,3 +382,14 @@ def _compute(nodes: list[Node], role: Role, forward: Callable[[nn.Module], Float
 
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def peak_bytes(stores: list[Store]) -> int:
+    """The most bytes live above the start, were the stores made in this order."""
+    live = peak = 0
+    for store in stores:
+        # What else is kept is a copy on the host.
+        held = store.record_bytes if store.is_rewritten else 0
+        peak = max(peak, live + store.transient_bytes + held)
+        live += store.added_bytes + held
+    return max(peak, live)

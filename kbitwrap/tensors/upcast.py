@@ -313,8 +313,7 @@ def _product(func: Any, args: Sequence[Any], weight: UpcastTensor) -> torch.Tens
     """
     half = weight.half_storage
     if func is aten.mm.default and weight.owner is None and args[0].dtype == half.dtype:
-        product: torch.Tensor = aten.mm.dtype(*args, half, torch.float32)
-        return product
+        return aten.mm.dtype(*args, half, torch.float32)  # type: ignore[no-any-return]
     columns = half.shape[1]
     if weight._chunk_bytes is not None:
         columns = max(1, weight._chunk_bytes // (half.shape[0] * torch.float32.itemsize))
