@@ -69,7 +69,7 @@ def _suggestion(report: CheckpointReport) -> str | None:
     if not report:
         return None
     how = f"--dtype {report.half_dtype}" if report.half_dtype else "--like ORIGINAL"
-    return f"kbitwrap export --from {shlex.quote(str(report.path))} --out DST {how}"
+    return f"kbitwrap convert --from {shlex.quote(str(report.path))} --out DST {how}"
 
 
 def _describe_checkpoint(report: CheckpointReport) -> str:
