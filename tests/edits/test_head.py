@@ -293,7 +293,10 @@ def test_the_whole_model_is_compiled_in_one_graph() -> None:
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_under_trainer_the_loss_is_computed_from_float32_logits(bf16: bool, tmp_path: Path) -> None:
+def test_under_trainer_the_loss_is_computed_from_float32_logits(
+    bf16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accelerate.state.AcceleratorState._shared_state", {})  # what it sets is of the process
     model = zoo.load("llama")
     with KbitPreparedModel(model, head="float32") as prepared:
         peft_model = adapt("llama", model)
