@@ -36,10 +36,10 @@ class HeadForward(Float32Forward):
 
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         shell = float32_shell(self.module, self._upcast)
-        weight: Any = self.module.weight
+        weight: Any = shell.weight
         device = weight.device.type
-        is_product = forward is nn.Linear.forward and shell.bias is None and isinstance(shell.weight, UpcastTensor)
-        if not (is_product and args and multiplies_half(args[0], weight)):
+        is_product = forward is nn.Linear.forward and shell.bias is None and isinstance(weight, UpcastTensor)
+        if not (is_product and args and multiplies_half(args[0], weight.half_storage)):
             args, kwargs = map(to_float32, args), {name: to_float32(value) for name, value in kwargs.items()}
         with torch.autocast(device if torch.amp.is_autocast_available(device) else "cpu", enabled=False):
             return forward(shell, *args, **kwargs)

@@ -14,6 +14,7 @@ from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, Trai
 
 import zoo
 from kbitwrap import KbitPreparedModel, Manifest, ManifestError, build_plan
+from kbitwrap.edits import stand_ins
 from kbitwrap.edits.stand_ins import HeadForward
 from memory import allocations
 from snapshot import Snapshot
@@ -325,3 +326,19 @@ def test_a_head_that_was_resized_is_named_and_taken_up_again_by_adopting() -> No
         assert "lm_head" in str(prepared.verify())
         prepared.adopt(adapt("llama", model))
         assert model(**zoo.inputs("llama", model)).logits.dtype == torch.float32
+
+
+def test_where_a_device_multiplies_halves_it_is_given_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The device without values stands in for CUDA: tests/gpu has the numbers. In it a mix of dtypes is an error.
+    monkeypatch.setattr(stand_ins, "multiplies_half", lambda left, half: left.dtype == half.dtype)
+    head = nn.Linear(64, 300, bias=False, device="meta", dtype=torch.bfloat16).requires_grad_(False)
+    hidden = torch.empty(2, 3, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    logits = HeadForward(head, None)(hidden)
+    assert (logits.dtype, logits.shape) == (torch.float32, (2, 3, 300))
+    logits.sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.dtype == torch.bfloat16
+    # Without the product of halves: another dtype, a bias, which is added in float32.
+    assert HeadForward(head, None)(hidden.float()).dtype == torch.float32
+    biased = nn.Linear(64, 300, device="meta", dtype=torch.bfloat16).requires_grad_(False)
+    assert HeadForward(biased, None)(hidden).dtype == torch.float32
