@@ -6,7 +6,6 @@ import os
 import shutil
 import time
 import warnings
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from ..export.export import save_model
 from ..export.merge import merge_into
 from ..export.twin import build_twin
 from ..export.writer import checkpoint_writer, split_into_files
+from ..manifest.contents import versions
 from ..manifest.manifest import Manifest
 from ..model.pretrained import load_model, read_config
 from ..model.tree import ModelTree
@@ -185,14 +185,10 @@ def _copy_tokenizer(base: str | os.PathLike[str], adapter: Path, dst: Path) -> N
 def _card(base: str | os.PathLike[str], adapter: Path, method: str | None, device: Any) -> str:
     """A model card that says what was merged from what; a folder is named by its last part."""
     config = read_json(adapter / "adapter_config.json")
-    named = str(config.get("base_model_name_or_path") or "")
-    is_folder = os.path.isdir(base)
-    name = (Path(named or base).name if os.path.isdir(named) else named or Path(base).name) if is_folder else str(base)
-    try:
-        tool = f"kbitwrap {version('kbitwrap')}"
-    except PackageNotFoundError:
-        tool = "kbitwrap"
+    named = str(config.get("base_model_name_or_path") or os.fspath(base))
+    name = Path(named).name if os.path.isabs(named) or os.path.isdir(named) else named
     how = f"quantized with {method} as in training and dequantized exactly" if method else "unquantized, as in training"
+    tool = " ".join(("kbitwrap", versions().get("kbitwrap", ""))).strip()
     return (
         f"---\nbase_model: {name}\nlibrary_name: transformers\ntags:\n- merged\n---\n\n# {name}, merged\n\n"
         f"The base, {name}, {how}, with the {config.get('peft_type', 'PEFT')} adapter `{adapter.name}` added in "
