@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .checkpoints.convert import convert_checkpoint
     from .checkpoints.inspection import CheckpointReport, inspect_checkpoint
+    from .checkpoints.merge import merge_checkpoint
     from .config import Precision, PrepareConfig
     from .drop_in import patch_peft, patched, prepare_model_for_kbit_training, prepared_of, restore
     from .errors import (
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "checkpoints.convert": ("convert_checkpoint",),
     "checkpoints.inspection": ("CheckpointReport", "inspect_checkpoint"),
+    "checkpoints.merge": ("merge_checkpoint",),
     "config": ("Precision", "PrepareConfig"),
     "drop_in": ("patch_peft", "patched", "prepare_model_for_kbit_training", "prepared_of", "restore"),
     "errors": (
@@ -102,6 +104,7 @@ __all__ = [
     "check_sharding",
     "convert_checkpoint",
     "inspect_checkpoint",
+    "merge_checkpoint",
     "patch_peft",
     "patched",
     "prepare_model_for_kbit_training",

@@ -134,7 +134,8 @@ def lives_on(
     names = {fqn for fqn, _ in model.named_parameters()}
     batch = zoo.inputs("llama", model)
     prompt = {"input_ids": batch["input_ids"][:, :4], "attention_mask": torch.ones(len(batch["input_ids"]), 4).long()}
-    with KbitPreparedModel(model, precision=precision) as prepared:
+    head = "float32" if precision == "norms" else None
+    with KbitPreparedModel(model, precision=precision, head=head) as prepared:
         peft_model = adapt(model)
         manifest = prepared.manifest()
         prepared.adopt(peft_model)
@@ -161,7 +162,7 @@ def lives_on(
         prepared.export(folder / precision, max_shard_size=SHARD)
         assert read(folder / precision) == expected
         with torch.no_grad():
-            live(**batch)
+            assert live(**batch).logits.dtype == (torch.float32 if head else torch.bfloat16)
         assert engine != "fsdp2" or not isinstance(model.model.embed_tokens.weight, DTensor)
         manifest.check(model)
         assert without_time(prepared.manifest()) == without_time(manifest)

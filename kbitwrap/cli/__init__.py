@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
-from . import bench, demo, export, inspect, plan, run
+from . import bench, convert, demo, inspect, merge, plan, run
 from .console import EXIT_BAD_INPUT, EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, InputError
 
-_COMMANDS = (demo, plan, inspect, export, bench, run)
+_COMMANDS = (demo, plan, inspect, merge, convert, bench, run)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     """
     parser = _Parser(prog="kbitwrap", description="Reversible preparation of quantized models for training.")
     parser.add_argument("--version", action=_PrintVersion, nargs=0, help="print the version and exit")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for command in _COMMANDS:
         command.add_parser(subparsers)
     return parser

@@ -74,7 +74,7 @@ def _suggestion(report: CheckpointReport) -> str | None:
     if not report:
         return None
     how = f"--dtype {report.half_dtype}" if report.half_dtype else "--like ORIGINAL"
-    return f"kbitwrap export --from {shlex.quote(str(report.path))} --out DST {how}"
+    return f"kbitwrap convert --from {shlex.quote(str(report.path))} --out DST {how}"
 
 
 def _describe_checkpoint(report: CheckpointReport) -> str:
@@ -118,7 +118,8 @@ def _summary(manifest: Manifest) -> dict[str, Any]:
     """The lines that describe a manifest, without its tensors."""
     kinds = Counter(record.type for record in manifest.tensors.values())
     upcast = [fqn for fqn, record in manifest.tensors.items() if record.original_dtype != record.prepared_dtype]
-    data = manifest.model_dump(mode="json", by_alias=True, include={"created", "versions", "model", "config", "plan"})
+    parts = {"created", "versions", "model", "config", "adapters", "plan"}
+    data = manifest.model_dump(mode="json", by_alias=True, include=parts)
     before, after = manifest.before.memory.parameter_bytes, manifest.after.memory.parameter_bytes
     return {
         **data,
@@ -139,6 +140,10 @@ def _describe_manifest(manifest: Manifest) -> str:
         ("quantization", model["quantization"]["method"] or "none"),
         ("precision", config["precision"]),
         ("settings", settings),
+        (
+            "adapters",
+            ", ".join(f"{name} ({', '.join(a['dtypes'])})" for name, a in found["adapters"].items()) or "none",
+        ),
         ("created", found["created"]),
         ("versions", ", ".join(f"{name} {version}" for name, version in found["versions"].items())),
         ("tensors", ", ".join(f"{count} {kind}" for kind, count in found["tensors"].items()) or "none"),

@@ -104,7 +104,7 @@ def _plans(arguments: argparse.Namespace) -> dict[str, Plan]:
     with quiet_libraries(), warnings.catch_warnings():
         # As when it is loaded: a model that is quantized already keeps its own quantization. The plan says which.
         warnings.filterwarnings("ignore", r"You passed `quantization_config` or equivalent parameters", UserWarning)
-        quantization = _quantization(arguments.quant, arguments.dtype)
+        quantization = quantization_config(arguments.quant, arguments.dtype)
         try:
             return {
                 precision.value: Plan.for_pretrained(
@@ -119,7 +119,16 @@ def _plans(arguments: argparse.Namespace) -> dict[str, Plan]:
             raise InputError(f"the model {arguments.model!r} cannot be prepared: {first_line(error)}") from error
 
 
-def _quantization(quant: str, dtype: str) -> Any:
+def quantization_config(quant: str, dtype: str | None) -> Any:
+    """Make the config of a kind of quantization.
+
+    Args:
+        quant: ``"nf4"``, ``"int8"`` or ``"none"``.
+        dtype: The dtype that 4-bit layers compute in; ``None`` for the library's default.
+
+    Returns:
+        The config for ``from_pretrained``; ``None`` for ``"none"``.
+    """
     from transformers import BitsAndBytesConfig
 
     if quant == "nf4":

@@ -84,7 +84,7 @@ def merged_weights(
         twin = build_twin(tree, preparation)
         merge_into(twin, [adapters] if isinstance(adapters, str) else adapters)
         collector = _Collector(Path(folder))
-        _save(twin.model, collector, sys.maxsize)
+        save_model(twin.model, collector, sys.maxsize)
     return _computed(collector.tensors, moment, moment())
 
 
@@ -137,7 +137,7 @@ def export_twin(
     split_into_files({}, max_shard_size)  # refuses an invalid size before anything is written
     with checkpoint_writer(path, "export", overwrite=overwrite, disable=not progress) as writer:
         try:
-            _save(twin.model, writer, max_shard_size)
+            save_model(twin.model, writer, max_shard_size)
         except (ExportError, OSError):
             raise
         except Exception as error:
@@ -147,7 +147,7 @@ def export_twin(
     return ExportReport(Path(path), writer.files, writer.num_tensors, writer.num_bytes, twin.converted, merged, seconds)
 
 
-def _save(model: Any, writer: CheckpointWriter, max_shard_size: int | str) -> None:
+def save_model(model: Any, writer: CheckpointWriter, max_shard_size: int | str) -> None:
     """Write a model by its class's ``save_pretrained``, and the state dict of one that has none."""
     transformers = sys.modules.get("transformers.modeling_utils")
     cls = () if transformers is None else transformers.PreTrainedModel

@@ -42,7 +42,7 @@ class Manifest(Record):
     ``KbitPreparedModel.manifest()`` makes one. In JSON ``rows`` is called ``"tensors"``.
 
     Attributes:
-        version: 1, or 2 where ``config.audit`` is true or there are adapters.
+        version: 1, or 2 where ``config.audit`` or ``config.head`` is set, or there are adapters.
         created: The time in UTC, as ISO 8601.
         versions: ``{distribution: version}`` of the libraries that were installed.
         model: The model that was prepared.

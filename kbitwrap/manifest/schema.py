@@ -116,6 +116,7 @@ class ConfigRecord(Record):
     gradient_checkpointing: bool
     gradient_checkpointing_kwargs: Settings
     input_require_grads: bool | None
+    head: Literal["float32"] | None = None
     head_chunk_bytes: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None
     norm_modules: tuple[Text, ...] = Field(strict=False, max_length=256)
     memory_budget: Count | Annotated[str, StringConstraints(max_length=64)] | None

@@ -23,6 +23,8 @@ from files import tensors_of
 from kbitwrap import KbitPreparedModel, Precision
 from kbitwrap.bench.case import Case
 from kbitwrap.bench.settings import MISTRAL_7B, Settings
+from kbitwrap.edits.stand_ins import HeadForward
+from kbitwrap.tensors.upcast import multiplies_half
 from snapshot import Snapshot, tensor_digest
 from training import adapt, step
 
@@ -307,3 +309,37 @@ def test_cuda_rules_on_a_cpu_are_those_of_the_device(given: torch.dtype, weight:
     with CudaRules():
         on_cpu = refuses("cpu")
     assert on_cpu == refuses("cuda")
+
+
+def half_head(dtype: torch.dtype) -> tuple[nn.Linear, torch.Tensor]:
+    """A head as wide as Mistral's, and hidden states."""
+    torch.manual_seed(0)
+    head = nn.Linear(4096, 32000, bias=False, device="cuda", dtype=dtype).requires_grad_(False)
+    return head, torch.randn(512, 4096, device="cuda", dtype=dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_half_head_gives_float32_logits_without_a_float32_weight(dtype: torch.dtype) -> None:
+    head, hidden = half_head(dtype)
+    HeadForward(head, None)(hidden)  # the matrix library takes its workspace
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.autocast("cuda", torch.bfloat16):
+        logits = HeadForward(head, None)(hidden)
+    assert multiplies_half(hidden, head.weight)
+    assert torch.cuda.max_memory_allocated() - before == logits.nbytes
+    assert logits.dtype == torch.float32
+    gradient = torch.randn_like(logits)
+    logits.backward(gradient)
+    assert hidden.grad is not None
+    assert hidden.grad.dtype == dtype
+    torch.testing.assert_close(hidden.grad, (gradient.double() @ head.weight.double()).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_logits_of_a_half_head_err_no_more_than_those_of_one_stored_in_float32(dtype: torch.dtype) -> None:
+    head, hidden = half_head(dtype)
+    exact = F.linear(hidden.double(), head.weight.double())
+    stored = F.linear(hidden.float(), head.weight.float())
+    error, of_stored = ((found.double() - exact).abs().max() for found in (HeadForward(head, None)(hidden), stored))
+    assert error <= of_stored
