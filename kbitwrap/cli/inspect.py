@@ -134,16 +134,14 @@ def _describe_manifest(manifest: Manifest) -> str:
     model, config = found["model"], found["config"]
     defaults = ("freeze", "gradient_checkpointing", "input_require_grads", "norm_modules", "keep_originals")
     settings = ", ".join(f"{name}={config[name]}" for name in defaults)
+    adapters = tuple(f"{name} ({', '.join(record['dtypes'])})" for name, record in found["adapters"].items())
     rows = [
         ("prepared", "as"),
         ("model", f"{model['class']} ({model['name_or_path'] or 'no name'}), {model['dtype'] or 'no dtype'}"),
         ("quantization", model["quantization"]["method"] or "none"),
         ("precision", config["precision"]),
         ("settings", settings),
-        (
-            "adapters",
-            ", ".join(f"{name} ({', '.join(a['dtypes'])})" for name, a in found["adapters"].items()) or "none",
-        ),
+        ("adapters", _some(adapters) or "none"),
         ("created", found["created"]),
         ("versions", ", ".join(f"{name} {version}" for name, version in found["versions"].items())),
         ("tensors", ", ".join(f"{count} {kind}" for kind, count in found["tensors"].items()) or "none"),

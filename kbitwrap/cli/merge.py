@@ -59,10 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         InputError: There is no usable base, adapter, manifest or destination.
     """
-    from .. import merge_checkpoint
-
     if os.environ.get("RANK", "0") != "0":
         return EXIT_DONE
+    from .. import merge_checkpoint
     from .loading import choose_device
     from .plan import quantization_config
 
