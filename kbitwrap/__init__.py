@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .checkpoints.inspection import CheckpointReport, inspect_checkpoint
     from .checkpoints.merge import merge_checkpoint
     from .config import Precision, PrepareConfig
-    from .drop_in import prepare_model_for_kbit_training, prepared_of, restore
+    from .drop_in import patch_peft, patched, prepare_model_for_kbit_training, prepared_of, restore
     from .errors import (
         ConfigError,
         EditError,
@@ -43,7 +43,7 @@ _HOMES = {
     "checkpoints.inspection": ("CheckpointReport", "inspect_checkpoint"),
     "checkpoints.merge": ("merge_checkpoint",),
     "config": ("Precision", "PrepareConfig"),
-    "drop_in": ("prepare_model_for_kbit_training", "prepared_of", "restore"),
+    "drop_in": ("patch_peft", "patched", "prepare_model_for_kbit_training", "prepared_of", "restore"),
     "errors": (
         "ConfigError",
         "EditError",
@@ -105,6 +105,8 @@ __all__ = [
     "convert_checkpoint",
     "inspect_checkpoint",
     "merge_checkpoint",
+    "patch_peft",
+    "patched",
     "prepare_model_for_kbit_training",
     "prepared_of",
     "restore",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 
-from .. import convert_checkpoint
 from .console import add_command, add_destination, write
 
 
@@ -63,6 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         InputError: There is no usable checkpoint, manifest or destination.
     """
+    from .. import convert_checkpoint
+
     if arguments.command == "export":
         print("kbitwrap: 'kbitwrap export' is called 'kbitwrap convert' now", file=sys.stderr)
     return write(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 
-from .. import merge_checkpoint
 from .console import EXIT_DONE, add_command, add_destination, write
 
 
@@ -62,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if os.environ.get("RANK", "0") != "0":
         return EXIT_DONE
+    from .. import merge_checkpoint
     from .loading import choose_device
     from .plan import quantization_config
 

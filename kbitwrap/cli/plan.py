@@ -7,10 +7,13 @@ import importlib.util
 import json
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .. import ConfigError, Plan, Precision, PrepareConfig, UnsupportedModelError
+from .. import ConfigError, Precision, PrepareConfig, UnsupportedModelError
 from .console import EXIT_DONE, EXIT_NO, InputError, add_command, first_line, format_table, quiet_libraries
+
+if TYPE_CHECKING:
+    from .. import Plan
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -93,6 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _plans(arguments: argparse.Namespace) -> dict[str, Plan]:
     """The plans by precision: of those asked for, and with a budget of all, since those that fit are named."""
+    from .. import Plan
+
     wanted = {*(arguments.precision or Precision)}
     if arguments.memory_budget is not None:
         wanted = {*Precision}

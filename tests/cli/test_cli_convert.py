@@ -146,12 +146,17 @@ def test_inspect_of_a_manifest(saved: Path, capsys: pytest.CaptureFixture[str]) 
     assert rows["quantization"] == "bitsandbytes_4bit"
     assert rows["precision"] == "full"
     assert "freeze=True" in rows["settings"]
+    assert rows["adapters"] == "none"
     assert f"torch {torch.__version__}" in rows["versions"]
     assert rows["added"].split(maxsplit=1)[1] == "33,408 planned, 33,408 measured"
     status, result = run_json(capsys, "inspect", saved / "kbitwrap.json")
     assert (status, result["kind"], result["plan"]["added_bytes"]) == (0, "manifest", 33408)
     assert result["tensors"]["parameter"] == 21
     assert len(result["stored_in_another_dtype"]) == 7
+    data = json.loads((saved / "kbitwrap.json").read_text())
+    data |= {"version": 2, "adapters": {"mine": {"config_sha256": "0" * 64, "dtypes": ["bfloat16", "float32"]}}}
+    (saved / "adapted.json").write_text(json.dumps(data))
+    assert "\nadapters       mine (bfloat16, float32)\n" in run(capsys, "inspect", saved / "adapted.json")[1]
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\x80\x04K\x01.", b'{"format": "kbitwrap-manifest", "version": 9}'])
