@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .checkpoints.convert import convert_checkpoint
     from .checkpoints.inspection import CheckpointReport, inspect_checkpoint
+    from .checkpoints.merge import merge_checkpoint
     from .config import Precision, PrepareConfig
-    from .drop_in import prepare_model_for_kbit_training, restore
+    from .drop_in import patch_peft, patched, prepare_model_for_kbit_training, prepared_of, restore
     from .errors import (
         ConfigError,
         EditError,
@@ -34,14 +35,15 @@ if TYPE_CHECKING:
     from .manifest.schema import TensorRecord
     from .preparation.engines import check_sharding
     from .preparation.plan import Plan, build_plan
-    from .prepared import KbitPreparedModel, prepared_of
+    from .prepared import KbitPreparedModel
     from .reports import ExportReport, LifecycleState, RestoreReport, ShardingOutcome, ShardingReport, StateDiff
 
 _HOMES = {
     "checkpoints.convert": ("convert_checkpoint",),
     "checkpoints.inspection": ("CheckpointReport", "inspect_checkpoint"),
+    "checkpoints.merge": ("merge_checkpoint",),
     "config": ("Precision", "PrepareConfig"),
-    "drop_in": ("prepare_model_for_kbit_training", "restore"),
+    "drop_in": ("patch_peft", "patched", "prepare_model_for_kbit_training", "prepared_of", "restore"),
     "errors": (
         "ConfigError",
         "EditError",
@@ -60,7 +62,7 @@ _HOMES = {
     "manifest.schema": ("TensorRecord",),
     "preparation.engines": ("check_sharding",),
     "preparation.plan": ("Plan", "build_plan"),
-    "prepared": ("KbitPreparedModel", "prepared_of"),
+    "prepared": ("KbitPreparedModel",),
     "reports": (
         "ExportReport",
         "LifecycleState",
@@ -102,6 +104,9 @@ __all__ = [
     "check_sharding",
     "convert_checkpoint",
     "inspect_checkpoint",
+    "merge_checkpoint",
+    "patch_peft",
+    "patched",
     "prepare_model_for_kbit_training",
     "prepared_of",
     "restore",

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 from .errors import ConfigError
 
@@ -94,9 +94,11 @@ class PrepareConfig:
         input_require_grads: ``None`` hooks the input embeddings only where reentrant checkpointing needs it, and
             makes a checkpointed block's input require grad where an adapter needs it (aLoRA); ``True`` and ``False``
             force the hook on the embeddings.
-        head_chunk_bytes: With ``"compute"``: the largest float32 piece of the output head alive at once, in bytes.
-            ``None`` computes it in one piece, which is bit-identical to ``"full"`` on every shape; in pieces, the
-            matrix library may block the product differently.
+        head: ``"float32"``: the output head multiplies in float32 and returns float32 logits, under autocast too,
+            from its half weight, which is upcast as it is used. ``"full"`` and ``"compute"`` upcast it anyway.
+        head_chunk_bytes: With ``"compute"`` or ``head="float32"``: the largest float32 piece of the output head alive
+            at once, in bytes. ``None`` computes it in one piece, which is bit-identical to ``"full"`` on every shape;
+            in pieces, the matrix library may block the product differently.
         norm_modules: Further norms: classes, or class-name patterns (regular expressions, matched in full).
         memory_budget: Bytes, or a string such as ``"512MiB"``. A plan whose peak is over it raises
             ``MemoryBudgetError`` before anything changes.
@@ -121,6 +123,7 @@ class PrepareConfig:
     gradient_checkpointing: bool = True
     gradient_checkpointing_kwargs: Mapping[str, Any] = field(default_factory=lambda: {"use_reentrant": False})
     input_require_grads: bool | None = None
+    head: Literal["float32"] | None = None
     head_chunk_bytes: int | None = None
     norm_modules: tuple[type | str, ...] = ()
     memory_budget: int | str | None = None
@@ -135,6 +138,7 @@ class PrepareConfig:
             self._expect(name, isinstance(getattr(self, name), bool), "True or False")
         hooks = self.input_require_grads
         self._expect("input_require_grads", hooks is None or isinstance(hooks, bool), "None, True or False")
+        self._expect("head", self.head in (None, "float32"), "None or 'float32'")
         chunk = self.head_chunk_bytes
         is_count = isinstance(chunk, int) and not isinstance(chunk, bool) and chunk > 0
         self._expect("head_chunk_bytes", chunk is None or is_count, "None or a positive number of bytes")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import sys
+import types
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -12,9 +16,30 @@ from .config import Precision, PrepareConfig
 from .edits.base import TrainedPolicy
 from .errors import StateError
 from .model.quantization import detect_as_peft
+from .model.tree import ModelTree
+from .preparation.preparation import Preparation
 from .preparation.process import empty_cache
-from .prepared import KbitPreparedModel, prepared_of
+from .prepared import KbitPreparedModel
 from .reports import RestoreReport
+
+
+def prepared_of(model: nn.Module) -> KbitPreparedModel | None:
+    """Find the wrapper that holds a model.
+
+    Args:
+        model: A prepared model, a part of it, or what was wrapped around it since (a ``PeftModel``, DDP).
+
+    Returns:
+        The wrapper, in state ``PREPARED`` or ``SUSPENDED``, or ``None``.
+
+    Example:
+        >>> import torch, kbitwrap
+        >>> kbitwrap.prepared_of(torch.nn.Linear(2, 2)) is None
+        True
+    """
+    preparation = Preparation.find(ModelTree(model)) if isinstance(model, nn.Module) else None
+    holder = None if preparation is None else preparation.holder()
+    return holder if isinstance(holder, KbitPreparedModel) else None
 
 
 # TRL reads the names of this function's parameters, and of its local variables too: it takes no others.
@@ -104,3 +129,76 @@ def restore(model: nn.Module, trained: TrainedPolicy = "keep") -> RestoreReport:
     if wrapper is None:
         raise StateError(f"this {type(model).__name__} is not prepared, so there is nothing to restore")
     return wrapper.restore(trained)
+
+
+@contextlib.contextmanager
+def patched(precision: Precision | str = "full") -> Iterator[None]:
+    """Put the drop-in in the place of PEFT's ``prepare_model_for_kbit_training``, and PEFT's function back at the end.
+
+    For a library that prepares a model inside a call of its own, as TRL's ``ORPOTrainer`` does. Inside, every name of a
+    loaded module that holds PEFT's function holds the drop-in, in modules that are imported meanwhile too; so does one
+    that holds what another library put in its place in PEFT. What was prepared stays so: ``kbitwrap.restore(model)``.
+
+    Out of reach is what no module's name holds: a closure, a ``functools.partial``, a default argument, an attribute of
+    a class. The names are the process's: one thread uses this at a time, and other processes are not affected.
+
+    Args:
+        precision: What the drop-in prepares with; under ``"adapted"``, ``prepared_of(model).adopt(peft_model)`` has to
+            be called afterwards, as ``KbitTrainerCallback`` does.
+
+    Raises:
+        ConfigError: An unknown precision; nothing was replaced.
+
+    Example:
+        >>> import peft, torch, warnings, kbitwrap
+        >>> warnings.simplefilter("ignore", UserWarning)  # it says that this model is not quantized
+        >>> with kbitwrap.patched(precision="norms"):
+        ...     model = peft.prepare_model_for_kbit_training(torch.nn.LayerNorm(4).bfloat16())
+        >>> kbitwrap.prepared_of(model)
+        KbitPreparedModel(LayerNorm, precision='norms', prepared)
+    """
+    functions = _replacements(precision)
+    places: list[dict[str, Any]] = []
+    try:
+        _replace(functions, places)
+        yield
+    finally:
+        _replace([(new, old) for old, new in functions], places)
+
+
+def patch_peft(precision: Precision | str = "full") -> None:
+    """Put the drop-in in the place of PEFT's function for good: the first line of a script. It imports PEFT.
+
+    Args:
+        precision: As in ``patched``, which says what is replaced; a later call replaces an earlier one's.
+
+    Raises:
+        ConfigError: An unknown precision; nothing was replaced.
+    """
+    _replace(_replacements(precision), [])
+
+
+def _replacements(precision: Precision | str) -> list[tuple[Any, Any]]:
+    """What PEFT's modules hold under the function's name, each with a drop-in of its own that prepares so."""
+    import peft
+
+    drop_in = prepare_model_for_kbit_training
+    found: dict[int, tuple[Any, Any]] = {}
+    for module in (peft, peft.utils, peft.utils.other):
+        old = vars(module)[drop_in.__name__]
+        new = types.FunctionType(drop_in.__code__, drop_in.__globals__, argdefs=drop_in.__defaults__)
+        del functools.update_wrapper(new, drop_in).__wrapped__
+        new.__kwdefaults__ = {"precision": PrepareConfig(precision=precision).precision}  # type: ignore[arg-type]
+        found.setdefault(id(old), (old, new))
+    return list(found.values())
+
+
+def _replace(functions: list[tuple[Any, Any]], places: list[dict[str, Any]]) -> None:
+    """Put each second for its first in ``places`` and in the names of all modules, loading none; note these places."""
+    new = {id(old): replacement for old, replacement in functions}
+    modules = [module for module in tuple(sys.modules.values()) if issubclass(type(module), types.ModuleType)]
+    for names in (*places, *(object.__getattribute__(module, "__dict__") for module in modules)):
+        for name, value in tuple(names.items()):
+            if id(value) in new:
+                names[name] = new[id(value)]
+                places.append(names)

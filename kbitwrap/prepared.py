@@ -7,16 +7,17 @@ import functools
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from .config import PrepareConfig
 from .edits.base import TrainedPolicy
 from .edits.journal import Journal
 from .errors import ConfigError, StateError
-from .export.export import export_model
+from .export.export import export_model, merged_weights
 from .manifest.manifest import Manifest
 from .model.checks import refuse_unsupported_tensors, tree_of
 from .model.quantization import detect_as_peft
@@ -30,29 +31,6 @@ from .reports import ExportReport, LifecycleState, RestoreReport, StateDiff
 _logger = logging.getLogger(__name__)
 
 _HELD = (LifecycleState.PREPARED, LifecycleState.SUSPENDED)
-
-
-def prepared_of(model: nn.Module) -> KbitPreparedModel | None:
-    """Find the wrapper that holds a model.
-
-    Args:
-        model: A prepared model, a part of it, or what was wrapped around it since (a ``PeftModel``, DDP).
-
-    Returns:
-        The wrapper, in state ``PREPARED`` or ``SUSPENDED``, or ``None``.
-
-    Example:
-        >>> import torch, kbitwrap
-        >>> kbitwrap.prepared_of(torch.nn.Linear(2, 2)) is None
-        True
-    """
-    return _holder_of(ModelTree(model)) if isinstance(model, nn.Module) else None
-
-
-def _holder_of(tree: ModelTree) -> KbitPreparedModel | None:
-    preparation = Preparation.find(tree)
-    holder = None if preparation is None else preparation.holder()
-    return holder if isinstance(holder, KbitPreparedModel) else None
 
 
 class KbitPreparedModel:
@@ -144,12 +122,12 @@ class KbitPreparedModel:
     @classmethod
     def as_peft(cls, model: nn.Module, config: PrepareConfig) -> KbitPreparedModel:
         """Prepare a model by PEFT's rules: its detection, adapters frozen too, on top of what holds it already."""
-        tree, _ = Preparation.tree_of(model)
+        tree, preparation = Preparation.tree_of(model)
         with only_reading():
             refuse_unsupported_tensors(tree, allow_meta=False)
             plan = write_plan(Planner(tree, config, detect_as_peft(model), freeze_adapters=True))
-        wrapper = _holder_of(tree)
-        if wrapper is None:
+        wrapper = None if preparation is None else preparation.holder()
+        if not isinstance(wrapper, KbitPreparedModel):
             wrapper = cls.__new__(cls)
             wrapper.model, wrapper.config = model, config
         elif wrapper.state is not LifecycleState.PREPARED:
@@ -384,6 +362,33 @@ class KbitPreparedModel:
             progress=self.config.progress,
         )
 
+    def merged_weights(self, adapters: str | Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Hand out the merged model, as an iterator of ``(fqn, tensor)``: for an inference engine's weight loader, say.
+
+        Names, order and values are those of ``export(merge_adapters=True)``; no file is written, and the model is only
+        read. A tensor is computed when it is asked for, on the model's device, in memory of its own. Beside the one
+        handed out last, that takes at most twice the bytes of the largest, where the adapters can be merged by rows.
+
+        Args:
+            adapters: The names of the adapters to merge, none for the base alone; ``None``: the active ones.
+
+        Raises:
+            StateError: The model is neither prepared nor suspended; on the way: its state changed.
+            ConfigError: No adapter has such a name.
+            UnsupportedModelError: The model is sharded or offloaded.
+            ExportError: As of ``export``; or the model's class has a ``save_pretrained`` of its own.
+
+        Example:
+            >>> import warnings, torch
+            >>> from kbitwrap import KbitPreparedModel
+            >>> warnings.simplefilter("ignore", UserWarning)  # it says that this model is not quantized
+            >>> with KbitPreparedModel(torch.nn.LayerNorm(4).bfloat16(), precision="full") as prepared:
+            ...     print([(fqn, tensor.dtype) for fqn, tensor in prepared.merged_weights()])
+            [('weight', torch.bfloat16), ('bias', torch.bfloat16)]
+        """
+        preparation = self._expect_prepared("merged_weights", _HELD)
+        return merged_weights(preparation, adapters, lambda: (self.state, self._preparation, self._suspension))
+
     def manifest(self) -> Manifest:
         """Record the preparation: the model, the settings, and every base tensor's original content by digest.
 
@@ -405,10 +410,7 @@ class KbitPreparedModel:
             >>> manifest.tensors["weight"].original_dtype, manifest.tensors["weight"].prepared_dtype
             ('bfloat16', 'float32')
         """
-        if self._preparation is None:
-            self._expect_prepared("manifest")
-        assert self._preparation is not None
-        return Manifest.of(self._preparation)
+        return Manifest.of(self._expect_prepared("manifest", _HELD))
 
     @classmethod
     def from_manifest(cls, model: nn.Module, manifest: Manifest | str | os.PathLike[str]) -> KbitPreparedModel:
@@ -433,8 +435,8 @@ class KbitPreparedModel:
         manifest.check(model)
         return cls(model, manifest.prepare_config())
 
-    def _expect_prepared(self, call: str) -> Preparation:
-        if self.state is not LifecycleState.PREPARED or self._preparation is None:
+    def _expect_prepared(self, call: str, states: tuple[LifecycleState, ...] = _HELD[:1]) -> Preparation:
+        if self.state not in states or self._preparation is None:
             remedy = {
                 LifecycleState.NEW: "prepare() it first, or use it in a with-block",
                 LifecycleState.SUSPENDED: "resume() it, or leave suspended(), first",
@@ -443,6 +445,6 @@ class KbitPreparedModel:
             raise StateError(
                 f"{call}() on a wrapper in state {str(self.state)!r}: {remedy}",
                 state=self.state,
-                expected=(LifecycleState.PREPARED,),
+                expected=states,
             )
         return self._preparation

@@ -24,12 +24,12 @@ PACKAGE = Path(kbitwrap.__file__).parent
 # Each room, a folder or a file, imports only from rooms to its left; "" is the package's own `__init__`.
 ROOMS = (
     *("errors", "config", "reports", "tensors", "model", "edits", "preparation", "foresight", "export", "manifest"),
-    *("checkpoints", "prepared", "drop_in", "", "integrations", "bench", "cli"),
+    *("checkpoints", "prepared", "drop_in", "", "integrations", "bench", "cli", "__main__"),
 )
 # Rooms that are planned, and not built.
 PLANNED = ("foresight",)
 # These use the public names alone.
-CLIENTS = ("integrations", "bench", "cli")
+CLIENTS = ("integrations", "bench", "cli", "__main__")
 # Loaded only when asked for: the first three take seconds, and each may be absent where it is not used.
 LAZY = ("transformers", "peft", "bitsandbytes", "accelerate", "deepspeed", "safetensors")
 

@@ -8,6 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -27,6 +28,7 @@ def test_the_defaults() -> None:
         "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
         "input_require_grads": None,
+        "head": None,
         "head_chunk_bytes": None,
         "norm_modules": (),
         "memory_budget": None,
@@ -48,6 +50,7 @@ def test_the_defaults() -> None:
         ),
         *(("gradient_checkpointing_kwargs", value) for value in (None, True, "use_reentrant", [("a", 1)], {1: 2})),
         *(("input_require_grads", value) for value in ("yes", 2, 1, 0, [])),
+        *(("head", value) for value in ("half", "bfloat16", torch.float32, True, ["float32"])),
         *(("norm_modules", value) for value in (None, 3, (3,), [None], {"RMSNorm"}, (nn.LayerNorm(2),))),
         *(("memory_budget", value) for value in (-1, 1.5, True, "", "much", "12 parsecs", "-1MiB", "1e9", [1])),
     ],
@@ -72,6 +75,7 @@ def test_an_invalid_value_is_refused_by_name(field: str, value: Any) -> None:
         ),
         *(("gradient_checkpointing_kwargs", value) for value in ({}, {"use_reentrant": True}, {"a": None})),
         *(("input_require_grads", value) for value in (None, True, False)),
+        *(("head", value) for value in (None, "float32")),
         *(("norm_modules", value) for value in ((), (nn.LayerNorm,), ("Gated.*", nn.GroupNorm))),
         *(("memory_budget", value) for value in (None, 0, 1, "0", "512MiB")),
     ],

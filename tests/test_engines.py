@@ -134,9 +134,10 @@ def lives_on(
     names = {fqn for fqn, _ in model.named_parameters()}
     batch = zoo.inputs("llama", model)
     prompt = {"input_ids": batch["input_ids"][:, :4], "attention_mask": torch.ones(len(batch["input_ids"]), 4).long()}
-    with KbitPreparedModel(model, precision=precision) as prepared:
-        manifest = prepared.manifest()
+    head = "float32" if precision == "norms" else None
+    with KbitPreparedModel(model, precision=precision, head=head) as prepared:
         peft_model = adapt(model)
+        manifest = prepared.manifest()
         prepared.adopt(peft_model)
         live = ENGINES[engine](peft_model)
         frozen = flags(model)
@@ -161,7 +162,7 @@ def lives_on(
         prepared.export(folder / precision, max_shard_size=SHARD)
         assert read(folder / precision) == expected
         with torch.no_grad():
-            live(**batch)
+            assert live(**batch).logits.dtype == (torch.float32 if head else torch.bfloat16)
         assert engine != "fsdp2" or not isinstance(model.model.embed_tokens.weight, DTensor)
         manifest.check(model)
         assert without_time(prepared.manifest()) == without_time(manifest)
@@ -195,8 +196,9 @@ def stays_as_it_is(
 ) -> None:
     """The first use warns or raises, nothing that would change a dtype begins, the body's exception is the one seen."""
     prepared = KbitPreparedModel(model, precision=precision).prepare()
+    peft_model = adapt(model)
     manifest = prepared.manifest()
-    live = ENGINES[engine](adapt(model))
+    live = ENGINES[engine](peft_model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if precision == "full":
@@ -396,9 +398,10 @@ def is_whole_until_a_backward(rank: int, model: nn.Module, folder: Path, expecte
     """With SHARD_GRAD_OP, everything works but where a backward is to follow, which is refused by name."""
     before = flags(model)
     prepared = KbitPreparedModel(model, precision="norms").prepare()
+    peft_model = adapt(model)
     manifest = prepared.manifest()
     batch = zoo.inputs("llama", model)
-    live = fsdp1(adapt(model), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    live = fsdp1(peft_model, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
     step("llama", live)
     for _ in range(2):  # the second time, after a forward without a backward
         with prepared.suspended(), torch.no_grad():

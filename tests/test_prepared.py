@@ -1361,7 +1361,8 @@ class TestMixedPrecision:
     def warnings(self, precision: str = "full") -> str:
         return "\n".join(build_plan(zoo.load("llama"), precision=precision).warnings)
 
-    def test_there_is_no_warning_without_a_mixed_precision_policy(self) -> None:
+    def test_there_is_no_warning_without_a_mixed_precision_policy(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("accelerate.state.AcceleratorState._shared_state", {})
         assert "nullif" not in self.warnings()
 
     def test_autocast_nullifies_the_heads_upcast(self) -> None:

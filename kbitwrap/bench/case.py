@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bitsandbytes.functional import dequantize_4bit
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -93,13 +94,14 @@ class Case:
             self.result["steps"] = [self._measure_step(adapted, tokens, baseline) for tokens in self.settings.tokens]
 
     def _measure_export(self) -> None:
-        """Export, in turn with the library's way to write the same bytes, which has them at hand."""
+        """Export, in turn with the library's way to write the same bytes, which has them at hand, and with merging."""
         assert self._wrapper is not None
         adapted = self._adapt() if self.name == MERGED else None
         host = MemoryMeter(torch.device("cpu"))
         exported, saved = self.folder / "exported", self.folder / "saved.safetensors"
         save: list[float] = []
         export: list[float] = []
+        merge: list[float] = []
         peaks: list[int] = []
         tensors: dict[str, torch.Tensor] = {}
         for _ in range(1 + self.settings.repeats):
@@ -115,6 +117,9 @@ class Case:
             _settle_disk()
             with self.meter.timed(save):
                 save_file(tensors, saved, metadata={"format": "pt"})
+            if adapted is not None:
+                with self.meter.timed(merge):
+                    _merge(adapted)
             is_identical = filecmp.cmp(file, saved, shallow=False)
             shutil.rmtree(exported)
             saved.unlink()
@@ -122,6 +127,7 @@ class Case:
             # The first also sets things up.
             "export_seconds": export[1:],
             "save_seconds": save[1:],
+            "merge_seconds": merge[1:],
             "export_peak_bytes": min(peaks),
             "export_bytes": report.num_bytes,
             "largest_bytes": max(tensor.nbytes for tensor in tensors.values()),
@@ -266,6 +272,17 @@ class Case:
                 float((gradients[name].double() - g.double()).abs().max()) for name, g in expected.items()
             ),
         }
+
+
+@torch.no_grad()
+def _merge(adapted: PeftModel) -> None:
+    """Compute each merged weight by what it takes and nothing else, and drop it."""
+    layers: list[Any] = [module for module in adapted.modules() if "lora_A" in module._modules]
+    for layer in layers:
+        weight = layer.get_base_layer().weight
+        merged = dequantize_4bit(weight.data, weight.quant_state).float()
+        merged += layer.get_delta_weight("default")
+        merged.to(weight.quant_state.dtype)
 
 
 def _settle_disk() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from .report import environment
 from .settings import PEFT, BenchError, Settings
 
-_TIMINGS = ("prepare_seconds", "restore_seconds", "seconds", "save_seconds", "export_seconds")
+_TIMINGS = ("prepare_seconds", "restore_seconds", "seconds", "save_seconds", "merge_seconds", "export_seconds")
 _RATIOS = ("prepare_seconds", "transient_peak_bytes", "seconds", "peak_bytes")
 
 

@@ -3,7 +3,7 @@
 Each command is a module with ``add_parser(subparsers)`` and ``run(arguments) -> int``. Its heavy imports happen inside
 ``run``, so that ``--help`` does not wait for them.
 
-Exit status: 0 done, 1 the answer is no, 2 bad usage or bad input.
+Exit status: 0 done, 1 the answer is no, 2 bad usage or bad input; of ``run``, the script's.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
-from . import bench, demo, export, inspect, plan
+from . import bench, convert, demo, inspect, merge, plan, run
 from .console import EXIT_BAD_INPUT, EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, InputError
 
-_COMMANDS = (demo, plan, inspect, export, bench)
+_COMMANDS = (demo, plan, inspect, merge, convert, bench, run)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     """
     parser = _Parser(prog="kbitwrap", description="Reversible preparation of quantized models for training.")
     parser.add_argument("--version", action=_PrintVersion, nargs=0, help="print the version and exit")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for command in _COMMANDS:
         command.add_parser(subparsers)
     return parser
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0 done, 1 the answer is no, 2 bad input.
 
     Raises:
-        SystemExit: From argparse: 0 after ``--help`` and ``--version``, 2 for bad usage.
+        SystemExit: From argparse: 0 after ``--help`` and ``--version``, 2 for bad usage. From the script of ``run``.
 
     Example:
         >>> from kbitwrap.cli import main

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from .. import ConfigError, ExportError, ExportReport, ManifestError, ManifestMismatchError, UnsupportedModelError
 
 EXIT_DONE = 0
 EXIT_NO = 1
@@ -28,6 +32,7 @@ def add_command(
     *,
     summary: str,
     description: str,
+    aliases: Sequence[str] = (),
 ) -> argparse.ArgumentParser:
     """Add a command that prints a result, as text or with ``--json`` as one object.
 
@@ -37,14 +42,60 @@ def add_command(
         run: Runs it on the parsed options, and returns the exit status.
         summary: What it does, in half a line.
         description: What it does, and what its exit statuses mean.
+        aliases: Other names of the command.
 
     Returns:
         Its parser, for its own options.
     """
-    parser = subparsers.add_parser(name, help=summary, description=description)
+    parser = subparsers.add_parser(name, help=summary, description=description, aliases=aliases)
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of text")
     parser.set_defaults(run=run)
     return parser
+
+
+def add_destination(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say where a checkpoint is written.
+
+    Args:
+        parser: The parser of a command that writes one.
+    """
+    parser.add_argument("--out", metavar="DST", required=True, type=_folder, help="the folder to make")
+    parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists and contains no folders")
+
+
+def _folder(text: str) -> str:
+    # The empty path is the working directory, which nobody means to replace.
+    if not text:
+        raise argparse.ArgumentTypeError("expected a folder, found nothing")
+    return text
+
+
+def write(arguments: argparse.Namespace, call: Callable[[], ExportReport]) -> int:
+    """Write a checkpoint, and print what was written.
+
+    Args:
+        arguments: The parsed options.
+        call: Writes it.
+
+    Returns:
+        0 if it was written, 1 if what was read is not what the manifest records.
+
+    Raises:
+        InputError: There is nothing usable to read, or the destination cannot be written.
+    """
+    try:
+        with quiet_libraries():
+            report = call()
+    except ManifestMismatchError as error:
+        print(f"kbitwrap: {first_line(error)}", file=sys.stderr)
+        if arguments.json:
+            result = {"matches": False, "unexpected": error.unexpected, "different": error.different}
+            print(json.dumps(result, indent=2, default=str))
+        return EXIT_NO
+    except (ConfigError, ExportError, ManifestError, UnsupportedModelError) as error:
+        raise InputError(first_line(error)) from error
+    print(json.dumps(report.to_dict(), indent=2) if arguments.json else report)
+    return EXIT_DONE
 
 
 def first_line(error: BaseException) -> str:

@@ -8,10 +8,13 @@ import os
 import shlex
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .. import CheckpointReport, ConfigError, Manifest, ManifestError, inspect_checkpoint
+from .. import ConfigError, ManifestError
 from .console import EXIT_DONE, EXIT_NO, InputError, add_command, first_line, format_table, quiet_libraries
+
+if TYPE_CHECKING:
+    from .. import CheckpointReport, Manifest
 
 _SHOWN = 2  # names in a row
 
@@ -46,6 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         InputError: It is neither a checkpoint nor a manifest.
     """
+    from .. import Manifest, inspect_checkpoint
+
     path = Path(arguments.path)
     try:
         if os.path.isdir(path) or path.suffix == ".safetensors" or not os.path.exists(path):
@@ -69,7 +74,7 @@ def _suggestion(report: CheckpointReport) -> str | None:
     if not report:
         return None
     how = f"--dtype {report.half_dtype}" if report.half_dtype else "--like ORIGINAL"
-    return f"kbitwrap export --from {shlex.quote(str(report.path))} --out DST {how}"
+    return f"kbitwrap convert --from {shlex.quote(str(report.path))} --out DST {how}"
 
 
 def _describe_checkpoint(report: CheckpointReport) -> str:
@@ -113,7 +118,8 @@ def _summary(manifest: Manifest) -> dict[str, Any]:
     """The lines that describe a manifest, without its tensors."""
     kinds = Counter(record.type for record in manifest.tensors.values())
     upcast = [fqn for fqn, record in manifest.tensors.items() if record.original_dtype != record.prepared_dtype]
-    data = manifest.model_dump(mode="json", by_alias=True, include={"created", "versions", "model", "config", "plan"})
+    parts = {"created", "versions", "model", "config", "adapters", "plan"}
+    data = manifest.model_dump(mode="json", by_alias=True, include=parts)
     before, after = manifest.before.memory.parameter_bytes, manifest.after.memory.parameter_bytes
     return {
         **data,
@@ -128,12 +134,14 @@ def _describe_manifest(manifest: Manifest) -> str:
     model, config = found["model"], found["config"]
     defaults = ("freeze", "gradient_checkpointing", "input_require_grads", "norm_modules", "keep_originals")
     settings = ", ".join(f"{name}={config[name]}" for name in defaults)
+    adapters = tuple(f"{name} ({', '.join(record['dtypes'])})" for name, record in found["adapters"].items())
     rows = [
         ("prepared", "as"),
         ("model", f"{model['class']} ({model['name_or_path'] or 'no name'}), {model['dtype'] or 'no dtype'}"),
         ("quantization", model["quantization"]["method"] or "none"),
         ("precision", config["precision"]),
         ("settings", settings),
+        ("adapters", _some(adapters) or "none"),
         ("created", found["created"]),
         ("versions", ", ".join(f"{name} {version}" for name, version in found["versions"].items())),
         ("tensors", ", ".join(f"{count} {kind}" for kind, count in found["tensors"].items()) or "none"),

@@ -7,10 +7,13 @@ import importlib.util
 import json
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .. import ConfigError, Plan, Precision, PrepareConfig, UnsupportedModelError
+from .. import ConfigError, Precision, PrepareConfig, UnsupportedModelError
 from .console import EXIT_DONE, EXIT_NO, InputError, add_command, first_line, format_table, quiet_libraries
+
+if TYPE_CHECKING:
+    from .. import Plan
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -93,13 +96,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _plans(arguments: argparse.Namespace) -> dict[str, Plan]:
     """The plans by precision: of those asked for, and with a budget of all, since those that fit are named."""
+    from .. import Plan
+
     wanted = {*(arguments.precision or Precision)}
     if arguments.memory_budget is not None:
         wanted = {*Precision}
     with quiet_libraries(), warnings.catch_warnings():
         # As when it is loaded: a model that is quantized already keeps its own quantization. The plan says which.
         warnings.filterwarnings("ignore", r"You passed `quantization_config` or equivalent parameters", UserWarning)
-        quantization = _quantization(arguments.quant, arguments.dtype)
+        quantization = quantization_config(arguments.quant, arguments.dtype)
         try:
             return {
                 precision.value: Plan.for_pretrained(
@@ -114,7 +119,16 @@ def _plans(arguments: argparse.Namespace) -> dict[str, Plan]:
             raise InputError(f"the model {arguments.model!r} cannot be prepared: {first_line(error)}") from error
 
 
-def _quantization(quant: str, dtype: str) -> Any:
+def quantization_config(quant: str, dtype: str | None) -> Any:
+    """Make the config of a kind of quantization.
+
+    Args:
+        quant: ``"nf4"``, ``"int8"`` or ``"none"``.
+        dtype: The dtype that 4-bit layers compute in; ``None`` for the library's default.
+
+    Returns:
+        The config for ``from_pretrained``; ``None`` for ``"none"``.
+    """
     from transformers import BitsAndBytesConfig
 
     if quant == "nf4":

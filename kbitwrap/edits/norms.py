@@ -1,4 +1,4 @@
-"""The edit that makes norms compute in float32 from half weights."""
+"""The edit that makes modules compute in float32 from half weights: norms, and with another forward the head."""
 
 from __future__ import annotations
 
@@ -59,12 +59,17 @@ class Float32Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward; in float32 while active."""
-        module = self.module
-        forward = type(module).forward if self.inner is MISSING else self.inner.__func__
+        forward = type(self.module).forward if self.inner is MISSING else self.inner.__func__
         if not self.is_active:
-            return forward(module, *args, **kwargs)
+            return forward(self.module, *args, **kwargs)
+        return self._run(forward, args, kwargs)
+
+    def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the module's own forward in float32, and give the output the dtype of the unprepared module's."""
         output = forward(
-            _float32_shell(module), *map(_to_float32, args), **{name: _to_float32(v) for name, v in kwargs.items()}
+            float32_shell(self.module, to_float32),
+            *map(to_float32, args),
+            **{n: to_float32(v) for n, v in kwargs.items()},
         )
         dtypes = self._unprepared_dtypes(forward, args, kwargs)
         if isinstance(output, torch.Tensor):
@@ -97,19 +102,22 @@ class Float32Forward:
         return self._output_dtypes[key]
 
 
-def _to_float32(value: Any) -> Any:
+def to_float32(value: Any) -> Any:
+    """Cast a half tensor; anything else is returned as it is."""
     return value.float() if isinstance(value, torch.Tensor) and value.dtype in HALF_DTYPES else value
 
 
-def _float32_shell(module: nn.Module) -> nn.Module:
+def float32_shell(module: nn.Module, upcast: Callable[[Any], Any]) -> nn.Module:
     """An object of the module's class that shares its attributes, with half parameters upcast, its children's too."""
     shell = shallow_copy(module)
     fields = shell.__dict__
     fields["_parameters"] = {
-        name: p if p is None or is_quantized_parameter(p) else _to_float32(p) for name, p in module._parameters.items()
+        name: p if p is None or is_quantized_parameter(p) else upcast(p) for name, p in module._parameters.items()
     }
+    # FSDP1 has views of a weight in place of the parameter.
+    fields.update({name: upcast(value) for name, value in fields.items() if isinstance(value, torch.Tensor)})
     if module._modules:
-        fields["_modules"] = {n: child and _float32_shell(child) for n, child in module._modules.items()}
+        fields["_modules"] = {n: child and float32_shell(child, upcast) for n, child in module._modules.items()}
     return shell
 
 
@@ -144,18 +152,17 @@ class ComputeChange(ChangeBase):
     def __init__(self) -> None:
         self._installed: list[weakref.ref[Float32Forward]] = []
 
-    def install(self, module: nn.Module) -> None:
+    def install(self, forward: Float32Forward) -> None:
         """Replace a module's forward."""
-        forward = Float32Forward(module)
         self._installed.append(weakref.ref(forward))
-        vars(module)[forward_slot(module)] = forward
+        vars(forward.module)[forward_slot(forward.module)] = forward
 
     def _live(self, tree: ModelTree) -> list[Float32Forward]:
         """Every ``Float32Forward`` in the live model, and on modules that have left it."""
         found = {id(f): f for ref in self._installed if (f := ref()) is not None}
         for node in tree.modules:
             for value in vars(node.module).values():
-                if type(value) is Float32Forward and value.module is node.module:
+                if isinstance(value, Float32Forward) and value.module is node.module:
                     found[id(value)] = value
         return list(found.values())
 
@@ -195,6 +202,7 @@ class ComputeInFloat32(EditBase):
     """Make modules compute in float32 from their half parameters."""
 
     modules: tuple[weakref.ref[nn.Module], ...] = field(default=(), repr=False)
+    forward: Callable[[nn.Module], Float32Forward] = field(repr=False)  # makes what replaces a module's own
 
     def capture(self, tree: ModelTree) -> ComputeChange:
         """Begin a record of the forwards replaced."""
@@ -205,4 +213,4 @@ class ComputeInFloat32(EditBase):
         for reference in self.modules:
             module = reference()
             if module is not None:
-                change.install(module)
+                change.install(self.forward(module))

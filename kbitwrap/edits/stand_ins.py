@@ -1,10 +1,10 @@
-"""The edit that makes modules see and use float32 tensors in place of their half weights."""
+"""What makes modules use float32 tensors in place of their half weights: an edit, and the forward of a head."""
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +18,37 @@ from ..model.quantization import is_quantized_parameter
 from ..model.records import TensorRef
 from ..model.tree import ModelTree, only_reading
 from ..tensors.dtypes import HALF_DTYPES
-from ..tensors.upcast import UpcastTensor
+from ..tensors.upcast import UpcastTensor, multiplies_half
 from .base import ChangeBase, EditBase, write_attribute
 from .journal import MISSING, Call, WayBack
+from .norms import Float32Forward, float32_shell, to_float32
+
+
+class HeadForward(Float32Forward):
+    """A head's own ``forward``, run with its half weight upcast as it is used; the output stays float32.
+
+    Autocast, which would round the product, does not reach it. A weight that is trained is upcast as a whole.
+    """
+
+    def __init__(self, module: nn.Module, chunk_bytes: int | None) -> None:
+        super().__init__(module)
+        self._chunk_bytes = chunk_bytes
+
+    def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        shell = float32_shell(self.module, self._upcast)
+        weight: Any = shell.weight
+        device = weight.device.type
+        is_product = forward is nn.Linear.forward and shell.bias is None and isinstance(weight, UpcastTensor)
+        if not (is_product and args and multiplies_half(args[0], weight.half_storage)):
+            args, kwargs = map(to_float32, args), {name: to_float32(value) for name, value in kwargs.items()}
+        with torch.autocast(device if torch.amp.is_autocast_available(device) else "cpu", enabled=False):
+            return forward(shell, *args, **kwargs)
+
+    def _upcast(self, parameter: torch.Tensor) -> torch.Tensor:
+        is_trained = parameter.requires_grad and torch.is_grad_enabled()
+        if parameter.dtype not in HALF_DTYPES or is_trained or torch.compiler.is_compiling():
+            return to_float32(parameter)  # type: ignore[no-any-return]
+        return UpcastTensor(parameter, None, self._chunk_bytes)
 
 
 class Float32Copy:

@@ -7,10 +7,12 @@ merged layer must compute what the copy's forward computes.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from ..errors import ExportError
 from ..model.quantization import PEFT_MODULES, Rows, is_quantized_layer
 from ..model.tree import shallow_copy
+from .plain import HOOKED_FORWARD
 
 # The largest difference allowed between what a layer and its merge compute, relative to the largest output, adapted or
 # not. Rounding in float32 stays below it; half a unit in the last place of float16, the finer half dtype, is 2**-12.
@@ -42,8 +45,6 @@ _ROWS = {
     "vera.Linear": {"vera_B": 0, "vera_lambda_b": 0},
 }
 _VARIANTS_WITH_ROWS = {"DoraLinearVariant"}  # of LoRA
-# The attributes that accelerate sets: the forward between its hooks, the forward that this calls, and the hook.
-_HOOKED_FORWARD = ("forward", "_old_forward", "_hf_hook")
 
 
 def refusal(fqn: str, layer: nn.Module, active: Sequence[str], why: object) -> ExportError:
@@ -65,24 +66,30 @@ def is_tuner_layer(wrapper: nn.Module) -> bool:
     return isinstance(wrapper, BaseTunerLayer)
 
 
-def active_adapters(layer: Any) -> tuple[str, ...]:
-    """The adapters that take part in the forward of one of PEFT's layers, in their order."""
-    if layer.disable_adapters:
-        return ()
-    there = layer._all_available_adapter_names()
-    return tuple(name for name in layer.active_adapters if name in there)
+def adapters_of(wrapper: Any) -> Sequence[str]:
+    """The names of the adapters that one of PEFT's layers, or of its ``modules_to_save`` wrappers, holds."""
+    copies = wrapper._modules.get("modules_to_save", ())
+    return wrapper._all_available_adapter_names() if is_tuner_layer(wrapper) else [*copies]
 
 
-def trained_copy(wrapper: Any) -> nn.Module | None:
+def active_adapters(wrapper: Any, chosen: Sequence[str] | None) -> tuple[str, ...]:
+    """The adapters of a layer or wrapper that are chosen, in their order; by default those that its forward uses."""
+    if chosen is None:
+        chosen = () if wrapper.disable_adapters else wrapper.active_adapters
+    there = adapters_of(wrapper)
+    return tuple(name for name in chosen if name in there)
+
+
+def trained_copy(fqn: str, wrapper: Any, chosen: Sequence[str] | None) -> nn.Module | None:
     """The copy that one of PEFT's ``modules_to_save`` wrappers runs instead of the original, if it runs one."""
-    copies = wrapper._modules.get("modules_to_save")
-    if copies is None or wrapper.disable_adapters or not wrapper.active_adapters:
-        return None
-    trained: nn.Module = copies[wrapper.active_adapters[0]]
+    active = active_adapters(wrapper, chosen) if "modules_to_save" in wrapper._modules else ()
+    if len(active) > 1:
+        raise refusal(fqn, wrapper, active, "each has a trained copy of the module, which only one can replace")
+    trained: nn.Module | None = wrapper._modules["modules_to_save"][active[0]] if active else None
     return trained
 
 
-def refuse_unmergeable(fqn: str, wrapper: Any) -> None:
+def refuse_unmergeable(fqn: str, wrapper: Any, chosen: Sequence[str] | None) -> None:
     """Raise `ExportError` if a PEFT module that is not a layer does more than hold layers."""
     from peft import PeftMixedModel, PeftModel
     from peft.tuners.tuners_utils import BaseTuner
@@ -90,7 +97,7 @@ def refuse_unmergeable(fqn: str, wrapper: Any) -> None:
 
     if isinstance(wrapper, (PeftModel, PeftMixedModel)):
         found: str | list[str] = wrapper.active_adapter
-        active = [found] if isinstance(found, str) else found
+        active = chosen if chosen is not None else [found] if isinstance(found, str) else found
         for config in [wrapper.peft_config[name] for name in active if name in wrapper.peft_config]:
             if config.is_prompt_learning:
                 method = str(getattr(config.peft_type, "value", config.peft_type))
@@ -101,47 +108,83 @@ def refuse_unmergeable(fqn: str, wrapper: Any) -> None:
         raise refusal(fqn, wrapper, (), "it has no method that merges")
 
 
-def merge_layer(
-    fqn: str, layer: Any, active: tuple[str, ...], plain: nn.Module, stored: torch.Tensor | None, rows: Rows
-) -> nn.Module:
-    """Merge a layer's active adapters into ``rows`` of a float32 base; raise unless the result computes the same.
+@dataclass
+class LayerMerge:
+    """Merges a layer's active adapters into float32 rows of its base, of one block after the other.
 
-    ``plain`` may be changed. ``stored`` is the weight's storage where the base is quantized; some methods read it.
+    The first block and the last must compute what the layer did. ``stored`` is the weight's storage where the base is
+    quantized; some methods read it.
     """
-    if isinstance(rows, slice) and "token_indices" in vars(layer):
-        active = tuple(name for name in active if _trained_rows(layer, name, rows))
-        if not active:
-            return plain
-    is_by_name = parameter_name(layer) is not None
-    if plain._modules and not is_by_name:
-        raise refusal(fqn, layer, active, f"it adapts several modules of {type(plain).__name__} at once")
-    if vars(plain).get("max_norm") is not None:
-        raise refusal(fqn, layer, active, "the embedding renormalizes the rows that it looks up (max_norm)")
-    try:
-        if "forward" in vars(layer) and "_hf_hook" not in vars(layer):
-            raise TypeError("its forward was replaced, and may depend on the input in any way")
-        adapted = _float32_layer(layer, active, plain, rows)
-        with torch.random.fork_rng(devices=[]):
-            # A parameter that is adapted by name is not that of a layer that could be run by itself.
-            probe = None if is_by_name else _probe(plain)
-            runs = adapted
-            if stored is not None and not _knows_quantization(layer):
-                runs = _float32_layer(layer, active, _as_stored(plain, stored, rows), rows)
-            outputs = [] if probe is None else [plain(probe), runs(probe)]
-            adapted.merge(safe_merge=False, adapter_names=list(active))
-            merged: nn.Module = adapted.get_base_layer()
-            outputs += [] if probe is None else [merged(probe)]
-    except Exception as error:
-        raise refusal(fqn, layer, active, error) from error
-    # The caller refuses weights that are not finite.
-    if outputs and bool(torch.isfinite(outputs[-1]).all()):
-        unadapted, expected, found = outputs
-        difference = float((found - expected).abs().max())
-        largest = max(float(output.abs().max()) for output in (unadapted, expected))
-        if not difference <= _TOLERANCE * largest:
-            why = f"the merged layer computes another output (off by {difference:.1e}, the largest is {largest:.1e})"
-            raise refusal(fqn, layer, active, why)
-    return merged
+
+    fqn: str
+    layer: Any
+    active: tuple[str, ...]
+    stored: torch.Tensor | None
+    _copy: Any = None  # of the layer, in float32, over the rows that are merged
+    _cuts: Sequence[Callable[[slice], None]] = ()
+    _is_checked: bool = False
+
+    def __call__(self, plain: nn.Module, rows: Rows, *, is_last: bool) -> nn.Module:
+        """Merge into ``rows`` of a plain base, which may be changed; raise unless the result computes the same."""
+        fqn, layer, active = self.fqn, self.layer, self.active
+        if isinstance(rows, slice) and "token_indices" in vars(layer):
+            active = tuple(name for name in active if _trained_rows(layer.token_indices[name], rows))
+            if not active:
+                return plain
+        is_by_name = parameter_name(layer) is not None
+        if plain._modules and not is_by_name:
+            raise refusal(fqn, layer, active, f"it adapts several modules of {type(plain).__name__} at once")
+        if vars(plain).get("max_norm") is not None:
+            raise refusal(fqn, layer, active, "the embedding renormalizes the rows that it looks up (max_norm)")
+        outputs: list[torch.Tensor] = []
+        try:
+            with torch.random.fork_rng(devices=[]):
+                adapted = self._over(plain, active, rows)
+                # A parameter that is adapted by name is not that of a layer that could be run by itself.
+                probe = None if is_by_name or (self._is_checked and not is_last) else _probe(plain)
+                if probe is not None:
+                    outputs = [plain(probe), self._run(adapted, probe, rows)]
+                adapted.merge(safe_merge=False, adapter_names=list(active))
+                merged: nn.Module = adapted.get_base_layer()
+                if probe is not None:
+                    outputs.append(merged(probe))
+        except Exception as error:
+            raise refusal(fqn, layer, active, error) from error
+        # The caller refuses weights that are not finite.
+        if outputs and bool(torch.isfinite(outputs[-1]).all()):
+            unadapted, expected, found = outputs
+            difference = float((found - expected).abs().max())
+            largest = max(float(output.abs().max()) for output in (unadapted, expected))
+            if not difference <= _TOLERANCE * largest:
+                why = (
+                    f"the merged layer computes another output (off by {difference:.1e}, the largest is {largest:.1e})"
+                )
+                raise refusal(fqn, layer, active, why)
+        self._is_checked = True
+        return merged
+
+    def _over(self, plain: nn.Module, active: Sequence[str], rows: Rows) -> Any:
+        """The float32 copy of the layer, over a plain base that holds some rows."""
+        if self._copy is None:
+            self._copy = _float32_layer(self.layer, plain)
+            self._cuts = _cuts(self._copy, self.active) if isinstance(rows, slice) else ()
+        for cut in self._cuts:
+            cut(rows)  # type: ignore[arg-type]
+        adapted: Any = shallow_copy(self._copy)  # a merge may leave values of these rows on it
+        adapted._modules["base_layer"] = plain
+        adapted._active_adapter, adapted._disable_adapters, adapted.merged_adapters = [*active], False, []
+        for magnitude in adapted._modules.get("lora_magnitude_vector", {}).values():
+            vars(magnitude).get("_dora_cache", {}).clear()
+        return adapted
+
+    def _run(self, adapted: Any, probe: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """What a layer computes before it is merged."""
+        plain = adapted._modules["base_layer"]
+        if self.stored is not None and not _knows_quantization(self.layer):
+            adapted._modules["base_layer"] = _as_stored(plain, self.stored, rows)
+        output: torch.Tensor = adapted(probe)
+        adapted._modules["base_layer"] = plain
+        return output
 
 
 def parameter_name(layer: nn.Module) -> str | None:
@@ -176,32 +219,64 @@ def merges_by_rows(source: nn.Module, layer: Any, active: Sequence[str]) -> bool
     )
 
 
-def _trained_rows(layer: Any, name: str, rows: slice) -> list[int]:
+def _trained_rows(indices: Sequence[int], rows: slice) -> list[int]:
     """The positions in an adapter's ``token_indices`` of the indices that are among some rows."""
-    return [position for position, index in enumerate(layer.token_indices[name]) if rows.start <= index < rows.stop]
+    return [position for position, index in enumerate(indices) if rows.start <= index < rows.stop]
 
 
-def _cut_to_rows(layer: Any, active: Sequence[str], rows: slice) -> dict[int, Any]:
-    """A memo for ``copy.deepcopy`` that puts some rows in the place of a layer's tensors."""
-    cut: list[tuple[Any, Any]] = []
-    for container, dim in _ROWS.get(_kind(layer), {}).items():
-        holder = getattr(layer, container)
-        tensors = [*holder.parameters(), *holder.buffers()]
-        # A tensor with a single row, as IA3's that scales the input, has it for all.
-        cut += [(t, t.narrow(dim, rows.start, rows.stop - rows.start)) for t in tensors if t.shape[dim] > 1]
-    for name in active:
-        if "token_indices" in vars(layer):
-            indices, delta = layer.token_indices[name], layer.trainable_tokens_delta[name]
-            trained = _trained_rows(layer, name, rows)
-            cut += [(indices, [indices[i] - rows.start for i in trained]), (delta, delta[trained])]
-        elif parameter_name(layer) is not None:
-            a, b, num_experts = layer.lora_A[name].weight, layer.lora_B[name].weight, layer.num_experts
-            cut.append((a, a.reshape(num_experts, -1, a.shape[1])[rows].flatten(0, 1)))
-            cut.append((b, b.reshape(b.shape[0], -1, num_experts)[:, :, rows].flatten(1)))
-    return {
-        id(whole): nn.Parameter(part.detach().clone()) if isinstance(part, torch.Tensor) else part
-        for whole, part in cut
-    }
+def _narrow(dim: int, tensor: torch.Tensor, rows: slice) -> torch.Tensor:
+    return tensor.narrow(dim, rows.start, rows.stop - rows.start)
+
+
+def _trained(indices: Sequence[int], delta: torch.Tensor, rows: slice) -> torch.Tensor:
+    return delta[_trained_rows(indices, rows)]
+
+
+def _cuts(copied: Any, active: Sequence[str]) -> list[Callable[[slice], None]]:
+    """Calls that put some rows in the place of the tensors of a layer's copy."""
+    cuts: list[Callable[[slice], None]] = []
+
+    def add(tensor: torch.Tensor, pick: Callable[[torch.Tensor, slice], torch.Tensor]) -> None:
+        whole = tensor.data
+
+        def cut(rows: slice) -> None:
+            tensor.data = pick(whole, rows).clone()
+
+        cuts.append(cut)
+
+    for container, dim in _ROWS.get(_kind(copied), {}).items():
+        holder = getattr(copied, container)
+        for tensor in (*holder.parameters(), *holder.buffers()):
+            # A tensor with a single row, as IA3's that scales the input, has it for all.
+            if tensor.shape[dim] > 1:
+                add(tensor, functools.partial(_narrow, dim))
+    if "token_indices" in vars(copied):
+        every = {name: copied.token_indices[name] for name in active}
+        for name, indices in every.items():
+            add(copied.trainable_tokens_delta[name], functools.partial(_trained, indices))
+
+        def cut_indices(rows: slice) -> None:
+            for name, indices in every.items():
+                copied.token_indices[name] = [indices[i] - rows.start for i in _trained_rows(indices, rows)]
+
+        cuts.append(cut_indices)
+    if parameter_name(copied) is not None:
+        num_experts = copied.num_experts
+
+        def cut_experts(rows: slice) -> None:
+            copied.num_experts = rows.stop - rows.start
+
+        for name in active:
+            add(
+                copied.lora_A[name].weight,
+                lambda a, rows: a.reshape(num_experts, -1, a.shape[1])[rows].flatten(0, 1),
+            )
+            add(
+                copied.lora_B[name].weight,
+                lambda b, rows: b.reshape(b.shape[0], -1, num_experts)[:, :, rows].flatten(1),
+            )
+        cuts.append(cut_experts)
+    return cuts
 
 
 def _product(lora_A: nn.Linear, lora_B: nn.Linear, adapter_name: str | None = None) -> torch.Tensor:  # noqa: N803
@@ -209,29 +284,25 @@ def _product(lora_A: nn.Linear, lora_B: nn.Linear, adapter_name: str | None = No
     return lora_B.weight @ lora_A.weight
 
 
-def _float32_layer(layer: Any, active: Sequence[str], plain: nn.Module, rows: Rows) -> Any:
+def _float32_layer(layer: Any, plain: nn.Module) -> Any:
     """A copy of one of PEFT's layers in float32, over a plain base."""
+    if "forward" in vars(layer) and "_hf_hook" not in vars(layer):
+        raise TypeError("its forward was replaced, and may depend on the input in any way")
     base = layer._modules["base_layer"]
     memo: dict[int, Any] = {id(base): plain}
     # Hooks, accelerate's forward and tied adapters refer to objects far outside the layer.
-    memo |= {id(vars(layer)[name]): None for name in _HOOKED_FORWARD if name in vars(layer)}
+    memo |= {id(vars(layer)[name]): None for name in HOOKED_FORWARD if name in vars(layer)}
     memo |= {id(tied): [] for name, tied in vars(layer).items() if name == "_tied_adapter"}
     for _, module in layer.named_modules(memo={base}):
         memo |= {id(hooks): OrderedDict() for name, hooks in vars(module).items() if name.endswith("_hooks")}
         # A layer keeps views with a history of tied adapters, which ``deepcopy`` refuses.
         tensors = [value for value in tree_leaves(dict(vars(module))) if isinstance(value, torch.Tensor)]
         memo |= {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf}
-    if isinstance(rows, slice):
-        memo |= _cut_to_rows(layer, active, rows)
     copied = copy.deepcopy(layer, memo)
-    copied._active_adapter = [*active]
-    if isinstance(rows, slice) and "num_experts" in vars(copied):
-        copied.num_experts = rows.stop - rows.start
     for magnitude in copied._modules.get("lora_magnitude_vector", {}).values():
         if type(magnitude).__name__ == "DoraLinearLayer":
             vars(magnitude)["get_lora_weight"] = _product
-        vars(magnitude).get("_dora_cache", {}).clear()  # it holds values of the whole layer
-    for name in _HOOKED_FORWARD:
+    for name in HOOKED_FORWARD:
         vars(copied).pop(name, None)
     if type(copied).__module__.endswith(_QUANTIZED_MODULES):
         method, _, name = _kind(copied).partition(".")
@@ -266,44 +337,3 @@ def _probe(plain: nn.Module) -> torch.Tensor:
     if "kernel_size" in fields:
         shape = [fields["in_channels"], *(2 * size + 1 for size in fields["kernel_size"])]
     return torch.randn(2, *shape, dtype=torch.float32, **drawn).to(weight.device)
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Whether a quantized layer was made from transformers' ``Conv1D``, whose weight is a linear's transposed."""
-    return is_quantized_layer(module) and getattr(vars(module).get("source_cls"), "__name__", "") == "Conv1D"
-
-
-def plain_layer(module: nn.Module, *, as_linear: bool = False) -> nn.Module:
-    """The layer that a quantized one was made from, on the meta device.
-
-    With ``as_linear``, an ``nn.Linear`` instead of a ``Conv1D``: a quantized layer computes as that.
-    """
-    with torch.device("meta"):
-        if isinstance(module, nn.Embedding):
-            return nn.Embedding(module.num_embeddings, module.embedding_dim, module.padding_idx)
-        # Not every library's are of ``nn.Linear``.
-        widths = vars(module)["in_features"], vars(module)["out_features"]
-        if is_transposed(module) and not as_linear:
-            made: nn.Module = vars(module)["source_cls"](*reversed(widths))
-            return made
-        return nn.Linear(*widths, module._parameters.get("bias") is not None)
-
-
-def float32_module(source: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:
-    """A plain float32 module over ``values``, in evaluation mode and without hooks, that computes what another does.
-
-    ``values`` has parameters by name, all rows or some, and is not copied; parameters that it lacks are ``None``.
-    """
-    made = plain_layer(source, as_linear=True) if is_quantized_layer(source) else shallow_copy(source)
-    fields = vars(made)
-    fields |= {name: type(value)() for name, value in fields.items() if name.endswith("_hooks")}
-    for name in _HOOKED_FORWARD:
-        fields.pop(name, None)
-    fields["_parameters"] = {
-        name: nn.Parameter(values[name], requires_grad=False) if name in values else None for name in made._parameters
-    }
-    fields["training"] = False
-    fields |= {name: values["weight"].shape[0] for name in ("out_features", "num_embeddings") if name in fields}
-    if "padding_idx" in fields:
-        fields["padding_idx"] = None  # it matters to gradients alone, and the row may not be there
-    return made

@@ -7,17 +7,18 @@ import functools
 import inspect
 import os
 import sys
+import tempfile
 import time
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import ExportError, UnsupportedModelError
+from ..errors import ExportError, StateError, UnsupportedModelError
 from ..model.checks import refuse_unreadable
 from ..model.quantization import is_of_a_quantizer, quantized_stacks
 from ..model.tree import ModelTree, join, named_modules
@@ -26,11 +27,11 @@ from ..preparation.preparation import Preparation
 from ..preparation.process import plain_mode
 from ..reports import ExportReport
 from ..tensors.bits import is_composed
-from ..tensors.lazy import LazyTensor, materialize
+from ..tensors.lazy import LazyTensor, keeping_last, materialize
 from .merge import merge_into
 from .sharding import Gathering
 from .twin import Twin, build_twin
-from .writer import CheckpointWriter, checkpoint_writer, read_header, split_into_files
+from .writer import CheckpointWriter, by_lineage, checkpoint_writer, read_header, split_into_files
 
 _METADATA = {"format": "pt"}
 _SAVE_FILE = "safe_save_file"  # safetensors.torch.save_file, as transformers' own save_pretrained calls it
@@ -70,6 +71,58 @@ def export_model(
         return write() if gathering is None else gathering.lead(write)
 
 
+def merged_weights(
+    preparation: Preparation, adapters: str | Sequence[str] | None, moment: Callable[[], tuple[Any, ...]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Hand out what a merged export writes, as ``KbitPreparedModel.merged_weights`` documents it.
+
+    What ``moment`` returns has to stay the same objects; the first of them is the wrapper's state.
+    """
+    with plain_mode(), tempfile.TemporaryDirectory(prefix="kbitwrap-") as folder:
+        tree = preparation.tree()
+        refuse_unreadable(tree, allow_sharded=False)
+        twin = build_twin(tree, preparation)
+        merge_into(twin, [adapters] if isinstance(adapters, str) else adapters)
+        collector = _Collector(Path(folder))
+        save_model(twin.model, collector, sys.maxsize)
+    return _computed(collector.tensors, moment, moment())
+
+
+class _Collector(CheckpointWriter):
+    """Takes the tensors that would be written, in their order, and writes none."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def save_file(self, tensors: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any) -> None:
+        self.tensors.update(tensors)
+
+
+def _computed(
+    tensors: dict[str, torch.Tensor], moment: Callable[[], tuple[Any, ...]], before: tuple[Any, ...]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor by its name, in memory of its own. Modes of torch and of lazy tensors end before it is handed out."""
+    kept: dict[LazyTensor, torch.Tensor] = {}
+    for fqn in by_lineage(tensors, tensors):  # what is cut from one merged stack of experts is computed once
+        if any(now is not then for now, then in zip(moment(), before, strict=True)):
+            raise StateError(
+                f"merged_weights() began while the wrapper was {before[0]}, and it was suspended, resumed or restored "
+                "since; iterate again from the beginning",
+                state=moment()[0],
+                expected=(before[0],),
+            )
+        tensor = tensors.pop(fqn)
+        with plain_mode(), keeping_last(kept, device=None):
+            if isinstance(tensor, LazyTensor):
+                value = tensor.own()
+            else:
+                value = tensor.detach().clone(memory_format=torch.contiguous_format)
+        del tensor
+        yield fqn, value
+        del value
+
+
 def export_twin(
     twin: Twin,
     path: str | os.PathLike[str],
@@ -84,7 +137,7 @@ def export_twin(
     split_into_files({}, max_shard_size)  # refuses an invalid size before anything is written
     with checkpoint_writer(path, "export", overwrite=overwrite, disable=not progress) as writer:
         try:
-            _save(twin.model, writer, max_shard_size)
+            save_model(twin.model, writer, max_shard_size)
         except (ExportError, OSError):
             raise
         except Exception as error:
@@ -94,7 +147,7 @@ def export_twin(
     return ExportReport(Path(path), writer.files, writer.num_tensors, writer.num_bytes, twin.converted, merged, seconds)
 
 
-def _save(model: Any, writer: CheckpointWriter, max_shard_size: int | str) -> None:
+def save_model(model: Any, writer: CheckpointWriter, max_shard_size: int | str) -> None:
     """Write a model by its class's ``save_pretrained``, and the state dict of one that has none."""
     transformers = sys.modules.get("transformers.modeling_utils")
     cls = () if transformers is None else transformers.PreTrainedModel
@@ -117,6 +170,8 @@ def _save(model: Any, writer: CheckpointWriter, max_shard_size: int | str) -> No
     if reason is None:
         _streaming(function, writer.save_file)(model, writer.folder, **options)
         return
+    if isinstance(writer, _Collector):
+        raise ExportError(f"{reason}, so its tensors cannot be handed out one at a time; export them merged instead")
     _materialize(model, reason)
     function(model, writer.folder, **options)
     for path in writer.folder.rglob("*.safetensors"):
@@ -174,8 +229,13 @@ def _why_not_streamed(model_class: Any, cls: Any) -> str | None:
 
 
 def _streaming(function: Any, save_file: Callable[..., None]) -> Callable[..., None]:
-    """The library's ``save_pretrained`` with another ``save_file``, over a copy of its globals: nothing is patched."""
+    """The library's ``save_pretrained`` with another ``save_file``, over a copy of its globals: nothing is patched.
+
+    It shows no bar of files, which takes no part of the time.
+    """
     names = {**function.__globals__, _SAVE_FILE: save_file}
+    logging = names["logging"]
+    names["logging"] = types.SimpleNamespace(**{**vars(logging), "tqdm": lambda files, **_: files})
     rebuilt = types.FunctionType(
         function.__code__, names, function.__name__, function.__defaults__, function.__closure__
     )

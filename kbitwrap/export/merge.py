@@ -2,45 +2,41 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import ExportError
+from ..errors import ConfigError, ExportError
 from ..model.quantization import (
     Rows,
     dequantizer,
-    is_made_plain,
     is_quantized_layer,
     is_quantized_parameter,
-    library_dequantizer,
-    quantized_stacks,
+    quant_state_of,
 )
 from ..model.tree import ModelTree, named_modules, shallow_copy
 from ..model.wrappers import is_adapter_module
 from ..tensors.bits import fingerprint
 from ..tensors.dtypes import HALF_DTYPES
-from ..tensors.lazy import LazyTensor, materialize
+from ..tensors.lazy import LazyTensor, materialize, values_of
 from .adapters import (
+    LayerMerge,
     active_adapters,
-    float32_module,
-    is_transposed,
+    adapters_of,
     is_tuner_layer,
-    merge_layer,
     merges_by_rows,
     parameter_name,
-    plain_layer,
     refusal,
     refuse_unmergeable,
     trained_copy,
 )
+from .plain import dequantized, float32_module, is_transposed, parameter_of, plain_layer
 from .twin import Twin
 
 # The attributes that a quantized load leaves on a model, and on its configs.
@@ -62,15 +58,21 @@ _NUM_BLOCKS = 32
 _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 1 << 20, 4 << 20
 _MIN_ROWS = 2  # PEFT treats a stack of one expert as a matrix, which it may transpose
 
+_Reader = Callable[[Rows], torch.Tensor]
 _Layers = list[tuple[Any, tuple[str, ...]]]
 _Places = list[list[tuple[nn.Module, str]]]
 
 
-def merge_into(twin: Twin) -> tuple[str, ...]:
+def merge_into(twin: Twin, adapters: Sequence[str] | None = None) -> tuple[str, ...]:
     """Make a twin, in place, the plain model that its live model computes; the live model is only read.
 
-    Returns the names of the modules that adapters were merged into, or that a trained copy took the place of.
+    ``adapters`` are taken instead of the active ones. Returns the names of the modules that adapters were merged into,
+    or that a trained copy took the place of.
     """
+    there = {name for one in twin.peeled for wrapper in one.wrappers for name in adapters_of(wrapper)}
+    for name in adapters or ():
+        if name not in there:
+            raise ConfigError(f"adapters: expected names out of {sorted(there)}, found {name!r}")
     quantization = ModelTree(twin.model).quantization
     if not quantization.can_dequantize:
         raise ExportError(
@@ -79,8 +81,8 @@ def merge_into(twin: Twin) -> tuple[str, ...]:
         )
     places = _shared_places(twin.model)
     dtype = _half_dtype(twin.model)
-    twin, rounded = _dequantized(twin, dtype)
-    merges = _plan(twin, dtype, rounded)
+    twin, rounded = dequantized(twin, dtype)
+    merges = _plan(twin, dtype, rounded, adapters)
     # Refusals come before anything is written: one layer of each kind is tried out.
     for merge in {merge.kind: merge for merge in reversed(merges)}.values():
         merge.try_out()
@@ -108,6 +110,11 @@ class _Merge:
         """The module that holds the values."""
         return self.original if self.copy is None else self.copy
 
+    @functools.cached_property
+    def _plain(self) -> nn.Module:
+        """The module that computes in float32 what the source does, without its values where it is quantized."""
+        return plain_layer(self.source, as_linear=True) if is_quantized_layer(self.source) else self.source
+
     @property
     def is_adapted(self) -> bool:
         """Whether an adapter has a part in the module."""
@@ -125,7 +132,7 @@ class _Merge:
             name = parameter_name(layer) or "weight"
             if self.source._parameters.get(name) is None:
                 raise refusal(self.fqn, layer, active, f"{type(self.source).__name__} has no parameter {name!r}")
-            next(self.blocks(name))
+            next(self.blocks(name, self._readers(name)))
 
     def replace_tensors(self) -> None:
         """Replace the shell's tensors by lazy ones; a quantized layer becomes a plain one."""
@@ -145,7 +152,8 @@ class _Merge:
                 continue
             shape = parameters[name].shape if is_quantized_parameter(value) else value.shape
             pieces = None if self._is_transposed(name) else functools.partial(self._pieces, name)
-            parameters[name] = LazyTensor(shape, self._dtype(name), functools.partial(self.compute, name), pieces)
+            compute = functools.partial(self.compute, name)
+            parameters[name] = LazyTensor(shape, self._dtype(name), compute, pieces, is_own=True)
         for name, buffer in self.source._buffers.items():
             before = self.original._buffers.get(name)
             buffers[name] = buffer if buffer is None or before is None else buffer.to(before.dtype)
@@ -174,48 +182,59 @@ class _Merge:
 
     @torch.no_grad()
     def compute(self, name: str) -> torch.Tensor:
-        """A parameter of the plain model, in the plain module's layout and its original dtype."""
-        whole: torch.Tensor | None = None
-        for rows, block in self.blocks(name):
+        """A parameter of the plain model, in the plain module's layout and its original dtype, in memory of its own."""
+        value, readers = parameter_of(self.source, name), self._readers(name)
+        # 4-bit weights are dequantized whole: each block takes the place of what it is computed from.
+        is_own = is_quantized_parameter(value) and quant_state_of(self.source, value) is not None
+        whole = readers[name](...) if is_own else None
+        for rows, block in self.blocks(name, readers):
             whole = block.new_empty(self._shape(name)) if whole is None else whole
             whole[rows] = block
         assert whole is not None
         return whole.t() if self._is_transposed(name) else whole
 
     def _pieces(self, name: str) -> Iterator[torch.Tensor]:
-        return (block for _, block in self.blocks(name))
+        return (block for _, block in self.blocks(name, self._readers(name)))
 
     @torch.no_grad()
-    def blocks(self, name: str) -> Iterator[tuple[Rows, torch.Tensor]]:
+    def blocks(self, name: str, readers: Mapping[str, _Reader]) -> Iterator[tuple[Rows, torch.Tensor]]:
         """Compute a parameter in its original dtype, a few rows at a time, or whole where a merge needs the whole.
 
         Where the plain module has its weight transposed, the rows are its columns.
         """
         dtype, layers = self._dtype(name), self._layers_of(name)
-        is_by_name = all(parameter_name(layer) for layer, _ in layers)
-        names = [name] if is_by_name else [n for n, p in self.source._parameters.items() if p is not None]
-        readers = {n: self._reader(n) for n in names}
-        for rows in self._blocks_of_rows(names, layers):
+        stored = self.source._parameters["weight"] if is_quantized_layer(self.source) else None
+        mergers = [LayerMerge(self.fqn, layer, active, stored) for layer, active in layers]
+        every = self._blocks_of_rows([*readers], layers)
+        for rows in every:
             values = {n: read(rows) for n, read in readers.items()}
-            value = _parameter(self._merged(values, layers, rows), name) if layers else values[name]
+            value = values[name]
+            if layers:
+                value = parameter_of(self._merged(values, mergers, rows, rows is every[-1]), name)
             rounded = value.detach().to(dtype)
-            if self.is_adapted and not torch.isfinite(rounded).all():
-                what = f"beyond the range of {dtype}" if torch.isfinite(value).all() else "not finite"
-                raise ExportError(
-                    f"{self.fqn}.{name}: merged with its adapters, it has values that are {what}; export without "
-                    "merging, or disable these adapters",
-                    fqn=self.fqn,
-                )
+            # A sum is finite only if everything in it is, and takes a fraction of the time of looking at each.
+            if self.is_adapted and not torch.isfinite(rounded.sum(dtype=torch.float32)):
+                self._refuse_infinite(name, value, rounded)
             del values, value
             yield rows, rounded
+
+    def _refuse_infinite(self, name: str, value: torch.Tensor, rounded: torch.Tensor) -> None:
+        """Raise where a rounded value is not finite."""
+        if torch.isfinite(rounded).all():
+            return
+        what = f"beyond the range of {rounded.dtype}" if torch.isfinite(value).all() else "not finite"
+        raise ExportError(
+            f"{self.fqn}.{name}: merged with its adapters, it has values that are {what}; export without merging, or "
+            "disable these adapters",
+            fqn=self.fqn,
+        )
 
     def _is_transposed(self, name: str) -> bool:
         return name == "weight" and is_transposed(self.source)
 
     def _shape(self, name: str) -> torch.Size:
         """The shape that a parameter is computed in."""
-        module = plain_layer(self.source, as_linear=True) if is_quantized_layer(self.source) else self.source
-        return _parameter(module, name).shape
+        return parameter_of(self._plain, name).shape
 
     def _blocks_of_rows(self, names: list[str], layers: _Layers) -> list[Rows]:
         """The rows of each block; a single block where rows cannot be merged by themselves."""
@@ -230,82 +249,29 @@ class _Merge:
         starts = [*range(0, max(num_rows - _MIN_ROWS, 0) + 1, max(math.ceil(num_rows / num_blocks), _MIN_ROWS))]
         return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], num_rows], strict=True)]
 
-    def _reader(self, name: str) -> Callable[[Rows], torch.Tensor]:
-        """A function that reads rows of a parameter without its adapters."""
-        value = _parameter(self.source, name)
+    def _readers(self, name: str) -> dict[str, _Reader]:
+        """By name, functions that read rows of a parameter, and of those it is merged with, without adapters."""
+        is_by_name = all(parameter_name(layer) for layer, _ in self._layers_of(name))
+        parameters = self.source._parameters.items()
+        return {n: self._reader(p) for n, p in parameters if p is not None and (n == name or not is_by_name)}
+
+    def _reader(self, value: torch.Tensor) -> _Reader:
         if is_quantized_parameter(value):
             return dequantizer(self.source)
-        return (value.materialize() if isinstance(value, LazyTensor) else value.detach()).__getitem__
+        return values_of(value).__getitem__
 
-    def _merged(self, values: dict[str, torch.Tensor], layers: _Layers, rows: Rows) -> nn.Module:
+    def _merged(
+        self, values: dict[str, torch.Tensor], mergers: list[LayerMerge], rows: Rows, is_last: bool
+    ) -> nn.Module:
         # Copied even if float32 already: it is merged in place.
         values = {name: value.to(torch.float32, copy=True) for name, value in values.items()}
-        stored = self.source._parameters["weight"] if is_quantized_layer(self.source) else None
-        plain = float32_module(self.source, values)
-        for layer, active in layers:
-            plain = merge_layer(self.fqn, layer, active, plain, stored, rows)
+        plain = float32_module(self._plain, values)
+        for merge in mergers:
+            plain = merge(plain, rows, is_last=is_last)
         return plain
 
 
-def _dequantized(twin: Twin, dtype: torch.dtype) -> tuple[Twin, set[int]]:
-    """A twin, whose model is changed in place, with weights that are not those of bitsandbytes' layers dequantized.
-
-    With the ``id`` of each module whose weight is computed in another dtype than ``dtype``, to be rounded at the end.
-    """
-    plains: dict[int, nn.Module] = {}  # what takes the place of a shell whose class is of the library
-    tried: dict[tuple[type, type], torch.dtype] = {}
-    rounded: set[int] = set()
-    for fqn, shell in named_modules(twin.model):
-        _dequantize_stacks(fqn, shell)
-        compute = library_dequantizer(shell)
-        if compute is None:
-            continue
-        plain, weight = shell, shell._parameters.get("weight")
-        kind = type(shell), type(weight)
-        if kind not in tried:
-            try:
-                tried[kind] = compute().dtype
-            except Exception as error:
-                raise ExportError(
-                    f"{fqn}: its library cannot dequantize its weight ({error!r}); export without merging", fqn=fqn
-                ) from error
-        if is_made_plain(shell):
-            plain = plains[id(shell)] = plain_layer(shell).train(shell.training)
-            bias = getattr(shell, "bias", None)
-            # A buffer may have the dtype of the weight, which is not the model's.
-            plain._parameters["bias"] = bias if bias is None or "bias" not in shell._buffers else bias.to(dtype)
-        if weight is None and tried[kind] != dtype:
-            rounded.add(id(plain))
-        shape = _parameter(plain, "weight").shape
-        vars(plain)["_parameters"]["weight"] = LazyTensor(shape, tried[kind], compute)
-    for _, module in named_modules(twin.model):
-        module._modules.update({name: plains[id(m)] for name, m in module._modules.items() if id(m) in plains})
-    peeled = (dataclasses.replace(one, shell=plains.get(id(one.shell), one.shell)) for one in twin.peeled)
-    return dataclasses.replace(twin, peeled=tuple(peeled)), rounded
-
-
-def _dequantize_stacks(fqn: str, shell: nn.Module) -> None:
-    """Make a shell whose stacks of experts are quantized a plain one of the class that it had before."""
-    stacks = quantized_stacks(shell)
-    if not stacks:
-        return
-    others = {*shell._modules["parametrizations"]._modules} - {*stacks}  # type: ignore[union-attr]
-    if others or any(len(computes._modules) > 1 for computes, _ in stacks.values()):
-        raise ExportError(f"{fqn}: parametrizations of its own lie beside the quantized experts; remove them", fqn=fqn)
-    del vars(shell)["_modules"]["parametrizations"]
-    shell.__class__ = type(shell).__bases__[0]
-    for name, (computes, state) in stacks.items():
-        vars(shell)["_parameters"][name] = LazyTensor(state.shape, state.dtype, computes)
-
-
-def _parameter(module: nn.Module, name: str) -> torch.Tensor:
-    """A module's parameter, which is not ``None``; that of a twin may be a lazy tensor."""
-    parameter = module._parameters[name]
-    assert parameter is not None
-    return parameter
-
-
-def _plan(twin: Twin, dtype: torch.dtype, rounded: set[int]) -> list[_Merge]:
+def _plan(twin: Twin, dtype: torch.dtype, rounded: set[int], chosen: Sequence[str] | None) -> list[_Merge]:
     """The modules whose tensors have to be computed: adapted ones, trained copies and quantized layers."""
     merges: dict[int, _Merge] = {}
 
@@ -316,19 +282,19 @@ def _plan(twin: Twin, dtype: torch.dtype, rounded: set[int]) -> list[_Merge]:
     for peeled in twin.peeled:
         for wrapper in reversed(peeled.wrappers):
             if is_tuner_layer(wrapper):
-                active = active_adapters(wrapper)
+                active = active_adapters(wrapper, chosen)
                 merge = merge_of(peeled.fqn, peeled.shell)
                 # A shared module is peeled once for each of its places.
                 if active and all(layer is not wrapper for layer, _ in merge.layers):
                     merge.layers.append((wrapper, active))
-            elif (trained := trained_copy(wrapper)) is not None:
+            elif (trained := trained_copy(peeled.fqn, wrapper, chosen)) is not None:
                 for name, module in named_modules(trained):
                     if is_adapter_module(module):
                         raise refusal(peeled.fqn, module, (), "it is inside a module of modules_to_save")
                     fqn = ".".join(part for part in (peeled.fqn, name) if part)
                     merge_of(fqn, peeled.shell.get_submodule(name)).copy = module
             else:
-                refuse_unmergeable(peeled.fqn, wrapper)
+                refuse_unmergeable(peeled.fqn, wrapper, chosen)
     for fqn, module in named_modules(twin.model):
         if is_quantized_layer(module) or id(module) in rounded:
             merge_of(fqn, module)
@@ -368,8 +334,8 @@ def _settle_ties(model: nn.Module, places: _Places) -> None:
     if not is_untied:
         return
     for module, name in (place for group in places for place in group[1:]):
-        tied = _parameter(module, name)
-        vars(module)["_parameters"][name] = LazyTensor(tied.shape, tied.dtype, functools.partial(materialize, tied))
+        tied = parameter_of(module, name)
+        vars(module)["_parameters"][name] = LazyTensor(tied.shape, tied.dtype, functools.partial(values_of, tied))
     for config in _configs(model):
         if getattr(config, "tie_word_embeddings", False):
             config.tie_word_embeddings = False

@@ -129,7 +129,7 @@ def write_safetensors(
             _reserve(file, len(header) + num_bytes)
             _write_at(file, 0, [memoryview(header)], None)
             with _in_background(file, progress) as write:
-                for name in _by_lineage(tensors, offsets):
+                for name in by_lineage(tensors, offsets):
                     offset = len(header) + offsets[name]
                     dtype, shape = announced[name]
                     left = shape.numel()
@@ -193,7 +193,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
         return json.loads(file.read(length)), 8 + length
 
 
-def _by_lineage(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> list[str]:
+def by_lineage(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> list[str]:
     """The names, sorted so that tensors made from the same lazy tensor follow one another."""
     places: dict[int, int] = {}
     keys = {}

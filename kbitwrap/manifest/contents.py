@@ -22,12 +22,13 @@ from ..export.twin import Twin, build_twin
 from ..model.checks import refuse_unsupported_tensors
 from ..model.quantization import DISTRIBUTIONS, is_quantized_parameter
 from ..model.tree import ModelTree, join
+from ..model.wrappers import COPIES, loaded_class
 from ..preparation.preparation import Preparation
 from ..preparation.process import plain_mode
 from ..tensors.bits import content_digest, is_dense, parts_of
 from ..tensors.dtypes import dtype_name
 from ..tensors.lazy import LazyTensor
-from .schema import ModelRecord, QuantizationRecord, TensorRecord
+from .schema import AdapterRecord, ModelRecord, QuantizationRecord, TensorRecord
 
 # Config keys that use, saving or another version of transformers changes, at any depth. Those with a leading "_" are
 # volatile too.
@@ -38,6 +39,8 @@ _VOLATILE = (
 )  # fmt: skip
 # The tensors show which modules stay unquantized, and the device of a layer is no property of the model.
 _VOLATILE_QUANTIZATION = ("llm_int8_enable_fp32_cpu_offload", "llm_int8_skip_modules", "modules_to_not_convert")
+# What saving and loading change in the config of an adapter.
+_VOLATILE_ADAPTER = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision")
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Contents:
 
     model: ModelRecord
     tensors: dict[str, TensorRecord]
+    adapters: dict[str, AdapterRecord]
     trained: tuple[str, ...]  # parameters that a preparation holds and that training has changed
 
 
@@ -119,7 +123,34 @@ def _read(
         )
     trained = [] if preparation is None else preparation.changes(tree).trained
     trained += [] if gathering is None else gathering.trained
-    return Contents(_model_record(twin.model, live, tensors), tensors, tuple(trained))
+    return Contents(_model_record(twin.model, live, tensors), tensors, _adapters(tree), tuple(trained))
+
+
+def _adapters(tree: ModelTree) -> dict[str, AdapterRecord]:
+    """The adapters that PEFT put into the base, by their names; in a part of the model, with the part's before."""
+    dtypes: dict[str, set[Any]] = {}  # of what PEFT's modules hold under a name, copies of the base's not counted
+    for key, container in (child for node in tree.adapters for child in node.module._modules.items()):
+        for name, part in container.items() if isinstance(container, (nn.ModuleDict, nn.ParameterDict)) else ():
+            own = () if key in COPIES else part.parameters() if isinstance(part, nn.Module) else (part,)
+            dtypes.setdefault(name, set()).update(dtype_name(parameter.dtype) for parameter in own)
+    return {
+        join(node.fqn, name): _adapter_record(config, dtypes[name])
+        for node in tree.base
+        if isinstance(configs := vars(node.module).get("peft_config"), dict)
+        for name, config in configs.items()
+        if name in dtypes and isinstance(config, loaded_class("peft", "PeftConfig"))
+    }
+
+
+def _adapter_record(config: Any, dtypes: set[Any]) -> AdapterRecord:
+    """The record of an adapter, of its config what is no default of its class; lists of names have no order."""
+    given = {
+        key: {*value} if isinstance(value, list) and all(isinstance(name, str) for name in value) else value
+        for key, value in _as_dict(config).items()
+        if value != getattr(type(config), key, {})
+    }
+    text = json.dumps(_settled(given, _VOLATILE_ADAPTER))
+    return AdapterRecord(config_sha256=hashlib.sha256(text.encode()).hexdigest(), dtypes=tuple(sorted(dtypes)))
 
 
 def _digest(fqn: str, tensor: torch.Tensor) -> int:

@@ -26,7 +26,7 @@ from ..preparation.preparation import Preparation
 from ..reports import shown
 from .contents import read_contents, versions
 from .diff import ManifestDiff, as_loaded, compare, for_training
-from .schema import ConfigRecord, Kind, ModelRecord, Name, Row, TensorRecord, parse_json
+from .schema import AdapterRecord, ConfigRecord, Kind, ModelRecord, Name, Row, TensorRecord, parse_json
 
 FORMAT = "kbitwrap-manifest"
 VERSIONS = (1, 2)
@@ -42,11 +42,12 @@ class Manifest(Record):
     ``KbitPreparedModel.manifest()`` makes one. In JSON ``rows`` is called ``"tensors"``.
 
     Attributes:
-        version: 1, or 2 where ``config.audit`` is true.
+        version: 1, or 2 where ``config.audit`` or ``config.head`` is set, or there are adapters.
         created: The time in UTC, as ISO 8601.
         versions: ``{distribution: version}`` of the libraries that were installed.
         model: The model that was prepared.
         config: The settings; ``prepare_config()`` makes a ``PrepareConfig`` of them.
+        adapters: The adapters that were on the base when the manifest was made, by name.
         before: The model's hooks, flags, modes and memory before preparation.
         after: The same at the end of preparation.
         plan: The figures of the plan, in bytes.
@@ -61,6 +62,7 @@ class Manifest(Record):
     versions: dict[Text, Text]
     model: ModelRecord
     config: ConfigRecord
+    adapters: dict[Text, AdapterRecord] = Field({})
     before: MomentRecord
     after: MomentRecord
     plan: PlanRecord
@@ -81,9 +83,10 @@ class Manifest(Record):
         for names in self.ties:
             if len({self.rows.get(name) for name in names}) != 1 or names[0] not in self.rows:
                 raise ValueError(f"{names[0]} and {names[1]} are tied, but their records differ")
-        new = self.config.new_fields().keys() & self.config.model_fields_set
+        new = {f"config.{name}" for name in self.config.new_fields().keys() & self.config.model_fields_set}
+        new |= {"adapters"} & self.model_fields_set
         if new and self.version == 1:
-            raise ValueError(f"version 1 has no field config.{min(new)}")
+            raise ValueError(f"version 1 has no field {min(new)}")
         return self
 
     @functools.cached_property
@@ -135,6 +138,7 @@ class Manifest(Record):
                 "versions": versions(),
                 "model": contents.model,
                 "config": ConfigRecord.of(plan.config),
+                "adapters": contents.adapters,
                 "before": preparation.original.before,
                 "after": preparation.after,
                 "plan": PlanRecord.model_validate(plan, from_attributes=True),
@@ -147,23 +151,23 @@ class Manifest(Record):
     def _of_lowest_version(self) -> Manifest:
         """This manifest with the lowest version that can hold all of it."""
         is_new = any(getattr(self.config, name) != default for name, default in self.config.new_fields().items())
-        return self.model_copy(update={"version": 2 if is_new else 1})
+        return self.model_copy(update={"version": 2 if is_new or self.adapters else 1})
 
     def prepare_config(self) -> PrepareConfig:
         """The settings of the preparation, as a ``PrepareConfig``."""
         return self.config.prepare_config()
 
-    def check(self, model: nn.Module) -> None:
+    def check(self, model: nn.Module, *, adapters: bool = False) -> None:
         """Compare a model with the one that was recorded; changes nothing.
 
         Compared are class, config, quantization, dtype, and the names, shapes, dtypes, ties and content of all tensors
-        of the base, as they were loaded: of a model that is prepared, what ``restore`` would put back. Adapters are no
-        part of it, nor are ``requires_grad``, where the model was loaded from and the versions of libraries. A config
-        that differs is a warning where it was recorded with another version of transformers, which may write the same
-        config differently.
+        of the base, as they were loaded: of a model that is prepared, what ``restore`` would put back. No part of it
+        are ``requires_grad``, where the model was loaded from and the versions of libraries. A config that differs is a
+        warning where it was recorded with another version of transformers, which may write it differently.
 
         Args:
             model: A model as loaded, prepared or suspended, with adapters inside and around it or without.
+            adapters: Whether to compare the adapters inside it too: their names, configs and dtypes.
 
         Raises:
             ManifestMismatchError: It is another model; ``missing``, ``unexpected`` and ``different`` say how.
@@ -199,6 +203,9 @@ class Manifest(Record):
                 stacklevel=2,
             )
         ours, theirs = ({"model": record.model_dump(by_alias=True)} for record in (self.model, current))
+        if adapters:
+            ours |= {f"adapters.{name}": vars(adapter) for name, adapter in self.adapters.items()}
+            theirs |= {f"adapters.{name}": vars(adapter) for name, adapter in contents.adapters.items()}
         found = compare(self.tensors, contents.tensors, as_loaded, ours, theirs, ignored)
         if found:
             raise ManifestMismatchError(

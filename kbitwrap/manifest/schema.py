@@ -93,6 +93,18 @@ class ModelRecord(Record):
     quantization: QuantizationRecord
 
 
+class AdapterRecord(Record):
+    """An adapter on the base.
+
+    Attributes:
+        config_sha256: SHA-256 (hex) of its config, without the values that saving and loading change.
+        dtypes: Those of its own parameters, sorted; copies of the base's that it trains do not count.
+    """
+
+    config_sha256: Sha256
+    dtypes: tuple[DType, ...] = Field(strict=False, max_length=64)
+
+
 class ConfigRecord(Record):
     """The fields of ``PrepareConfig``. A class among ``norm_modules`` is recorded by its name, and matches by name.
 
@@ -104,6 +116,7 @@ class ConfigRecord(Record):
     gradient_checkpointing: bool
     gradient_checkpointing_kwargs: Settings
     input_require_grads: bool | None
+    head: Literal["float32"] | None = None
     head_chunk_bytes: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None
     norm_modules: tuple[Text, ...] = Field(strict=False, max_length=256)
     memory_budget: Count | Annotated[str, StringConstraints(max_length=64)] | None

@@ -34,7 +34,7 @@ def meta_model(name_or_path: Any, quantization_config: Any = None, dtype: Any = 
     The name may also be a folder, a ``config.json`` or a config object of transformers. The config's own quantization
     wins over ``quantization_config``, as it does in loading. The dtype ``None`` or ``"auto"`` is the config's.
     """
-    config = _read_config(name_or_path)
+    config = read_config(name_or_path)
     chosen = _as_dtype(dtype, config)
     try:
         model = _build(config, quantization_config, chosen)
@@ -47,6 +47,26 @@ def meta_model(name_or_path: Any, quantization_config: Any = None, dtype: Any = 
     return model
 
 
+def load_model(
+    name_or_path: Any, quantization_config: Any, dtype: Any, device: torch.device | str, trust_remote_code: bool = False
+) -> nn.Module:
+    """Load a model by the class that its config names, on one device."""
+    import transformers
+
+    config = read_config(name_or_path, trust_remote_code)
+    own = [name for name in _AUTO_CLASSES if name in (getattr(config, "auto_map", None) or ())]
+    cls: Any = getattr(transformers, own[0]) if own and trust_remote_code else _model_class(config)
+    options = {} if quantization_config is None else {"quantization_config": quantization_config}
+    options |= {"trust_remote_code": True} if trust_remote_code else {}
+    try:
+        model: nn.Module = cls.from_pretrained(
+            name_or_path, dtype=_as_dtype(dtype, config), device_map={"": device}, **options
+        )
+    except Exception as error:  # whatever transformers, safetensors and the quantizer raise
+        raise ConfigError(f"cannot load {os.fspath(name_or_path)!r}: {_reason(error)}") from error
+    return model
+
+
 def _reason(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
@@ -56,7 +76,7 @@ def _is_path(value: Any) -> bool:
     return isinstance(value, (str, os.PathLike))
 
 
-def _read_config(name_or_path: Any) -> Any:
+def read_config(name_or_path: Any, trust_remote_code: bool = False) -> Any:
     """Read a config; a config object is copied, for it is written to later."""
     from transformers import AutoConfig, PretrainedConfig
 
@@ -77,7 +97,7 @@ def _read_config(name_or_path: Any) -> Any:
         raise ConfigError(f"there is no config.json in {name!r}")
     try:
         # Without `trust_remote_code=False` it would ask, on the terminal, whether to run the code of the repository.
-        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever transformers, the JSON parser and the network raise
         raise ConfigError(f"cannot read a config from {name!r}: {_reason(error)}") from error
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..tensors.dtypes import HALF_DTYPES
 from .quantization import is_quantized_parameter
-from .tree import ModelTree
+from .tree import ModelTree, Node
 
 
 class Role(str, Enum):
@@ -69,9 +69,9 @@ def computes_in_half(module: nn.Module) -> bool:
     )
 
 
-def _embeddings(tree: ModelTree, getter: str) -> set[int]:
-    """The ``id`` of the parameters of what ``getter`` returns, asked of the model and of every model inside it."""
-    found: set[int] = set()
+def _embeddings(tree: ModelTree, getter: str) -> list[nn.Module]:
+    """What ``getter`` returns, asked of the model and of every model inside it, and the modules in it."""
+    found: list[nn.Module] = []
     methods: dict[type, Any] = {}  # most modules are of a few classes
     for _, _, module, _ in tree.modules:
         cls = type(module)
@@ -81,18 +81,20 @@ def _embeddings(tree: ModelTree, getter: str) -> set[int]:
         if method is None:
             continue
         try:
-            embeddings = method(module)
+            one = method(module)
         except (NotImplementedError, AttributeError):
             continue  # transformers' way to say that this model has none
-        if isinstance(embeddings, nn.Module):
-            found |= {id(p) for p in embeddings.parameters()}
+        if isinstance(one, nn.Module):
+            found += one.modules()
     return found
 
 
 def parameter_roles(tree: ModelTree, norm_modules: tuple[type | str, ...] = ()) -> dict[int, Role]:
     """The role of every parameter, by its ``id``. A tied embedding counts as input embedding."""
-    inputs = _embeddings(tree, "get_input_embeddings")
-    outputs = _embeddings(tree, "get_output_embeddings")
+    inputs, outputs = (
+        {id(p) for module in _embeddings(tree, getter) for p in module._parameters.values()}
+        for getter in ("get_input_embeddings", "get_output_embeddings")
+    )
     roles: dict[int, Role] = {}
     for fqn, module, _, parameter, _ in tree.tensors:
         key = id(parameter)
@@ -111,6 +113,15 @@ def parameter_roles(tree: ModelTree, norm_modules: tuple[type | str, ...] = ()) 
         else:
             roles[key] = Role.OTHER
     return roles
+
+
+def heads(tree: ModelTree) -> list[Node]:
+    """The output heads that are unquantized linear layers with a half weight, and the trained copies of such."""
+    inside = {id(module) for module in _embeddings(tree, "get_output_embeddings")}
+    fqns = {node.fqn for node in tree.base if id(node.module) in inside}
+    linears = [node for node in tree.modules if node.fqn in fqns and isinstance(node.module, nn.Linear)]
+    weights = [(node, node.module._parameters.get("weight")) for node in linears]
+    return [node for node, weight in weights if type(weight) is nn.Parameter and weight.dtype in HALF_DTYPES]
 
 
 def loses_gradients(weight: torch.Tensor) -> bool:

@@ -185,6 +185,18 @@ class ModelTree:
         return {id(tensor.parameter) for tensor in self.tensors} - base
 
     @cached_property
+    def adapted_blocks(self) -> set[str]:
+        """The prefixes of the blocks that hold an adapter. A block is an element of an outermost ``ModuleList``."""
+        lists = [node.fqn for node in self.base if isinstance(node.module, nn.ModuleList)]
+        blocks = set()
+        for node in self.adapters:
+            inside = [name for name in lists if node.fqn.startswith(f"{name}.")]
+            if inside:
+                outermost = min(inside, key=len)
+                blocks.add(f"{outermost}.{node.fqn[len(outermost) + 1 :].partition('.')[0]}.")
+        return blocks
+
+    @cached_property
     def index(self) -> ModuleIndex:
         """The index by which its modules are found again later."""
         return ModuleIndex(self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from ..config import Precision, PrepareConfig, format_bytes
 from ..edits.base import EditBase
 from ..edits.checkpointing import Checkpoint, refuse_without_checkpointing, refuse_without_embeddings
 from ..edits.flags import Freeze, prepared_tensors
-from ..edits.norms import ComputeInFloat32, can_rebind_forward, computes_in_float32
-from ..edits.stand_ins import UpcastAtUse, can_stand_in
+from ..edits.norms import ComputeInFloat32, Float32Forward, can_rebind_forward, computes_in_float32
+from ..edits.stand_ins import HeadForward, UpcastAtUse, can_stand_in
 from ..edits.storage import Store
 from ..edits.training import Record
 from ..errors import UnsupportedModelError
@@ -26,7 +27,7 @@ from ..model.quantization import (
     is_rewritten,
 )
 from ..model.records import TensorRef
-from ..model.roles import Role, computes_in_half, is_norm, loses_gradients, parameter_roles, returns_float32
+from ..model.roles import Role, computes_in_half, heads, is_norm, loses_gradients, parameter_roles, returns_float32
 from ..model.tree import ModelTree, NamedTensor, Node, storage_key
 from ..tensors.bits import is_composed
 from ..tensors.dtypes import HALF_DTYPES
@@ -82,7 +83,7 @@ class Planner:
             )
         edits: list[EditBase] = [self._record(), self._freeze(), *self._store]
         edits += self._upcast_at_use()
-        edits += self.compute_norms()
+        edits += [*self.compute_norms(), *self.compute_head()]
         edits.append(self._checkpoint())
         self._warn()
         return tuple(edits)
@@ -213,7 +214,7 @@ class Planner:
         precision = self.config.precision
         if precision not in (Precision.NORMS, Precision.ADAPTED) or not self.quantization.casts:
             return []
-        blocks = _adapted_blocks(self.tree) if precision is Precision.ADAPTED else {""}
+        blocks = self.tree.adapted_blocks if precision is Precision.ADAPTED else {""}
         # Few modules own a half parameter: only these get the slower checks.
         halves = {id(t.module) for t in self.tree.all_tensors if t.parameter.dtype in HALF_DTYPES}
         found: dict[int, Node] = {}
@@ -232,16 +233,20 @@ class Planner:
                     f"{fqn} computes as loaded: it has buffers, as norms with statistics do, or its forward was "
                     "replaced by a function that is not its method"
                 )
-        if not found:
+        return _compute(list(found.values()), Role.NORM, Float32Forward)
+
+    def compute_head(self) -> list[ComputeInFloat32]:
+        """The output head in float32, and trained copies of it, where that is asked for and not so yet."""
+        if self.config.head is None or self.config.precision.upcasts_all:
             return []
-        return [
-            ComputeInFloat32(
-                "compute",
-                tuple(node.fqn for node in found.values()),
-                role=Role.NORM,
-                modules=tuple(weakref.ref(node.module) for node in found.values()),
+        found = [n for n in heads(self.tree) if self.quantization.casts and can_rebind_forward(n.module)]
+        if not found:
+            self.warnings.append(
+                "head='float32' changes nothing: no output head was found that is an unquantized linear layer with a "
+                "half weight and its own forward, in a model whose quantization method permits casts"
             )
-        ]
+        forward = functools.partial(HeadForward, chunk_bytes=self.config.head_chunk_bytes)
+        return _compute([n for n in found if not computes_in_float32(n.module)], Role.OUTPUT_EMBEDDINGS, forward)
 
     def _checkpoint(self) -> Checkpoint:
         enable = self.config.gradient_checkpointing and self.quantization.is_quantized
@@ -372,16 +377,9 @@ class Planner:
             )
 
 
-def _adapted_blocks(tree: ModelTree) -> set[str]:
-    """The prefixes of the blocks that hold an adapter. A block is an element of an outermost ``ModuleList``."""
-    lists = [node.fqn for node in tree.base if isinstance(node.module, nn.ModuleList)]
-    blocks = set()
-    for node in tree.adapters:
-        inside = [name for name in lists if node.fqn.startswith(f"{name}.")]
-        if inside:
-            outermost = min(inside, key=len)
-            blocks.add(f"{outermost}.{node.fqn[len(outermost) + 1 :].partition('.')[0]}.")
-    return blocks
+def _compute(nodes: list[Node], role: Role, forward: Callable[[nn.Module], Float32Forward]) -> list[ComputeInFloat32]:
+    fqns, modules = tuple(node.fqn for node in nodes), tuple(weakref.ref(node.module) for node in nodes)
+    return [ComputeInFloat32("compute", fqns, role=role, modules=modules, forward=forward)] if nodes else []
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -157,18 +157,18 @@ class Preparation:
         if not tree.adapter_ids:
             raise UnsupportedModelError(f"{type(peft_model).__name__} holds no adapter inside the prepared model")
         planner = Planner(tree, self.plan.config, tree.quantization)
-        norms, told = planner.compute_norms(), self.plan.warnings
+        computes, told = [*planner.compute_norms(), *planner.compute_head()], self.plan.warnings
         new = [warning for warning in planner.warnings_of_adapters() if warning not in told]
-        edits: list[Edit] = [*norms]
+        edits: list[Edit] = [*computes]
         if peft_model not in self._adopted:
             edits.append(RecordAccelerate("record", ("",), model=weakref.ref(peft_model)))
         self.journal.apply(edits, tree)
         self._adopted.add(peft_model)
-        self.plan = dataclasses.replace(self.plan, edits=(*self.plan.edits, *norms), warnings=(*told, *new))
-        self.left.reread(tree, {m for edit in norms for ref in edit.modules if (m := ref()) is not None})
+        self.plan = dataclasses.replace(self.plan, edits=(*self.plan.edits, *computes), warnings=(*told, *new))
+        self.left.reread(tree, {m for edit in computes for ref in edit.modules if (m := ref()) is not None})
         for warning in new:
             warnings.warn(warning, UserWarning, stacklevel=3)
-        return bool(norms or new)
+        return bool(computes or new)
 
     def explain(self, error: BaseException | None) -> None:
         """Add to an error of torch about dtypes, as notes, what is known of its cause."""

@@ -46,31 +46,34 @@ class LazyStorage:
         return self._num_bytes
 
 
-class _Kept(threading.local):
-    """The values that `keeping_last` keeps: those of one lazy tensor, and of those it is made from."""
+class _Mode(threading.local):
+    """What `keeping_last` sets: the values kept, of one tensor and those it is made from, and where values are put."""
 
-    def __init__(self) -> None:
-        self.active = False
-        self.values: dict[LazyTensor, torch.Tensor] = {}
+    kept: dict[LazyTensor, torch.Tensor] | None = None
+    device: torch.device | None = _CPU  # ``None``: that of the sources
 
     def keep_only(self, tensors: Sequence[LazyTensor]) -> None:
-        self.values = {tensor: self.values[tensor] for tensor in tensors if tensor in self.values}
+        for tensor in set(self.kept or ()).difference(tensors):
+            del self.kept[tensor]  # type: ignore[union-attr]
 
 
-_kept = _Kept()
+_mode = _Mode()
 
 
 @contextlib.contextmanager
-def keeping_last() -> Iterator[None]:
-    """Keep the last values computed, and those they were made from, for the next piece of the same tensor."""
-    outer = _kept.active
-    _kept.active = True
+def keeping_last(
+    kept: dict[LazyTensor, torch.Tensor] | None = None, device: torch.device | None = _CPU
+) -> Iterator[None]:
+    """Keep the last values computed, and those they were made from, for the next piece of the same tensor.
+
+    They lie in ``kept`` afterwards, which may be given again. Without a ``device``, they stay where they are computed.
+    """
+    outer = _mode.kept, _mode.device
+    _mode.kept, _mode.device = {} if kept is None else kept, device
     try:
         yield
     finally:
-        _kept.active = outer
-        if not outer:
-            _kept.keep_only(())
+        _mode.kept, _mode.device = outer
 
 
 class LazyTensor(torch.Tensor):
@@ -78,7 +81,8 @@ class LazyTensor(torch.Tensor):
 
     Operations are lazy, except those that need values (``.item()``, ``torch.equal``, boolean masks, another device).
     Views share storage as tensors do. ``compute`` is called each time that the values are asked for.
-    ``pieces`` gives the same values as consecutive flat tensors; both may be on any device.
+    ``pieces`` gives the same values as consecutive flat tensors; both may be on any device. ``is_own`` says that
+    ``compute`` makes new memory each time.
     """
 
     _meta: torch.Tensor
@@ -87,17 +91,24 @@ class LazyTensor(torch.Tensor):
     _view_of: LazyTensor | None  # the tensor that a view is taken of
     _parent: LazyTensor | None  # the lazy tensor that this one is made from, if there is only one
     _pieces: Pieces | None
+    _is_own: bool
 
     # Without `__torch_function__`, methods and functions go straight to `__torch_dispatch__`.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
-        cls, shape: Sequence[int], dtype: torch.dtype, compute: Callable[[], torch.Tensor], pieces: Pieces | None = None
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        compute: Callable[[], torch.Tensor],
+        pieces: Pieces | None = None,
+        *,
+        is_own: bool = False,
     ) -> LazyTensor:
         """Make a contiguous tensor without storage."""
         made = cls._make(torch.empty(tuple(shape), dtype=dtype, device="meta"), compute)
-        made._pieces = pieces
+        made._pieces, made._is_own = pieces, is_own
         return made
 
     @classmethod
@@ -114,7 +125,7 @@ class LazyTensor(torch.Tensor):
         made._compute = compute
         made._view_of = base
         made._parent = parent
-        made._pieces = None
+        made._pieces, made._is_own = None, False
         return made
 
     @property
@@ -128,19 +139,20 @@ class LazyTensor(torch.Tensor):
         return (*(self._parent.lineage if self._parent is not None else ()), self)
 
     def values(self) -> torch.Tensor:
-        """Compute the values on the CPU, in any layout, or take those that are kept; not to be written to."""
-        if self in _kept.values:
-            return _kept.values[self]
+        """Compute the values, in any layout, or take those that are kept; not to be written to."""
+        if _mode.kept is not None and self in _mode.kept:
+            return _mode.kept[self]
         if self._view_of is None:
-            _kept.keep_only(self.lineage)  # before more is computed
-        computed = self._compute().detach().to(_CPU)
+            _mode.keep_only(self.lineage)  # before more is computed
+        computed = self._compute().detach()
+        computed = computed if _mode.device is None else computed.to(_mode.device)
         if computed.shape != self.shape or computed.dtype != self.dtype:
             raise RuntimeError(
                 f"a lazy tensor of shape {tuple(self.shape)} and dtype {self.dtype} was computed with shape "
                 f"{tuple(computed.shape)} and dtype {computed.dtype}"
             )
-        if self._view_of is None and _kept.active:
-            _kept.values[self] = computed
+        if self._view_of is None and _mode.kept is not None:
+            _mode.kept[self] = computed
         return computed
 
     def materialize(self) -> torch.Tensor:
@@ -151,9 +163,16 @@ class LazyTensor(torch.Tensor):
         """Compute the values on the device of their sources, and keep none; not to be written to."""
         return self._compute().detach()
 
+    def own(self) -> torch.Tensor:
+        """Compute the values as a contiguous tensor in memory that nothing else refers to."""
+        if not self._is_own:
+            return self.values().clone(memory_format=torch.contiguous_format)
+        _mode.keep_only(self.lineage)
+        return self.lineage[-1].compute().contiguous()
+
     def pieces(self) -> Iterator[torch.Tensor]:
         """Compute the values as consecutive contiguous CPU tensors, as few at a time as can be."""
-        if self._pieces is None or self in _kept.values:
+        if self._pieces is None or self in (_mode.kept or ()):
             yield self.materialize()
             return
         for piece in self._pieces():
@@ -182,7 +201,7 @@ class LazyTensor(torch.Tensor):
 
             made = cls._make(meta, compute, bases.get(meta.untyped_storage()._cdata), parent)
             if func is torch.ops.aten.detach.default:
-                made._pieces = lazies[0]._pieces
+                made._pieces, made._is_own = lazies[0]._pieces, lazies[0]._is_own
             return made
 
         if isinstance(shapes, torch.Tensor):
@@ -213,6 +232,11 @@ def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from tensor.pieces()
     else:
         yield materialize(tensor)
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of any dense tensor on the device of its sources, in any layout; not to be written to."""
+    return tensor.compute() if isinstance(tensor, LazyTensor) else tensor.detach()
 
 
 def materialize(tensor: torch.Tensor) -> torch.Tensor:

@@ -297,6 +297,11 @@ def _write(func: Any, args: Any, kwargs: Any) -> Any:
     return next(v for key, v in (*enumerate(args), *kwargs.items()) if key in _written(func))
 
 
+def multiplies_half(left: torch.Tensor, half: torch.Tensor) -> bool:
+    """Whether the device multiplies two half tensors and returns the float32 that it sums in."""
+    return left.is_cuda and left.dtype == half.dtype and torch.version.hip is None and "dtype" in aten.mm.overloads()
+
+
 def _upcast(arguments: Any) -> Any:
     return tree_map_only(UpcastTensor, lambda tensor: tensor.half_storage.float(), arguments)
 
@@ -307,6 +312,8 @@ def _product(func: Any, args: Sequence[Any], weight: UpcastTensor) -> torch.Tens
     Forward, the columns are rows of a head's weight, backward they are its columns; the sum over ``k`` is never split.
     """
     half = weight.half_storage
+    if func is aten.mm.default and weight.owner is None and args[0].dtype == half.dtype:
+        return aten.mm.dtype(*args, half, torch.float32)  # type: ignore[no-any-return]
     columns = half.shape[1]
     if weight._chunk_bytes is not None:
         columns = max(1, weight._chunk_bytes // (half.shape[0] * torch.float32.itemsize))

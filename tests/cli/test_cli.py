@@ -277,7 +277,7 @@ BARE = """
 import sys
 import kbitwrap.cli
 kbitwrap.cli.build_parser().parse_args(["demo"])
-assert not {"transformers", "peft", "bitsandbytes"} & sys.modules.keys(), "importing is not light"
+assert not {"torch", "transformers", "peft", "bitsandbytes"} & sys.modules.keys(), "importing is not light"
 input()
 sys.exit(kbitwrap.cli.main(sys.argv[1:]))
 """

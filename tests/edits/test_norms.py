@@ -77,7 +77,7 @@ def make_inputs(kind: str, dtype: torch.dtype, *, seed: int = 1) -> tuple[torch.
 
 def install(norm: nn.Module) -> ComputeChange:
     change = ComputeChange()
-    change.install(norm)
+    change.install(Float32Forward(norm))
     return change
 
 
@@ -184,8 +184,9 @@ def test_a_norm_in_float32_warns_of_no_slow_kernel() -> None:
     # A process of its own: torch warns once in each that half weights and float32 inputs find no fast kernel. In
     # float32 they do.
     program = (
-        "import warnings, torch; from kbitwrap.edits.norms import ComputeChange; warnings.simplefilter('error')\n"
-        "norm = torch.nn.RMSNorm(8).bfloat16(); ComputeChange().install(norm); norm(torch.ones(2, 8))"
+        "import warnings, torch; from kbitwrap.edits.norms import ComputeChange, Float32Forward\n"
+        "warnings.simplefilter('error'); norm = torch.nn.RMSNorm(8).bfloat16()\n"
+        "ComputeChange().install(Float32Forward(norm)); norm(torch.ones(2, 8))"
     )
     assert forks.run_program(program).stderr == ""
 

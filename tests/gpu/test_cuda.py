@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import bitsandbytes
 import peft
 import pytest
 import torch
@@ -18,10 +19,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import kbitwrap
 import zoo
 from cuda_rules import CudaRules
+from files import tensors_of
 from kbitwrap import KbitPreparedModel, Precision
 from kbitwrap.bench.case import Case
 from kbitwrap.bench.settings import MISTRAL_7B, Settings
-from snapshot import Snapshot
+from kbitwrap.edits.stand_ins import HeadForward
+from kbitwrap.tensors.upcast import multiplies_half
+from snapshot import Snapshot, tensor_digest
 from training import adapt, step
 
 pytestmark = [
@@ -244,6 +248,40 @@ def test_the_benchmark_measures_the_allocator(tmp_path: Path) -> None:
             assert steps[case]["largest_gradient_difference"] == 0
 
 
+@pytest.mark.parametrize(("name", "quant"), [("llama", "nf4"), ("gpt2", "int8"), ("mixtral", "nf4"), ("gemma2", "nf4")])
+def test_merged_weights_are_handed_out_on_the_device_as_an_export_writes_them(
+    name: str, quant: str, tmp_path: Path
+) -> None:
+    model = load(name, quant)
+    with KbitPreparedModel(model) as prepared:
+        adapt(name, model)
+        prepared.export(tmp_path / "merged", merge_adapters=True)
+        expected = tensors_of(tmp_path / "merged")
+        found = dict(prepared.merged_weights())
+        assert {tensor.device for tensor in found.values()} == {torch.device("cuda", 0)}
+        assert {fqn: tensor_digest(tensor.cpu()) for fqn, tensor in found.items()} == {
+            fqn: tensor_digest(tensor) for fqn, tensor in expected.items()
+        }
+
+
+def test_merging_on_the_device_takes_two_tensors_at_most_beside_the_last() -> None:
+    width = 4096
+    layer = bitsandbytes.nn.Linear4bit(width, width, bias=False, quant_type="nf4").to(torch.bfloat16).cuda()
+    model = nn.Sequential(layer, nn.RMSNorm(width).to(device="cuda", dtype=torch.bfloat16))
+    model.is_loaded_in_4bit = True
+    prepared = KbitPreparedModel(model, gradient_checkpointing=False).prepare()
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"], init_lora_weights=False))
+    for measured in (False, True):  # the first pass makes the library's work space
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+        for _ in prepared.merged_weights():
+            pass
+        if measured:
+            assert torch.cuda.max_memory_allocated() - start <= 2 * 2 * width * width
+    del _
+    assert torch.cuda.memory_allocated() == start
+
+
 def test_suspending_keeps_the_devices_random_state() -> None:
     model = load("llama")
     prepared = kbitwrap.KbitPreparedModel(model).prepare()
@@ -271,3 +309,37 @@ def test_cuda_rules_on_a_cpu_are_those_of_the_device(given: torch.dtype, weight:
     with CudaRules():
         on_cpu = refuses("cpu")
     assert on_cpu == refuses("cuda")
+
+
+def half_head(dtype: torch.dtype) -> tuple[nn.Linear, torch.Tensor]:
+    """A head as wide as Mistral's, and hidden states."""
+    torch.manual_seed(0)
+    head = nn.Linear(4096, 32000, bias=False, device="cuda", dtype=dtype).requires_grad_(False)
+    return head, torch.randn(512, 4096, device="cuda", dtype=dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_half_head_gives_float32_logits_without_a_float32_weight(dtype: torch.dtype) -> None:
+    head, hidden = half_head(dtype)
+    HeadForward(head, None)(hidden)  # the matrix library takes its workspace
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.autocast("cuda", torch.bfloat16):
+        logits = HeadForward(head, None)(hidden)
+    assert multiplies_half(hidden, head.weight)
+    assert torch.cuda.max_memory_allocated() - before == logits.nbytes
+    assert logits.dtype == torch.float32
+    gradient = torch.randn_like(logits)
+    logits.backward(gradient)
+    assert hidden.grad is not None
+    assert hidden.grad.dtype == dtype
+    torch.testing.assert_close(hidden.grad, (gradient.double() @ head.weight.double()).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_logits_of_a_half_head_err_no_more_than_those_of_one_stored_in_float32(dtype: torch.dtype) -> None:
+    head, hidden = half_head(dtype)
+    exact = F.linear(hidden.double(), head.weight.double())
+    stored = F.linear(hidden.float(), head.weight.float())
+    error, of_stored = ((found.double() - exact).abs().max() for found in (HeadForward(head, None)(hidden), stored))
+    assert error <= of_stored

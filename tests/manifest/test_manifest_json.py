@@ -270,6 +270,7 @@ MUST_REFUSE: dict[str, tuple[tuple[Any, ...], Any]] = {
     "budget in words": (("config", "memory_budget"), "much"),
     "negative budget": (("config", "memory_budget"), -1),
     "chunk of nothing": (("config", "head_chunk_bytes"), 0),
+    "head in version 1": (("config", "head"), "float32"),
     "audit in version 1": (("config", "audit"), True),
     "default audit in version 1": (("config", "audit"), False),
     "no regular expression": (("config", "norm_modules"), ["("]),

@@ -16,10 +16,10 @@ from torch import nn
 
 import zoo
 from cells import CELLS, DTYPE, Answer, Cell, compressed_tensors, pretrained
-from files import read
+from files import read, tensors_of
 from kbitwrap import ExportError, KbitPreparedModel, Manifest, ManifestError, Precision
 from merging import assert_rounded_once, layers_of
-from snapshot import Snapshot
+from snapshot import Snapshot, tensor_digest
 from training import adapt, step
 
 pytestmark = [
@@ -117,6 +117,8 @@ def test_a_journey(
         report = prepared.export(tmp_path / "merged", merge_adapters=True)
         assert set(report.merged) == set(layers_of(peft_model))
         assert has_merged(cell, architecture, peft_model, tmp_path / "merged")
+        merged = {fqn: tensor_digest(tensor) for fqn, tensor in tensors_of(tmp_path / "merged").items()}
+        assert {fqn: tensor_digest(tensor) for fqn, tensor in prepared.merged_weights()} == merged
     else:
         with pytest.raises(ExportError, match=rf"quantized with {method}.*export without merging"):
             prepared.export(tmp_path / "merged", merge_adapters=True)

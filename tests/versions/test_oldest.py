@@ -17,9 +17,9 @@ from torch import nn
 
 import kbitwrap
 import zoo
-from files import read, saved
+from files import read, saved, tensors_of
 from kbitwrap import KbitPreparedModel, Manifest, Precision
-from snapshot import Snapshot
+from snapshot import Snapshot, tensor_digest
 from training import adapt, step
 
 ARCHITECTURES = ("llama", "opt", "gemma2", "mixtral")  # plain; with biases; tied and scaled; with stacks of experts
@@ -74,6 +74,8 @@ def test_a_journey(name: str, quant: str, precision: Precision, tmp_path: Path) 
     prepared.export(tmp_path / "merged", merge_adapters=True)
     merged = type(model).from_pretrained(tmp_path / "merged", dtype="auto")
     assert {parameter.dtype for parameter in merged.parameters()} == {DTYPE}
+    written = {fqn: tensor_digest(tensor) for fqn, tensor in tensors_of(tmp_path / "merged").items()}
+    assert {fqn: tensor_digest(tensor) for fqn, tensor in prepared.merged_weights()} == written
 
     prepared.restore()
     assert peft_model.unload() is model

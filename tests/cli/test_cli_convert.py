@@ -1,4 +1,4 @@
-"""`kbitwrap inspect` and `kbitwrap export`: what they print, and what their exit status says."""
+"""`kbitwrap inspect`, `kbitwrap convert` and `kbitwrap merge`: what they print, and what their exit status says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import forks
+import training
 import zoo
+from files import tensors_of
 from kbitwrap import KbitPreparedModel, convert_checkpoint
 from kbitwrap.cli import main
 
@@ -59,7 +61,7 @@ def test_inspect_finds_what_a_preparation_left(saved: Path, capsys: pytest.Captu
     assert result["wasted_bytes"] == 33408
     assert (result["config_dtype"], result["half_dtype"], result["is_quantized"]) == ("float32", "bfloat16", True)
     assert (result["use_cache"], result["adapters"]) == (False, [])
-    assert result["suggestion"] == f"kbitwrap export --from {saved / 'prepared'} --out DST --dtype bfloat16"
+    assert result["suggestion"] == f"kbitwrap convert --from {saved / 'prepared'} --out DST --dtype bfloat16"
 
 
 def test_inspect_prints_a_table(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,7 +74,7 @@ def test_inspect_prints_a_table(saved: Path, capsys: pytest.CaptureFixture[str])
     assert ["embeddings", "1", "16,384"] in rows
     assert ["norms", "5", "640"] in rows
     assert any(line.endswith("and 3 more") for line in lines)
-    assert f"  kbitwrap export --from {saved / 'prepared'} --out DST --dtype bfloat16" in lines
+    assert f"  kbitwrap convert --from {saved / 'prepared'} --out DST --dtype bfloat16" in lines
 
 
 def test_its_suggestion_works(saved: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -144,12 +146,17 @@ def test_inspect_of_a_manifest(saved: Path, capsys: pytest.CaptureFixture[str]) 
     assert rows["quantization"] == "bitsandbytes_4bit"
     assert rows["precision"] == "full"
     assert "freeze=True" in rows["settings"]
+    assert rows["adapters"] == "none"
     assert f"torch {torch.__version__}" in rows["versions"]
     assert rows["added"].split(maxsplit=1)[1] == "33,408 planned, 33,408 measured"
     status, result = run_json(capsys, "inspect", saved / "kbitwrap.json")
     assert (status, result["kind"], result["plan"]["added_bytes"]) == (0, "manifest", 33408)
     assert result["tensors"]["parameter"] == 21
     assert len(result["stored_in_another_dtype"]) == 7
+    data = json.loads((saved / "kbitwrap.json").read_text())
+    data |= {"version": 2, "adapters": {"mine": {"config_sha256": "0" * 64, "dtypes": ["bfloat16", "float32"]}}}
+    (saved / "adapted.json").write_text(json.dumps(data))
+    assert "\nadapters       mine (bfloat16, float32)\n" in run(capsys, "inspect", saved / "adapted.json")[1]
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\x80\x04K\x01.", b'{"format": "kbitwrap-manifest", "version": 9}'])
@@ -199,7 +206,7 @@ def test_nothing_is_unpickled_or_imported(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", [["--manifest", "kbitwrap.json"], ["--like", "original"], ["--dtype", "bfloat16"]])
 def test_export(how: list[str], saved: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     value = how[1] if how[0] == "--dtype" else saved / how[1]
-    command = ("export", "--from", saved / "prepared", "--out", tmp_path / "out", how[0], value)
+    command = ("convert", "--from", saved / "prepared", "--out", tmp_path / "out", how[0], value)
     status, result = run_json(capsys, *command)
     assert status == 0
     assert (result["saved_bytes"], result["num_tensors"], len(result["converted"])) == (33408, 63, 7)
@@ -217,7 +224,7 @@ def test_export(how: list[str], saved: Path, capsys: pytest.CaptureFixture[str],
 
 
 def test_export_in_shards(saved: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    command = ("export", "--from", saved / "prepared", "--out", tmp_path / "out", "--dtype", "bfloat16")
+    command = ("convert", "--from", saved / "prepared", "--out", tmp_path / "out", "--dtype", "bfloat16")
     assert run(capsys, *command, "--max-shard-size", "30KB")[0] == 0
     assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
     assert run(capsys, *command, "--overwrite", "--max-shard-size", "a few")[0] == 2
@@ -230,12 +237,12 @@ def test_a_checkpoint_of_another_model_is_no_match(
     tensors = load_file(tmp_path / "in" / "model.safetensors")
     save_file({**tensors, "model.norm.weight": torch.ones(3)}, tmp_path / "in" / "model.safetensors")
     status, out, err = run(
-        capsys, "export", "--from", tmp_path / "in", "--out", tmp_path / "out", "--manifest", saved / "kbitwrap.json"
+        capsys, "convert", "--from", tmp_path / "in", "--out", tmp_path / "out", "--manifest", saved / "kbitwrap.json"
     )
     assert (status, out) == (1, "")
     assert "model.norm.weight: shape: expected (64,), found (3,)" in err
     options = ("--from", tmp_path / "in", "--out", tmp_path / "out", "--manifest", saved / "kbitwrap.json")
-    assert run_json(capsys, "export", *options) == (
+    assert run_json(capsys, "convert", *options) == (
         1,
         {"matches": False, "unexpected": [], "different": {"model.norm.weight": {"shape": [[64], [3]]}}},
     )
@@ -256,7 +263,7 @@ def test_bad_input_is_one_line(
     options: list[str], saved: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     paths = [str(saved / o) if not o.startswith("-") and o != "bfloat16" else o for o in options]
-    status, out, err = run(capsys, "export", *paths, "--out", tmp_path / "out")
+    status, out, err = run(capsys, "convert", *paths, "--out", tmp_path / "out")
     assert (status, out) == (2, "")
     assert err.startswith("kbitwrap: error: ")
     assert len(err.splitlines()) == 1
@@ -274,6 +281,84 @@ def test_bad_input_is_one_line(
 )
 def test_bad_usage(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:
-        main(["export", *options])
+        main(["convert", *options])
     assert error.value.code == 2
-    assert capsys.readouterr().err.startswith("kbitwrap export: error: ")
+    assert capsys.readouterr().err.startswith("kbitwrap convert: error: ")
+
+
+def test_its_old_name_still_works_and_says_so(saved: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    options = ("--from", saved / "prepared", "--out", tmp_path / "out", "--dtype", "bfloat16")
+    status, _, err = run(capsys, "export", *options)
+    assert status == 0
+    assert err == "kbitwrap: 'kbitwrap export' is called 'kbitwrap convert' now\n"
+    assert tensors_of(tmp_path / "out")
+
+
+# ----------------------------------------------------------------------------------------------------
+# merge
+# ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter as PEFT saves it, with the manifest of its run."""
+    folder = tmp_path_factory.mktemp("trained")
+    with KbitPreparedModel(zoo.load("llama", "nf4")) as prepared:
+        peft_model = training.adapt("llama", prepared.model)
+        peft_model.save_pretrained(folder)
+        prepared.manifest().save(folder / "kbitwrap.json")
+        peft_model.unload()
+    return folder
+
+
+def test_merge_writes_a_half_model(trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    base = zoo.checkpoint("llama")
+    status, result = run_json(capsys, "merge", base, trained, "--out", tmp_path / "out", "--device", "cpu")
+    assert status == 0
+    assert len(result["merged"]) == 2 * len(zoo.ARCHITECTURES["llama"].targets)
+    assert result["num_tensors"] == len(tensors_of(tmp_path / "out"))
+    assert {tensor.dtype for tensor in tensors_of(tmp_path / "out").values()} == {torch.bfloat16}
+
+
+def test_merge_needs_a_base_that_the_manifest_records(
+    trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    options = ("merge", zoo.checkpoint("llama"), trained, "--out", tmp_path / "out", "--quant", "int8")
+    status, out, err = run(capsys, *options)
+    assert (status, out) == (1, "")
+    assert len(err.splitlines()) == 1
+    status, result = run_json(capsys, *options)
+    assert (status, result["matches"]) == (1, False)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"base": "none"}, "there is no model at"),
+        ({"adapter": "none"}, "no adapter_config.json"),
+        ({"--manifest": "none.json"}, "none.json"),
+        ({"--device": "tpu"}, "device 'tpu' is not available"),
+        ({"--max-shard-size": "much"}, "max_shard_size"),
+    ],
+)
+def test_bad_input_to_merge_is_one_line(
+    changed: dict[str, str], message: str, trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    given = {"base": str(zoo.checkpoint("llama")), "adapter": str(trained), "--out": str(tmp_path / "out"), **changed}
+    given.update({name: str(tmp_path / given[name]) for name in ("base", "adapter", "--manifest") if name in changed})
+    positional = [given.pop("base"), given.pop("adapter")]
+    status, out, err = run(capsys, "merge", *positional, *(part for option in given.items() for part in option))
+    assert (status, out) == (2, "")
+    assert err.startswith("kbitwrap: error: ")
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_of_several_processes_the_first_one_merges(
+    trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert run(capsys, "merge", zoo.checkpoint("llama"), trained, "--out", tmp_path / "out") == (0, "", "")
+    assert not (tmp_path / "out").exists()

@@ -1,13 +1,11 @@
-"""``kbitwrap export``: a checkpoint that was saved while prepared, written with its original dtypes."""
+"""``kbitwrap convert``: a checkpoint that was saved while prepared, written with its original dtypes."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 
-from .. import ConfigError, ExportError, ManifestError, ManifestMismatchError, convert_checkpoint
-from .console import EXIT_DONE, EXIT_NO, InputError, add_command, first_line, quiet_libraries
+from .console import add_command, add_destination, write
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -18,8 +16,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """
     parser = add_command(
         subparsers,
-        "export",
+        "convert",
         run,
+        aliases=("export",),
         summary="rewrite a checkpoint that was saved while prepared, with its original dtypes",
         description="Read a checkpoint that was saved while prepared (float32 where the model was half) and write it "
         "with its original dtypes, one tensor at a time. 'kbitwrap inspect' says whether one needs it. Exit status: "
@@ -33,7 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         required=True,
         help="a folder with safetensors files or pytorch_model.bin, or one such file",
     )
-    parser.add_argument("--out", metavar="DST", required=True, type=_folder, help="the folder to make")
+    add_destination(parser)
     dtypes = parser.add_mutually_exclusive_group()
     dtypes.add_argument("--manifest", metavar="M", help="take the original dtypes from this manifest")
     dtypes.add_argument(
@@ -49,7 +48,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="SIZE",
         help="maximum size of a file, such as 5GB (default: keep the files of SRC)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists and contains no folders")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -64,35 +62,20 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         InputError: There is no usable checkpoint, manifest or destination.
     """
-    try:
-        with quiet_libraries():
-            report = convert_checkpoint(
-                arguments.source,
-                arguments.out,
-                arguments.manifest,
-                like=arguments.like,
-                dtype=arguments.dtype,
-                max_shard_size=arguments.max_shard_size,
-                overwrite=arguments.overwrite,
-                progress=True,
-            )
-    except ManifestMismatchError as error:
-        print(f"kbitwrap: {first_line(error)}", file=sys.stderr)
-        if arguments.json:
-            result = {"matches": False, "unexpected": error.unexpected, "different": error.different}
-            print(json.dumps(result, indent=2, default=str))
-        return EXIT_NO
-    except (ConfigError, ExportError, ManifestError) as error:
-        raise InputError(first_line(error)) from error
-    if arguments.json:
-        print(json.dumps(report.to_dict(), indent=2))
-    else:
-        print(report)
-    return EXIT_DONE
+    from .. import convert_checkpoint
 
-
-def _folder(text: str) -> str:
-    # The empty path is the working directory, which nobody means to replace.
-    if not text:
-        raise argparse.ArgumentTypeError("expected a folder, found nothing")
-    return text
+    if arguments.command == "export":
+        print("kbitwrap: 'kbitwrap export' is called 'kbitwrap convert' now", file=sys.stderr)
+    return write(
+        arguments,
+        lambda: convert_checkpoint(
+            arguments.source,
+            arguments.out,
+            arguments.manifest,
+            like=arguments.like,
+            dtype=arguments.dtype,
+            max_shard_size=arguments.max_shard_size,
+            overwrite=arguments.overwrite,
+            progress=True,
+        ),
+    )

@@ -1,0 +1,196 @@
+"""Merging a saved adapter into the base that it was trained on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import format_bytes
+from ..errors import ConfigError, ExportError
+from ..export.export import save_model
+from ..export.merge import merge_into
+from ..export.twin import build_twin
+from ..export.writer import checkpoint_writer, split_into_files
+from ..manifest.contents import versions
+from ..manifest.manifest import Manifest
+from ..model.pretrained import load_model, read_config
+from ..model.tree import ModelTree
+from ..model.wrappers import canonical_fqn
+from ..preparation.process import plain_mode
+from ..reports import ExportReport
+from .reader import open_checkpoint, read_json
+
+_MANIFEST = "kbitwrap.json"
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+# What a tokenizer or a processor is saved as.
+_TOKENIZER = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+)
+
+
+def merge_checkpoint(
+    base: str | os.PathLike[str],
+    adapter: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    manifest: Manifest | str | os.PathLike[str] | None = None,
+    quantization_config: Any = None,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str = "5GB",
+    overwrite: bool = False,
+    progress: bool = False,
+    device: torch.device | str | None = None,
+    trust_remote_code: bool = False,
+) -> ExportReport:
+    """Merge a saved adapter into the base it was trained on, and write the half-precision model that results.
+
+    The base is quantized as in training, and dequantized exactly; the adapter's part is added in float32 and the sum
+    rounded once. That is, bit for bit, what ``KbitPreparedModel.export(merge_adapters=True)`` writes after training, on
+    the same type of device: a GPU and a CPU may quantize, and so round, a last bit differently. Tensors are computed
+    and written one at a time; the tokenizer is copied from the adapter's folder or the base's, and a model card says
+    what was merged.
+
+    Args:
+        base: The folder of the base, or its name on the hub.
+        adapter: The folder that PEFT saved the adapter in.
+        dst: The folder to make: complete in the end, or absent.
+        manifest: The record of the preparation, or its path: it says how the base was quantized, and the base is
+            compared with its digests. ``None`` for ``kbitwrap.json`` in the adapter's folder, if there is one.
+        quantization_config: How the base was quantized in training, as for ``from_pretrained``; ``None`` for what the
+            base's own config, or the manifest, says; ``False`` for a base that was not quantized.
+        dtype: The dtype of what is not quantized; ``None`` for the manifest's, or else the config's.
+        max_shard_size: The maximum size of a file in bytes, or a string such as ``"5GB"``.
+        overwrite: Replace a folder that is not empty.
+        progress: Show a bar of the bytes written, on a terminal.
+        device: The device to quantize and merge on; ``None`` for CUDA if there is one, else the CPU.
+        trust_remote_code: Run the code that the base's folder brings along.
+
+    Returns:
+        The report of what was written.
+
+    Raises:
+        ConfigError: There is no base or adapter, the adapter does not belong to the base, or it is not known how the
+            base was quantized.
+        ManifestMismatchError: The base is not the one that the manifest records.
+        ExportError: It cannot be merged or written. Nothing was left at ``dst``.
+
+    Example:
+        >>> from kbitwrap import merge_checkpoint
+        >>> merge_checkpoint("/no/such/base", "/no/such/adapter", "/tmp/merged")
+        Traceback (most recent call last):
+        ...
+        kbitwrap.errors.ConfigError: there is no adapter_config.json in '/no/such/adapter'
+    """
+    start, folder = time.perf_counter(), Path(adapter)
+    if not (folder / "adapter_config.json").is_file():
+        raise ConfigError(f"there is no adapter_config.json in {os.fspath(adapter)!r}")
+    split_into_files({}, max_shard_size)  # refuses an invalid size before anything is computed
+    with checkpoint_writer(dst, "merge", overwrite=overwrite, disable=None if progress else True) as writer:
+        if manifest is None and (folder / _MANIFEST).is_file():
+            manifest = folder / _MANIFEST
+        record = manifest if manifest is None or isinstance(manifest, Manifest) else Manifest.load(manifest)
+        settings = _quantization(base, quantization_config, record, trust_remote_code)
+        chosen = record.model.dtype if dtype is None and record is not None else dtype
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        model = load_model(base, settings, chosen, device, trust_remote_code)
+        if record is not None:
+            record.check(model)
+        adapted = _adapted(model, folder)
+        with plain_mode():
+            twin = build_twin(ModelTree(adapted))
+            merged = merge_into(twin)
+            tensors = {id(t): t for t in (*twin.model.parameters(), *twin.model.buffers())}
+            _refuse_full_disk(writer.folder, sum(t.nbytes for t in tensors.values()), dst)
+            save_model(twin.model, writer, max_shard_size)
+        _copy_tokenizer(base, folder, writer.folder)
+        method = ModelTree(model).quantization.method
+        (writer.folder / "README.md").write_text(_card(base, folder, method, device), encoding="utf-8")
+    seconds = time.perf_counter() - start
+    return ExportReport(Path(dst), writer.files, writer.num_tensors, writer.num_bytes, twin.converted, merged, seconds)
+
+
+def _quantization(base: Any, given: Any, manifest: Manifest | None, trust_remote_code: bool) -> Any:
+    """The quantization config to load the base with; ``None`` where it has its own, or none."""
+    if given is not None:
+        return given or None
+    if getattr(read_config(base, trust_remote_code), "quantization_config", None) is not None:
+        return None
+    if manifest is None:
+        raise ConfigError(
+            f"it is not known how the base {os.fspath(base)!r} was quantized in training: its config says nothing; "
+            "give the manifest (--manifest), or the quantization (quantization_config, --quant; False, 'none' for none)"
+        )
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    config = manifest.model.quantization.config
+    return AutoQuantizationConfig.from_dict(dict(config)) if config else None
+
+
+def _adapted(model: nn.Module, folder: Path) -> nn.Module:
+    """The model with the adapter on it; every tensor saved has its place there, and every place its tensor."""
+    from peft import PeftModel, get_peft_model_state_dict
+
+    known = set(model.state_dict())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Found missing adapter keys", UserWarning)  # the comparison below names them
+        try:
+            adapted: Any = PeftModel.from_pretrained(model, os.fspath(folder))
+            expected = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+        except Exception as error:  # whatever PEFT raises, the adapter does not fit
+            raise ConfigError(f"the adapter in {os.fspath(folder)!r} does not fit the base: {error}") from error
+    files = [path for name in _WEIGHTS if (path := folder / name).is_file()]
+    saved = set(open_checkpoint(files[0]).tensors) if files else set()
+    unknown = {name for name in saved - expected if canonical_fqn(name) not in known}
+    for names, what in ((unknown, "has tensors that the base has no place for"), (expected - saved, "lacks tensors")):
+        if names:
+            raise ConfigError(f"the adapter in {os.fspath(folder)!r} {what}: {min(names)} and {len(names) - 1} more")
+    return adapted  # type: ignore[no-any-return]
+
+
+def _refuse_full_disk(folder: Path, num_bytes: int, dst: str | os.PathLike[str]) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise ExportError(
+            f"{os.fspath(dst)}: the merged model takes {format_bytes(num_bytes)}, and {format_bytes(free)} are free "
+            "there; nothing was written"
+        )
+
+
+def _copy_tokenizer(base: str | os.PathLike[str], adapter: Path, dst: Path) -> None:
+    """Copy the files of the tokenizer that the adapter was saved with, or else of the base's."""
+    from transformers.utils.hub import cached_file
+
+    is_beside = any((adapter / name).is_file() for name in _TOKENIZER)
+    for name in _TOKENIZER:
+        found = cached_file(
+            os.fspath(adapter if is_beside else base),
+            name,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if found is not None and not (dst / name).exists():
+            shutil.copyfile(found, dst / name)
+
+
+def _card(base: str | os.PathLike[str], adapter: Path, method: str | None, device: Any) -> str:
+    """A model card that says what was merged from what; a folder is named by its last part."""
+    config = read_json(adapter / "adapter_config.json")
+    named = str(config.get("base_model_name_or_path") or os.fspath(base))
+    name = Path(named).name if os.path.isabs(named) or os.path.isdir(named) else named
+    how = f"quantized with {method} as in training and dequantized exactly" if method else "unquantized, as in training"
+    tool = " ".join(("kbitwrap", versions().get("kbitwrap", ""))).strip()
+    return (
+        f"---\nbase_model: {name}\nlibrary_name: transformers\ntags:\n- merged\n---\n\n# {name}, merged\n\n"
+        f"The base, {name}, {how}, with the {config.get('peft_type', 'PEFT')} adapter `{adapter.name}` added in "
+        f"float32 and rounded once. Merged by {tool} on {torch.device(device).type}.\n"
+    )

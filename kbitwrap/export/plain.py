@@ -1,0 +1,117 @@
+"""Plain layers in the place of quantized ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from ..errors import ExportError
+from ..model.quantization import is_made_plain, is_quantized_layer, library_dequantizer, quantized_stacks
+from ..model.tree import named_modules, shallow_copy
+from ..tensors.lazy import LazyTensor
+from .twin import Twin
+
+# The attributes that accelerate sets: the forward between its hooks, the forward that this calls, and the hook.
+HOOKED_FORWARD = ("forward", "_old_forward", "_hf_hook")
+
+
+def dequantized(twin: Twin, dtype: torch.dtype) -> tuple[Twin, set[int]]:
+    """A twin, whose model is changed in place, with weights that are not those of bitsandbytes' layers dequantized.
+
+    With the ``id`` of each module whose weight is computed in another dtype than ``dtype``, to be rounded at the end.
+    """
+    plains: dict[int, nn.Module] = {}  # what takes the place of a shell whose class is of the library
+    tried: dict[tuple[type, type], torch.dtype] = {}
+    rounded: set[int] = set()
+    for fqn, shell in named_modules(twin.model):
+        _dequantize_stacks(fqn, shell)
+        compute = library_dequantizer(shell)
+        if compute is None:
+            continue
+        plain, weight = shell, shell._parameters.get("weight")
+        kind = type(shell), type(weight)
+        if kind not in tried:
+            try:
+                tried[kind] = compute().dtype
+            except Exception as error:
+                raise ExportError(
+                    f"{fqn}: its library cannot dequantize its weight ({error!r}); export without merging", fqn=fqn
+                ) from error
+        if is_made_plain(shell):
+            plain = plains[id(shell)] = plain_layer(shell).train(shell.training)
+            bias = getattr(shell, "bias", None)
+            # A buffer may have the dtype of the weight, which is not the model's.
+            plain._parameters["bias"] = bias if bias is None or "bias" not in shell._buffers else bias.to(dtype)
+        if weight is None and tried[kind] != dtype:
+            rounded.add(id(plain))
+        shape = parameter_of(plain, "weight").shape
+        vars(plain)["_parameters"]["weight"] = LazyTensor(shape, tried[kind], compute)
+    for _, module in named_modules(twin.model):
+        module._modules.update({name: plains[id(m)] for name, m in module._modules.items() if id(m) in plains})
+    peeled = (dataclasses.replace(one, shell=plains.get(id(one.shell), one.shell)) for one in twin.peeled)
+    return dataclasses.replace(twin, peeled=tuple(peeled)), rounded
+
+
+def _dequantize_stacks(fqn: str, shell: nn.Module) -> None:
+    """Make a shell whose stacks of experts are quantized a plain one of the class that it had before."""
+    stacks = quantized_stacks(shell)
+    if not stacks:
+        return
+    others = {*shell._modules["parametrizations"]._modules} - {*stacks}  # type: ignore[union-attr]
+    if others or any(len(computes._modules) > 1 for computes, _ in stacks.values()):
+        raise ExportError(f"{fqn}: parametrizations of its own lie beside the quantized experts; remove them", fqn=fqn)
+    del vars(shell)["_modules"]["parametrizations"]
+    shell.__class__ = type(shell).__bases__[0]
+    for name, (computes, state) in stacks.items():
+        vars(shell)["_parameters"][name] = LazyTensor(state.shape, state.dtype, computes)
+
+
+def parameter_of(module: nn.Module, name: str) -> torch.Tensor:
+    """A module's parameter, which is not ``None``; that of a twin may be a lazy tensor."""
+    parameter = module._parameters[name]
+    assert parameter is not None
+    return parameter
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a quantized layer was made from transformers' ``Conv1D``, whose weight is a linear's transposed."""
+    return is_quantized_layer(module) and getattr(vars(module).get("source_cls"), "__name__", "") == "Conv1D"
+
+
+def plain_layer(module: nn.Module, *, as_linear: bool = False) -> nn.Module:
+    """The layer that a quantized one was made from, on the meta device.
+
+    With ``as_linear``, an ``nn.Linear`` instead of a ``Conv1D``: a quantized layer computes as that.
+    """
+    with torch.device("meta"):
+        if isinstance(module, nn.Embedding):
+            return nn.Embedding(module.num_embeddings, module.embedding_dim, module.padding_idx)
+        # Not every library's are of ``nn.Linear``.
+        widths = vars(module)["in_features"], vars(module)["out_features"]
+        if is_transposed(module) and not as_linear:
+            made: nn.Module = vars(module)["source_cls"](*reversed(widths))
+            return made
+        return nn.Linear(*widths, module._parameters.get("bias") is not None)
+
+
+def float32_module(plain: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:
+    """A plain float32 module over ``values``, in evaluation mode and without hooks, that computes what another does.
+
+    ``values`` has parameters by name, all rows or some, and is not copied; parameters that it lacks are ``None``.
+    """
+    made = shallow_copy(plain)
+    fields = vars(made)
+    fields |= {name: type(value)() for name, value in fields.items() if name.endswith("_hooks")}
+    for name in HOOKED_FORWARD:
+        fields.pop(name, None)
+    fields["_parameters"] = {
+        name: nn.Parameter(values[name], requires_grad=False) if name in values else None for name in made._parameters
+    }
+    fields["training"] = False
+    fields |= {name: values["weight"].shape[0] for name in ("out_features", "num_embeddings") if name in fields}
+    if "padding_idx" in fields:
+        fields["padding_idx"] = None  # it matters to gradients alone, and the row may not be there
+    return made

@@ -1,0 +1,82 @@
+"""Integration with TRL's trainers that generate with vLLM, such as ``GRPOTrainer``."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from kbitwrap import LifecycleState, StateError, prepared_of
+
+
+def sync_merged_weights() -> Callable[[], None]:
+    """Let TRL's trainers send vLLM the merged weights of a prepared model, and merge nothing in the model itself.
+
+    For every weight sync, TRL merges the adapters into the quantized base and unmerges them, which rounds the base to
+    its 4 or 8 bits twice and never returns to it. It also sends the quantized storage, without its statistics. From
+    here on it sends what ``prepared.merged_weights()`` hands out: half weights, under the names of the checkpoint.
+
+    Call it once, before the trainer is made; the engine in the trainer's process (``vllm_mode="colocate"``) then loads
+    the model in half precision, not quantized. A server has to be started so: ``trl vllm-serve --model BASE``. This
+    concerns all trainers that use ``trl.generation.vllm_generation``: GRPO, RLOO and distillation.
+
+    Returns:
+        A call that undoes it. A second call of this function changes nothing, and neither does its undo.
+
+    Raises:
+        StateError: When weights are sent: the trainer's model is not prepared.
+
+    Example:
+        >>> from kbitwrap.integrations.trl import sync_merged_weights  # doctest: +SKIP
+        >>> sync_merged_weights()  # doctest: +SKIP
+        >>> with KbitPreparedModel(model) as prepared:  # doctest: +SKIP
+        ...     GRPOTrainer(prepared.model, reward_funcs, args=args, peft_config=lora_config, ...).train()
+    """
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    replaced: dict[str, Any] = {}
+    for name, replacement in (("_iter_named_params", _merged_weights), ("_init_vllm", _in_half_precision)):
+        current = getattr(VLLMGeneration, name)
+        if not hasattr(current, "_kbitwrap_replaces"):
+            replaced[name] = current
+            setattr(VLLMGeneration, name, replacement(current))
+
+    def undo() -> None:
+        while replaced:
+            setattr(VLLMGeneration, *replaced.popitem())
+
+    return undo
+
+
+def _merged_weights(replaced: Any) -> Any:
+    """A method that takes the place of the one that merges, reads and unmerges."""
+
+    def iter_named_params(self: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        prepared = prepared_of(self.model)
+        if prepared is None:
+            raise StateError(
+                f"sync_merged_weights() sends the weights of prepared models; this {type(self.model).__name__} is not "
+                "prepared: prepare it before the trainer is made, or call what sync_merged_weights() returned, and TRL "
+                "merges into the model itself again",
+                expected=(LifecycleState.PREPARED, LifecycleState.SUSPENDED),
+            )
+        return prepared.merged_weights()
+
+    return _marked(iter_named_params, replaced)
+
+
+def _in_half_precision(replaced: Any) -> Any:
+    """A method that makes the engine as TRL does for a model that is not quantized."""
+
+    def init_vllm(self: Any) -> None:
+        names = {**replaced.__globals__, "is_bitsandbytes_available": lambda: False}
+        types.FunctionType(replaced.__code__, names, closure=replaced.__closure__)(self)
+
+    return _marked(init_vllm, replaced)
+
+
+def _marked(method: Any, replaced: Any) -> Any:
+    method._kbitwrap_replaces = replaced
+    return method

@@ -1,0 +1,199 @@
+"""``merge_checkpoint``: a saved adapter merged into the base it was trained on, as a live export merges it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import zoo
+from files import read, tensors_of
+from kbitwrap import (
+    ConfigError,
+    ExportError,
+    KbitPreparedModel,
+    Manifest,
+    ManifestMismatchError,
+    merge_checkpoint,
+)
+from snapshot import tensor_digest
+from training import adapt, step
+
+# Restoring under a live adapter is what these tests do; those of the wrapper hold the warning itself.
+pytestmark = [
+    pytest.mark.filterwarnings(r"ignore:restore\(\) made \d+ base parameters trainable again:UserWarning"),
+    pytest.mark.filterwarnings("ignore:LlamaForCausalLM has neither a quantization attribute:UserWarning"),
+]
+
+SMALL = 100_000
+
+
+class Run(NamedTuple):
+    """What a training left on the disk."""
+
+    adapter: Path
+    manifest: Path
+    merged: Path  # what the live export wrote
+    quantization: Any
+
+
+def train(name: str, quant: str | None, folder: Path, *, shard: int | str = "5GB", **options: Any) -> Run:
+    """Train an adapter for one step, save it, and export the merged model."""
+    model = zoo.load(name, quant)
+    run = Run(folder / "adapter", folder / "kbitwrap.json", folder / "live", None)
+    with KbitPreparedModel(model, **zoo.fields(name)) as prepared:
+        peft_model = adapt(name, model, **options)
+        step(name, peft_model)
+        prepared.manifest().save(run.manifest)
+        peft_model.save_pretrained(run.adapter)
+        prepared.export(run.merged, merge_adapters=True, model=peft_model, max_shard_size=shard)
+    row = zoo.ARCHITECTURES[name]
+    return run._replace(quantization=quant and zoo._quantization_config(row, quant, torch.bfloat16))
+
+
+def assert_same_model(found: Path, expected: Path) -> None:
+    """The same tensors bit for bit, in files of the same names, and the same configs."""
+    there, wanted = tensors_of(found), tensors_of(expected)
+    assert {n: tensor_digest(t) for n, t in there.items()} == {n: tensor_digest(t) for n, t in wanted.items()}
+    assert {p.name for p in found.glob("*.safetensors*")} == {p.name for p in expected.glob("*.safetensors*")}
+    for path in expected.glob("*.json"):
+        assert _plain(found / path.name) == _plain(path)
+
+
+def _plain(path: Path) -> Any:
+    return {k: v for k, v in json.loads(path.read_text()).items() if k not in ("_name_or_path", "use_cache")}
+
+
+@pytest.mark.parametrize(
+    ("name", "quant", "shard"),
+    [
+        ("llama", "nf4", SMALL),
+        ("gemma2", "nf4", "5GB"),  # a tied head
+        ("mixtral", "nf4", "5GB"),  # stacks of experts
+        ("gpt2", "nf4-double", "5GB"),  # weights that lie transposed
+        ("qwen3", "int8", SMALL),
+        ("opt", "int8", "5GB"),
+        ("t5", "nf4", "5GB"),  # kept in float32 in part
+        ("bart", "nf4", "5GB"),
+        ("bert", "int8", "5GB"),
+        ("vit", "nf4", "5GB"),
+        ("whisper", "nf4", "5GB"),
+        ("mamba", "fp4", "5GB"),
+        ("llama", None, "5GB"),
+    ],
+)
+def test_it_is_the_live_export_bit_for_bit(name: str, quant: str | None, shard: int | str, tmp_path: Path) -> None:
+    run = train(name, quant, tmp_path, shard=shard)
+    report = merge_checkpoint(
+        zoo.checkpoint(name),
+        run.adapter,
+        tmp_path / "merged",
+        quantization_config=run.quantization or False,
+        dtype="bfloat16",
+        max_shard_size=shard,
+    )
+    assert_same_model(tmp_path / "merged", run.merged)
+    assert report.merged
+    assert report.num_tensors == len(tensors_of(run.merged))
+    assert set(report.files) == {*read(tmp_path / "merged")}
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_the_manifest_says_how_the_base_was_quantized_and_is_compared_with_it(beside: bool, tmp_path: Path) -> None:
+    run = train("llama", "nf4-double", tmp_path, modules_to_save=True)
+    if beside:
+        shutil.copy(run.manifest, run.adapter / "kbitwrap.json")
+    merge_checkpoint(
+        zoo.checkpoint("llama"), run.adapter, tmp_path / "merged", manifest=None if beside else run.manifest
+    )
+    assert_same_model(tmp_path / "merged", run.merged)
+    other = tmp_path / "other"
+    shutil.copytree(zoo.checkpoint("llama"), other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][0, 0] += 1
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ManifestMismatchError, match=r"layers\.0\.mlp\.up_proj"):
+        merge_checkpoint(other, run.adapter, tmp_path / "none", manifest=Manifest.load(run.manifest))
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_base_that_is_saved_quantized_keeps_its_own_quantization(tmp_path: Path) -> None:
+    run = train("llama", "nf4", tmp_path)
+    zoo.load("llama", "nf4").save_pretrained(tmp_path / "quantized")
+    merge_checkpoint(tmp_path / "quantized", run.adapter, tmp_path / "merged")
+    assert_same_model(tmp_path / "merged", run.merged)
+
+
+def test_what_is_not_known_is_asked_for(tmp_path: Path) -> None:
+    run = train("llama", "nf4", tmp_path)
+    with pytest.raises(ConfigError, match=r"not known how the base .* was quantized in training"):
+        merge_checkpoint(zoo.checkpoint("llama"), run.adapter, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
+    run = train("llama", "nf4", tmp_path)
+    options: dict[str, Any] = {"quantization_config": run.quantization, "dtype": "bfloat16"}
+    base, path = zoo.checkpoint("llama"), run.adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    first = min(tensors)
+    for change, message in (
+        ({first: None}, f"lacks tensors: {re.escape(first)} and 0 more"),
+        ({first.replace("layers.0", "layers.9"): tensors[first].clone()}, r"has no place for: .*layers\.9\."),
+        ({first: tensors[first][:1].clone()}, "does not fit the base"),
+    ):
+        save_file({k: v for k, v in {**tensors, **change}.items() if v is not None}, path)
+        with pytest.raises(ConfigError, match=message):
+            merge_checkpoint(base, run.adapter, tmp_path / "merged", **options)
+    with pytest.raises(ConfigError, match=r"no adapter_config\.json"):
+        merge_checkpoint(base, tmp_path, tmp_path / "merged", **options)
+    with pytest.raises(ConfigError, match="there is no model at"):
+        merge_checkpoint(tmp_path / "nothing", run.adapter, tmp_path / "merged", **options)
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_destination_that_exists_or_a_full_disk_is_said_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = train("llama", "nf4", tmp_path)
+    options: dict[str, Any] = {"quantization_config": run.quantization, "dtype": "bfloat16"}
+    with pytest.raises(ExportError, match="exists and is not empty"):
+        merge_checkpoint(tmp_path / "not looked at", run.adapter, run.merged, **options)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(ExportError, match=r"takes .* KiB, and 1000 B are free there"):
+        merge_checkpoint(zoo.checkpoint("llama"), run.adapter, tmp_path / "merged", **options)
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("owner", ["base", "adapter"])
+def test_the_tokenizer_and_a_card_are_beside_it(owner: str, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    run = train("llama", "nf4", tmp_path)
+    base = tmp_path / "Tiny-Llama"
+    shutil.copytree(zoo.checkpoint("llama"), base)
+    for where, words in (("base", {"a": 0}), ("adapter", {"a": 0, "b": 1})):
+        if where in ("base", owner):
+            tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, "a")))
+            tokenizer.save_pretrained(base if where == "base" else run.adapter)
+    config = json.loads((run.adapter / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "someone/Tiny-Llama"
+    (run.adapter / "adapter_config.json").write_text(json.dumps(config))
+    merge_checkpoint(base, run.adapter, tmp_path / "out", quantization_config=run.quantization, dtype="bfloat16")
+    found = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert len(found) == (2 if owner == "adapter" else 1)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "base_model: someone/Tiny-Llama\n" in card
+    assert "quantized with bitsandbytes_4bit as in training" in card
+    assert str(tmp_path) not in card
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert loaded.dtype == torch.bfloat16

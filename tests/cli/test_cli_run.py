@@ -1,0 +1,116 @@
+"""`kbitwrap run`: a script runs as by Python itself, and what it gets from PEFT is the drop-in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import peft
+import pytest
+
+from kbitwrap.cli import main
+
+ROOT = Path(__file__).parents[2]
+
+FACTS = """\
+from __future__ import annotations
+import inspect, json, multiprocessing.spawn, os, pickle, sys
+import beside
+
+class Made: pass
+
+main = sys.modules["__main__"]
+assert pickle.loads(pickle.dumps(Made())).__class__ is main.Made is Made
+assert "annotations" in globals()
+print(json.dumps({
+    "argv": sys.argv, "path": sys.path, "names": sorted({*globals()} - {"__annotations__"}),
+    "is main": vars(main) is globals(),
+    "own": [str(globals()[name]) for name in ("__name__", "__file__", "__package__", "__spec__", "__builtins__")],
+    "source": inspect.getsource(Made), "beside": beside.__file__, "heavy": sorted({"torch", "peft"} & {*sys.modules}),
+    "for a child": multiprocessing.spawn.get_preparation_data("child").get("init_main_from_path"),
+}))
+"""
+# `__annotations__` is there from the start, or made with the first annotation: that depends on the version of Python.
+SCRIPTS = {
+    "ends": "print('done')",
+    "exits": "import sys; sys.exit(3)",
+    "exits with a text": "raise SystemExit('stopped')",
+    "exits with nothing": "raise SystemExit",
+    "raises": "def inner():\n    raise ValueError('bad') from KeyError('worse')\n\ninner()",
+    "raises what main knows": "raise BrokenPipeError('gone')",
+    "has its own hook": "import sys\nsys.excepthook = lambda *found: print(found[:2], 'seen')\nraise ValueError(1)",
+    "is no Python": "x = 1\ny = = 2",
+}
+
+
+def run(*arguments: str, folder: Path) -> tuple[int, str, str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, env=environment)
+    return result.returncode, result.stdout, result.stderr
+
+
+def test_a_script_finds_what_it_would_find_without(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "script.py").write_text(FACTS)
+    (tmp_path / "real" / "beside.py").touch()
+    (tmp_path / "link.py").symlink_to(tmp_path / "real" / "script.py")
+    arguments = ["link.py", "a", "--precision", "x", "--help", "--", "-m", "b"]
+    expected = run(*arguments, folder=tmp_path)
+    assert expected[0] == 0, expected
+    assert run("-m", "kbitwrap", "run", "--precision", "norms", *arguments, folder=tmp_path) == expected
+
+
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_status_output_and_traceback_are_the_scripts(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPTS[kind])
+    expected = run("script.py", folder=tmp_path)
+    assert run("-m", "kbitwrap", "run", "script.py", folder=tmp_path) == expected
+
+
+def test_an_interrupt_has_the_scripts_traceback(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("raise KeyboardInterrupt")
+    _, out, err = run("script.py", folder=tmp_path)
+    assert run("-m", "kbitwrap", "run", "script.py", folder=tmp_path) == (130, out, err)
+
+
+def test_peft_is_patched_when_the_script_imports_it(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import importlib.util, sys\n"
+        "assert importlib.util.find_spec('peft').name == 'peft'\n"
+        "assert not {'torch', 'peft', 'transformers'} & {*sys.modules}\n"
+        "from peft import prepare_model_for_kbit_training as prepare\n"
+        "import inspect, peft, torch, warnings\n"
+        "warnings.simplefilter('ignore')\n"
+        "assert 'class LoraConfig' in inspect.getsource(peft.LoraConfig)\n"
+        "import kbitwrap\n"
+        "print(kbitwrap.prepared_of(prepare(torch.nn.LayerNorm(2).half())).config.precision)\n"
+    )
+    status, out, err = run("-m", "kbitwrap", "run", "--precision", "norms", "script.py", folder=tmp_path)
+    assert (status, out) == (0, "norms\n"), err
+
+
+def test_the_process_is_afterwards_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nfrom peft import prepare_model_for_kbit_training as p\n"
+        "sys.path.append('mine')\nprint(p.__kwdefaults__['precision'], sys.argv[1:])\n"
+    )
+    before = peft.prepare_model_for_kbit_training, sys.argv, [*sys.path], [*sys.meta_path], sys.modules["__main__"]
+    assert main(["run", "--precision", "compute", str(script), "x"]) == 0
+    assert capsys.readouterr().out == "compute ['x']\n"
+    after = peft.prepare_model_for_kbit_training, sys.argv, [*sys.path], [*sys.meta_path], sys.modules["__main__"]
+    assert after == before
+
+
+@pytest.mark.parametrize("arguments", [["/no/such/script.py"], ["."], [], ["--precision", "double", "script.py"]])
+def test_a_script_that_is_not_there_and_bad_usage_are_one_line(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as found:
+        raise SystemExit(main(["run", *arguments]))
+    assert found.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
