@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import Wav2Vec2ConformerConfig, Wav2Vec2ConformerModel
+from transformers import LevitConfig, LevitModel, Wav2Vec2ConformerConfig, Wav2Vec2ConformerModel
 
 import kbitwrap
 import zoo
@@ -275,17 +275,49 @@ class Keeping(nn.Module):
 
 
 class Caching(nn.Module):
-    """Makes, in its first forward, a buffer that no checkpoint holds, a tensor, and a flag that tells of it."""
+    """Makes, in its first forward, a buffer, a tensor, and a flag that tells of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, persistent: bool = False) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        self.persistent = persistent
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if not hasattr(self, "has_scales"):
-            self.register_buffer("table", self.scale.detach() * 2, persistent=False)
+            self.register_buffer("table", self.scale.detach() * 2, persistent=self.persistent)
             self.scales, self.has_scales = self.scale.detach() + 1, True
         return hidden * self.table * self.scales
+
+
+class Moving(nn.Module):
+    """Moves a buffer, in its first forward, to a plain attribute in the dtype of the input."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        self.register_buffer("table", torch.ones(2), persistent=persistent)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if "table" in self._buffers:
+            table = self.table.to(hidden.dtype)
+            del self.table
+            self.table = table
+        return hidden * self.scale * self.table
+
+
+class Sharing(nn.Module):
+    """Keeps tables in a dictionary that it shares, and in one that it makes in its first forward."""
+
+    def __init__(self, tables: dict[int, torch.Tensor]) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        self.tables = tables
+        self.pair: Any = None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.pair is None:
+            self.pair, self.lists = [self.scale.detach(), self.scale.detach()], {"length": [self.scale.detach()]}
+        return hidden * self.tables.setdefault(len(hidden), self.scale.detach() + 1) * self.pair[0]
 
 
 class Repacking(nn.Module):
@@ -322,10 +354,13 @@ class TestCaches:
         assert report.put_back == ("0.title", "1.p")
         assert str(report) == "restored\nput back: 0.title, 1.p"
 
+    @pytest.mark.parametrize("persistent", [False, True], ids=["", "persistent"])
     @pytest.mark.parametrize("is_suspended", [False, True], ids=["", "suspended"])
-    def test_names_that_a_forward_makes_are_absent_again_and_are_named(self, is_suspended: bool) -> None:
+    def test_names_that_a_forward_makes_are_absent_again_and_are_named(
+        self, is_suspended: bool, persistent: bool
+    ) -> None:
         torch.manual_seed(0)
-        model, inputs = nn.Sequential(Caching()), torch.ones(1, 2, dtype=torch.bfloat16)
+        model, inputs = nn.Sequential(Caching(persistent)), torch.ones(1, 2, dtype=torch.bfloat16)
         before = Snapshot(model)
         prepared = KbitPreparedModel(model, precision="full").prepare()
         if is_suspended:
@@ -340,6 +375,60 @@ class TestCaches:
         assert before.diff(Snapshot(model), moved=True) == []
         assert set(report.put_back) == {"0.table", "0.scales", "0.has_scales"}
         assert "0.table" not in model._non_persistent_buffers_set
+
+    @pytest.mark.parametrize("made", [Caching(), Caching(True)], ids=["", "persistent"])
+    def test_what_a_forward_made_while_prepared_is_there_after_a_suspension(self, made: nn.Module) -> None:
+        model, inputs = nn.Sequential(copy.deepcopy(made)), torch.ones(1, 2)
+        with KbitPreparedModel(model, precision="full") as prepared:
+            output, state = model(inputs), list(model.state_dict())
+            with prepared.suspended():
+                assert "table" not in model[0]._buffers
+            assert torch.equal(model(inputs), output)
+            assert list(model.state_dict()) == state
+
+    @pytest.mark.parametrize("persistent", [False, True], ids=["", "persistent"])
+    def test_a_buffer_that_a_forward_deletes_is_there_again(self, persistent: bool) -> None:
+        model, inputs = nn.Sequential(Moving(persistent)), torch.ones(1, 2, dtype=torch.bfloat16)
+        before = Snapshot(model)
+        with KbitPreparedModel(model, precision="full") as prepared:
+            model(inputs.float())
+            with prepared.suspended():
+                assert model(inputs).dtype == torch.bfloat16
+            model(inputs.float())
+        assert before.diff(Snapshot(model), moved=True, ignore=REORDERED) == []
+
+    def test_tables_in_lists_and_dictionaries_are_those_that_were_there(self) -> None:
+        tables: dict[int, torch.Tensor] = {9: torch.ones(2)}
+        model, inputs = nn.Sequential(Sharing(tables), Sharing(tables)), torch.ones(1, 2, dtype=torch.bfloat16)
+        before = Snapshot(model)
+        prepared = KbitPreparedModel(model, precision="full").prepare()
+        output = model(inputs.float())
+        with prepared.suspended():
+            assert model(inputs).dtype == torch.bfloat16
+        assert tables[1].dtype == torch.float32
+        assert torch.equal(model(inputs.float()), output)
+        report = prepared.restore()
+        assert before.diff(Snapshot(model), moved=True) == []
+        assert model[0].tables is model[1].tables is tables
+        assert set(report.put_back) == {"0.tables", "0.pair", "0.lists", "1.pair", "1.lists"}
+
+    def test_the_biases_that_levit_keeps_in_a_dictionary_are_those_of_a_model_never_prepared(self) -> None:
+        sizes = {"hidden_sizes": [16, 32, 48], "num_attention_heads": [1, 2, 2], "key_dim": [8, 8, 8]}
+        config = LevitConfig(image_size=64, depths=[1, 1, 1], patch_size=16, **sizes)
+        torch.manual_seed(0)
+        model, images = LevitModel(config).bfloat16().eval(), torch.ones(1, 3, 64, 64)
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.float()
+        with torch.no_grad():
+            expected = copy.deepcopy(model)(images.bfloat16())[0]
+            options = {"gradient_checkpointing": False, "input_require_grads": False}
+            with KbitPreparedModel(model, precision="full", **options) as prepared:
+                model(images)
+                with prepared.suspended():
+                    assert torch.equal(model(images.bfloat16())[0], expected)
+                model(images)
+            assert torch.equal(model(images.bfloat16())[0], expected)
 
     def test_a_weight_that_old_weight_norm_computes_is_what_it_was(self) -> None:
         with pytest.warns(FutureWarning, match="deprecated"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +21,7 @@ _COMPARED = frozenset({type(None), bool, int, float, str, torch.dtype, torch.dev
 _PLAIN = _COMPARED | {torch.Tensor, tuple}
 _OTHER = object()
 _OWN = frozenset(vars(nn.Module()))  # what every module has, its train mode among them
+_CACHES = (list, dict)
 
 
 class _Classes(dict[type, bool]):
@@ -37,23 +40,35 @@ def _is_same(value: Any, other: Any) -> bool:
     return value is other or (type(value) is type(other) and type(value) in _COMPARED and value == other)
 
 
+def _members(cache: Any) -> Iterable[Any]:
+    return cache.values() if isinstance(cache, dict) else cache or ()
+
+
+def _tensors(cache: Any) -> list[torch.Tensor]:
+    """The tensors in a list or dict, and in the tuples and lists in it."""
+    flat = [one for value in _members(cache) for one in (value if isinstance(value, (tuple, list)) else (value,))]
+    return [one for one in flat if isinstance(one, torch.Tensor)]
+
+
 class _Kept(NamedTuple):
     """A module's fields, buffers and children's names: ``fields`` with a placeholder for what is not plain."""
 
     fields: dict[str, Any]
+    caches: dict[str, tuple[Any, Any]]  # lists and dicts of plain values, each with a copy of it
     buffers: dict[str, torch.Tensor | None]
+    unsaved: frozenset[str]  # the names of buffers that no checkpoint holds
     children: frozenset[str]
     sizes: list[int]  # of the parameters
 
 
 class KeptChange(ChangeBase):
-    """The plain values, plain tensors and buffers of the base's modules, as they were.
+    """The plain values, plain tensors, caches and buffers of the base's modules, as they were.
 
     A forward leaves rotary tables in its compute dtype, repacked codes, and flags that say so. It is judged at the end:
-    another tensor goes back, and a plain value that was another one. A plain value that appeared goes with a tensor
-    that did: alone, it may tell of a hook that stays. A child without parameters that appeared goes with a buffer: it
-    is a kernel. A buffer of the checkpoint that has its dtype and shape is trained or moved, and stays, as does all of
-    a module whose parameters others replaced.
+    another tensor goes back, in a list or dict too, and a plain value that was another one. A plain value that appeared
+    goes with a tensor that did: alone, it may tell of a hook that stays. A child without parameters that appeared goes
+    with a buffer: it is a kernel. A buffer of the checkpoint that has its dtype and shape is trained or moved, and
+    stays, as does all of a module whose parameters others replaced.
 
     Attributes:
         put_back: The names of what the last undo put back.
@@ -69,8 +84,14 @@ class KeptChange(ChangeBase):
     def _read(module: nn.Module) -> _Kept:
         items = module.__dict__.items()
         fields = {name: value if _is_plain[type(value)] else _OTHER for name, value in items if name not in _OWN}
+        caches = {
+            n: (v, v.copy())
+            for n, v in items
+            if type(v) in _CACHES and n not in _OWN and all(_is_plain[type(one)] for one in _members(v))
+        }
         sizes = _sizes(module) if module._parameters else []
-        return _Kept(fields, dict(module._buffers), frozenset(module._modules), sizes)
+        buffers, unsaved = dict(module._buffers), frozenset(module._non_persistent_buffers_set)
+        return _Kept(fields, caches, buffers, unsaved, frozenset(module._modules), sizes)
 
     def rewritten(self) -> tuple[KeptChange, ...]:
         """Return this one."""
@@ -81,7 +102,8 @@ class KeptChange(ChangeBase):
         found = {}
         for module, kept in self._record.affected(tree):
             if kept is not None:
-                found[id(module)] = self._write(module, kept, is_substitute=self._record.of(module) is not kept)
+                is_substitute = self._record.of(module) is not kept
+                found[id(module)] = self._write(module, kept, is_substitute=is_substitute, is_shared=is_substitute)
         named = [(node.fqn, name) for node in tree.modules for name in found.get(id(node.module), ())]
         self.put_back = tuple([join(fqn, name) for fqn, name in named if name != KERNEL])  # which a preparation sets
 
@@ -93,11 +115,14 @@ class KeptChange(ChangeBase):
         """Put back on a module's shell what undoing would put back on the module."""
         kept = self._record.of(module)
         if kept is not None:
-            self._write(shell, kept, is_substitute=False)
+            self._write(shell, kept, is_substitute=False, is_shared=True)
 
     @staticmethod
-    def _write(module: nn.Module, kept: _Kept, *, is_substitute: bool) -> list[str]:
-        """Put back what differs, and return the names of it but for what was moved to another device."""
+    def _write(module: nn.Module, kept: _Kept, *, is_substitute: bool, is_shared: bool) -> list[str]:
+        """Put back what differs, and return the names of it but for what was moved to another device.
+
+        With ``is_shared`` a list or dict is replaced rather than written, as another module has it too.
+        """
         fields, buffers, unsaved = module.__dict__, module._buffers, module._non_persistent_buffers_set
         before = kept.fields
         changed = {
@@ -111,16 +136,23 @@ class KeptChange(ChangeBase):
         }
         if not before.keys() <= fields.keys():
             changed |= {name: was for name, was in before.items() if name not in fields and was is not _OTHER}
+        cached = {}
+        for name, found in fields.items():
+            if type(found) in _CACHES and name not in _OWN:
+                was, contents = kept.caches.get(name, (before.get(name, MISSING), None))
+                if was is not _OTHER and any(a is not b for a, b in zip_longest(_tensors(found), _tensors(contents))):
+                    cached[name] = contents
+                    changed[name] = was if contents is None or not is_shared else contents.copy()
         replaced = {
             name: was
-            for name, found in buffers.items()
-            if (was := kept.buffers.get(name, MISSING)) is not found
-            and (name in unsaved or (was is not MISSING and not _is_alike(was, found)))
+            for name in {**buffers, **kept.buffers}
+            if (was := kept.buffers.get(name, MISSING)) is not (found := buffers.get(name, MISSING))
+            and (name in unsaved or was is MISSING or found is MISSING or not _is_alike(was, found))
         }
         if not (changed or replaced) or _sizes(module) != kept.sizes:
             return []
         tensors = [was for n, was in changed.items() if torch.Tensor in (type(was), type(fields.get(n)))]
-        tensors += replaced.values()
+        tensors += [*(changed[name] for name in cached), *replaced.values()]
         if is_substitute and not tensors:
             return []
         if not any(was is MISSING for was in tensors):
@@ -128,11 +160,14 @@ class KeptChange(ChangeBase):
         moved = set()
         for name, was in changed.items():
             write_attribute(fields, name, was)
+            contents = cached.get(name)
+            if contents is not None and not is_shared:
+                was.clear()
+                was.update(contents) if isinstance(was, dict) else was.extend(contents)
         for name, was in replaced.items():
-            found = buffers[name]
-            if was is MISSING:
-                unsaved.discard(name)
-            elif was is not None and found is not None and was.device != found.device:
+            found = buffers.get(name)
+            (unsaved.add if name in kept.unsaved else unsaved.discard)(name)
+            if was is not MISSING and was is not None and found is not None and was.device != found.device:
                 # Moving a model replaces its buffers, and they stay on the device that they were moved to.
                 was = was.to(found.device)
                 moved |= {name} if _is_alike(was, found) else set()

@@ -112,7 +112,7 @@ class StorageChange(HeldOriginal):
 
     def converts(self, parameter: torch.Tensor) -> bool:
         """Whether the original is to be computed from what the parameter stores."""
-        return parameter.dtype != self.dtype or self.kept is not None
+        return parameter.dtype != self.dtype or not (self.kept is None or _is_same_tensor(parameter, self.kept))
 
     def decide(self, policy: TrainedPolicy) -> None:
         """Set what ``undo`` does with a value that changed while it was stored upcast."""
@@ -153,7 +153,7 @@ class StorageChange(HeldOriginal):
             original, was_trained = ready[1:]
         else:
             original, was_trained, _ = self._original(parameter.data)
-        is_upcast = parameter.dtype != self.dtype
+        is_upcast = self.converts(parameter)
         if was_trained and is_upcast and self._policy == "error":
             raise TrainedError([self.fqn])
         self.was_resized = tuple(parameter.shape) != self.layout.shape

@@ -85,6 +85,11 @@ def is_quantized_layer(module: nn.Module) -> bool:
     return _is_of_bitsandbytes(cls, "Linear4bit", "Linear8bitLt", "Embedding4bit", "Embedding8bit")
 
 
+def is_rewritten(module: nn.Module, name: str) -> bool:
+    """Whether a layer casts a parameter of its own to the dtype that it computes in whenever it runs."""
+    return name == "bias" and is_quantized_layer(module)
+
+
 STACKS_QUANTIZED_BY = "bitsandbytes.nn.parametrize.replace_parameter_4bit"
 """The function that quantizes stacks of experts, which loading leaves as they are."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 from enum import Enum
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..tensors.dtypes import HALF_DTYPES
 from .quantization import is_quantized_parameter
-from .tree import ModelTree, Node, shallow_copy
+from .tree import ModelTree, Node
 
 
 class Role(str, Enum):
@@ -160,14 +161,12 @@ class _OnMeta(TorchFunctionMode):
 
 
 def returns_float32(adapter: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether PEFT's layer makes float32 of a half input: its own forward is run, without values."""
-    copied, width = shallow_copy(adapter), getattr(adapter, "in_features", 0)
+    """Whether PEFT's layer makes float32 of a half input: a copy of it is run, without values, as it may write them."""
+    width = getattr(adapter, "in_features", 0)
     try:
         with _OnMeta(), torch.no_grad():
             plain = _AsItsInput(width, adapter.out_features, False, "meta", dtype)  # type: ignore[arg-type]
-            # PEFT has the base layer under a second name too where a library other than bitsandbytes quantized it.
-            base = adapter._modules["base_layer"]
-            copied._modules.update({name: plain for name, child in adapter._modules.items() if child is base})
+            copied = copy.deepcopy(adapter, {id(adapter._modules["base_layer"]): plain})
             output: torch.Tensor = type(copied).forward(copied, torch.empty(1, 1, width, dtype=dtype, device="meta"))
             return output.dtype == torch.float32
     except Exception:  # a layer that is not linear, or does not run so: of that nothing is said

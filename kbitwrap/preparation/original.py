@@ -16,9 +16,9 @@ from torch import nn
 
 from ..edits.base import HeldOriginal
 from ..edits.checkpointing import input_gradient_hooks
-from ..edits.storage import CopyChange
+from ..edits.storage import CopyChange, StorageChange
 from ..edits.watch import warn_of_sharding
-from ..model.quantization import is_quantized_parameter, quant_state_of, was_decompressed
+from ..model.quantization import is_quantized_parameter, is_rewritten, quant_state_of, was_decompressed
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, NamedTensor, join, only_reading
 from ..model.wrappers import is_adapter_module, is_flattened
@@ -179,7 +179,8 @@ class Original:
                         lost.append((record, there))
             changed = self._fingerprints.changed(lost) if lost else set()
         for record, there in lost:
-            if record not in changed:
+            # A layer that rewrites a parameter moves it before training changes it.
+            if record not in changed or any((m := ref.owner()) and is_rewritten(m, ref.name) for ref in record.refs):
                 record.saw(there)
                 live[record] = there
         tree.known = {id(parameter): record for record, parameter in live.items() if parameter is not None}
@@ -225,7 +226,11 @@ class Original:
             found.replaced.update({join(fqn, name): what for name in gone})
         found.replaced.update({fqn: "was added" for fqn, module in live.items() if any(_parameters(module))})
         unquantized = [(r, p) for r, p in compared.items() if r.quantized_class is None]
-        kept = {r for r, _ in unquantized if getattr(holders.get(id(r)), "kept", None) is not None}
+        kept = {}
+        for record, current in unquantized:
+            holder = holders.get(id(record))
+            if isinstance(holder, StorageChange) and holder.kept is not None and holder.converts(current):
+                kept[record] = holder
 
         def original_of(record: ParameterRecord, parameter: torch.Tensor) -> torch.Tensor:
             holder = holders.get(id(record))
@@ -233,7 +238,7 @@ class Original:
             return value.compute() if hasattr(value, "compute") else value
 
         changed = self._fingerprints.changed([(r, p) for r, p in unquantized if r not in kept], original_of)
-        changed |= {r for r in kept if not holders[id(r)].is_untouched(compared[r].data)}  # type: ignore[attr-defined]
+        changed |= {r for r, holder in kept.items() if not holder.is_untouched(compared[r].data)}
         for record in compared:
             if record in changed:
                 (found.trained if compared[record].requires_grad else found.drifted).append(record.fqn)
@@ -261,7 +266,9 @@ class Original:
         for tensor in tree.tensors:
             parameter = tensor.parameter
             own = known.get(id(parameter))
-            if own is not None and (id(own) in skipped or own not in base):
+            # Where a shared parameter is at new places only, undoing other changes may free the one it is known by.
+            is_in_place = self.records.at(tensor.module, tensor.name) is own
+            if own is not None and (own not in base or (id(own) in skipped and is_in_place)):
                 continue
             original = own or self._base.get(tensor.fqn)
             if original is None or original.dtype not in HALF_DTYPES or parameter.dtype == original.dtype:

@@ -23,8 +23,8 @@ from ..model.checks import refuse_without_backward
 from ..model.quantization import (
     STACKS_QUANTIZED_BY,
     Quantization,
-    is_quantized_layer,
     is_quantized_parameter,
+    is_rewritten,
 )
 from ..model.records import TensorRef
 from ..model.roles import Role, computes_in_half, heads, is_norm, loses_gradients, parameter_roles, returns_float32
@@ -96,7 +96,9 @@ class Planner:
     def upcast_before(self) -> int:
         """The float32 bytes of a quantized half model that somebody has frozen and upcast as a whole; else 0."""
         is_half = self.quantization.is_quantized and self._config_dtype in HALF_DTYPES
-        found = [p for t in self.base if is_half and not is_quantized_parameter(p := t.parameter)]
+        tensors = [t for t in self.base if is_half and not is_quantized_parameter(t.parameter)]
+        # A quantized layer rounds its bias when it runs.
+        found = [p for t in tensors if (p := t.parameter).dtype == torch.float32 or not is_rewritten(t.module, t.name)]
         is_upcast = all(p.dtype == torch.float32 and not p.requires_grad for p in found if p.is_floating_point())
         return sum(map(_bytes, found)) if is_upcast else 0
 
@@ -176,8 +178,8 @@ class Planner:
         upcast = {id(t.parameter) for t in self._upcast}
         groups: dict[int, list[NamedTensor]] = {}
         for tensor in self._castable:
-            is_rewritten = tensor.name == "bias" and is_quantized_layer(tensor.module)
-            if (self.config.precision.upcasts_all and id(tensor.parameter) not in upcast) or is_rewritten:
+            is_cast = self.config.precision.upcasts_all and id(tensor.parameter) not in upcast
+            if is_cast or is_rewritten(tensor.module, tensor.name):
                 groups.setdefault(storage_key(tensor.parameter), []).append(tensor)
         stores = [self._store_group(group) for group in groups.values()]
         return sorted(stores, key=lambda edit: -edit.transient_bytes)
@@ -186,7 +188,7 @@ class Planner:
         dtype = torch.float32 if self.config.precision.upcasts_all else None
         is_compute = self.config.precision is Precision.COMPUTE
         parameters = [t.parameter for t in group]
-        is_rewritten = any(is_quantized_layer(t.module) for t in group)
+        is_kept = any(is_rewritten(t.module, t.name) for t in group)
         keep = self.config.keep_originals and dtype is not None
         shared_bytes = min(sum(map(_bytes, parameters)), parameters[0].untyped_storage().nbytes())
         cast_bytes = sum(p.numel() * dtype.itemsize for p in parameters) if dtype is not None else 0
@@ -203,8 +205,8 @@ class Planner:
             refs=tuple(TensorRef(weakref.ref(t.module), t.name) for t in group),
             dtype=dtype,
             keep=keep,
-            is_rewritten=is_rewritten,
-            record_bytes=shared_bytes if (keep or is_rewritten) and dtype is not None and not keeps_in_place else 0,
+            is_rewritten=is_kept,
+            record_bytes=shared_bytes if (keep or is_kept) and dtype is not None and not keeps_in_place else 0,
         )
 
     def compute_norms(self) -> list[ComputeInFloat32]:

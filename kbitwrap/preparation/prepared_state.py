@@ -12,7 +12,7 @@ from torch import nn
 from ..edits.checkpointing import CHECKPOINTING_ATTRIBUTES, input_gradient_hooks
 from ..edits.journal import MISSING
 from ..edits.norms import Float32Forward
-from ..model.quantization import is_quantized_layer
+from ..model.quantization import is_rewritten
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, only_reading
 from ..reports import StateDiff
@@ -62,7 +62,8 @@ class PreparedState:
         live: dict[str, list[nn.Parameter]] = {}
         for tensor in tree.base_tensors:
             live.setdefault(tensor.fqn, []).append(tensor.parameter)
-        rewritten, parametrized = _rewritten_biases(tree), _parametrized_by_peft(tree)
+        rewritten = {id(t.parameter) for t in tree.all_tensors if is_rewritten(t.module, t.name)}
+        parametrized = _parametrized_by_peft(tree)
         is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         for record, fqn, expected in self._base:
             here = live.get(fqn, [])
@@ -73,9 +74,9 @@ class PreparedState:
                 differences.setdefault(fqn, {})["parameter"] = ("the prepared one", what)
             if found is not None:
                 # A quantized layer casts its bias to the dtype it computes in whenever it runs, in inference mode too.
-                is_rewritten = id(found) in rewritten
-                ignored = ["dtype"] if is_rewritten else []
-                if is_distributed or id(found) in parametrized or (is_rewritten and found.is_inference()):
+                is_bias = id(found) in rewritten
+                ignored = ["dtype"] if is_bias else []
+                if is_distributed or id(found) in parametrized or (is_bias and found.is_inference()):
                     # DistributedDataParallel writes every parameter when it is made, with the value it has; a LoRA on a
                     # parameter (``target_parameters``) writes it back after each forward.
                     ignored.append("writes")
@@ -134,12 +135,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, functools.partial):
         return value.func.__qualname__, value.args, dict(value.keywords)
     return value
-
-
-def _rewritten_biases(tree: ModelTree) -> set[int]:
-    """The biases of quantized layers, by ``id``."""
-    modules = [node.module for node in tree.modules if is_quantized_layer(node.module)]
-    return {id(bias) for module in modules if (bias := module._parameters.get("bias")) is not None}
 
 
 def _parametrized_by_peft(tree: ModelTree) -> set[int]:

@@ -80,6 +80,13 @@ def test_a_model_that_peft_has_prepared_is_named_with_the_bytes_that_are_not_our
         assert prepared.plan.added_bytes == 0
 
 
+def test_a_model_that_peft_has_prepared_is_named_when_it_has_run() -> None:
+    model = adapt("gpt2", peft.prepare_model_for_kbit_training(zoo.load("gpt2"), use_gradient_checkpointing=False))
+    step("gpt2", model)  # in which bitsandbytes rounds the biases of its layers to half
+    with pytest.warns(UserWarning, match="is frozen and float32; nothing is left to cast"):
+        KbitPreparedModel(model, precision="full")
+
+
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_a_model_as_it_was_loaded_is_not_taken_for_one_that_peft_prepared(name: str) -> None:
     frozen = zoo.load(name).requires_grad_(False)
@@ -320,6 +327,31 @@ def test_nothing_is_said_of_adapters_that_return_what_their_layer_returns(quant:
             prepared.adopt(model)
             assert prepared.plan.warnings == ()
             assert torch.isfinite(step("llama", model)[0])
+
+
+@pytest.mark.parametrize("precision", ["full", "compute"])
+def test_layers_that_peft_replicates_get_the_original_dtype(precision: str) -> None:
+    config = zoo.lora_config("llama", layer_replication=[(0, 2), (1, 2)])  # copies, over the parameters of the old ones
+    before = {fqn: parameter.detach().clone() for fqn, parameter in zoo.load("llama").named_parameters()}
+    with KbitPreparedModel(zoo.load("llama"), precision=precision) as prepared:
+        model = peft.get_peft_model(prepared.model, config)
+        step("llama", model)
+        with prepared.suspended():
+            assert {p.dtype for fqn, p in model.named_parameters() if "norm" in fqn} == {torch.bfloat16}
+        step("llama", model)
+    norms = {fqn.removeprefix("base_model.model."): p for fqn, p in model.named_parameters() if "norm" in fqn}
+    assert len(norms) == 5
+    assert all(p.dtype == torch.bfloat16 and torch.equal(p, before[fqn]) for fqn, p in norms.items())
+
+
+def test_asking_an_adapter_that_keeps_tensors_what_it_returns_leaves_them_where_they_are() -> None:
+    config = peft.ShiraConfig(r=4, target_modules=["lm_head"])  # its forward moves indices that are no parameter
+    with KbitPreparedModel(zoo.load("llama")) as prepared:
+        model = peft.get_peft_model(prepared.model, config)
+        before = Snapshot(model)
+        prepared.adopt(model)
+        assert before.diff(Snapshot(model)) == []
+        assert torch.isfinite(step("llama", model)[0])
 
 
 @pytest.mark.parametrize("precision", ["full", "compute", "norms"])

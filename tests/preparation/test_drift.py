@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import zoo
-from kbitwrap import ExportError, KbitPreparedModel, ManifestError, Precision
+from kbitwrap import ExportError, KbitPreparedModel, ManifestError, Precision, RestoreError
 from snapshot import Snapshot
 from training import adapt, step
 
@@ -123,6 +123,46 @@ def test_what_is_trained_is_named_as_trained_and_exported(precision: Precision, 
     assert "model.norm.weight" not in report.replaced
     exported = load_file(tmp_path / "base" / "model.safetensors")["model.norm.weight"]
     assert torch.equal(exported, weight)
+
+
+@pytest.mark.parametrize("precision", Precision, ids=str)
+def test_a_trained_bias_of_a_quantized_layer_is_named_as_trained_and_exported(
+    precision: Precision, tmp_path: Path
+) -> None:
+    model = zoo.load("gpt2")
+    fqn = "transformer.h.0.attn.c_attn.bias"
+    original = model.get_parameter(fqn).detach().clone()
+    prepared = KbitPreparedModel(model, precision=precision, keep_originals=precision in UPCASTS).prepare()
+    adapted = adapt("gpt2", model, bias="lora_only")  # bitsandbytes casts biases to the dtype of the input as it runs
+    for seed in range(2):
+        step("gpt2", adapted, seed=seed)
+    prepared.export(tmp_path / "base")
+    exported = load_file(tmp_path / "base" / "model.safetensors")[fqn]
+    assert "parameter" not in prepared.verify().differences[fqn]
+    with pytest.raises(ManifestError, match=f"{fqn} was trained"):
+        prepared.manifest()
+    if precision in UPCASTS:
+        with pytest.raises(RestoreError, match=f"{fqn} was trained"):
+            prepared.restore("error")
+    report = prepared.restore()
+    live = adapted.get_parameter(f"base_model.model.{fqn.replace('.bias', '.base_layer.bias')}")
+    assert report.replaced == ()
+    assert fqn in report.trained
+    assert exported.dtype == live.dtype == original.dtype
+    assert torch.equal(exported, live)
+    assert not torch.equal(live, original)
+
+
+@pytest.mark.parametrize("precision", UPCASTS)
+def test_a_trained_bias_of_a_quantized_layer_is_discarded(precision: str) -> None:
+    model = zoo.load("gpt2")
+    before = Snapshot(model)
+    prepared = KbitPreparedModel(model, precision=precision, keep_originals=True).prepare()
+    adapted = adapt("gpt2", model, bias="all")
+    step("gpt2", adapted)
+    prepared.restore("discard")
+    adapted.unload()
+    assert before.diff(Snapshot(model)) == []
 
 
 @pytest.mark.parametrize("audit", [False, True])
