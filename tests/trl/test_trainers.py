@@ -126,12 +126,13 @@ def test_reference_model_of_ones_own_is_not_prepared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"bf16": False}], ids=["bf16", "plain"])
-def test_full_trains_exactly_as_after_pefts_own_preparation(kwargs: dict[str, Any], tmp_path: Path) -> None:
+def test_full_and_compute_train_exactly_as_after_pefts_preparation(kwargs: dict[str, Any], tmp_path: Path) -> None:
     model = zoo.load("llama")
     peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     theirs = trainer_for("sft", "model", tmp_path, model=model, **kwargs)
     theirs.train()
-    assert outcome(train("sft", "model", tmp_path, "full", **kwargs)) == outcome(theirs)
+    for precision in ("full", "compute"):
+        assert outcome(train("sft", "model", tmp_path, precision, **kwargs)) == outcome(theirs)
 
 
 @pytest.mark.parametrize("kind", TRAINERS)
