@@ -4,9 +4,9 @@ Importing this package imports transformers; ``import kbitwrap`` does not import
 ``kbitwrap.integrations.trl``.
 
 Example:
-    >>> from kbitwrap.integrations import KbitTrainerCallback, SuspendedEvaluation
+    >>> from kbitwrap.integrations import KbitTrainerCallback, SuspendedEvaluation, prepared_trainer
 """
 
-from .trainer import KbitTrainerCallback, SuspendedEvaluation
+from .trainer import KbitTrainerCallback, SuspendedEvaluation, prepared_trainer
 
-__all__ = ["KbitTrainerCallback", "SuspendedEvaluation"]
+__all__ = ["KbitTrainerCallback", "SuspendedEvaluation", "prepared_trainer"]

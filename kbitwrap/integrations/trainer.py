@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -296,6 +297,48 @@ class SuspendedEvaluation(Trainer):
             return super().evaluation_loop(*args, **kwargs)
         with prepared.suspended():
             return super().evaluation_loop(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def prepared_trainer(trainer: Trainer, **fields: Any) -> Iterator[KbitPreparedModel]:
+    """Prepare the model of a ``Trainer`` that exists already, and restore it at the end of the block, errors included.
+
+    It is for trainers that load the model or make its adapters themselves, as TRL's do with ``quantization_config`` and
+    ``peft_config``. The original is what the trainer's constructor left. ``train()`` makes the optimizer, loads the
+    checkpoint to resume from, and wraps the model, all of it in the block; it may run there more than once.
+
+    Checkpointing is as the trainer's arguments say, unless ``fields`` says otherwise. During the block the trainer has
+    a `KbitTrainerCallback`, added here if it was given none.
+
+    Args:
+        trainer: The trainer; TRL's and others derived from transformers' as well.
+        **fields: Fields of ``PrepareConfig``.
+
+    Yields:
+        The wrapper of the trainer's model, prepared.
+
+    Raises:
+        StateError: The model is prepared already, as one that was prepared before it was given to the trainer.
+        UnsupportedModelError: The model cannot be prepared, because it is sharded already, say.
+
+    Example:
+        >>> from kbitwrap.integrations import prepared_trainer
+        >>> trainer = SFTTrainer("org/model", quantization_config=..., peft_config=...)  # doctest: +SKIP
+        >>> with prepared_trainer(trainer):  # doctest: +SKIP
+        ...     trainer.train()
+    """
+    for name in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
+        # transformers 5.23 reads the new name, and drops the old one in 6.
+        new = name.replace("gradient", "activation")
+        value = getattr(trainer.args, new if hasattr(trainer.args, new) else name)
+        if value is not None:
+            fields.setdefault(name, value)
+    with contextlib.ExitStack() as stack:
+        if not any(isinstance(callback, KbitTrainerCallback) for callback in trainer.callback_handler.callbacks):
+            callback = KbitTrainerCallback()
+            trainer.add_callback(callback)
+            stack.callback(trainer.remove_callback, callback)
+        yield stack.enter_context(KbitPreparedModel(cast("nn.Module", trainer.model), **fields))
 
 
 def _prepared(model: _Model) -> KbitPreparedModel | None:

@@ -26,7 +26,7 @@ from kbitwrap import (
     ManifestMismatchError,
     StateError,
 )
-from kbitwrap.integrations import KbitTrainerCallback, SuspendedEvaluation
+from kbitwrap.integrations import KbitTrainerCallback, SuspendedEvaluation, prepared_trainer
 from snapshot import Snapshot
 from trainers import NUM_STEPS, RecordingTrainer, adapt, dataset, trained_weights, trainer_for
 
@@ -494,6 +494,32 @@ def test_resuming_in_a_new_process_equals_an_uninterrupted_run(tmp_path: Path) -
         assert (num_whole, num_first, num_second) == (8, 4, 8), case
         assert len(set(whole)) == 8, case
         assert first + second == whole, case
+
+
+# ----------------------------------------------------------------------------------------------------
+# A trainer that was made before its model is prepared; TRL's are in tests/trl.
+# ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["full", "norms"])
+def test_a_trainer_prepared_after_it_was_made_trains_as_one_made_of_a_prepared_model(
+    tmp_path: Path, precision: str
+) -> None:
+    expected = trainer_with_callback(prepare(precision), tmp_path, bf16=True)
+    expected.train()
+    trainer = trainer_for(adapt(zoo.load("llama")), tmp_path, bf16=True, **EVERY_STEP)
+    base, callbacks = trainer.model.get_base_model(), list(trainer.callback_handler.callbacks)
+    before = Snapshot(base.model.norm), set(vars(trainer.model))
+    with prepared_trainer(trainer, precision=precision, audit=True) as prepared:
+        trainer.train()
+        assert not prepared.verify()
+    assert outcome(trainer) == outcome(expected)
+    assert not prepared.config.gradient_checkpointing  # as the trainer's arguments say
+    assert prepared.config.audit
+    assert (tmp_path / "checkpoint-1" / NAME).exists()
+    assert trainer.callback_handler.callbacks == callbacks
+    assert before[0].diff(Snapshot(base.model.norm), moved=precision == "full") == []
+    assert set(vars(trainer.model)) == before[1]
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Training with transformers' Trainer, or with one's own loop and optimizer, and coming back from it.
 
-Every statement and every code block of docs/trainer.md is held here.
+Every statement and every code block of docs/trainer.md is held here, but for those on TRL: these are in tests/trl.
 """
 
 from __future__ import annotations
@@ -564,7 +564,9 @@ def test_ddp_loses_what_a_suspension_retypes() -> None:
 
 
 def code_blocks() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    before, _, trl = PAGE.read_text(encoding="utf-8").partition("\n## TRL\n")
+    after = trl.partition("\n## ")[2]
+    return re.findall(r"^```python\n(.*?)^```", before + after, flags=re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture

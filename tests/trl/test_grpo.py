@@ -6,6 +6,7 @@ it is sent, and makes up completions. What vLLM does with the weights is not tes
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -17,16 +18,17 @@ import pytest
 import torch
 import trl.generation.vllm_generation as vllm_generation
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 import zoo
 from files import tensors_of
-from kbitwrap import KbitPreparedModel, StateError
+from kbitwrap import KbitPreparedModel, LifecycleState, StateError
+from kbitwrap.integrations import prepared_trainer
 from kbitwrap.integrations.trl import sync_merged_weights
+from runs import block, reward, tokenizer
 from snapshot import Snapshot, tensor_digest
 from trl import GRPOConfig, GRPOTrainer
 
+PAGE = Path(__file__).parents[2] / "docs" / "trainer.md"
 NUM_SYNCS = 20
 # TRL 1.16 sets the field by the name that transformers 5.23 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
@@ -73,6 +75,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
     monkeypatch.setattr(vllm_generation, "LLM", Engine, raising=False)
     monkeypatch.setattr(vllm_generation, "SamplingParams", SimpleNamespace, raising=False)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # TRL sets them for vLLM, and trainers made later would train on several processes
+        monkeypatch.delenv(name)
 
 
 @pytest.fixture
@@ -82,14 +87,7 @@ def merged() -> Iterator[None]:
     undo()
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = {f"w{i}": i for i in range(zoo.VOCAB_SIZE)}
-    made = Tokenizer(models.WordLevel(words, unk_token="w7"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="w0", bos_token="w1", eos_token="w2")
-
-
-def trainer_of(model: Any, folder: Path, **settings: Any) -> GRPOTrainer:
+def config_of(folder: Path, **settings: Any) -> GRPOConfig:
     options: dict[str, Any] = {
         "use_vllm": True,
         "vllm_mode": "colocate",
@@ -105,30 +103,47 @@ def trainer_of(model: Any, folder: Path, **settings: Any) -> GRPOTrainer:
         "disable_tqdm": True,
         "gradient_checkpointing": False,
     }
+    return GRPOConfig(output_dir=str(folder), **options | settings)
+
+
+def dataset() -> Dataset:
+    return Dataset.from_dict({"prompt": [f"w{8 + i} w{9 + i}" for i in range(8)]})
+
+
+def trainer_of(model: Any, folder: Path, **settings: Any) -> GRPOTrainer:
     return GRPOTrainer(
         model,
-        reward_funcs=lambda completions, **columns: [float(sum(map(ord, text)) % 7) for text in completions],
-        args=GRPOConfig(output_dir=str(folder), **options | settings),
-        train_dataset=Dataset.from_dict({"prompt": [f"w{8 + i} w{9 + i}" for i in range(8)]}),
+        reward_funcs=reward,
+        args=config_of(folder, **settings),
+        train_dataset=dataset(),
         processing_class=tokenizer(),
         peft_config=zoo.lora_config("llama", task_type="CAUSAL_LM"),
     )
 
 
 @pytest.mark.usefixtures("merged")
-@pytest.mark.parametrize("quant", ["nf4", "int8"])
-def test_twenty_syncs_send_what_an_export_writes_and_leave_the_base(quant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("quant", "is_prepared_first"), [("int8", True), ("nf4", False)], ids=["int8", "nf4-made"])
+def test_twenty_syncs_send_what_an_export_writes_and_leave_the_base(
+    quant: str, is_prepared_first: bool, tmp_path: Path
+) -> None:
     model = zoo.load("llama", quant)
-    with KbitPreparedModel(model, gradient_checkpointing=False) as prepared:
+    with contextlib.ExitStack() as stack:
+        if is_prepared_first:
+            prepared = stack.enter_context(KbitPreparedModel(model, gradient_checkpointing=False))
+            trainer = trainer_of(model, tmp_path / "run")
+        else:
+            trainer = trainer_of(model, tmp_path / "run")
+            prepared = stack.enter_context(prepared_trainer(trainer))
         digests = dict(prepared.manifest().tensors)
-        trainer = trainer_of(model, tmp_path / "run")
         (engine,) = Engine.made
         assert engine.options["quantization"] is None  # it is sent half weights
         number = iter(range(NUM_SYNCS))
+        names = tensors_of(zoo.checkpoint("llama")).keys()
 
         def compare(received: dict[str, Any]) -> None:
             before = Snapshot(trainer.model)
             folder = tmp_path / str(next(number))
+            assert received.keys() == names
             prepared.export(folder, merge_adapters=True, model=trainer.model)
             assert received == {fqn: tensor_digest(tensor) for fqn, tensor in tensors_of(folder).items()}
             assert before.diff(Snapshot(trainer.model)) == []
@@ -176,3 +191,18 @@ def test_its_undo_puts_trls_methods_back() -> None:
     undo()
     undo()
     assert (cls._iter_named_params, cls._init_vllm) == methods
+
+
+@pytest.mark.usefixtures("merged")
+def test_block_of_the_page(tmp_path: Path) -> None:
+    names = {
+        "arguments": config_of(tmp_path, max_steps=2),
+        "model": zoo.load("llama"),
+        "reward_funcs": reward,
+        "train_dataset": dataset(),
+        "tokenizer": tokenizer(),
+        "lora_config": zoo.lora_config("llama", task_type="CAUSAL_LM"),
+    }
+    exec(block(PAGE, "GRPOTrainer("), names)
+    assert names["prepared"].state is LifecycleState.RESTORED
+    assert [len(sync) > 0 for sync in Engine.made[0].syncs] == [True, True, False]
