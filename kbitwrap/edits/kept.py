@@ -82,13 +82,12 @@ class KeptChange(ChangeBase):
 
     @staticmethod
     def _read(module: nn.Module) -> _Kept:
-        items = module.__dict__.items()
-        fields = {name: value if _is_plain[type(value)] else _OTHER for name, value in items if name not in _OWN}
-        caches = {
-            n: (v, v.copy())
-            for n, v in items
-            if type(v) in _CACHES and n not in _OWN and all(_is_plain[type(one)] for one in _members(v))
-        }
+        fields, caches = {}, {}
+        for name, value in module.__dict__.items():
+            if name not in _OWN:
+                fields[name] = value if _is_plain[type(value)] else _OTHER
+                if type(value) in _CACHES and all(_is_plain[type(one)] for one in _members(value)):
+                    caches[name] = value, value.copy()
         sizes = _sizes(module) if module._parameters else []
         buffers, unsaved = dict(module._buffers), frozenset(module._non_persistent_buffers_set)
         return _Kept(fields, caches, buffers, unsaved, frozenset(module._modules), sizes)
