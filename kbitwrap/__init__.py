@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .checkpoints.convert import convert_checkpoint
+    from .checkpoints.doctor import DoctorReport, doctor
     from .checkpoints.inspection import CheckpointReport, inspect_checkpoint
     from .config import Precision, PrepareConfig
     from .drop_in import prepare_model_for_kbit_training, restore
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "checkpoints.convert": ("convert_checkpoint",),
+    "checkpoints.doctor": ("DoctorReport", "doctor"),
     "checkpoints.inspection": ("CheckpointReport", "inspect_checkpoint"),
     "config": ("Precision", "PrepareConfig"),
     "drop_in": ("prepare_model_for_kbit_training", "restore"),
@@ -75,6 +77,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "CheckpointReport",
     "ConfigError",
+    "DoctorReport",
     "EditError",
     "ExportError",
     "ExportReport",
@@ -101,6 +104,7 @@ __all__ = [
     "build_plan",
     "check_sharding",
     "convert_checkpoint",
+    "doctor",
     "inspect_checkpoint",
     "prepare_model_for_kbit_training",
     "prepared_of",

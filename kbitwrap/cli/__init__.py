@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
-from . import bench, demo, export, inspect, plan
+from . import bench, demo, doctor, export, inspect, plan
 from .console import EXIT_BAD_INPUT, EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, InputError
 
-_COMMANDS = (demo, plan, inspect, export, bench)
+_COMMANDS = (demo, plan, inspect, doctor, export, bench)
 
 
 class _Parser(argparse.ArgumentParser):

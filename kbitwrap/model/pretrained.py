@@ -47,6 +47,18 @@ def meta_model(name_or_path: Any, quantization_config: Any = None, dtype: Any = 
     return model
 
 
+def load_pretrained(path: Any, quantization: Any, dtype: Any, device: str, class_name: str | None = None) -> Any:
+    """Load a model by a class of transformers, quantized as its own config says, or else as told."""
+    config = _read_config(path)
+    config.architectures = config.architectures if class_name is None else [class_name]
+    is_quantized = getattr(config, "quantization_config", None) is not None
+    options = {} if is_quantized or not quantization else {"quantization_config": quantization}
+    try:
+        return _model_class(config).from_pretrained(path, dtype=dtype or "auto", device_map={"": device}, **options)
+    except Exception as error:  # whatever transformers and the quantization library raise
+        raise ConfigError(f"cannot load a model from {os.fspath(path)!r}: {_reason(error)}") from error
+
+
 def _reason(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
@@ -131,7 +143,8 @@ def _quantizer(config: Any, quantization_config: Any) -> Any:
     own = getattr(config, "quantization_config", None)
     if own is None:
         own = getattr(_text_config(config), "quantization_config", None)
-    if own is not None and not AutoHfQuantizer.supports_quant_method(own):
+    # The config of a loaded model holds an object.
+    if own is not None and not AutoHfQuantizer.supports_quant_method(own if isinstance(own, dict) else own.to_dict()):
         own = None
     if own is None and quantization_config is None:
         return None
@@ -161,6 +174,7 @@ def _build(config: Any, quantization_config: Any, dtype: torch.dtype) -> nn.Modu
             if is_quantized_parameter(parameter):
                 _pack(parameter)
         quantizer.postprocess_model(model)
+    model.hf_quantizer = quantizer  # as a loaded model has it
     built: nn.Module = model
     return built
 
