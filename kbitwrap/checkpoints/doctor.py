@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -16,16 +15,11 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, ManifestMismatchError
-from ..export.adapters import active_adapters, is_tuner_layer
+from ..export.adapters import active_adapters
 from ..manifest.manifest import Manifest
+from ..model.checks import refuse_unreadable
 from ..model.pretrained import load_pretrained, meta_model
-from ..model.quantization import (
-    STACKS_QUANTIZED_BY,
-    dequantizer,
-    is_quantized_layer,
-    is_quantized_parameter,
-    quant_state_of,
-)
+from ..model.quantization import dequantizer, is_quantized_layer, is_quantized_parameter, quant_state_of
 from ..model.tree import ModelTree
 from ..model.wrappers import canonical_fqn, unwrap
 from ..preparation.original import DECOMPRESSED
@@ -38,12 +32,12 @@ from ..tensors.lazy import materialize
 from .inspection import inspect_checkpoint
 from .reader import has_weights, is_beside, is_trained_copy, load_pickled, open_checkpoint, read_tensors, tied_names
 
+_MANIFEST, _OPTIMIZER = "kbitwrap.json", "optimizer.pt"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _EXPERTS = re.compile(r"(?:^|\.)experts?\.(?!.*bias)")
-_SETTINGS_BYTES = 4096  # of a 4-bit weight, at most
-_MOMENTS = ("exp_avg", "state1", "momentum_buffer")  # the names of an optimizer's state in the shape of its parameter
+_MOMENTS = ("exp_avg", "state1", "momentum_buffer")  # an optimizer's state in the shape of its parameter
 _MERGED = "an adapter was merged into 4-bit weights"
-_MERGE = "merge by export(merge_adapters=True), which writes half precision and leaves the base as it is"
+_EXPORT = "merge by export(merge_adapters=True), which writes half precision and leaves the base as it is"
 _Tensors = Mapping[str, torch.Tensor]
 _Faults = Iterator[tuple[str, str, str]]  # what, the evidence, and the remedy; none where something was not measured
 
@@ -82,28 +76,25 @@ class DoctorReport:
 def doctor(path_or_model: str | os.PathLike[str] | nn.Module, *, base: Any = None, adapter: Any = None) -> DoctorReport:
     """Look for faults that raise no error. Nothing is changed, and no code in a file is run.
 
-    Headers are read first, then adapters and weights that are tied; the base is loaded where it is given.
+    Of files, headers are read first, then adapters and tied weights. A base that is given is loaded.
 
     Args:
         path_or_model: A folder (a checkpoint, an adapter, a ``Trainer``'s output), a file of weights, or a model.
-        base: What was trained on, to compare with a manifest or a merged checkpoint: a folder, or a loaded model.
+        base: What was trained on: a folder, a name, or a loaded model, which is only compared with a manifest.
         adapter: The folder of an adapter that may have been merged.
 
     Returns:
         The report.
 
     Raises:
-        ConfigError: There is nothing to examine at a path, or it is damaged.
+        ConfigError: There is nothing to examine at a path, or it is damaged, or a base cannot be loaded.
         ManifestError: A manifest cannot be read.
-        UnsupportedModelError: The model cannot be read.
+        UnsupportedModelError: The model is sharded, or on the meta device.
 
     Example:
-        >>> import os, tempfile, torch
-        >>> from safetensors.torch import save_file
-        >>> folder = tempfile.mkdtemp()
-        >>> save_file({"layer.lora_B.weight": torch.zeros(4, 2)}, os.path.join(folder, "adapter_model.safetensors"))
-        >>> doctor(folder).findings[0].what
-        'lora_B is zero in every layer'
+        >>> import torch, kbitwrap
+        >>> kbitwrap.doctor(torch.nn.Linear(2, 2)).findings
+        ()
     """
     with plain_mode():
         if isinstance(path_or_model, nn.Module):
@@ -111,7 +102,7 @@ def doctor(path_or_model: str | os.PathLike[str] | nn.Module, *, base: Any = Non
         else:
             folders = _folders(Path(path_or_model))
             places = {str(folder): [*_of_folder(folder, base, adapter)] for folder in folders}
-            for folder in [one for one in folders if (one / "kbitwrap.json").is_file()][-1:]:  # those of one run agree
+            for folder in [one for one in folders if (one / _MANIFEST).is_file()][-1:]:  # those of one run agree
                 places[str(folder)] += _of_manifest(folder, base)
     found = [Finding(what, where, *rest) for where, faults in places.items() for what, *rest in faults]
     missing = dict.fromkeys(f"{row.what}: {row.evidence}" for row in found if not row.remedy)
@@ -130,30 +121,30 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _adapters(folder: Path) -> dict[str, _Tensors]:
-    """The adapters in a folder and in those in it, by folder."""
-    kinds = ("bin", "safetensors")  # of an adapter in both, the second counts
-    files = [file for kind in kinds for at in ("", "*/") for file in folder.glob(f"{at}adapter_model.{kind}")]
-    own = {file.parent: file for file in files if file.parent == folder or not _CHECKPOINT.fullmatch(file.parent.name)}
-    return {str(at): {name: t.lazy() for name, t in read_tensors(file)[0].items()} for at, file in own.items()}
+    """The adapters in a folder and in those in it, by folder; of one in both formats, the safetensors file."""
+    places = [folder, *(path for path in folder.glob("*/") if not _CHECKPOINT.fullmatch(path.name))]
+    names = [(at, at / f"adapter_model.{kind}") for kind in ("bin", "safetensors") for at in places]
+    files = {at: file for at, file in names if file.is_file()}
+    return {str(at): {name: t.lazy() for name, t in read_tensors(file)[0].items()} for at, file in files.items()}
 
 
 def _of_model(model: nn.Module, base: Any, adapter: Any) -> _Faults:
     tree, preparation = Preparation.tree_of(model)
+    refuse_unreadable(tree, allow_sharded=False)
     config, meta = getattr(unwrap(model)[0], "config", None), None
     with contextlib.suppress(ConfigError):  # the model is none of transformers
         meta = meta_model(config)
-    packed = {t.fqn: t for t in tree.base_tensors if is_quantized_parameter(t.parameter)}
-    plain = {t.fqn: t.parameter for t in tree.base_tensors if t.fqn not in packed}
-    left: list[str] = []
-    if preparation is None:
-        known = {} if meta is None else {f: p.dtype for f, p in meta.named_parameters(remove_duplicate=False)}
-        left = [fqn for fqn, t in plain.items() if t.dtype == torch.float32 and known.get(fqn) in HALF_DTYPES]
-    else:
+    if preparation is not None:
         changes = preparation.changes(tree)
         drifted = [*changes.drifted, *(fqn for fqn, how in changes.replaced.items() if how != DECOMPRESSED)]
         if drifted:
-            yield "the base drifted since it was prepared", shown(drifted), f"load the base again; {_MERGE}"
-    yield from _of_base(plain, meta, left, None if preparation else getattr(config, "use_cache", None))
+            yield "the base drifted since it was prepared", shown(drifted), f"load the base again; {_EXPORT}"
+    packed = {t.fqn: t for t in tree.base_tensors if is_quantized_parameter(t.parameter)}
+    plain = {t.fqn: t.parameter for t in tree.base_tensors if t.fqn not in packed}
+    known = {} if meta is None else {fqn: p.dtype for fqn, p in meta.named_parameters(remove_duplicate=False)}
+    left = [fqn for fqn, t in plain.items() if t.dtype == torch.float32 and known.get(fqn) in HALF_DTYPES]
+    is_prepared, use_cache = preparation is not None, getattr(config, "use_cache", None)
+    yield from _of_base(plain, meta, [] if is_prepared else left, use_cache is False and not is_prepared)
     adapters = {t.path: t.parameter for t in tree.tensors if id(t.parameter) in tree.adapter_ids}
     yield from _of_adapters({"the model": adapters}, {})
     states = {fqn: quant_state_of(t.module, t.parameter) for fqn, t in packed.items()}
@@ -164,7 +155,7 @@ def _of_model(model: nn.Module, base: Any, adapter: Any) -> _Faults:
 def _of_folder(folder: Path, base: Any, adapter: Any) -> _Faults:
     optimizer: Mapping[str, Any] = {}
     try:
-        optimizer = load_pickled(folder / "optimizer.pt") if (folder / "optimizer.pt").is_file() else {}
+        optimizer = load_pickled(folder / _OPTIMIZER) if (folder / _OPTIMIZER).is_file() else {}
     except ConfigError as error:
         yield "what the optimizer trained", str(error), ""
     yield from _of_adapters(_adapters(folder), optimizer)
@@ -175,20 +166,19 @@ def _of_folder(folder: Path, base: Any, adapter: Any) -> _Faults:
     plain = {fqn: t for fqn, t in stored.items() if f"{fqn}.quant_map" not in stored and not is_beside(fqn, stored)}
     sources: dict[str, torch.dtype | None] = {}
     for fqn, tensor in stored.items():
-        if ".quant_state." in fqn and tensor.nbytes <= _SETTINGS_BYTES:
+        if ".quant_state." in fqn and tensor.nbytes < 4096:
             with contextlib.suppress(ValueError, LookupError, TypeError):  # damaged, it tells nothing
                 sources[fqn] = find_dtype(json.loads(bytes(materialize(tensor).tolist()))["dtype"])
     is_half = {*sources.values()} != {torch.float32}  # otherwise it was loaded in float32
     left = [name for names in report.leftovers.values() for name in names if is_half]
-    yield from _of_base(plain, checkpoint.meta_model(), left, report.use_cache)
+    yield from _of_base(plain, checkpoint.meta_model(), left, report.use_cache is False)
     yield from _of_merge(sources, checkpoint.dtype, folder, base, adapter)
 
 
-def _of_base(base: _Tensors, meta: Any, left: list[str], use_cache: bool | None) -> _Faults:
+def _of_base(base: _Tensors, meta: Any, left: list[str], has_no_cache: bool) -> _Faults:
     if left:
-        remedy = "restore() before saving; `kbitwrap export` gives a saved checkpoint its dtypes back"
-        yield "float32 was left by a preparation", shown(left), remedy
-    if use_cache is False and getattr(meta, "can_generate", bool)():
+        yield "float32 was left by a preparation", shown(left), "`kbitwrap export` gives a checkpoint its dtypes back"
+    if has_no_cache and getattr(meta, "can_generate", bool)():
         yield "use_cache was left off", "the config says false", "set it to true: generation is slow without the cache"
     for names in [] if meta is None else tied_names(meta):
         tensors = {id(base[fqn]): base[fqn] for fqn in names if fqn in base}.values()  # what is one is not read
@@ -206,8 +196,7 @@ def _of_base(base: _Tensors, meta: Any, left: list[str], use_cache: bool | None)
     layers = [fqn for fqn in whole if fqn in linear and not linear[fqn].__module__.startswith("torch.")]
     for what, names in (("experts", experts), ("layers", layers)):
         if names:
-            remedy = f"name them in llm_int8_skip_modules, or quantize them (experts by {STACKS_QUANTIZED_BY})"
-            yield f"{what} are not quantized", shown(names), remedy
+            yield f"{what} are not quantized", shown(names), "quantize them, or name them in llm_int8_skip_modules"
 
 
 def _of_adapters(adapters: Mapping[str, _Tensors], optimizer: Mapping[str, Any]) -> _Faults:
@@ -219,26 +208,27 @@ def _of_adapters(adapters: Mapping[str, _Tensors], optimizer: Mapping[str, Any])
     for where, tensors in adapters.items():
         if broken := [name for name, tensor in tensors.items() if not materialize(tensor).float().isfinite().all()]:
             yield "an adapter is not finite", shown(broken), "go back to a checkpoint from before the loss diverged"
-        last = {name: tensor for name, tensor in tensors.items() if ".lora_B." in name}
-        if last and not any(materialize(tensor).any() for tensor in last.values()):
-            remedy = "see that it got gradients, and that the model that was trained is the one that was saved"
+        outer = [tensor for name, tensor in tensors.items() if ".lora_B." in name]
+        if outer and not any(materialize(tensor).any() for tensor in outer):
+            remedy = "see that it gets gradients, and is saved from the model that was trained"
             yield "lora_B is zero in every layer", f"the adapter of {where} adds nothing to the base", remedy
         dtypes = {name: tensors.get(name.replace(".lora_B.", ".lora_A."), t).dtype for name, t in tensors.items()}
         if others := [name for name, t in tensors.items() if t.dtype not in trained.get(t.shape, {dtypes[name]})]:
             yield "an adapter has another dtype than in training", shown(others), "save it in the dtype of its training"
-    saved = [tensor.shape for tensors in adapters.values() for tensor in tensors.values()]
-    is_prompt = any(name.startswith("prompt_") for tensors in adapters.values() for name in tensors)
-    if saved and len(states) > len(saved) and not is_prompt:  # what computes prompts is not saved
-        others = [str(tuple(shape)) for shape in {moment.shape for moment in moments} - {*saved}]
+    saved = [(name, tensor.shape) for tensors in adapters.values() for name, tensor in tensors.items()]
+    is_prompt = any(name.startswith("prompt_") for name, _ in saved)  # what computes prompts is not saved
+    if saved and len(states) > len(saved) and not is_prompt:
+        others = [str(tuple(shape)) for shape in {moment.shape for moment in moments}.difference(dict(saved).values())]
         evidence = f"{len(states)} states, {len(saved)} saved tensors; shapes that none of these has: {shown(others)}"
         remedy = "freeze what is not saved, or save it (modules_to_save): what it learned is lost"
         yield "the optimizer has a state for parameters that are not the adapter's", evidence, remedy
 
 
 def _of_manifest(folder: Path, base: Any) -> _Faults:
-    manifest = Manifest.load(folder / "kbitwrap.json")
-    if manifest.world_size == 1 and manifest.visible_devices > manifest.used_devices:
-        evidence = f"world_size 1, {manifest.visible_devices} visible devices, the model on {manifest.used_devices}"
+    manifest = Manifest.load(folder / _MANIFEST)
+    model, remedy = manifest.model, f"load the base that was trained on, {manifest.model.name_or_path!r}, as it was"
+    if manifest.world_size == 1 and manifest.visible_devices > 1:
+        evidence = f"world_size is 1, and {manifest.visible_devices} devices were visible"
         yield "visible devices were idle", evidence, "start the script by torchrun or accelerate launch"
     device = "cpu" if manifest.before.memory.allocated_bytes is None else "cuda"  # others may quantize otherwise
     if base is None and manifest.config.freeze and has_weights(folder) and inspect_checkpoint(folder).is_quantized:
@@ -246,42 +236,40 @@ def _of_manifest(folder: Path, base: Any) -> _Faults:
     if base is None or (device == "cuda" and not torch.cuda.is_available()):
         yield "whether the base is the manifest's, and unchanged", f"give base, on a machine with a {device}", ""
         return
+    new: set[str] = set()  # a head that was made for the task, say
     if not isinstance(base, nn.Module):
-        model, tensors = manifest.model, manifest.tensors.items()
-        plain = [fqn.removesuffix(".weight") for fqn, tensor in tensors if "float" in tensor.original_dtype]
+        halves = [fqn for fqn, tensor in manifest.tensors.items() if "float" in tensor.original_dtype]
+        plain = [fqn.removesuffix(".weight") for fqn in halves if f"{fqn}.quant_map" not in manifest.rows]
         settings: Any = model.quantization.config and {**model.quantization.config, "llm_int8_skip_modules": plain}
-        base = load_pretrained(base, settings, model.dtype, device, model.class_name)
+        base, new = load_pretrained(base, settings, model.dtype, device, model.class_name)
     try:
         manifest.check(base)
     except ManifestMismatchError as error:
-        remedy = f"load the base that was trained on, {manifest.model.name_or_path!r}, as it was"
-        yield "the base is not the one in the manifest, or it drifted", str(error), remedy
+        if error.missing or error.unexpected or not error.different.keys() <= new:
+            yield "the base is not the one in the manifest, or it drifted", str(error), remedy
 
 
 def _of_merge(sources: Mapping[str, Any], dtype: torch.dtype | None, subject: Any, base: Any, adapter: Any) -> _Faults:
     """``sources``: the dtype from which each 4-bit weight was quantized, which PEFT's merge makes float32."""
-    if not sources:
-        return
-    if base is None or adapter is None or isinstance(base, nn.Module):
+    if sources and (base is None or adapter is None or isinstance(base, nn.Module)):
         yield "how much of an adapter 4-bit weights hold, if one was merged", "give the folders of base and adapter", ""
         merged = [fqn.partition(".quant_state.")[0] for fqn, source in sources.items() if source == torch.float32]
         if merged and (len(merged) < len(sources) or dtype in HALF_DTYPES):
-            yield _MERGED, f"quantized from float32: {shown(merged)}; how much survived: not measured", _MERGE
-        return
-    from peft import PeftModel
+            yield _MERGED, f"quantized from float32: {shown(merged)}; how much survived: not measured", _EXPORT
+    elif sources:
+        from peft import PeftModel
 
-    found: Any = subject if isinstance(subject, nn.Module) else load_pretrained(subject, None, dtype, "cpu")
-    layers = {node.fqn: node.module for node in ModelTree(found).base if is_quantized_layer(node.module)}
-    plain: Any = unwrap(found)[0]
-    original = load_pretrained(base, plain.config.quantization_config, dtype, "cpu")
-    sums = torch.zeros(3, dtype=torch.float64)
-    for node in ModelTree(PeftModel.from_pretrained(original, adapter)).nodes:
-        layer: Any = node.module
-        if node.fqn in layers and is_tuner_layer(layer) and hasattr(layer, "get_delta_weight"):
-            delta: Any = sum(layer.get_delta_weight(name).double() for name in active_adapters(layer))
-            change = dequantizer(layers[node.fqn])(...).cpu().double() - dequantizer(layer.get_base_layer())(...)
-            sums += torch.stack([(change * delta).sum(), delta.square().sum(), change.square().sum()])
-    dot, wanted, changed = sums.tolist()
-    if changed and wanted:
-        error = math.sqrt(max(changed - 2 * dot + wanted, 0) / wanted)
-        yield _MERGED, f"{dot / wanted:.0%} of the delta survived, with an error of {error:.0%} of it", _MERGE
+        found: Any = unwrap(subject)[0] if isinstance(subject, nn.Module) else load_pretrained(subject, None, dtype)[0]
+        layers = {node.fqn: node.module for node in ModelTree(found).base if is_quantized_layer(node.module)}
+        original, _ = load_pretrained(base, found.config.quantization_config, dtype)
+        sums = torch.zeros(3, dtype=torch.float64)
+        for _, fqn, layer, _ in ModelTree(PeftModel.from_pretrained(original, adapter)).nodes:
+            if fqn in layers and hasattr(layer, "get_delta_weight"):
+                one: Any = layer
+                delta: Any = sum(one.get_delta_weight(name).double() for name in active_adapters(one))
+                change = dequantizer(layers[fqn])(...).cpu().double() - dequantizer(one.get_base_layer())(...)
+                sums += torch.stack([(change * delta).sum(), delta.square().sum(), change.square().sum()])
+        dot, wanted, changed = sums.tolist()
+        if changed and wanted:
+            error = (max(changed - 2 * dot + wanted, 0) / wanted) ** 0.5
+            yield _MERGED, f"{dot / wanted:.0%} of the delta survived, with an error of {error:.0%} of it", _EXPORT

@@ -47,8 +47,8 @@ class Manifest(Record):
         created: The time in UTC, as ISO 8601.
         versions: ``{distribution: version}`` of the libraries that were installed.
         world_size: The number of processes that train together (not in version 1).
-        visible_devices: The number of accelerators that the process sees, at least 1 (not in version 1).
-        used_devices: The number of them that hold parameters, at least 1 (not in version 1).
+        visible_devices: The number of accelerators that the process sees, those that hold parameters counted as one
+            (not in version 1).
         model: The model that was prepared.
         config: The settings; ``prepare_config()`` makes a ``PrepareConfig`` of them.
         before: The model's hooks, flags, modes and memory before preparation.
@@ -65,7 +65,6 @@ class Manifest(Record):
     versions: dict[Text, Text]
     world_size: Count = 1
     visible_devices: Count = 1
-    used_devices: Count = 1
     model: ModelRecord
     config: ConfigRecord
     before: MomentRecord

@@ -47,16 +47,20 @@ def meta_model(name_or_path: Any, quantization_config: Any = None, dtype: Any = 
     return model
 
 
-def load_pretrained(path: Any, quantization: Any, dtype: Any, device: str, class_name: str | None = None) -> Any:
-    """Load a model by a class of transformers, quantized as its own config says, or else as told."""
+def load_pretrained(
+    path: Any, quantization: Any, dtype: Any, device: str = "cpu", class_name: str | None = None
+) -> tuple[Any, set[str]]:
+    """Load a model, quantized as its own config says, or else as told, with the names that its files do not hold."""
     config = _read_config(path)
     config.architectures = config.architectures if class_name is None else [class_name]
     is_quantized = getattr(config, "quantization_config", None) is not None
     options = {} if is_quantized or not quantization else {"quantization_config": quantization}
+    options |= {"dtype": dtype or "auto", "device_map": {"": device}, "output_loading_info": True}
     try:
-        return _model_class(config).from_pretrained(path, dtype=dtype or "auto", device_map={"": device}, **options)
+        model, info = _model_class(config).from_pretrained(path, **options)
     except Exception as error:  # whatever transformers and the quantization library raise
         raise ConfigError(f"cannot load a model from {os.fspath(path)!r}: {_reason(error)}") from error
+    return model, {*info["missing_keys"]}
 
 
 def _reason(error: BaseException) -> str:

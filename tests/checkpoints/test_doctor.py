@@ -186,6 +186,27 @@ def test_a_run_is_sound_where_its_base_is_quantized_when_it_is_loaded(runs: Path
     assert doctor(runs / "run", base=zoo.checkpoint("llama")).findings == ()
 
 
+@pytest.mark.parametrize("quant", ["int8", "nf4-double", "fp4"])
+def test_the_base_is_loaded_as_the_manifest_says(quant: str, tmp_path: Path) -> None:
+    settings = zoo._quantization_config(zoo.ARCHITECTURES["llama"], quant, torch.float16)
+    settings.llm_int8_skip_modules = ["lm_head", "layers.1"]
+    with KbitPreparedModel(zoo.load("llama", dtype=torch.float16, quantization_config=settings)) as prepared:
+        training.adapt("llama", prepared.model, layers_to_transform=[0]).save_pretrained(tmp_path)
+        prepared.manifest().save(tmp_path / "kbitwrap.json")
+    assert doctor(tmp_path, base=zoo.checkpoint("llama")).findings == ()
+
+
+def test_a_head_that_was_made_for_the_task_is_no_other_base(tmp_path: Path) -> None:
+    settings = zoo._quantization_config(zoo.ARCHITECTURES["bert"], "nf4", torch.bfloat16)
+    model = transformers.LlamaForSequenceClassification.from_pretrained(
+        zoo.checkpoint("llama"), quantization_config=settings, dtype=torch.bfloat16, device_map={"": "cpu"}
+    )
+    with KbitPreparedModel(model) as prepared:
+        peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", r=2)).save_pretrained(tmp_path / "run")
+        prepared.manifest().save(tmp_path / "run" / "kbitwrap.json")
+    assert OTHER_BASE not in faults(doctor(tmp_path / "run", base=zoo.checkpoint("llama")))
+
+
 def test_what_needs_more_than_was_given_is_not_measured(runs: Path) -> None:
     (line,) = doctor(runs / "run").not_measured
     assert line.startswith("whether the base is the manifest's")
@@ -329,7 +350,7 @@ def test_devices_that_one_process_leaves_idle_are_found(tmp_path: Path, monkeypa
         train(trainers.adapt(prepared.model), tmp_path, max_steps=2)
     report = doctor(tmp_path)
     assert faults(report) == [DEVICES]
-    assert "4 visible devices" in report.findings[0].evidence
+    assert "4 devices" in report.findings[0].evidence
 
 
 def test_an_adapter_merged_into_4_bit_weights_is_found_and_measured(runs: Path) -> None:
