@@ -86,9 +86,10 @@ def prepared_and_trained(precision: str) -> Callable[[Path], nn.Module]:
     def make(folder: Path) -> nn.Module:
         model = zoo.load("llama")
         KbitPreparedModel(model, precision=precision).prepare()
-        peft_model = trainers.adapt(model)
-        training.step("llama", peft_model)
-        return peft_model
+        trainer = trainers.trainer_for(trainers.adapt(model), folder)
+        trainer.train()
+        assert model.config.use_cache is False
+        return trainer.model
 
     return make
 
@@ -118,7 +119,7 @@ def quantized_experts(folder: Path) -> nn.Module:
 
 
 def experts_named(folder: Path) -> Path:
-    settings = transformers.BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["lm_head", "experts"])
+    settings = transformers.BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["lm_head", "mlp.experts"])
     zoo.load("mixtral", quantization_config=settings).save_pretrained(folder)
     return folder
 
@@ -135,6 +136,30 @@ def pickled_adapters(folder: Path) -> Path:
     model = training.adapt("llama", zoo.load("llama"))
     model.add_adapter("other", zoo.lora_config("llama", r=2))
     model.save_pretrained(folder, safe_serialization=False)
+    return folder
+
+
+def prompts(folder: Path) -> Path:
+    """The encoder that computes them is trained, and not saved."""
+    settings = peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16)
+    model = peft.get_peft_model(zoo.load("llama", dtype=torch.float32), settings)
+    trainers.trainer_for(model, folder, save_strategy="steps", save_steps=3).train()
+    return folder
+
+
+def packed_in_bfloat16(folder: Path) -> Path:
+    settings = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage=torch.bfloat16)
+    zoo.load("llama", quantization_config=settings).save_pretrained(folder)
+    return folder
+
+
+def trained_itself(folder: Path) -> Path:
+    model = zoo.load("llama")
+    with KbitPreparedModel(model, freeze=False) as prepared:
+        manifest = prepared.manifest()
+        training.step("llama", model)
+    model.save_pretrained(folder)
+    manifest.save(folder / "kbitwrap.json")
     return folder
 
 
@@ -164,6 +189,9 @@ SOUND: dict[str, Callable[[Path], Any]] = {
     "restored, live": restored,
     "adapter": adapter_folder,
     "two adapters in bin files": pickled_adapters,
+    "prompts": prompts,
+    "packed in bfloat16": packed_in_bfloat16,
+    "the base was trained": trained_itself,
     "without a config": without_a_config,
 }
 
