@@ -217,7 +217,7 @@ class Manifest(Record):
             )
 
     def diff(self, other: Manifest) -> ManifestDiff:
-        """Compare two manifests: all but when and on which devices they were made and what memory was measured.
+        """Compare two manifests: all but when and where they were made and what memory was measured.
 
         Args:
             other: The other manifest.
