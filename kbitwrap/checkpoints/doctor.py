@@ -183,8 +183,8 @@ def _of_base(base: _Tensors, meta: Any, left: list[str], has_no_cache: bool) -> 
     for names in [] if meta is None else tied_names(meta):
         tensors = {id(base[fqn]): base[fqn] for fqn in names if fqn in base}.values()  # what is one is not read
         if len(tensors) > 1 and len({(t.dtype, content_digest(materialize(t))) for t in tensors}) > 1:
-            remedy = "set tie_word_embeddings to false if both were trained, else save one of them"
-            yield "tied weights came apart", f"the config ties {shown(names)}, and they differ", remedy
+            evidence = f"the config ties {shown(names)}, and they differ"
+            yield "tied weights came apart", evidence, "save one of them, or set tie_word_embeddings to false"
     if meta is None or not (found := ModelTree(meta).quantization).is_quantized or not found.casts:
         return
     skipped = meta.hf_quantizer.modules_to_not_convert or ()
@@ -200,18 +200,17 @@ def _of_base(base: _Tensors, meta: Any, left: list[str], has_no_cache: bool) -> 
 
 
 def _of_adapters(adapters: Mapping[str, _Tensors], optimizer: Mapping[str, Any]) -> _Faults:
-    states = [*optimizer.get("state", {}).values()]
-    moments = [state[key] for state in states for key in _MOMENTS if key in state]
+    states = [state for state in optimizer.get("state", {}).values() if isinstance(state, dict)]
+    moments = [m for state in states for key in _MOMENTS if isinstance(m := state.get(key), torch.Tensor)]
     trained: dict[torch.Size, set[torch.dtype]] = {}
-    for moment in moments if "foreach" in optimizer.get("param_groups", ({},))[0] else ():  # torch's have its dtype
+    for moment in moments if any("foreach" in group for group in optimizer.get("param_groups", ())) else ():  # torch's
         trained.setdefault(moment.shape, set()).add(moment.dtype)
     for where, tensors in adapters.items():
         if broken := [name for name, tensor in tensors.items() if not materialize(tensor).float().isfinite().all()]:
             yield "an adapter is not finite", shown(broken), "go back to a checkpoint from before the loss diverged"
         outer = [tensor for name, tensor in tensors.items() if ".lora_B." in name]
         if outer and not any(materialize(tensor).any() for tensor in outer):
-            remedy = "see that it gets gradients, and is saved from the model that was trained"
-            yield "lora_B is zero in every layer", f"the adapter of {where} adds nothing to the base", remedy
+            yield "lora_B is zero in every layer", f"{where} adds nothing", "train it, and see that it gets gradients"
         dtypes = {name: tensors.get(name.replace(".lora_B.", ".lora_A."), t).dtype for name, t in tensors.items()}
         if others := [name for name, t in tensors.items() if t.dtype not in trained.get(t.shape, {dtypes[name]})]:
             yield "an adapter has another dtype than in training", shown(others), "save it in the dtype of its training"

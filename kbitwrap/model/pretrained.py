@@ -47,14 +47,12 @@ def meta_model(name_or_path: Any, quantization_config: Any = None, dtype: Any = 
     return model
 
 
-def load_pretrained(
-    path: Any, quantization: Any, dtype: Any, device: str = "cpu", class_name: str | None = None
-) -> tuple[Any, set[str]]:
-    """Load a model, quantized as its own config says, or else as told, with the names that its files do not hold."""
+def load_pretrained(path: Any, quantized: Any, dtype: Any, device: str = "cpu", name: Any = None) -> tuple[Any, Any]:
+    """Load a model, quantized by its own config or else as told, by a class's name; with what its files do not hold."""
     config = _read_config(path)
-    config.architectures = config.architectures if class_name is None else [class_name]
+    config.architectures = config.architectures if name is None else [name]
     is_quantized = getattr(config, "quantization_config", None) is not None
-    options = {} if is_quantized or not quantization else {"quantization_config": quantization}
+    options = {} if is_quantized or not quantized else {"quantization_config": quantized}
     options |= {"dtype": dtype or "auto", "device_map": {"": device}, "output_loading_info": True}
     try:
         model, info = _model_class(config).from_pretrained(path, **options)
