@@ -144,7 +144,8 @@ def _of_model(model: nn.Module, base: Any, adapter: Any) -> _Faults:
     known = {} if meta is None else {fqn: p.dtype for fqn, p in meta.named_parameters(remove_duplicate=False)}
     left = [fqn for fqn, t in plain.items() if t.dtype == torch.float32 and known.get(fqn) in HALF_DTYPES]
     is_prepared, use_cache = preparation is not None, getattr(config, "use_cache", None)
-    yield from _of_base(plain, meta, [] if is_prepared else left, use_cache is False and not is_prepared)
+    ties = [] if meta is None else tied_names(meta)
+    yield from _of_base(plain, meta, ties, [] if is_prepared else left, use_cache is False and not is_prepared)
     adapters = {t.path: t.parameter for t in tree.tensors if id(t.parameter) in tree.adapter_ids}
     yield from _of_adapters({"the model": adapters}, {})
     states = {fqn: quant_state_of(t.module, t.parameter) for fqn, t in packed.items()}
@@ -171,16 +172,18 @@ def _of_folder(folder: Path, base: Any, adapter: Any) -> _Faults:
                 sources[fqn] = find_dtype(json.loads(bytes(materialize(tensor).tolist()))["dtype"])
     is_half = {*sources.values()} != {torch.float32}  # otherwise it was loaded in float32
     left = [name for names in report.leftovers.values() for name in names if is_half]
-    yield from _of_base(plain, checkpoint.meta_model(), left, report.use_cache is False)
+    meta = checkpoint.meta_model()
+    ties = [] if meta is None or checkpoint.config.get("tie_word_embeddings") is False else tied_names(meta)
+    yield from _of_base(plain, meta, ties, left, report.use_cache is False)
     yield from _of_merge(sources, checkpoint.dtype, folder, base, adapter)
 
 
-def _of_base(base: _Tensors, meta: Any, left: list[str], has_no_cache: bool) -> _Faults:
+def _of_base(base: _Tensors, meta: Any, ties: list[list[str]], left: list[str], has_no_cache: bool) -> _Faults:
     if left:
         yield "float32 was left by a preparation", shown(left), "`kbitwrap export` gives a checkpoint its dtypes back"
     if has_no_cache and getattr(meta, "can_generate", bool)():
         yield "use_cache was left off", "the config says false", "set it to true: generation is slow without the cache"
-    for names in [] if meta is None else tied_names(meta):
+    for names in ties:
         tensors = {id(base[fqn]): base[fqn] for fqn in names if fqn in base}.values()  # what is one is not read
         if len(tensors) > 1 and len({(t.dtype, content_digest(materialize(t))) for t in tensors}) > 1:
             evidence = f"the config ties {shown(names)}, and they differ"

@@ -110,6 +110,15 @@ def merged_experts(folder: Path) -> Path:
     return folder
 
 
+def merged_with_a_head_of_its_own(folder: Path) -> Path:
+    """T5's class ties its head whatever the config says; the file says that it is not tied."""
+    model = zoo.load("t5")
+    with KbitPreparedModel(model) as prepared:
+        training.step("t5", training.adapt("t5", model, modules_to_save=True))
+        prepared.export(folder, merge_adapters=True)
+    return folder
+
+
 def quantized_experts(folder: Path) -> nn.Module:
     model = zoo.load("mixtral")
     for module in model.modules():
@@ -181,6 +190,7 @@ SOUND: dict[str, Callable[[Path], Any]] = {
     "vision": saved("llava", "nf4"),
     "tied": saved("gemma2", "nf4"),
     "merged experts": merged_experts,
+    "merged with a head of its own": merged_with_a_head_of_its_own,
     "experts named in the config": experts_named,
     "quantized experts, live": quantized_experts,
     "full, live": prepared_and_trained("full"),
