@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .checkpoints.convert import convert_checkpoint
+    from .checkpoints.doctor import DoctorReport, doctor
     from .checkpoints.inspection import CheckpointReport, inspect_checkpoint
     from .checkpoints.merge import merge_checkpoint
     from .config import Precision, PrepareConfig
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "checkpoints.convert": ("convert_checkpoint",),
+    "checkpoints.doctor": ("DoctorReport", "doctor"),
     "checkpoints.inspection": ("CheckpointReport", "inspect_checkpoint"),
     "checkpoints.merge": ("merge_checkpoint",),
     "config": ("Precision", "PrepareConfig"),
@@ -77,6 +79,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "CheckpointReport",
     "ConfigError",
+    "DoctorReport",
     "EditError",
     "ExportError",
     "ExportReport",
@@ -103,6 +106,7 @@ __all__ = [
     "build_plan",
     "check_sharding",
     "convert_checkpoint",
+    "doctor",
     "inspect_checkpoint",
     "merge_checkpoint",
     "patch_peft",

@@ -87,7 +87,7 @@ class KbitPreparedModel:
     def _settle_plan(self, tree: ModelTree) -> None:
         """Refuse a model that another wrapper holds, and refuse and plan one that is not as it was planned for."""
         with only_reading():
-            is_planned = self._planned_for is not None and signature(tree) == self._planned_for
+            is_planned = signature(tree) == self._planned_for
             if not is_planned:
                 refuse_unsupported_tensors(tree, allow_meta=False)
             refuse_held(tree)
@@ -444,9 +444,6 @@ class KbitPreparedModel:
                 LifecycleState.SUSPENDED: "resume() it, or leave suspended(), first",
                 LifecycleState.RESTORED: "it was restored; prepare() it again",
             }[self.state]
-            raise StateError(
-                f"{call}() on a wrapper in state {str(self.state)!r}: {remedy}",
-                state=self.state,
-                expected=states,
-            )
+            message = f"{call}() on a wrapper in state {str(self.state)!r}: {remedy}"
+            raise StateError(message, state=self.state, expected=states)
         return self._preparation

@@ -20,7 +20,7 @@ from ..export.twin import build_twin
 from ..export.writer import checkpoint_writer, split_into_files
 from ..manifest.contents import versions
 from ..manifest.manifest import Manifest
-from ..model.pretrained import load_model, read_config
+from ..model.pretrained import load_pretrained, read_config
 from ..model.tree import ModelTree
 from ..model.wrappers import canonical_fqn
 from ..preparation.process import plain_mode
@@ -101,7 +101,9 @@ def merge_checkpoint(
         settings = _quantization(base, quantization_config, record, trust_remote_code)
         chosen = record.model.dtype if dtype is None and record is not None else dtype
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        model = load_model(base, settings, chosen, device, trust_remote_code)
+        model, new = load_pretrained(base, settings, chosen, device, None, trust_remote_code)
+        if new:
+            raise ConfigError(f"the base {os.fspath(base)!r} lacks weights: {min(new)} and {len(new) - 1} more")
         if record is not None:
             record.check(model)
         adapted = _adapted(model, folder)

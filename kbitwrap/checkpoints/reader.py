@@ -149,7 +149,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
         raise ConfigError(f"there is no checkpoint at {str(found)!r}")
     files, metadata = {}, {}
     for name in names:
-        files[name], metadata[name] = _read_tensors(folder / name)
+        files[name], metadata[name] = read_tensors(folder / name)
     config_path = folder / "config.json"
     config = read_json(config_path) if config_path.is_file() else {}
     checkpoint = SavedCheckpoint(found, folder, files, metadata, index, config)
@@ -172,17 +172,26 @@ def _without_ties(checkpoint: SavedCheckpoint) -> SavedCheckpoint:
     model = checkpoint.meta_model() if groups else None
     if model is None:  # its ties are not known
         return checkpoint
-    first_names: dict[int, str] = {}
-    tied: set[str] = set()
-    for fqn, parameter in model.named_parameters(remove_duplicate=False):
-        first = first_names.setdefault(id(parameter), fqn)
-        if first != fqn and any({first, fqn} <= names for names in groups):
-            tied.add(fqn)
+    ties = [(first, fqn) for first, *others in tied_names(model) for fqn in others]
+    tied = {fqn for first, fqn in ties if any({first, fqn} <= names for names in groups)}
     files = {
         file: {name: stored for name, stored in tensors.items() if canonical_fqn(name) not in tied}
         for file, tensors in checkpoint.files.items()
     }
     return dataclasses.replace(checkpoint, files=files)
+
+
+def tied_names(model: Any) -> list[list[str]]:
+    """The names of each parameter of a model that has several."""
+    found: dict[int, list[str]] = {}
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(fqn)
+    return [names for names in found.values() if len(names) > 1]
+
+
+def has_weights(path: Path) -> bool:
+    """Whether a path is a file, or a folder with the weights of a model."""
+    return os.path.isfile(path) or any(_weight_files_of(path, *way)[0] for way in _WAYS)
 
 
 def _weight_files(folder: Path) -> tuple[list[str], str | None]:
@@ -238,7 +247,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _read_tensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str] | None]:
+def read_tensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str] | None]:
     """The tensors of a file by name, in the order of their bytes, and its metadata."""
     if path.suffix == _PICKLED:
         return _read_pickled(path), {"format": "pt"}
@@ -265,8 +274,8 @@ def _read_tensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str] |
     return tensors, metadata
 
 
-def _read_pickled(path: Path) -> dict[str, StoredTensor]:
-    """Find the tensors in a file that ``torch.save`` wrote, whose bytes lie in it unchanged; none is read."""
+def load_pickled(path: Path) -> dict[str, Any]:
+    """The content of a file that ``torch.save`` wrote, with fake tensors; no tensor is read, and no code run."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     try:
@@ -280,9 +289,14 @@ def _read_pickled(path: Path) -> dict[str, StoredTensor]:
         ) from error
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise ConfigError(f"{path}: expected tensors by name, found a {type(content).__name__}")
+    return content
+
+
+def _read_pickled(path: Path) -> dict[str, StoredTensor]:
+    """Find the tensors in a file that ``torch.save`` wrote, whose bytes lie in it unchanged; none is read."""
     tensors = {}
     num_bytes = path.stat().st_size
-    for name, tensor in content.items():
+    for name, tensor in load_pickled(path).items():
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
             found = tensor.layout if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
             raise ConfigError(f"{path}: {name}: expected a dense tensor, found {found}")

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
-from . import bench, convert, demo, inspect, merge, plan, run
+from . import bench, convert, demo, doctor, inspect, merge, plan, run
 from .console import EXIT_BAD_INPUT, EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, InputError
 
-_COMMANDS = (demo, plan, inspect, merge, convert, bench, run)
+_COMMANDS = (demo, plan, inspect, doctor, merge, convert, bench, run)
 
 
 class _Parser(argparse.ArgumentParser):

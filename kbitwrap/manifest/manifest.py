@@ -21,8 +21,9 @@ from torch import nn
 from ..config import PrepareConfig, format_bytes
 from ..errors import ManifestError, ManifestMismatchError, ManifestVersionError
 from ..export.staging import atomic_write
-from ..preparation.payloads import MomentRecord, PlanRecord, Record, Text
+from ..preparation.payloads import Count, MomentRecord, PlanRecord, Record, Text
 from ..preparation.preparation import Preparation
+from ..preparation.process import devices
 from ..reports import shown
 from .contents import read_contents, versions
 from .diff import ManifestDiff, as_loaded, compare, for_training
@@ -42,9 +43,11 @@ class Manifest(Record):
     ``KbitPreparedModel.manifest()`` makes one. In JSON ``rows`` is called ``"tensors"``.
 
     Attributes:
-        version: 1, or 2 where ``config.audit`` or ``config.head`` is set, or there are adapters.
+        version: 1, or 2 where a field is used that version 1 does not have.
         created: The time in UTC, as ISO 8601.
         versions: ``{distribution: version}`` of the libraries that were installed.
+        world_size: The number of processes that train together.
+        visible_devices: The number of accelerators that the process sees, those that hold parameters counted as one.
         model: The model that was prepared.
         config: The settings; ``prepare_config()`` makes a ``PrepareConfig`` of them.
         adapters: The adapters that were on the base when the manifest was made, by name.
@@ -60,6 +63,8 @@ class Manifest(Record):
     version: Literal[1, 2]
     created: Annotated[str, StringConstraints(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00$")]
     versions: dict[Text, Text]
+    world_size: Count = 1
+    visible_devices: Count = 1
     model: ModelRecord
     config: ConfigRecord
     adapters: dict[Text, AdapterRecord] = Field({})
@@ -83,10 +88,9 @@ class Manifest(Record):
         for names in self.ties:
             if len({self.rows.get(name) for name in names}) != 1 or names[0] not in self.rows:
                 raise ValueError(f"{names[0]} and {names[1]} are tied, but their records differ")
-        new = {f"config.{name}" for name in self.config.new_fields().keys() & self.config.model_fields_set}
-        new |= {"adapters"} & self.model_fields_set
-        if new and self.version == 1:
-            raise ValueError(f"version 1 has no field {min(new)}")
+        for part, prefix in ((self, ""), (self.config, "config.")):
+            if self.version == 1 and (new := part.new_fields().keys() & part.model_fields_set):
+                raise ValueError(f"version 1 has no field {prefix}{min(new)}")
         return self
 
     @functools.cached_property
@@ -96,13 +100,7 @@ class Manifest(Record):
 
     @classmethod
     def of(cls, preparation: Preparation) -> Manifest:
-        """Record the preparation of a model.
-
-        Args:
-            preparation: The preparation, suspended or not; the model is left untouched.
-
-        Returns:
-            The manifest.
+        """Record the preparation of a model, suspended or not; the model is left untouched.
 
         Raises:
             ManifestError: Something cannot be recorded: a setting that JSON cannot hold, a name that could be taken
@@ -116,7 +114,8 @@ class Manifest(Record):
             )
         plan = preparation.plan
         with _refusing("cannot record this preparation"):
-            contents = read_contents(preparation.tree(), preparation, progress=plan.config.progress)
+            tree = preparation.tree()
+            contents = read_contents(tree, preparation, progress=plan.config.progress)
             for fqn in contents.trained:
                 raise ManifestError(
                     f"{fqn} was trained since the model was prepared, so that a manifest made now would record the "
@@ -136,6 +135,7 @@ class Manifest(Record):
                 "version": VERSIONS[-1],
                 "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 "versions": versions(),
+                **devices(tree),
                 "model": contents.model,
                 "config": ConfigRecord.of(plan.config),
                 "adapters": contents.adapters,
@@ -150,8 +150,9 @@ class Manifest(Record):
 
     def _of_lowest_version(self) -> Manifest:
         """This manifest with the lowest version that can hold all of it."""
-        is_new = any(getattr(self.config, name) != default for name, default in self.config.new_fields().items())
-        return self.model_copy(update={"version": 2 if is_new or self.adapters else 1})
+        fields = [(part, *field) for part in (self, self.config) for field in part.new_fields().items()]
+        is_new = any(getattr(part, name) != default for part, name, default in fields)
+        return self.model_copy(update={"version": 2 if is_new else 1})
 
     def prepare_config(self) -> PrepareConfig:
         """The settings of the preparation, as a ``PrepareConfig``."""
@@ -215,7 +216,7 @@ class Manifest(Record):
             )
 
     def diff(self, other: Manifest) -> ManifestDiff:
-        """Compare two manifests: all but when they were made and what memory was measured.
+        """Compare two manifests: all but when and where they were made and what memory was measured.
 
         Args:
             other: The other manifest.
@@ -226,8 +227,8 @@ class Manifest(Record):
         return compare(self.tensors, other.tensors, vars, self._header(), other._header())
 
     def _header(self) -> dict[str, Any]:
-        """All but the tensors, when the manifest was made, its version and what memory was measured."""
-        whole = dict.fromkeys(("version", "created", "kinds", "ties", "rows"), True)
+        """All but the tensors, when and where the manifest was made, its version and what memory was measured."""
+        whole = dict.fromkeys(("version", "created", "kinds", "ties", "rows", *self.new_fields()), True)
         exclude: Any = {**whole, "before": {"memory"}, "after": {"memory"}}
         return self.model_dump(mode="json", by_alias=True, exclude=exclude)
 

@@ -136,11 +136,6 @@ class ConfigRecord(Record):
         norms = [norm if isinstance(norm, str) else norm.__name__ for norm in config.norm_modules]
         return cls(**{**vars(config), "precision": config.precision.value, "norm_modules": norms})
 
-    @classmethod
-    def new_fields(cls) -> dict[str, Any]:
-        """The fields that version 1 of the manifest does not have, with their defaults."""
-        return {name: field.default for name, field in cls.model_fields.items() if not field.is_required()}
-
     def prepare_config(self) -> PrepareConfig:
         """The settings as a ``PrepareConfig``; raises ``ConfigError`` where one is invalid."""
         try:

@@ -47,24 +47,33 @@ def meta_model(name_or_path: Any, quantization_config: Any = None, dtype: Any = 
     return model
 
 
-def load_model(
-    name_or_path: Any, quantization_config: Any, dtype: Any, device: torch.device | str, trust_remote_code: bool = False
-) -> nn.Module:
-    """Load a model by the class that its config names, on one device."""
+def load_pretrained(
+    name_or_path: Any,
+    quantization_config: Any,
+    dtype: Any,
+    device: torch.device | str = "cpu",
+    class_name: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[Any, set[str]]:
+    """Load a model on one device, quantized by its own config or else as told; with the names of what its files lack.
+
+    Its class is the one named, or the config's.
+    """
     import transformers
 
     config = read_config(name_or_path, trust_remote_code)
+    config.architectures = config.architectures if class_name is None else [class_name]
     own = [name for name in _AUTO_CLASSES if name in (getattr(config, "auto_map", None) or ())]
     cls: Any = getattr(transformers, own[0]) if own and trust_remote_code else _model_class(config)
-    options = {} if quantization_config is None else {"quantization_config": quantization_config}
+    is_quantized = getattr(config, "quantization_config", None) is not None
+    options = {} if is_quantized or not quantization_config else {"quantization_config": quantization_config}
     options |= {"trust_remote_code": True} if trust_remote_code else {}
+    options |= {"dtype": dtype or "auto", "device_map": {"": device}, "output_loading_info": True}
     try:
-        model: nn.Module = cls.from_pretrained(
-            name_or_path, dtype=_as_dtype(dtype, config), device_map={"": device}, **options
-        )
-    except Exception as error:  # whatever transformers, safetensors and the quantizer raise
-        raise ConfigError(f"cannot load {os.fspath(name_or_path)!r}: {_reason(error)}") from error
-    return model
+        model, info = cls.from_pretrained(name_or_path, **options)
+    except Exception as error:  # whatever transformers, safetensors and the quantization library raise
+        raise ConfigError(f"cannot load a model from {os.fspath(name_or_path)!r}: {_reason(error)}") from error
+    return model, {*info["missing_keys"]}
 
 
 def _reason(error: BaseException) -> str:
@@ -151,7 +160,8 @@ def _quantizer(config: Any, quantization_config: Any) -> Any:
     own = getattr(config, "quantization_config", None)
     if own is None:
         own = getattr(_text_config(config), "quantization_config", None)
-    if own is not None and not AutoHfQuantizer.supports_quant_method(own):
+    # The config of a loaded model holds an object.
+    if own is not None and not AutoHfQuantizer.supports_quant_method(own if isinstance(own, dict) else own.to_dict()):
         own = None
     if own is None and quantization_config is None:
         return None
@@ -181,6 +191,7 @@ def _build(config: Any, quantization_config: Any, dtype: torch.dtype) -> nn.Modu
             if is_quantized_parameter(parameter):
                 _pack(parameter)
         quantizer.postprocess_model(model)
+    model.hf_quantizer = quantizer  # as a loaded model has it
     built: nn.Module = model
     return built
 

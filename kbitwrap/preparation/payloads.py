@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
@@ -18,6 +18,11 @@ class Record(BaseModel):
     """The base of every part of a manifest: frozen, strict about types, without unknown fields."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+    @classmethod
+    def new_fields(cls) -> dict[str, Any]:
+        """The fields that version 1 of the manifest does not have, with their defaults."""
+        return {name: field.default for name, field in cls.model_fields.items() if not field.is_required()}
 
 
 class StateRecord(Record):

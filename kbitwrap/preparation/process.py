@@ -45,6 +45,15 @@ def random_state(tree: ModelTree) -> Call:
     return Call(put_back)
 
 
+def devices(tree: ModelTree) -> dict[str, int]:
+    """The number of processes that train together, and of devices that this one sees, those it uses counted as one."""
+    used = {tensor.parameter.device for tensor in tree.tensors if tensor.parameter.device.type != "cpu"}
+    is_joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+    world_size = torch.distributed.get_world_size() if is_joined else int(os.environ.get("WORLD_SIZE", 1))
+    visible = torch.accelerator.device_count() - max(len(used), 1) + 1
+    return {"world_size": world_size, "visible_devices": max(visible, 1)}
+
+
 def empty_cache() -> None:
     """Return the blocks that the caching allocators hold free, on every kind of device there is."""
     if torch.cuda.is_available():

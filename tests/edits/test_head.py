@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from pathlib import Path
 
 import pytest
@@ -256,8 +257,9 @@ def test_the_way_back_is_exact_and_the_record_tells_it(precision: str, tmp_path:
     assert manifest.version == 2
     assert Manifest.from_json(manifest.to_json()) == manifest
     assert manifest.config.head == "float32"
+    content = {name: value for name, value in json.loads(manifest.to_json()).items() if name != "adapters"}
     with pytest.raises(ManifestError, match=r"version 1 has no field config\.head"):
-        Manifest.from_json(manifest.to_json().replace('"version": 2', '"version": 1'))
+        Manifest.from_json(json.dumps({**content, "version": 1}))
     with KbitPreparedModel.from_manifest(again, manifest), torch.no_grad():
         assert again(**zoo.inputs("gemma2", again)).logits.dtype == torch.float32
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 
 import forks
@@ -128,6 +129,18 @@ def test_a_new_field_makes_it_version_2_only_where_it_is_used() -> None:
     assert audited.prepare_config().audit
     assert Manifest.from_json(audited.to_json()) == audited
     assert manifest.diff(audited).different == {"": {"config.audit": (False, True)}}
+
+
+def test_processes_and_devices_are_recorded_where_there_are_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = small_manifest()
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setenv("WORLD_SIZE", "4")  # as torchrun sets it
+    recorded = small_manifest()
+    assert (recorded.version, recorded.world_size, recorded.visible_devices) == (2, 4, 2)
+    assert Manifest.from_json(recorded.to_json()) == recorded
+    assert '"world_size"' not in manifest.to_json()
+    assert not manifest.diff(recorded)
+    assert manifest.essence() == recorded.essence()
 
 
 @pytest.mark.parametrize("config", [{}, {"audit": False}])
@@ -273,6 +286,7 @@ MUST_REFUSE: dict[str, tuple[tuple[Any, ...], Any]] = {
     "head in version 1": (("config", "head"), "float32"),
     "audit in version 1": (("config", "audit"), True),
     "default audit in version 1": (("config", "audit"), False),
+    "world size in version 1": (("world_size",), 2),
     "no regular expression": (("config", "norm_modules"), ["("]),
     "a repetition too large": (("config", "norm_modules"), ["a{99999999999999}"]),
     "an expression too deep": (("config", "norm_modules"), ["(" * 4000 + ")" * 4000]),

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from test_grpo import tokenizer
 from trl.trainer.utils import add_fused_lm_head
 
 import zoo
 from kbitwrap import KbitPreparedModel
+from runs import tokenizer
 from snapshot import tensor_digest
 from trl import SFTConfig, SFTTrainer
 

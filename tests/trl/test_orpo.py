@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from test_grpo import tokenizer
 from transformers import Trainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 import zoo
 from kbitwrap import patched, prepared_of, restore
+from runs import tokenizer
 from snapshot import Snapshot
 from trainers import trained_weights
 

@@ -1,0 +1,74 @@
+"""`kbitwrap doctor`: what it prints, and what its exit status says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import training
+import zoo
+from kbitwrap import doctor
+from kbitwrap.cli import main
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapter")
+    training.adapt("llama", zoo.load("llama")).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def broken(adapter: Path, tmp_path: Path) -> Path:
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    name = min(tensors)
+    save_file({**tensors, name: tensors[name] * torch.inf}, tmp_path / "adapter_model.safetensors")
+    return tmp_path
+
+
+def test_doctor_of_a_sound_run(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(adapter)]) == 0
+    assert capsys.readouterr().out == f"{adapter}: no faults found\n"
+
+
+def test_doctor_names_each_fault_with_evidence_and_remedy(broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(broken)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{broken}: 1 fault found"
+    assert lines[2:4] == ["an adapter is not finite", f"  where: {broken}"]
+    assert lines[4].startswith("  evidence: ['base_model.model.model.layers.0.mlp.down_proj.lora_A.weight'")
+    assert lines[5].startswith("  remedy: ")
+
+
+def test_doctor_prints_its_report_as_json(broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(broken), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == doctor(broken).to_dict()
+
+
+def test_doctor_measures_with_a_base_and_an_adapter(
+    adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    zoo.load("llama").save_pretrained(tmp_path / "base")
+    assert main(["doctor", str(tmp_path / "base")]) == 0
+    assert "not measured:" in capsys.readouterr().out
+    training.adapt("llama", zoo.load("llama")).merge_and_unload().save_pretrained(tmp_path / "merged")
+    options = ["--base", str(tmp_path / "base"), "--adapter", str(adapter)]
+    assert main(["doctor", str(tmp_path / "base"), *options]) == 0
+    assert main(["doctor", str(tmp_path / "merged"), *options]) == 1
+    assert "% of the delta survived" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [[], ["--base", "absent", "--adapter", "absent"]])
+def test_doctor_of_what_is_not_there_is_bad_input(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if options:
+        zoo.load("llama").save_pretrained(tmp_path)
+    assert main(["doctor", str(tmp_path), *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("kbitwrap: error: ")
+    assert error.count("\n") == 1
