@@ -180,7 +180,7 @@ def _of_folder(folder: Path, base: Any, adapter: Any) -> _Faults:
 
 def _of_base(base: _Tensors, meta: Any, ties: list[list[str]], left: list[str], has_no_cache: bool) -> _Faults:
     if left:
-        yield "float32 was left by a preparation", shown(left), "`kbitwrap export` gives a checkpoint its dtypes back"
+        yield "float32 was left by a preparation", shown(left), "`kbitwrap convert` gives a checkpoint its dtypes back"
     if has_no_cache and getattr(meta, "can_generate", bool)():
         yield "use_cache was left off", "the config says false", "set it to true: generation is slow without the cache"
     for names in ties:

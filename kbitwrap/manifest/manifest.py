@@ -228,7 +228,7 @@ class Manifest(Record):
 
     def _header(self) -> dict[str, Any]:
         """All but the tensors, when and where the manifest was made, its version and what memory was measured."""
-        whole = dict.fromkeys(("version", "created", "kinds", "ties", "rows", *self.new_fields()), True)
+        whole = dict.fromkeys(("version", "created", "kinds", "ties", "rows", "world_size", "visible_devices"), True)
         exclude: Any = {**whole, "before": {"memory"}, "after": {"memory"}}
         return self.model_dump(mode="json", by_alias=True, exclude=exclude)
 
