@@ -87,7 +87,7 @@ class KbitPreparedModel:
     def _settle_plan(self, tree: ModelTree) -> None:
         """Refuse a model that another wrapper holds, and refuse and plan one that is not as it was planned for."""
         with only_reading():
-            is_planned = signature(tree) == self._planned_for
+            is_planned = self._planned_for is not None and signature(tree) == self._planned_for
             if not is_planned:
                 refuse_unsupported_tensors(tree, allow_meta=False)
             refuse_held(tree)

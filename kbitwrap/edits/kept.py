@@ -82,15 +82,17 @@ class KeptChange(ChangeBase):
 
     @staticmethod
     def _read(module: nn.Module) -> _Kept:
-        fields, caches = {}, {}
-        for name, value in module.__dict__.items():
-            if name not in _OWN:
-                fields[name] = value if _is_plain[type(value)] else _OTHER
-                if type(value) in _CACHES and all(_is_plain[type(one)] for one in _members(value)):
-                    caches[name] = value, value.copy()
+        held, children = module.__dict__, module._modules
+        fields = {n: value if _is_plain[type(value)] else _OTHER for n, value in held.items() if n not in _OWN}
+        others = [(name, held[name]) for name, value in fields.items() if value is _OTHER]
+        caches = {
+            name: (value, value.copy())
+            for name, value in others
+            if type(value) in _CACHES and all(_is_plain[type(one)] for one in _members(value))
+        }
+        unsaved = frozenset(held["_non_persistent_buffers_set"])
         sizes = _sizes(module) if module._parameters else []
-        buffers, unsaved = dict(module._buffers), frozenset(module._non_persistent_buffers_set)
-        return _Kept(fields, caches, buffers, unsaved, frozenset(module._modules), sizes)
+        return _Kept(fields, caches, dict(module._buffers), unsaved, frozenset(children), sizes)
 
     def rewritten(self) -> tuple[KeptChange, ...]:
         """Return this one."""
