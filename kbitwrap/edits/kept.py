@@ -126,27 +126,23 @@ class KeptChange(ChangeBase):
         """
         fields, buffers, unsaved = module.__dict__, module._buffers, module._non_persistent_buffers_set
         before = kept.fields
-        changed = {
-            name: was
-            for name, found in fields.items()
-            if name not in _OWN
-            and (was := before.get(name, MISSING)) is not found
-            and was is not _OTHER
-            and _is_plain[type(found)]
-            and not _is_same(found, was)
-        }
-        if not before.keys() <= fields.keys():
-            changed |= {name: was for name, was in before.items() if name not in fields and was is not _OTHER}
-        cached = {}
+        changed, cached = {}, {}
         for name, found in fields.items():
-            if type(found) in _CACHES and name not in _OWN:
-                was, contents = kept.caches.get(name, (before.get(name, MISSING), None))
+            was = before.get(name, MISSING)
+            if was is found or name in _OWN:
+                continue  # nearly always
+            if type(found) in _CACHES:
+                was, contents = kept.caches.get(name, (was, None))
                 if was is not _OTHER and any(a is not b for a, b in zip_longest(_tensors(found), _tensors(contents))):
                     cached[name] = contents
                     changed[name] = was if contents is None or not is_shared else contents.copy()
+            elif was is not _OTHER and _is_plain[type(found)] and not _is_same(found, was):
+                changed[name] = was
+        if not before.keys() <= fields.keys():
+            changed |= {name: was for name, was in before.items() if name not in fields and was is not _OTHER}
         replaced = {
             name: was
-            for name in {**buffers, **kept.buffers}
+            for name in ({**buffers, **kept.buffers} if buffers or kept.buffers else ())
             if (was := kept.buffers.get(name, MISSING)) is not (found := buffers.get(name, MISSING))
             and (name in unsaved or was is MISSING or found is MISSING or not _is_alike(was, found))
         }
