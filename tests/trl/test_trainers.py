@@ -339,15 +339,20 @@ def test_checkpoints_hold_the_record_and_are_resumed_on_no_other_preparation(tmp
 # ----------------------------------------------------------------------------------------------------
 
 
-def test_block_of_the_page(tmp_path: Path) -> None:
+# A model that was prepared first is restored under its adapter.
+@pytest.mark.filterwarnings(r"ignore:restore\(\) made \d+ base parameters trainable again:UserWarning")
+@pytest.mark.parametrize("text", ["model_name,", "add_fused_lm_head("])
+def test_block_of_the_page(text: str, tmp_path: Path) -> None:
+    options = {} if "head" in text else {"model_init_kwargs": {"dtype": "bfloat16", "device_map": "cpu"}}
     names = {
-        "arguments": runs.config_of("sft", tmp_path, model_init_kwargs={"dtype": "bfloat16", "device_map": "cpu"}),
+        "arguments": runs.config_of("sft", tmp_path, gradient_checkpointing="head" not in text, **options),
         "quantization_config": runs.NF4,
         "train_dataset": runs.dataset("sft"),
         "tokenizer": runs.tokenizer(),
         "lora_config": zoo.lora_config("llama", task_type="CAUSAL_LM"),
         "model_name": str(zoo.checkpoint("llama")),
+        "model": zoo.load("llama"),
     }
-    exec(runs.block(PAGE, "SFTTrainer("), names)
+    exec(runs.block(PAGE, text), names)
     assert names["prepared"].state is LifecycleState.RESTORED
     assert names["trainer"].state.global_step == NUM_STEPS
