@@ -81,8 +81,8 @@ class KbitPreparedModel:
         self.model = model
         self.config = PrepareConfig.of(config, fields)
         self._settle_plan(tree_of(model))
-        if self.plan.upcast_before:
-            warnings.warn(self.plan.warnings[0], UserWarning, stacklevel=2)
+        for alarm in self.plan.alarms:
+            warnings.warn(alarm, UserWarning, stacklevel=2)
 
     def _settle_plan(self, tree: ModelTree) -> None:
         """Refuse a model that another wrapper holds, and refuse and plan one that is not as it was planned for."""
@@ -128,6 +128,8 @@ class KbitPreparedModel:
         with only_reading():
             refuse_unsupported_tensors(tree, allow_meta=False)
             plan = write_plan(Planner(tree, config, detect_as_peft(model), freeze_adapters=True))
+        for alarm in plan.alarms:
+            warnings.warn(alarm, UserWarning, stacklevel=3)
         wrapper = None if preparation is None else preparation.holder()
         if not isinstance(wrapper, KbitPreparedModel):
             wrapper = cls.__new__(cls)
@@ -432,8 +434,7 @@ class KbitPreparedModel:
             MemoryBudgetError: The plan's peak is over the recorded ``memory_budget``.
             StateError: The model, or a part of it, is prepared already.
         """
-        if not isinstance(manifest, Manifest):
-            manifest = Manifest.load(manifest)
+        manifest = manifest if isinstance(manifest, Manifest) else Manifest.load(manifest)
         manifest.check(model)
         return cls(model, manifest.prepare_config())
 

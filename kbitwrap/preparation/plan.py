@@ -38,6 +38,7 @@ class Plan:
             originals themselves, and count in ``added_bytes``.)
         upcast_before: The float32 bytes of a model that somebody has frozen and upcast as a whole before; else 0.
         warnings: Consequences of these settings that need attention.
+        alarms: Those of them that a wrapper gives as ``UserWarning``, whether anybody looks at its plan or not.
         is_quantized: Whether the model is quantized; an unquantized one is never checkpointed.
         casts: Whether half parameters may be cast: false where the quantization method manages its own precision.
     """
@@ -52,6 +53,7 @@ class Plan:
     record_bytes: int
     upcast_before: int = 0
     warnings: tuple[str, ...] = ()
+    alarms: tuple[str, ...] = ()
     is_quantized: bool = True
     casts: bool = True
 
@@ -215,6 +217,7 @@ def write_plan(planner: Planner) -> Plan:
         record_bytes=sum(edit.record_bytes for edit in stores),
         upcast_before=planner.upcast_before,
         warnings=tuple(planner.warnings),
+        alarms=tuple(planner.alarms),
         is_quantized=planner.quantization.is_quantized,
         casts=planner.quantization.casts,
     )

@@ -52,6 +52,7 @@ class Planner:
         self.quantization = quantization
         self.freeze_adapters = freeze_adapters
         self.warnings: list[str] = []
+        self.alarms: list[str] = []  # those of the warnings that nobody may miss
 
     @functools.cached_property
     def roles(self) -> dict[int, Role]:
@@ -81,6 +82,7 @@ class Planner:
                 f"{format_bytes(self.upcast_before)}, is frozen and float32; nothing is left to cast, and restore() "
                 "returns to this state; prepare a model as from_pretrained returned it"
             )
+            self.alarms += [] if self.freeze_adapters else self.warnings
         edits: list[EditBase] = [self._record(), self._freeze(), *self._store]
         edits += self._upcast_at_use()
         edits += [*self.compute_norms(), *self.compute_head()]
@@ -301,6 +303,7 @@ class Planner:
                 "front of them are trained by what goes around them, or not at all: activations that are quantized as "
                 "they are used have no backward; quantize weights only"
             )
+            self.alarms.append(self.warnings[-1])
 
     def _warn_of_unquantized_stacks(self) -> None:
         """Name the stacks of experts in a model that bitsandbytes quantizes, which loading leaves as they are."""
