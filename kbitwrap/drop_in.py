@@ -179,7 +179,7 @@ def patch_peft(precision: Precision | str = "full") -> None:
 
 
 def _replacements(precision: Precision | str) -> list[tuple[Any, Any]]:
-    """What PEFT's modules hold under the function's name, each with a drop-in of its own that prepares so."""
+    """The functions that PEFT's modules hold under the name, each with a drop-in of its own for the precision."""
     import peft
 
     drop_in = prepare_model_for_kbit_training

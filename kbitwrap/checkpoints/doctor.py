@@ -30,9 +30,20 @@ from ..tensors.bits import content_digest
 from ..tensors.dtypes import HALF_DTYPES, find_dtype
 from ..tensors.lazy import materialize
 from .inspection import inspect_checkpoint
-from .reader import has_weights, is_beside, is_trained_copy, load_pickled, open_checkpoint, read_tensors, tied_names
+from .reader import (
+    MANIFEST_NAME,
+    adapter_file,
+    has_weights,
+    is_beside,
+    is_trained_copy,
+    load_pickled,
+    open_checkpoint,
+    read_tensors,
+    recorded_quantization,
+    tied_names,
+)
 
-_MANIFEST, _OPTIMIZER = "kbitwrap.json", "optimizer.pt"
+_OPTIMIZER = "optimizer.pt"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _EXPERTS = re.compile(r"(?:^|\.)experts?\.(?!.*bias)")
 _MOMENTS = ("exp_avg", "state1", "momentum_buffer")  # an optimizer's state in the shape of its parameter
@@ -102,7 +113,7 @@ def doctor(path_or_model: str | os.PathLike[str] | nn.Module, *, base: Any = Non
         else:
             folders = _folders(Path(path_or_model))
             places = {str(folder): [*_of_folder(folder, base, adapter)] for folder in folders}
-            for folder in [one for one in folders if (one / _MANIFEST).is_file()][-1:]:  # those of one run agree
+            for folder in [one for one in folders if (one / MANIFEST_NAME).is_file()][-1:]:  # those of one run agree
                 places[str(folder)] += _of_manifest(folder, base)
     found = [Finding(what, where, *rest) for where, faults in places.items() for what, *rest in faults]
     missing = dict.fromkeys(f"{row.what}: {row.evidence}" for row in found if not row.remedy)
@@ -121,10 +132,9 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _adapters(folder: Path) -> dict[str, _Tensors]:
-    """The adapters in a folder and in those in it, by folder; of one in both formats, the safetensors file."""
+    """The adapters in a folder and in those in it, by folder."""
     places = [folder, *(path for path in folder.glob("*/") if not _CHECKPOINT.fullmatch(path.name))]
-    names = [(at, at / f"adapter_model.{kind}") for kind in ("bin", "safetensors") for at in places]
-    files = {at: file for at, file in names if file.is_file()}
+    files = {at: file for at in places if (file := adapter_file(at)) is not None}
     return {str(at): {name: t.lazy() for name, t in read_tensors(file)[0].items()} for at, file in files.items()}
 
 
@@ -227,7 +237,7 @@ def _of_adapters(adapters: Mapping[str, _Tensors], optimizer: Mapping[str, Any])
 
 
 def _of_manifest(folder: Path, base: Any) -> _Faults:
-    manifest = Manifest.load(folder / _MANIFEST)
+    manifest = Manifest.load(folder / MANIFEST_NAME)
     model, remedy = manifest.model, f"load the base that was trained on, {manifest.model.name_or_path!r}, as it was"
     if manifest.world_size == 1 and manifest.visible_devices > 1:
         evidence = f"world_size is 1, and {manifest.visible_devices} devices were visible"
@@ -240,10 +250,7 @@ def _of_manifest(folder: Path, base: Any) -> _Faults:
         return
     new: set[str] = set()  # a head that was made for the task, say
     if not isinstance(base, nn.Module):
-        halves = [fqn for fqn, tensor in manifest.tensors.items() if "float" in tensor.original_dtype]
-        plain = [fqn.removesuffix(".weight") for fqn in halves if f"{fqn}.quant_map" not in manifest.rows]
-        settings: Any = model.quantization.config and {**model.quantization.config, "llm_int8_skip_modules": plain}
-        base, new = load_pretrained(base, settings, model.dtype, device, model.class_name)
+        base, new = load_pretrained(base, recorded_quantization(manifest), model.dtype, device, model.class_name)
     try:
         manifest.check(base)
     except ManifestMismatchError as error:

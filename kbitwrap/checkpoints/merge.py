@@ -25,10 +25,8 @@ from ..model.tree import ModelTree
 from ..model.wrappers import canonical_fqn
 from ..preparation.process import plain_mode
 from ..reports import ExportReport
-from .reader import open_checkpoint, read_json
+from .reader import MANIFEST_NAME, adapter_file, read_json, read_tensors, recorded_quantization
 
-_MANIFEST = "kbitwrap.json"
-_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 # What a tokenizer or a processor is saved as.
 _TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
@@ -95,8 +93,8 @@ def merge_checkpoint(
         raise ConfigError(f"there is no adapter_config.json in {os.fspath(adapter)!r}")
     split_into_files({}, max_shard_size)  # refuses an invalid size before anything is computed
     with checkpoint_writer(dst, "merge", overwrite=overwrite, disable=None if progress else True) as writer:
-        if manifest is None and (folder / _MANIFEST).is_file():
-            manifest = folder / _MANIFEST
+        if manifest is None and (folder / MANIFEST_NAME).is_file():
+            manifest = folder / MANIFEST_NAME
         record = manifest if manifest is None or isinstance(manifest, Manifest) else Manifest.load(manifest)
         settings = _quantization(base, quantization_config, record, trust_remote_code)
         chosen = record.model.dtype if dtype is None and record is not None else dtype
@@ -131,10 +129,7 @@ def _quantization(base: Any, given: Any, manifest: Manifest | None, trust_remote
             f"it is not known how the base {os.fspath(base)!r} was quantized in training: its config says nothing; "
             "give the manifest (--manifest), or the quantization (quantization_config, --quant; False, 'none' for none)"
         )
-    from transformers.quantizers.auto import AutoQuantizationConfig
-
-    config = manifest.model.quantization.config
-    return AutoQuantizationConfig.from_dict(dict(config)) if config else None
+    return recorded_quantization(manifest)
 
 
 def _adapted(model: nn.Module, folder: Path) -> nn.Module:
@@ -149,8 +144,8 @@ def _adapted(model: nn.Module, folder: Path) -> nn.Module:
             expected = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
         except Exception as error:  # whatever PEFT raises, the adapter does not fit
             raise ConfigError(f"the adapter in {os.fspath(folder)!r} does not fit the base: {error}") from error
-    files = [path for name in _WEIGHTS if (path := folder / name).is_file()]
-    saved = set(open_checkpoint(files[0]).tensors) if files else set()
+    file = adapter_file(folder)
+    saved = set() if file is None else set(read_tensors(file)[0])
     unknown = {name for name in saved - expected if canonical_fqn(name) not in known}
     for names, what in ((unknown, "has tensors that the base has no place for"), (expected - saved, "lacks tensors")):
         if names:

@@ -20,6 +20,7 @@ import torch
 
 from ..errors import ConfigError, ExportError
 from ..export.writer import read_header
+from ..manifest.manifest import Manifest
 from ..model.pretrained import meta_model
 from ..model.wrappers import canonical_fqn
 from ..tensors.dtypes import SAFETENSORS_DTYPES, TWO_A_BYTE, find_dtype
@@ -28,6 +29,8 @@ from ..tensors.lazy import LazyTensor
 # The ways to store weights, the best first: the name of a single file, and the beginning of the names of several.
 _WAYS = (("model.safetensors", ""), ("pytorch_model.bin", "pytorch_model"))
 _ADAPTER = "adapter_model"
+MANIFEST_NAME = "kbitwrap.json"
+"""The file in which a run's folder has its manifest."""
 _PICKLED = ".bin"
 # The bytes rounded at once: they fit the processor's cache, and are below the 32,768 elements from which torch takes
 # several threads, which cost more than they gain, and much more where other processes want the cores.
@@ -187,6 +190,21 @@ def tied_names(model: Any) -> list[list[str]]:
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), []).append(fqn)
     return [names for names in found.values() if len(names) > 1]
+
+
+def adapter_file(folder: Path) -> Path | None:
+    """The file of the adapter that PEFT saved in a folder; of one in both formats, the safetensors file."""
+    files = [folder / f"{_ADAPTER}{suffix}" for suffix in (".safetensors", _PICKLED)]
+    return next((file for file in files if file.is_file()), None)
+
+
+def recorded_quantization(manifest: Manifest) -> dict[str, Any] | None:
+    """How to quantize a base so that it has the layers that a manifest records; ``None`` of an unquantized one."""
+    config = manifest.model.quantization.config
+    # The tensors, and not the config, tell which layers stayed as they are.
+    halves = [fqn for fqn, tensor in manifest.tensors.items() if "float" in tensor.original_dtype]
+    plain = [fqn.removesuffix(".weight") for fqn in halves if f"{fqn}.quant_map" not in manifest.rows]
+    return {**config, "llm_int8_skip_modules": plain} if config else None
 
 
 def has_weights(path: Path) -> bool:

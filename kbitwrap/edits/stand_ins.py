@@ -1,4 +1,4 @@
-"""What makes modules use float32 tensors in place of their half weights: an edit, and the forward of a head."""
+"""Float32 tensors in place of half weights: the edit that lets modules use them, and the forward of a head."""
 
 from __future__ import annotations
 

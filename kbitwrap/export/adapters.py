@@ -178,7 +178,7 @@ class LayerMerge:
         return adapted
 
     def _run(self, adapted: Any, probe: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """What a layer computes before it is merged."""
+        """The output of a layer before it is merged."""
         plain = adapted._modules["base_layer"]
         if self.stored is not None and not _knows_quantization(self.layer):
             adapted._modules["base_layer"] = _as_stored(plain, self.stored, rows)

@@ -70,7 +70,7 @@ def computes_in_half(module: nn.Module) -> bool:
 
 
 def _embeddings(tree: ModelTree, getter: str) -> list[nn.Module]:
-    """What ``getter`` returns, asked of the model and of every model inside it, and the modules in it."""
+    """The modules that ``getter`` returns of the model and of every model inside it, with the modules in them."""
     found: list[nn.Module] = []
     methods: dict[type, Any] = {}  # most modules are of a few classes
     for _, _, module, _ in tree.modules:

@@ -65,7 +65,7 @@ def check_sharding(model: nn.Module, engine: str, param_dtype: torch.dtype | str
 
 
 def notes_on(error: BaseException | None, precision: Precision) -> list[str]:
-    """What a user has to know of the error of FSDP1 that wraps a prepared model, where dtypes are what it refuses."""
+    """The way out of FSDP1's error where it refuses the dtypes of a prepared model; none for any other error."""
     if not str(error).startswith(("Must flatten tensors with uniform dtype", "Cannot flatten integer dtype")):
         return []
     return [

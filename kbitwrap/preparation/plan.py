@@ -36,7 +36,6 @@ class Plan:
         record_bytes: The bytes that the record itself holds beyond that: biases that bitsandbytes rewrites and, of a
             model on an accelerator with ``keep_originals``, host copies of all that is cast. (On the CPU those are the
             originals themselves, and count in ``added_bytes``.)
-        upcast_before: The float32 bytes of a model that somebody has frozen and upcast as a whole before; else 0.
         warnings: Consequences of these settings that need attention.
         alarms: Those of them that a wrapper gives as ``UserWarning``, whether anybody looks at its plan or not.
         is_quantized: Whether the model is quantized; an unquantized one is never checkpointed.
@@ -51,7 +50,6 @@ class Plan:
     peak_bytes: int
     cache_bytes: int
     record_bytes: int
-    upcast_before: int = 0
     warnings: tuple[str, ...] = ()
     alarms: tuple[str, ...] = ()
     is_quantized: bool = True
@@ -215,7 +213,6 @@ def write_plan(planner: Planner) -> Plan:
         peak_bytes=peak_bytes(stores),
         cache_bytes=planner.cache_bytes(),
         record_bytes=sum(edit.record_bytes for edit in stores),
-        upcast_before=planner.upcast_before,
         warnings=tuple(planner.warnings),
         alarms=tuple(planner.alarms),
         is_quantized=planner.quantization.is_quantized,

@@ -47,7 +47,7 @@ class LazyStorage:
 
 
 class _Mode(threading.local):
-    """What `keeping_last` sets: the values kept, of one tensor and those it is made from, and where values are put."""
+    """The settings of `keeping_last`: the values kept, of one tensor and its sources, and the device to put them on."""
 
     kept: dict[LazyTensor, torch.Tensor] | None = None
     device: torch.device | None = _CPU  # ``None``: that of the sources

@@ -125,6 +125,18 @@ def test_the_manifest_says_how_the_base_was_quantized_and_is_compared_with_it(be
     assert not (tmp_path / "none").exists()
 
 
+def test_the_manifest_says_which_layers_were_left_unquantized(tmp_path: Path) -> None:
+    skipped = transformers.BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["lm_head", "q_proj"])
+    model = zoo.load("llama", "nf4", quantization_config=skipped)
+    with KbitPreparedModel(model) as prepared:
+        peft_model = adapt("llama", model)
+        peft_model.save_pretrained(tmp_path / "adapter")
+        prepared.manifest().save(tmp_path / "adapter" / "kbitwrap.json")
+        prepared.export(tmp_path / "live", merge_adapters=True)
+    merge_checkpoint(zoo.checkpoint("llama"), tmp_path / "adapter", tmp_path / "merged")
+    assert_same_model(tmp_path / "merged", tmp_path / "live")
+
+
 def test_a_base_that_is_saved_quantized_keeps_its_own_quantization(tmp_path: Path) -> None:
     run = train("llama", "nf4", tmp_path)
     zoo.load("llama", "nf4").save_pretrained(tmp_path / "quantized")
