@@ -138,13 +138,8 @@ class ModuleRecord(Generic[T]):
         A substitute is found in the tree, and has the name and class of a recorded module: PEFT's copies for
         ``modules_to_save``.
         """
-        found = [(module, self._values[number]) for number, module in self._index.live()]
-        for node in tree.modules if tree else ():
-            if self._index.number(node.module) is None:
-                cls, number = self._index.by_fqn.get(node.fqn, (None, 0))
-                if cls is type(node.module):
-                    found.append((node.module, self._values[number]))
-        return found
+        found = self._index.live() + (self._index.substitutes(tree) if tree else [])
+        return [(module, self._values[number]) for number, module in found]
 
 
 def write_attribute(fields: dict[str, Any], name: str, value: Any) -> None:
@@ -159,12 +154,13 @@ class AttributesChange(ChangeBase):
     """Instance attributes as they were: restored by value, and absent again where they were absent."""
 
     def __init__(self, tree: ModelTree, names: tuple[str, ...]) -> None:
-        self.names = names
+        self.names, self._absent = names, (MISSING,) * len(names)
         self.record = ModuleRecord(tree, self._read)
 
     def _read(self, module: nn.Module) -> tuple[Any, ...]:
         fields = vars(module)
-        return tuple([fields.get(name, MISSING) for name in self.names])
+        values = tuple([fields.get(name, MISSING) for name in self.names])
+        return self._absent if values == self._absent else values  # nearly always, and then nothing is kept
 
     def undo(self, tree: ModelTree) -> None:
         """Write the recorded values back, on substitutes too."""

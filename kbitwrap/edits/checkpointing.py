@@ -189,7 +189,7 @@ class Checkpoint(EditBase):
             _enable_checkpointing(model, self.kwargs)
         if not change.hooks.remove_added(None, keep_one=self.hook_inputs):
             change.attributes.undo_of(CHECKPOINTING_ATTRIBUTES[2:])
-        for block in model.modules() if self.hook_blocks else ():
+        for block, _ in change.attributes.record.affected(None) if self.hook_blocks else ():
             if vars(block).get("gradient_checkpointing") is True and not input_gradient_hooks(block):
                 block.register_forward_pre_hook(make_block_input_require_grad)
 

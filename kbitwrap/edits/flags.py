@@ -20,12 +20,12 @@ class FlagsChange(ChangeBase):
     """Parameters' ``requires_grad`` flags as they were."""
 
     def __init__(self, flags: Iterable[tuple[ParameterRecord, bool]]) -> None:
-        self._flags = list(flags)
+        self._flags = dict(flags)
 
     def _changed(self) -> list[tuple[nn.Parameter, bool]]:
         """The live parameters whose flag is not the recorded one, which comes with each."""
         with only_reading():
-            live = [(record.there(), flag) for record, flag in self._flags]
+            live = [(record.there(), flag) for record, flag in self._flags.items()]
             return [(p, flag) for p, flag in live if p is not None and p.requires_grad != flag]
 
     def undo(self, tree: ModelTree) -> None:
@@ -37,11 +37,11 @@ class FlagsChange(ChangeBase):
 
     def now(self, tree: ModelTree) -> FlagsChange:
         """Record the current flags."""
-        return FlagsChange((r, p.requires_grad) for r, _ in self._flags if (p := r.there()) is not None)
+        return FlagsChange((r, p.requires_grad) for r in self._flags if (p := r.there()) is not None)
 
     def freeze(self) -> None:
         """Set every flag false that was recorded as true."""
-        for record, flag in self._flags:
+        for record, flag in self._flags.items():
             if flag and (parameter := record.there()) is not None:
                 parameter.requires_grad_(False)
 

@@ -20,6 +20,7 @@ from .journal import MISSING
 _COMPARED = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size})
 _PLAIN = _COMPARED | {torch.Tensor, tuple}
 _OTHER = object()
+_EMPTY: dict[str, Any] = {}  # one for all: hundreds would be work for the garbage collector
 _OWN = frozenset(vars(nn.Module()))  # what every module has, its train mode among them
 _CACHES = (list, dict)
 
@@ -56,9 +57,9 @@ class _Kept(NamedTuple):
     fields: dict[str, Any]
     caches: dict[str, tuple[Any, Any]]  # lists and dicts of plain values, each with a copy of it
     buffers: dict[str, torch.Tensor | None]
-    unsaved: frozenset[str]  # the names of buffers that no checkpoint holds
-    children: frozenset[str]
-    sizes: list[int]  # of the parameters
+    unsaved: tuple[str, ...]  # the names of buffers that no checkpoint holds
+    children: tuple[str, ...]
+    sizes: tuple[int, ...]  # of the parameters
 
 
 class KeptChange(ChangeBase):
@@ -82,17 +83,20 @@ class KeptChange(ChangeBase):
 
     @staticmethod
     def _read(module: nn.Module) -> _Kept:
-        held, children = module.__dict__, module._modules
+        held = module.__dict__
         fields = {n: value if _is_plain[type(value)] else _OTHER for n, value in held.items() if n not in _OWN}
-        others = [(name, held[name]) for name, value in fields.items() if value is _OTHER]
         caches = {
             name: (value, value.copy())
-            for name, value in others
-            if type(value) in _CACHES and all(_is_plain[type(one)] for one in _members(value))
+            for name, was in fields.items()
+            if was is _OTHER
+            and type(value := held[name]) in _CACHES
+            and all(_is_plain[type(one)] for one in _members(value))
         }
-        unsaved = frozenset(held["_non_persistent_buffers_set"])
-        sizes = _sizes(module) if module._parameters else []
-        return _Kept(fields, caches, dict(module._buffers), unsaved, frozenset(children), sizes)
+        children, sizes = tuple(module._modules), _sizes(module)
+        if not (caches or module._buffers):  # nearly always; and then nothing else is kept
+            return _Kept(fields, _EMPTY, _EMPTY, (), children, sizes)
+        unsaved = tuple(held["_non_persistent_buffers_set"])
+        return _Kept(fields, caches, dict(module._buffers), unsaved, children, sizes)
 
     def rewritten(self) -> tuple[KeptChange, ...]:
         """Return this one."""
@@ -169,7 +173,7 @@ class KeptChange(ChangeBase):
                 was = was.to(found.device)
                 moved |= {name} if _is_alike(was, found) else set()
             write_attribute(buffers, name, was)
-        for name in set(module._modules) - kept.children if replaced.keys() - moved else ():
+        for name in module._modules.keys() - kept.children if replaced.keys() - moved else ():
             if (child := module._modules[name]) is not None and not list(child.parameters()):
                 del module._modules[name]
         return [name for name in (*changed, *replaced) if name not in moved]
@@ -184,8 +188,9 @@ def lay_as_stored(tree: ModelTree) -> None:
             codes.data = codes.data.transpose(0, 1).contiguous()
 
 
-def _sizes(module: nn.Module) -> list[int]:
-    return [0 if parameter is None else parameter.numel() for parameter in module._parameters.values()]
+def _sizes(module: nn.Module) -> tuple[int, ...]:
+    parameters = module._parameters
+    return tuple([0 if p is None else p.numel() for p in parameters.values()]) if parameters else ()
 
 
 def _is_alike(value: torch.Tensor | None, other: torch.Tensor | None) -> bool:

@@ -151,19 +151,22 @@ class ComputeChange(ChangeBase):
 
     def __init__(self) -> None:
         self._installed: list[weakref.ref[Float32Forward]] = []
+        self._kinds: set[type] = set()
 
     def install(self, forward: Float32Forward) -> None:
         """Replace a module's forward."""
         self._installed.append(weakref.ref(forward))
+        self._kinds.add(type(forward))
         vars(forward.module)[forward_slot(forward.module)] = forward
 
     def _live(self, tree: ModelTree) -> list[Float32Forward]:
         """Every ``Float32Forward`` in the live model, and on modules that have left it."""
         found = {id(f): f for ref in self._installed if (f := ref()) is not None}
-        for node in tree.modules:
-            for value in vars(node.module).values():
-                if isinstance(value, Float32Forward) and value.module is node.module:
-                    found[id(value)] = value
+        for _, _, module, _ in tree.modules:
+            fields = vars(module)
+            if not self._kinds.isdisjoint(map(type, fields.values())):
+                ours = [value for value in fields.values() if isinstance(value, Float32Forward)]
+                found.update({id(forward): forward for forward in ours if forward.module is module})
         return list(found.values())
 
     def undo(self, tree: ModelTree) -> None:

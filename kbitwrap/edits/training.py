@@ -132,7 +132,8 @@ class RuntimeChange(HeldOriginal):
         self.record = record
         self.dtype = record.dtype
         self._module = weakref.ref(module)
-        self._attributes = {name: vars(module).get(name, MISSING) for name in RUNTIME_ATTRIBUTES}
+        fields = vars(module)
+        self._attributes = {name: fields[name] for name in RUNTIME_ATTRIBUTES if name in fields}
         self._state = {name: _recorded(vars(owner), keys) for name, owner, keys in state_owners(module, weight)}
 
     def keep_unpacked(self) -> None:
@@ -154,7 +155,7 @@ class RuntimeChange(HeldOriginal):
         module = self._module()
         if module is None:
             return
-        vars(module).update({k: v for k, v in self._attributes.items() if v is not MISSING})
+        vars(module).update(self._attributes)
         weight = module._parameters.get("weight")
         if weight is None or not self._state or not self.record.is_seen(weight):
             return

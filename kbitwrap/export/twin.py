@@ -96,7 +96,8 @@ class _Copier:
 
     def _shell(self, module: nn.Module) -> nn.Module:
         shell = shallow_copy(module)
-        shell.__class__ = class_before_sharding(module)
+        cls: Any = type(module)
+        shell.__class__ = class_before_sharding(cls)
         fields = shell.__dict__
         for change in self.rewritten:
             change.undo_on(shell, module)

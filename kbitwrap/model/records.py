@@ -70,40 +70,32 @@ class ParameterRecord:
             return True
         return _key_of(parameter) in self._memories
 
+    def at_places(self) -> list[nn.Parameter]:
+        """What is at its places now."""
+        return [parameter for ref in self.refs if (parameter := ref()) is not None]
+
     def live(self) -> nn.Parameter | None:
         """The parameter, if it is still at one of its places."""
-        for ref in self.refs:
-            parameter = ref()
-            if parameter is not None and self.is_seen(parameter):
-                return parameter
-        return None
-
-    def sharded(self) -> nn.Parameter | None:
-        """The shard at one of the places, if the parameter was sharded."""
-        for ref in self.refs:
-            parameter = ref()
-            if parameter is not None and is_sharded_tensor(parameter):
-                return parameter
-        return None
+        return next(filter(self.is_seen, self.at_places()), None)
 
     def there(self) -> nn.Parameter | None:
         """The parameter, its shard, or one of its shape at one of its places: others write by replacing them."""
-        live = self.live()
-        if live is not None:
-            return live
-        of_its_shape = (p for ref in self.refs if (p := ref()) is not None and p.shape == self.shape)
-        return next(of_its_shape, self.sharded())
+        found = self.at_places()
+        if found and self.is_seen(found[0]):
+            return found[0]  # nearly always
+        kinds = (self.is_seen, lambda p: p.shape == self.shape, is_sharded_tensor)
+        return next((parameter for is_it in kinds for parameter in found if is_it(parameter)), None)
 
 
-def _memory_of(tensor: torch.Tensor) -> tuple[Any, tuple[StorageWeakRef, ...]]:
-    """The key of the memory that a tensor lies in, and references by which nothing else gets that key."""
+def _memory_of(tensor: torch.Tensor) -> tuple[Any, Any]:
+    """The key of the memory that a tensor lies in, and the references by which nothing else gets that key."""
     if is_composed(type(tensor)):
-        memory = tuple([StorageWeakRef(part.untyped_storage()) for part in dense_parts(tensor)])
+        memory = [StorageWeakRef(part.untyped_storage()) for part in dense_parts(tensor)]
         return tuple([reference.cdata for reference in memory]), memory
     if tensor.layout is not torch.strided:
-        return (), ()
+        return (), None
     reference = StorageWeakRef(tensor.untyped_storage())
-    return reference.cdata, (reference,)
+    return reference.cdata, reference
 
 
 def _key_of(tensor: torch.Tensor) -> Any:

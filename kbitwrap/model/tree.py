@@ -126,6 +126,14 @@ class ModelTree:
         return [node for node in nodes if node.is_base] if self._has_wrappers else nodes
 
     @cached_property
+    def base_modules(self) -> dict[nn.Module, str]:
+        """The fqn of each of the base's modules at its first place."""
+        first: dict[nn.Module, str] = {}
+        for node in self.base:
+            first.setdefault(node.module, node.fqn)
+        return first
+
+    @cached_property
     def owners(self) -> set[int]:
         """The ``id`` of every module that holds parameters itself: others, as activations, may be in several models."""
         return {id(node.module) for node in self.modules if node.module._parameters}
@@ -144,14 +152,18 @@ class ModelTree:
         return list(first.values())
 
     @cached_property
-    def places(self) -> dict[int, list[tuple[nn.Module, str]]]:
-        """Every owner of a parameter, each once, with the parameter's name there, by the parameter's ``id``."""
+    def _shared(self) -> dict[int, list[tuple[nn.Module, str]]]:
+        """The places of parameters, by ``id``, where any of them has more than one."""
         found: dict[int, list[tuple[nn.Module, str]]] = {}
-        for _, module, name, parameter, _ in self.all_tensors:
+        for _, module, name, parameter, _ in self.all_tensors if len(self.all_tensors) > len(self.tensors) else ():
             places = found.setdefault(id(parameter), [])
             if not any(owner is module and name == known for owner, known in places):
                 places.append((module, name))
         return found
+
+    def places(self, tensor: NamedTensor) -> list[tuple[nn.Module, str]]:
+        """Every owner of a parameter, each once, with the parameter's name there."""
+        return self._shared.get(id(tensor.parameter)) or [(tensor.module, tensor.name)]
 
     def record(self, tensor: NamedTensor) -> ParameterRecord:
         """The record of a parameter: the one that there is, or a new one."""
@@ -159,7 +171,7 @@ class ModelTree:
         if found is None:
             found = self.records.at(tensor.module, tensor.name)
             if found is None or not found.is_seen(tensor.parameter):
-                found = ParameterRecord(tensor.fqn, self.places[id(tensor.parameter)], tensor.parameter)
+                found = ParameterRecord(tensor.fqn, self.places(tensor), tensor.parameter)
                 self.records.add(found)
             self._recorded[id(tensor.parameter)] = found
         return found
@@ -238,25 +250,29 @@ def shallow_copy(module: nn.Module) -> nn.Module:
 
 
 class ModuleIndex:
-    """The modules of a tree, numbered and held weakly, to be found again through wrappers, copies and merges.
-
-    ``by_fqn`` has class and number of the module at each fqn, a shared module under each of its names.
-    """
+    """The modules of a tree, numbered and held weakly, to be found again through wrappers, copies and merges."""
 
     def __init__(self, tree: ModelTree) -> None:
         self._references: list[weakref.ref[nn.Module]] = []
+        self._classes: list[type] = []
         self._numbers: dict[int, int] = {}
-        self.by_fqn: dict[str, tuple[type, int]] = {}
-        for node in tree.nodes:
-            number = self._numbers.setdefault(id(node.module), len(self._references))
+        self._by_fqn: dict[str, int] = {}  # a shared module under each of its names
+        for _, fqn, module, _ in tree.nodes:
+            number = self._numbers.setdefault(id(module), len(self._references))
             if number == len(self._references):
-                self._references.append(weakref.ref(node.module))
-            self.by_fqn[node.fqn] = type(node.module), number
+                self._references.append(weakref.ref(module))
+                self._classes.append(type(module))
+            self._by_fqn[fqn] = number
 
     def number(self, module: nn.Module) -> int | None:
         """The number of a module, in the tree's order; ``None`` if it was not there."""
         number = self._numbers.get(id(module))
         return number if number is not None and self._references[number]() is module else None
+
+    def substitutes(self, tree: ModelTree) -> list[tuple[int, nn.Module]]:
+        """The modules that were not there, each with the number of the one of the same name and class."""
+        new = [(self._by_fqn.get(node.fqn), node.module) for node in tree.modules if self.number(node.module) is None]
+        return [(n, module) for n, module in new if n is not None and self._classes[n] is type(module)]
 
     def live(self) -> list[tuple[int, nn.Module]]:
         """The modules that are still alive, each with its number."""

@@ -90,20 +90,19 @@ def is_adapter_module(module: nn.Module) -> bool:
     return _owner(cls) == "peft"
 
 
-def class_before_sharding(module: nn.Module) -> type[nn.Module]:
-    """The class of a module before ``fully_shard`` put one that it made in its place."""
-    cls: Any = type(module)
+@functools.cache
+def class_before_sharding(cls: Any) -> Any:
+    """A module's class, or the one that it had before ``fully_shard`` put one that it made in its place."""
     made = loaded_class("torch.distributed.fsdp", "FSDPModule")
-    found: type[nn.Module] = next(base for base in cls.__mro__ if not issubclass(base, made))
-    return found
+    return next(base for base in cls.__mro__ if not issubclass(base, made))
 
 
 def wrapped_children(module: nn.Module) -> tuple[str, ...]:
     """The children that hold the wrapped module, the one to follow first; none where a module is no wrapper."""
     if _CHILDREN.isdisjoint(module._modules):
         return ()
-    cls: Any = class_before_sharding(module)
-    names = _BY_OWNER.get(_owner(cls), ())
+    cls: Any = type(module)
+    names = _BY_OWNER.get(_owner(class_before_sharding(cls)), ())
     return tuple(name for name in names if module._modules.get(name) is not None)
 
 

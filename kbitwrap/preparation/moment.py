@@ -16,7 +16,7 @@ def read_moment(tree: ModelTree) -> MomentRecord:
 
 
 def _state(tree: ModelTree) -> StateRecord:
-    modules = dict(reversed({node.module: node.fqn for node in reversed(tree.base)}.items()))
+    modules = tree.base_modules
     use_cache = getattr(getattr(tree.model, "config", None), "use_cache", None)
     return StateRecord.model_construct(
         input_gradient_hooks={

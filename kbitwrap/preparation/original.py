@@ -21,7 +21,7 @@ from ..edits.watch import warn_of_sharding
 from ..model.quantization import is_quantized_parameter, is_rewritten, quant_state_of, was_decompressed
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, NamedTensor, join, only_reading
-from ..model.wrappers import is_adapter_module, is_flattened
+from ..model.wrappers import is_adapter_module, is_flattened, is_sharded_tensor
 from ..tensors.bits import begin_digest, is_dense
 from ..tensors.dtypes import HALF_DTYPES
 from .fingerprints import Fingerprints
@@ -39,13 +39,12 @@ def signature(tree: ModelTree) -> int:
     It is of this process and of these very objects, which whoever compares it holds. No model that can be planned has
     that of one with a parameter without shape or address.
     """
-    parts: list[Any] = [(path, id(m), type(m), len(vars(m))) for path, _, m, _ in tree.nodes]
+    parts: list[Any] = []  # flat: hundreds of tuples would be work for the garbage collector
+    for path, _, m, _ in tree.nodes:
+        parts += path, id(m), type(m), len(vars(m))
     try:
-        parts += [
-            (t.name, id(p), p.dtype, p.shape, p.device, p.requires_grad, 0 if p.is_meta else p.data_ptr())
-            for t in tree.all_tensors
-            if (p := t.parameter) is not None
-        ]
+        for _, _, name, p, _ in tree.all_tensors:
+            parts += name, id(p), p.dtype, p.shape, p.device, p.requires_grad, 0 if p.is_meta else p.data_ptr()
     except RuntimeError:
         return 0
     return hash(tuple(parts))
@@ -118,19 +117,16 @@ class Original:
         self._hook_ids: set[int] = set()
         self._buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, Buffer]] = weakref.WeakKeyDictionary()
         for node in tree.modules:
-            fields = vars(node.module)
-            for name in _HOOK_DICTS:
-                if fields[name]:
-                    self._hook_ids.update(fields[name])
+            if _is_hooked(node.module):
+                self._hook_ids.update(key for name in _HOOK_DICTS for key in getattr(node.module, name))
             if node.module._buffers:
                 self._buffers[node.module] = _read_buffers(node.module)
         for node in tree.base:
             for _, config in configs_of(node.module):
                 copy.deepcopy(config, self._configs)
-        owners: dict[Any, list[ParameterRecord]] = {}
-        for record in once:
-            owners.setdefault(record.memory, []).append(record)
-        self._sharing_memory = {record for group in owners.values() if len(group) > 1 for record in group}
+        owners: dict[Any, ParameterRecord] = {}
+        sharing = ((record, owners.setdefault(record.memory, record)) for record in once)
+        self._sharing_memory = {one for record, first in sharing if first is not record for one in (record, first)}
 
     def config(self, config: Any) -> Any:
         """A config as it was recorded; one that is new, as it is."""
@@ -169,14 +165,16 @@ class Original:
     def follow(self, tree: ModelTree) -> None:
         """Find every parameter again; of one that was moved or swapped, what is there holds the recorded values."""
         with only_reading():
-            sharded = {record: p for record in self._flags if (p := record.sharded()) is not None}
-            live = {record: record.live() for record in self._flags if record not in sharded}
-            lost = []
-            for record in self._records:
-                if record in live and live[record] is None and self._fingerprints.has(record):
-                    there = next((p for ref in record.refs if (p := ref()) is not None), None)
-                    if there is not None and there.shape == record.shape:
-                        lost.append((record, there))
+            sharded, live, lost = {}, {}, []
+            for record in self._flags:
+                found = record.at_places()
+                shard = next(filter(is_sharded_tensor, found), None)
+                if shard is not None:
+                    sharded[record] = shard
+                    continue
+                live[record] = next(filter(record.is_seen, found), None)
+                if live[record] is None and found and found[0].shape == record.shape and self._fingerprints.has(record):
+                    lost.append((record, found[0]))
             changed = self._fingerprints.changed(lost) if lost else set()
         for record, there in lost:
             # A layer that rewrites a parameter moves it before training changes it.
@@ -308,7 +306,7 @@ class Original:
             if is_new and (original is None or tensor.fqn != tensor.path):
                 foreign.append(tensor.path)
         for node in tree.modules:
-            if not any(vars(node.module)[name] for name in _HOOK_DICTS):
+            if not _is_hooked(node.module):
                 continue
             ours = {*self._hook_ids, *input_gradient_hooks(node.module)}
             for name in _HOOK_DICTS:
@@ -318,6 +316,12 @@ class Original:
                 kind = name.strip("_").replace("_", " ").removesuffix("s")
                 foreign += [f"{node.path}: {kind} {getattr(hook, '__name__', type(hook).__name__)}" for hook in hooks]
         return replaced, foreign
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

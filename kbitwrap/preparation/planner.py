@@ -152,7 +152,7 @@ class Planner:
             return "not the weight of an embedding or of a linear layer"
         if not self.config.freeze and parameter.requires_grad:
             return "trained"
-        if not all(can_stand_in(m, n) for m, n in self.tree.places[id(parameter)]):
+        if not all(can_stand_in(m, n) for m, n in self.tree.places(tensor)):
             return "its module does not compute with the parameter itself, or writes to it"
         return None
 
@@ -162,7 +162,7 @@ class Planner:
             found = [t for t in self._upcast if self.roles[id(t.parameter)] is role]
             if found:
                 # A tied weight is seen as float32 from each of its modules.
-                places = [place for t in found for place in self.tree.places[id(t.parameter)]]
+                places = [place for t in found for place in self.tree.places(t)]
                 edits.append(
                     UpcastAtUse(
                         "upcast",

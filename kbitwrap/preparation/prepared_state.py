@@ -34,15 +34,16 @@ class PreparedState:
             self._base: list[tuple[ParameterRecord, str, tuple[torch.dtype, torch.Size, bool, int | None]]] = [
                 (tree.record(tensor), tensor.fqn, _read_parameter(tensor.parameter)) for tensor in tree.base_tensors
             ]
-            self._by_record = {record: (read[0], read[2]) for record, _, read in self._base}
+            self._by_record = {record: read for record, _, read in self._base}
             adapters = [t for t in tree.tensors if id(t.parameter) in tree.adapter_ids] if tree.adapter_ids else []
-            self._by_record.update({tree.record(t): (t.parameter.dtype, t.parameter.requires_grad) for t in adapters})
+            self._by_record.update({tree.record(t): _read_parameter(t.parameter) for t in adapters})
             # Most modules have nothing that a preparation sets.
             self._modules = {node.fqn: _read_module(node.module) for node in tree.base}
 
     def of(self, record: ParameterRecord | None) -> tuple[torch.dtype, bool] | None:
         """The dtype and ``requires_grad`` that a parameter was left with; ``None`` of one that was not there."""
-        return None if record is None else self._by_record.get(record)
+        read = None if record is None else self._by_record.get(record)
+        return None if read is None else (read[0], read[2])
 
     def reread(self, tree: ModelTree, modules: Collection[nn.Module]) -> None:
         """Read modules again that were edited since: their present attributes are the expected ones."""

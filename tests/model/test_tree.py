@@ -453,7 +453,7 @@ def test_a_module_that_is_at_two_places_is_one_owner() -> None:
     model.append(model[0])
     tree = ModelTree(model)
     assert [tensor.path for tensor in tree.all_tensors] == ["0.weight", "0.bias", "2.weight", "2.bias"]
-    assert tree.places[id(model[0].weight)] == [(model[0], "weight")]
+    assert tree.places(tree.tensors[0]) == [(model[0], "weight")]
 
 
 # ----------------------------------------------------------------------------------------------------
