@@ -42,7 +42,6 @@ class StorageChange(HeldOriginal):
     ) -> None:
         data = parameter.detach()
         self.record = record
-        self.fqn = record.fqn
         self.dtype = data.dtype
         self.kept = (data if on_device else data.cpu()) if keep else None
         self.was_resized = False  # whether `undo` found another shape; such a value is not counted as trained
@@ -155,7 +154,7 @@ class StorageChange(HeldOriginal):
             original, was_trained, _ = self._original(parameter.data)
         is_upcast = self.converts(parameter)
         if was_trained and is_upcast and self._policy == "error":
-            raise TrainedError([self.fqn])
+            raise TrainedError([self.record.fqn])
         self.was_resized = tuple(parameter.shape) != self.layout.shape
         self.was_trained = was_trained and is_upcast and not self.was_resized
         self.was_altered = self.was_trained and not self.is_untouched(original)
@@ -264,27 +263,23 @@ class Store(EditBase):
                 one.write(parameter, parameter.data.to(self.dtype))
 
 
+@dataclass(eq=False)
 class CopyChange(HeldOriginal):
     """PEFT's copy of an upcast parameter, or a base parameter that others cast (``is_base``): undo rounds it.
 
     It is made for one restore or suspension, and holds the parameter meanwhile.
     """
 
-    def __init__(
-        self,
-        record: ParameterRecord,
-        parameter: nn.Parameter,
-        dtype: torch.dtype,
-        *,
-        is_base: bool = False,
-        is_resized: bool = False,
-    ) -> None:
-        self.record = record
-        self.fqn = record.fqn
-        self.parameter = parameter
-        self.dtype = dtype
-        self.is_base = is_base
-        self.is_resized = is_resized
+    record: ParameterRecord
+    parameter: nn.Parameter
+    dtype: torch.dtype
+    is_base: bool = False
+    is_resized: bool = False
+
+    @property
+    def fqn(self) -> str:
+        """The name of the parameter."""
+        return self.record.fqn
 
     def undo(self, tree: ModelTree) -> None:
         """Round the value to the original dtype; the Parameter object stays."""
