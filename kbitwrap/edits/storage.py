@@ -17,7 +17,7 @@ from ..model.tree import ModelTree, NamedTensor
 from ..tensors.bits import Layout, NanPayloads, differ, fingerprint_and, has_nan
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import LazyTensor
-from .base import ChangeBase, EditBase, HeldOriginal, Together, TrainedPolicy
+from .base import EditBase, HeldOriginal, Together, TrainedPolicy
 from .journal import Call, WayBack
 
 _PIECE = 4 << 20  # elements cast at once: few enough for an allocator to use their memory again
@@ -194,10 +194,11 @@ def _is_same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-class SharedStorageChange(ChangeBase):
+class SharedStorageChange(Together):
     """Parameters that are different objects over the same memory: undone one by one, then made to share again."""
 
     def __init__(self, changes: Sequence[StorageChange]) -> None:
+        super().__init__(*changes)
         self.changes = tuple(changes)
         for change in changes:
             change.group = self
@@ -222,14 +223,6 @@ class SharedStorageChange(ChangeBase):
         views = Layout.place([(p.data, change.layout) for change, p in live])
         for (change, parameter), view in zip(live, views, strict=True):
             change.write(parameter, view)
-
-    def now(self, tree: ModelTree) -> WayBack:
-        """Record the current storage of each."""
-        return Together(*[change.now(tree) for change in self.changes])
-
-    def originals(self) -> tuple[StorageChange, ...]:
-        """Return the changes of the parameters."""
-        return self.changes
 
 
 @dataclass(frozen=True, kw_only=True)
