@@ -67,7 +67,6 @@ class CheckpointReport:
         return {
             **vars(self),
             "path": str(self.path),
-            "leftovers": {kind: dict(tensors) for kind, tensors in self.leftovers.items()},
             "wasted_bytes": self.wasted_bytes,
             "adapters": list(self.adapters),
         }

@@ -120,11 +120,10 @@ class _Copier:
         if id(parameter) not in self.promised:
             held = self.held.get((id(module), name))
             if held is not None:
-                value = held.read(parameter)
+                self.promised[id(parameter)] = held.read(parameter)
             else:
-                copied = unpacked_copy(parameter) if name == "weight" and has_runtime_state(module) else None
-                value = parameter if copied is None else copied
-            self.promised[id(parameter)] = value
+                is_rewritten = name == "weight" and has_runtime_state(module)
+                self.promised[id(parameter)] = unpacked_copy(parameter) if is_rewritten else parameter
         value = self.promised[id(parameter)]
         if value.dtype != parameter.dtype:
             self.converted.add(id(value))

@@ -45,14 +45,10 @@ _VOLATILE_ADAPTER = ("auto_mapping", "base_model_name_or_path", "inference_mode"
 
 @dataclass(frozen=True)
 class Contents:
-    """The identity of a model as it was loaded.
-
-    Every base parameter, persistent buffer and quantization statistic is in ``tensors``, by its name in the state dict
-    of the unwrapped model, with the original's dtype, flag and digest.
-    """
+    """The identity of a model as it was loaded, with the dtypes, flags and digests of the originals."""
 
     model: ModelRecord
-    tensors: dict[str, TensorRecord]
+    tensors: dict[str, TensorRecord]  # all of the state dict of the unwrapped model, by name
     adapters: dict[str, AdapterRecord]
     trained: tuple[str, ...]  # parameters that a preparation holds and that training has changed
 

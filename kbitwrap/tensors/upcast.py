@@ -66,14 +66,10 @@ class ShardedStandInError(UnsupportedModelError, AttributeError):
 class UpcastTensor(torch.Tensor):
     """A float32 view of half storage. The whole weight of a module passes for an ``nn.Parameter``.
 
-    Its device is the one on which it was made: a model is moved before it is prepared.
-
-    Args:
-        half: The half tensor that it stands for, any shape.
-        owner: For the weight of a module, or a view of it: the module and the parameter's name in it. The parameter is
-            looked up at each use, so that it may be moved, swapped by ``functional_call``, or written to.
-        chunk_bytes: The largest float32 piece alive at once in a matrix product, in bytes; ``None``: one piece.
-        is_view: Whether ``half`` is a view of the owner's parameter and not the whole of it.
+    Its device is the one on which it was made: a model is moved before it is prepared. The ``owner`` of a weight, or of
+    a view of it, is a module and the parameter's name there. It is looked up at each use, so that the parameter may be
+    moved, swapped by ``functional_call``, or written to. ``chunk_bytes`` is the largest float32 piece alive at once in
+    a matrix product, in bytes; ``None`` is one piece.
     """
 
     @staticmethod
