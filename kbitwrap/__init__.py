@@ -1,6 +1,6 @@
 """Reversible preparation of quantized models for training.
 
-Importing it loads no torch: each public name is loaded when it is first used.
+Importing it loads no torch: a public name that needs torch is loaded when it is first used.
 
 Example:
     >>> from kbitwrap import KbitPreparedModel, Precision
@@ -11,68 +11,47 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .config import Precision, PrepareConfig
+from .errors import (
+    ConfigError,
+    EditError,
+    ExportError,
+    KbitWrapError,
+    ManifestError,
+    ManifestMismatchError,
+    ManifestVersionError,
+    MemoryBudgetError,
+    RestoreError,
+    StateError,
+    UnsupportedModelError,
+)
+from .reports import ExportReport, LifecycleState, RestoreReport, ShardingOutcome, ShardingReport, StateDiff
+
 if TYPE_CHECKING:
     from .checkpoints.convert import convert_checkpoint
     from .checkpoints.doctor import DoctorReport, doctor
     from .checkpoints.inspection import CheckpointReport, inspect_checkpoint
     from .checkpoints.merge import merge_checkpoint
-    from .config import Precision, PrepareConfig
     from .drop_in import patch_peft, patched, prepare_model_for_kbit_training, prepared_of, restore
-    from .errors import (
-        ConfigError,
-        EditError,
-        ExportError,
-        KbitWrapError,
-        ManifestError,
-        ManifestMismatchError,
-        ManifestVersionError,
-        MemoryBudgetError,
-        RestoreError,
-        StateError,
-        UnsupportedModelError,
-    )
     from .manifest.diff import ManifestDiff
     from .manifest.manifest import Manifest
     from .manifest.schema import TensorRecord
     from .preparation.engines import check_sharding
     from .preparation.plan import Plan, build_plan
     from .prepared import KbitPreparedModel
-    from .reports import ExportReport, LifecycleState, RestoreReport, ShardingOutcome, ShardingReport, StateDiff
 
 _HOMES = {
     "checkpoints.convert": ("convert_checkpoint",),
     "checkpoints.doctor": ("DoctorReport", "doctor"),
     "checkpoints.inspection": ("CheckpointReport", "inspect_checkpoint"),
     "checkpoints.merge": ("merge_checkpoint",),
-    "config": ("Precision", "PrepareConfig"),
     "drop_in": ("patch_peft", "patched", "prepare_model_for_kbit_training", "prepared_of", "restore"),
-    "errors": (
-        "ConfigError",
-        "EditError",
-        "ExportError",
-        "KbitWrapError",
-        "ManifestError",
-        "ManifestMismatchError",
-        "ManifestVersionError",
-        "MemoryBudgetError",
-        "RestoreError",
-        "StateError",
-        "UnsupportedModelError",
-    ),
     "manifest.diff": ("ManifestDiff",),
     "manifest.manifest": ("Manifest",),
     "manifest.schema": ("TensorRecord",),
     "preparation.engines": ("check_sharding",),
     "preparation.plan": ("Plan", "build_plan"),
     "prepared": ("KbitPreparedModel",),
-    "reports": (
-        "ExportReport",
-        "LifecycleState",
-        "RestoreReport",
-        "ShardingOutcome",
-        "ShardingReport",
-        "StateDiff",
-    ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -118,7 +97,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name (PEP 562)."""
+    """Load a public name that needs torch (PEP 562)."""
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f".{_HOME_OF[name]}", __name__), name)

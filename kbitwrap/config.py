@@ -13,18 +13,9 @@ from typing import Any, Literal
 
 from .errors import ConfigError
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)}
+_UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)}
 
 
 class Precision(str, Enum):
@@ -133,7 +124,9 @@ class PrepareConfig:
     progress: bool = False
 
     def __post_init__(self) -> None:
-        self._set("precision", self._as_precision(self.precision))
+        values = ", ".join(repr(precision.value) for precision in Precision)
+        self._expect("precision", self.precision in list(Precision), f"one of {values}")
+        self._set("precision", Precision(self.precision))
         for name in ("freeze", "gradient_checkpointing", "audit", "keep_originals", "empty_cache", "progress"):
             self._expect(name, isinstance(getattr(self, name), bool), "True or False")
         hooks = self.input_require_grads
@@ -172,14 +165,6 @@ class PrepareConfig:
     def _expect(self, name: str, is_valid: bool, expected: str) -> None:
         if not is_valid:
             raise ConfigError(f"{name}: expected {expected}, found {getattr(self, name)!r}")
-
-    @staticmethod
-    def _as_precision(value: object) -> Precision:
-        try:
-            return Precision(value)
-        except ValueError:
-            values = ", ".join(repr(precision.value) for precision in Precision)
-            raise ConfigError(f"precision: expected one of {values}, found {value!r}") from None
 
     @property
     def memory_budget_bytes(self) -> int | None:

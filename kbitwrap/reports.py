@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 80
@@ -83,6 +83,7 @@ class Differences:
 
     _empty = "no difference"
     _whole = ""
+    _text: ClassVar[Any] = staticmethod(shown)  # how a message shows a value
 
     def __bool__(self) -> bool:
         return bool(self.different or self.missing or self.unexpected)
@@ -113,10 +114,6 @@ class Differences:
     def __str__(self) -> str:
         return "\n".join(self.lines()) or self._empty
 
-    def _text(self, value: Any) -> str:
-        """A value as a message shows it."""
-        return shown(value)
-
     def _rows(self, read: Callable[[Any], Any]) -> dict[str, dict[str, list[Any]]]:
         """``different`` with every value read by a function."""
         return {
@@ -139,9 +136,7 @@ class StateDiff(Differences):
 
     _empty = "as preparation left it"
     _whole = "the model: "
-
-    def _text(self, value: Any) -> str:
-        return str(value)
+    _text = staticmethod(str)
 
     @property
     def differences(self) -> Mapping[str, Mapping[str, tuple[Any, Any]]]:

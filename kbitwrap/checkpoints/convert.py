@@ -9,28 +9,23 @@ import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..errors import ConfigError, ManifestMismatchError
-from ..export.writer import CheckpointWriter, checkpoint_writer, split_into_files
+from ..export.writer import checkpoint_writer, split_into_files
 from ..manifest.manifest import Manifest
 from ..model.wrappers import canonical_fqn
 from ..reports import ExportReport
 from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype, parse_dtype
-from .reader import SavedCheckpoint, config_dtype, is_beside, is_trained_copy, open_checkpoint, read_json
+from .reader import SavedCheckpoint, StoredTensor, config_dtype, is_beside, is_trained_copy, open_checkpoint, read_json
 
 _CONFIG = "config.json"
 # Other checkpoints that a run keeps in the folder of its last one, and hidden folders of tools.
 _NOT_COPIED = re.compile(r"checkpoint-\d+|\..*")
-
-
-class KnownTensor(NamedTuple):
-    """The dtype and the shape of a tensor before a preparation."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+_Originals = Mapping[str, torch.Tensor | StoredTensor]
+"""The tensors from before a preparation, of which only the dtypes and the shapes are read."""
 
 
 def convert_checkpoint(
@@ -91,41 +86,26 @@ def convert_checkpoint(
     checkpoint = open_checkpoint(src)
     casts, chosen = _casts(checkpoint, manifest, like, dtype)
     tensors = {name: stored.lazy(casts.get(name)) for name, stored in checkpoint.tensors.items()}
-    files = _files(checkpoint, tensors, max_shard_size)
+    if max_shard_size is None:
+        files = {_as_safetensors(file): list(names) for file, names in checkpoint.files.items()}
+    else:
+        files = split_into_files(tensors, max_shard_size)
+    first = next(iter(checkpoint.metadata.values()))
+    metadata = {file: checkpoint.metadata.get(file, first) for file in files}
+    # Files that keep their names keep the index's name too.
+    index_name = checkpoint.index if files.keys() == checkpoint.files.keys() else None
+    index = read_json(checkpoint.folder / checkpoint.index) if checkpoint.index else None
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     disable = None if progress else True
     with checkpoint_writer(dst, "convert", overwrite=overwrite, num_bytes=num_bytes, disable=disable) as writer:
         if checkpoint.path.is_dir():
             _copy_rest(checkpoint, writer.folder, chosen)
-        _save(checkpoint, writer, tensors, files)
+        writer.save(tensors, files, metadata, index_name, index)
     seconds = time.perf_counter() - start
     saved_bytes = sum(stored.num_bytes for stored in checkpoint.tensors.values()) - writer.num_bytes
     return ExportReport(
         Path(dst), writer.files, writer.num_tensors, writer.num_bytes, tuple(casts), (), seconds, saved_bytes
     )
-
-
-def _files(
-    checkpoint: SavedCheckpoint, tensors: Mapping[str, torch.Tensor], max_shard_size: int | str | None
-) -> dict[str, list[str]]:
-    """The names of the tensors of each file to write; without a size, the checkpoint's own files as safetensors."""
-    if max_shard_size is not None:
-        return split_into_files(tensors, max_shard_size)
-    return {_as_safetensors(file): list(names) for file, names in checkpoint.files.items()}
-
-
-def _save(
-    checkpoint: SavedCheckpoint,
-    writer: CheckpointWriter,
-    tensors: Mapping[str, torch.Tensor],
-    files: Mapping[str, list[str]],
-) -> None:
-    """Write the tensors with the metadata of their files; files that keep their names keep the index's name too."""
-    first = next(iter(checkpoint.metadata.values()))
-    metadata = {file: checkpoint.metadata.get(file, first) for file in files}
-    index_name = checkpoint.index if files.keys() == checkpoint.files.keys() else None
-    index = read_json(checkpoint.folder / checkpoint.index) if checkpoint.index else None
-    writer.save(tensors, files, metadata, index_name, index)
 
 
 def _casts(
@@ -154,8 +134,8 @@ def _casts(
 
 def casts_by_manifest(checkpoint: SavedCheckpoint, manifest: Manifest) -> dict[str, torch.dtype]:
     """The casts that give a checkpoint a manifest's dtypes; raises where it is not of the manifest's model."""
-    originals = {
-        fqn: KnownTensor(parse_dtype(record.original_dtype), tuple(record.shape))
+    originals: _Originals = {
+        fqn: torch.empty(record.shape, dtype=parse_dtype(record.original_dtype), device="meta")
         for fqn, record in manifest.tensors.items()
     }
     unexpected = _unexpected(checkpoint, originals)
@@ -170,7 +150,7 @@ def casts_by_manifest(checkpoint: SavedCheckpoint, manifest: Manifest) -> dict[s
         if original is None:
             continue
         if stored.shape != original.shape:
-            different[name] = {"shape": (original.shape, stored.shape)}
+            different[name] = {"shape": (tuple(original.shape), stored.shape)}
         elif stored.dtype == torch.float32 and original.dtype in HALF_DTYPES:
             casts[name] = original.dtype
         elif stored.dtype != original.dtype:
@@ -190,7 +170,7 @@ def casts_by_manifest(checkpoint: SavedCheckpoint, manifest: Manifest) -> dict[s
     return casts
 
 
-def _unexpected(checkpoint: SavedCheckpoint, originals: Mapping[str, KnownTensor]) -> tuple[str, ...]:
+def _unexpected(checkpoint: SavedCheckpoint, originals: _Originals) -> tuple[str, ...]:
     return tuple(
         name
         for name in checkpoint.tensors
@@ -198,20 +178,20 @@ def _unexpected(checkpoint: SavedCheckpoint, originals: Mapping[str, KnownTensor
     )
 
 
-def _original(name: str, originals: Mapping[str, KnownTensor]) -> KnownTensor | None:
+def _original(name: str, originals: _Originals) -> torch.Tensor | StoredTensor | None:
     """The original of a stored tensor, if it is known; a trained copy, which is not the base's, has none."""
     if is_trained_copy(name):
         return None
     fqn = canonical_fqn(name)
     # Prompt learning puts the model itself at `base_model`.
-    return originals.get(fqn) or originals.get(fqn.removeprefix("base_model."))
+    return originals.get(fqn if fqn in originals else fqn.removeprefix("base_model."))
 
 
 def _casts_by_reference(
     checkpoint: SavedCheckpoint, reference: str | os.PathLike[str]
 ) -> tuple[dict[str, torch.dtype], torch.dtype | None]:
     path = Path(reference)
-    originals: dict[str, KnownTensor] = {}
+    originals: _Originals = {}
     if path.suffix == ".json":
         config = read_json(path)
     elif os.path.isdir(path) and not any(path.glob("*.safetensors")) and (path / _CONFIG).is_file():
@@ -219,9 +199,7 @@ def _casts_by_reference(
     else:
         found = open_checkpoint(path)
         config = dict(found.config)
-        originals = {
-            canonical_fqn(name): KnownTensor(stored.dtype, stored.shape) for name, stored in found.tensors.items()
-        }
+        originals = {canonical_fqn(name): stored for name, stored in found.tensors.items()}
     chosen = config_dtype(config) or checkpoint.dtype
     default = casts_by_dtype(checkpoint, chosen) if chosen in HALF_DTYPES else {}
     casts = {}
@@ -250,26 +228,25 @@ def casts_by_dtype(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> dict[str,
     return casts
 
 
-def _as_loaded(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> dict[str, KnownTensor]:
+def _as_loaded(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> _Originals:
     """The tensors of the config's model, loaded in a half dtype, by their own names and those they are saved under."""
     model = checkpoint.meta_model(dtype)
     if model is None:
         return {}
-    originals = {fqn: KnownTensor(p.dtype, tuple(p.shape)) for fqn, p in model.named_parameters(remove_duplicate=False)}
+    originals = dict(model.named_parameters(remove_duplicate=False))
     # No preparation casts buffers, so a float32 one was float32.
-    originals |= {fqn: KnownTensor(torch.float32, tuple(b.shape)) for fqn, b in model.named_buffers()}
+    originals |= {fqn: torch.empty(b.shape, dtype=torch.float32, device="meta") for fqn, b in model.named_buffers()}
     return {**_renamed(model, originals), **originals}
 
 
-def _renamed(model: Any, originals: Mapping[str, KnownTensor]) -> dict[str, KnownTensor]:
+def _renamed(model: Any, originals: _Originals) -> dict[str, torch.Tensor]:
     """The tensors as transformers saves them: renamed, split, merged."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # before version 5, under their own names
         return {}
     tensors = {fqn: torch.empty(known.shape, dtype=known.dtype, device="meta") for fqn, known in originals.items()}
-    saved = revert_weight_conversion(model, tensors)
-    return {name: KnownTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in saved.items()}
+    return dict(revert_weight_conversion(model, tensors))
 
 
 def _as_safetensors(file: str) -> str:

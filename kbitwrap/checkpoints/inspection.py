@@ -23,7 +23,6 @@ _KINDS = (
     ("embeddings", re.compile(r"embed|(?:^|\.)(?:wte|wpe|shared)\.", re.IGNORECASE)),
     ("experts", re.compile(r"expert|router", re.IGNORECASE)),
 )
-_OTHER = "other"
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,6 @@ class CheckpointReport:
         return {
             **vars(self),
             "path": str(self.path),
-            "leftovers": {kind: dict(tensors) for kind, tensors in self.leftovers.items()},
             "wasted_bytes": self.wasted_bytes,
             "adapters": list(self.adapters),
         }
@@ -109,7 +107,8 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
     if half is not None or quantization:
         for name in casts_by_dtype(checkpoint, half or torch.bfloat16):
             stored = checkpoint.tensors[name]
-            leftovers.setdefault(_kind(name), {})[name] = stored.num_bytes // 2
+            kind = next((kind for kind, pattern in _KINDS if pattern.search(canonical_fqn(name))), "other")
+            leftovers.setdefault(kind, {})[name] = stored.num_bytes // 2
     dtypes: dict[str, dict[str, int]] = {}
     for stored in checkpoint.tensors.values():
         row = dtypes.setdefault(dtype_name(stored.dtype), {"count": 0, "bytes": 0})
@@ -147,7 +146,3 @@ def _half_dtype(checkpoint: SavedCheckpoint, beside: set[str]) -> torch.dtype | 
 def _is_quantization(name: str) -> bool:
     owner, _, last = name.rpartition(".")
     return last in EIGHT_BIT_STATE or owner.endswith((".weight", ".quant_state")) or ".quant_state." in name
-
-
-def _kind(name: str) -> str:
-    return next((kind for kind, pattern in _KINDS if pattern.search(canonical_fqn(name))), _OTHER)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import functools
-import io
 import json
 import math
 import os
@@ -14,7 +13,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -66,7 +65,7 @@ class StoredTensor:
     def _pieces(self, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         """Read a few mebibytes at a time; nothing is mapped, because a mapped file counts as memory in use."""
         left = math.prod(self.shape)
-        with open(self.path, "rb", buffering=0) as file:
+        with open(self.path, "rb") as file:
             file.seek(self.start)
             while left:
                 piece = torch.empty(min(left, _READ), dtype=dtype)
@@ -74,7 +73,7 @@ class StoredTensor:
                 left -= len(piece)
                 yield piece
 
-    def _round(self, flat: torch.Tensor, file: io.FileIO) -> None:
+    def _round(self, flat: torch.Tensor, file: BinaryIO) -> None:
         """Fill a flat tensor with the next values of the file, rounded to its dtype."""
         if flat.dtype == self.dtype:
             self._fill(flat, file)
@@ -91,13 +90,9 @@ class StoredTensor:
                     fqn=self.name,
                 )
 
-    def _fill(self, target: torch.Tensor, file: io.FileIO) -> None:
-        left = memoryview(target.view(torch.uint8).numpy().data)
-        while left:
-            num_read = file.readinto(left)
-            if not num_read:
-                raise OSError(errno.EIO, "the file became shorter while it was read", str(self.path))
-            left = left[num_read:]
+    def _fill(self, target: torch.Tensor, file: BinaryIO) -> None:
+        if file.readinto(target.view(torch.uint8).numpy().data) < target.nbytes:  # type: ignore[attr-defined]
+            raise OSError(errno.EIO, "the file became shorter while it was read", str(self.path))
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, NamedTensor, only_reading
-from .base import AttributesNow, ChangeBase, EditBase, write_attribute
-from .journal import MISSING
+from .base import AttributesNow, ChangeBase, EditBase
 
 
 class FlagsChange(ChangeBase):
@@ -22,15 +19,12 @@ class FlagsChange(ChangeBase):
     def __init__(self, flags: Iterable[tuple[ParameterRecord, bool]]) -> None:
         self._flags = dict(flags)
 
-    def _changed(self) -> list[tuple[nn.Parameter, bool]]:
-        """The live parameters whose flag is not the recorded one, which comes with each."""
-        with only_reading():
-            live = [(record.there(), flag) for record, flag in self._flags.items()]
-            return [(p, flag) for p, flag in live if p is not None and p.requires_grad != flag]
-
     def undo(self, tree: ModelTree) -> None:
         """Set the recorded flags back."""
-        for parameter, flag in self._changed():
+        with only_reading():
+            live = [(record.there(), flag) for record, flag in self._flags.items()]
+            changed = [(p, flag) for p, flag in live if p is not None and p.requires_grad != flag]
+        for parameter, flag in changed:
             if parameter.is_leaf:
                 with torch.inference_mode(parameter.is_inference()):  # the mode that it was made in
                     parameter.requires_grad_(flag)
@@ -95,29 +89,17 @@ class Hold(EditBase):
 
     def capture(self, tree: ModelTree) -> HoldChange:
         """Record that the attribute is absent."""
-        return HoldChange(tree.model)
+        return HoldChange([tree.model], [ANCHOR_ATTRIBUTE])
 
     def apply(self, change: HoldChange) -> None:
         """Set the attribute."""
-        change.write(self.anchor)
+        change.set(self.anchor)
 
 
-class HoldChange(ChangeBase):
-    """The absence of the attribute."""
+class HoldChange(AttributesNow):
+    """The attribute of the model as it was: absent."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-
-    def write(self, value: Any) -> None:
-        """Set the attribute, or remove it."""
-        model = self._model()
-        if model is not None:
-            write_attribute(vars(model), ANCHOR_ATTRIBUTE, value)
-
-    def undo(self, tree: ModelTree) -> None:
-        """Remove it."""
-        self.write(MISSING)
-
-    def now(self, tree: ModelTree) -> AttributesNow:
-        """Record the anchor; the caller holds the wrapper while the model is suspended."""
-        return AttributesNow([tree.model], [ANCHOR_ATTRIBUTE])
+    def set(self, anchor: Anchor) -> None:
+        """Set the attribute."""
+        for model in self._holders:
+            vars(model)[ANCHOR_ATTRIBUTE] = anchor

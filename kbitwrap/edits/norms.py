@@ -174,8 +174,13 @@ class ComputeChange(ChangeBase):
         for forward in self._live(tree):
             forward.is_active = False
             for slot in _SLOTS:
-                if vars(forward.module).get(slot) is forward:
-                    _put_back_forward(forward, slot)
+                if vars(forward.module).get(slot) is not forward:
+                    continue
+                inner = forward.inner
+                if slot == "_old_forward" and inner is MISSING:
+                    # accelerate hooked the module while it was prepared: its record becomes the class's own.
+                    inner = type(forward.module).forward.__get__(forward.module)
+                write_attribute(vars(forward.module), slot, inner)
 
     def now(self, tree: ModelTree) -> WayBack:
         """Record where the forwards are, to install the same objects again."""
@@ -189,15 +194,6 @@ class ComputeChange(ChangeBase):
                 vars(forward.module)[slot] = forward
 
         return Call(resume)
-
-
-def _put_back_forward(forward: Float32Forward, slot: str) -> None:
-    fields = vars(forward.module)
-    if slot == "_old_forward" and forward.inner is MISSING:
-        # accelerate hooked the module while it was prepared: its record of the forward becomes the class's own.
-        fields[slot] = type(forward.module).forward.__get__(forward.module)
-    else:
-        write_attribute(fields, slot, forward.inner)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from ..model.tree import ModelTree, NamedTensor
 from ..tensors.bits import Layout, NanPayloads, differ, fingerprint_and, has_nan
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import LazyTensor
-from .base import ChangeBase, EditBase, HeldOriginal, Together, TrainedPolicy
+from .base import EditBase, HeldOriginal, Together, TrainedPolicy
 from .journal import Call, WayBack
 
 _PIECE = 4 << 20  # elements cast at once: few enough for an allocator to use their memory again
@@ -42,7 +42,6 @@ class StorageChange(HeldOriginal):
     ) -> None:
         data = parameter.detach()
         self.record = record
-        self.fqn = record.fqn
         self.dtype = data.dtype
         self.kept = (data if on_device else data.cpu()) if keep else None
         self.was_resized = False  # whether `undo` found another shape; such a value is not counted as trained
@@ -155,7 +154,7 @@ class StorageChange(HeldOriginal):
             original, was_trained, _ = self._original(parameter.data)
         is_upcast = self.converts(parameter)
         if was_trained and is_upcast and self._policy == "error":
-            raise TrainedError([self.fqn])
+            raise TrainedError([self.record.fqn])
         self.was_resized = tuple(parameter.shape) != self.layout.shape
         self.was_trained = was_trained and is_upcast and not self.was_resized
         self.was_altered = self.was_trained and not self.is_untouched(original)
@@ -195,10 +194,11 @@ def _is_same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-class SharedStorageChange(ChangeBase):
+class SharedStorageChange(Together):
     """Parameters that are different objects over the same memory: undone one by one, then made to share again."""
 
     def __init__(self, changes: Sequence[StorageChange]) -> None:
+        super().__init__(*changes)
         self.changes = tuple(changes)
         for change in changes:
             change.group = self
@@ -223,14 +223,6 @@ class SharedStorageChange(ChangeBase):
         views = Layout.place([(p.data, change.layout) for change, p in live])
         for (change, parameter), view in zip(live, views, strict=True):
             change.write(parameter, view)
-
-    def now(self, tree: ModelTree) -> WayBack:
-        """Record the current storage of each."""
-        return Together(*[change.now(tree) for change in self.changes])
-
-    def originals(self) -> tuple[StorageChange, ...]:
-        """Return the changes of the parameters."""
-        return self.changes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,27 +256,23 @@ class Store(EditBase):
                 one.write(parameter, parameter.data.to(self.dtype))
 
 
+@dataclass(eq=False)
 class CopyChange(HeldOriginal):
     """PEFT's copy of an upcast parameter, or a base parameter that others cast (``is_base``): undo rounds it.
 
     It is made for one restore or suspension, and holds the parameter meanwhile.
     """
 
-    def __init__(
-        self,
-        record: ParameterRecord,
-        parameter: nn.Parameter,
-        dtype: torch.dtype,
-        *,
-        is_base: bool = False,
-        is_resized: bool = False,
-    ) -> None:
-        self.record = record
-        self.fqn = record.fqn
-        self.parameter = parameter
-        self.dtype = dtype
-        self.is_base = is_base
-        self.is_resized = is_resized
+    record: ParameterRecord
+    parameter: nn.Parameter
+    dtype: torch.dtype
+    is_base: bool = False
+    is_resized: bool = False
+
+    @property
+    def fqn(self) -> str:
+        """The name of the parameter."""
+        return self.record.fqn
 
     def undo(self, tree: ModelTree) -> None:
         """Round the value to the original dtype; the Parameter object stays."""

@@ -7,7 +7,6 @@ merged layer must compute what the copy's forward computes.
 from __future__ import annotations
 
 import copy
-import functools
 import importlib
 import re
 from collections import OrderedDict
@@ -224,19 +223,11 @@ def _trained_rows(indices: Sequence[int], rows: slice) -> list[int]:
     return [position for position, index in enumerate(indices) if rows.start <= index < rows.stop]
 
 
-def _narrow(dim: int, tensor: torch.Tensor, rows: slice) -> torch.Tensor:
-    return tensor.narrow(dim, rows.start, rows.stop - rows.start)
-
-
-def _trained(indices: Sequence[int], delta: torch.Tensor, rows: slice) -> torch.Tensor:
-    return delta[_trained_rows(indices, rows)]
-
-
 def _cuts(copied: Any, active: Sequence[str]) -> list[Callable[[slice], None]]:
     """Calls that put some rows in the place of the tensors of a layer's copy."""
     cuts: list[Callable[[slice], None]] = []
 
-    def add(tensor: torch.Tensor, pick: Callable[[torch.Tensor, slice], torch.Tensor]) -> None:
+    def add(tensor: torch.Tensor, pick: Callable[..., torch.Tensor]) -> None:
         whole = tensor.data
 
         def cut(rows: slice) -> None:
@@ -249,11 +240,12 @@ def _cuts(copied: Any, active: Sequence[str]) -> list[Callable[[slice], None]]:
         for tensor in (*holder.parameters(), *holder.buffers()):
             # A tensor with a single row, as IA3's that scales the input, has it for all.
             if tensor.shape[dim] > 1:
-                add(tensor, functools.partial(_narrow, dim))
+                add(tensor, lambda whole, rows, dim=dim: whole.narrow(dim, rows.start, rows.stop - rows.start))
     if "token_indices" in vars(copied):
         every = {name: copied.token_indices[name] for name in active}
         for name, indices in every.items():
-            add(copied.trainable_tokens_delta[name], functools.partial(_trained, indices))
+            delta = copied.trainable_tokens_delta[name]
+            add(delta, lambda whole, rows, indices=indices: whole[_trained_rows(indices, rows)])
 
         def cut_indices(rows: slice) -> None:
             for name, indices in every.items():

@@ -38,16 +38,11 @@ def drift_of(fqn: str) -> str:
 
 
 class Gathering:
-    """The sharded parameters of one export or manifest, the same on every rank and in the same order.
-
-    Args:
-        verb: What the ranks do together.
-        error: The class of what is raised on the others when one rank fails.
-    """
+    """The sharded parameters of one export or manifest, the same on every rank and in the same order."""
 
     def __init__(self, verb: str, error: type[ExportError] | type[ManifestError]) -> None:
-        self._verb = verb
-        self._error = error
+        self._verb = verb  # what the ranks do together
+        self._error = error  # what is raised on the others when one rank fails
         self.trained: list[str] = []  # the trainable ones that held other values than recorded when they were read
         self._tensors: list[tuple[str, torch.Size, Any, nn.Module | None]] = []
         self._units: dict[int, nn.Module] = {}  # of FSDP1
@@ -177,11 +172,9 @@ class Gathering:
                 self._whole.enter_context(_whole_unit(unit))
 
 
-def _whole_unit(unit: nn.Module) -> contextlib.AbstractContextManager[None]:
+def _whole_unit(unit: Any) -> Any:
     """A context in which the parameters of an FSDP1 wrapper are whole, without those of wrappers inside."""
-    fsdp1: Any = type(unit)
-    context: contextlib.AbstractContextManager[None] = fsdp1.summon_full_params(unit, recurse=False, writeback=False)
-    return context
+    return type(unit).summon_full_params(unit, recurse=False, writeback=False)
 
 
 def _fsdp1_units(inside: nn.Module) -> tuple[nn.Module, dict[int, nn.Module]]:
@@ -189,7 +182,7 @@ def _fsdp1_units(inside: nn.Module) -> tuple[nn.Module, dict[int, nn.Module]]:
 
     No reference leads from a module to what is around it, so the outermost is looked for among all objects.
     """
-    fsdp1 = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
+    fsdp1: Any = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
     wrappers = [found for found in gc.get_objects() if issubclass(type(found), fsdp1)]
     modules = {id(wrapper): {id(module) for module in wrapper.modules()} for wrapper in wrappers}
     around = [wrapper for wrapper in wrappers if id(inside) in modules[id(wrapper)]]
@@ -198,14 +191,9 @@ def _fsdp1_units(inside: nn.Module) -> tuple[nn.Module, dict[int, nn.Module]]:
             f"the FSDP1 wrapper around {type(inside).__name__} is gone, and with it what gathers its weights"
         )
     outermost = max(around, key=lambda wrapper: len(modules[id(wrapper)]))
-    units: dict[int, nn.Module] = {}
-    stack: list[tuple[nn.Module, nn.Module]] = [(outermost, outermost)]
-    while stack:
-        module, unit = stack.pop()
-        unit = module if isinstance(module, fsdp1) else unit
-        units[id(module)] = unit
-        stack += [(child, unit) for child in module.children()]
-    return outermost, units
+    # A wrapper comes before those inside it, so that the innermost one around a module is the last.
+    units = [module for module in outermost.modules() if isinstance(module, fsdp1)]
+    return outermost, {id(module): unit for unit in units for module in unit.modules()}
 
 
 @functools.cache

@@ -121,11 +121,10 @@ class _Copier:
         if id(parameter) not in self.promised:
             held = self.held.get((id(module), name))
             if held is not None:
-                value = held.read(parameter)
+                self.promised[id(parameter)] = held.read(parameter)
             else:
-                copied = unpacked_copy(parameter) if name == "weight" and has_runtime_state(module) else None
-                value = parameter if copied is None else copied
-            self.promised[id(parameter)] = value
+                is_rewritten = name == "weight" and has_runtime_state(module)
+                self.promised[id(parameter)] = unpacked_copy(parameter) if is_rewritten else parameter
         value = self.promised[id(parameter)]
         if value.dtype != parameter.dtype:
             self.converted.add(id(value))
@@ -154,7 +153,8 @@ def build_twin(tree: ModelTree, preparation: Preparation | None = None, gatherin
         promised |= _sharing_memory(held)
     copier = _Copier(promised, held, original, () if preparation is None else preparation.journal.rewritten())
     twin = copier.copy("", tree.model)
-    _refuse_drifted(changes)
+    for fqn in changes.drifted:
+        raise ExportError(drift_of(fqn), fqn=fqn)
     names = tuple(fqn for fqn, p in twin.named_parameters() if id(p) in copier.converted)
     return Twin(twin, tuple(copier.peeled), names)
 
@@ -172,11 +172,6 @@ def _refuse_replaced(changes: Changes) -> None:
         )
 
 
-def _refuse_drifted(changes: Changes) -> None:
-    for fqn in changes.drifted:
-        raise ExportError(drift_of(fqn), fqn=fqn)
-
-
 def _gathered(tree: ModelTree, original: Original, held: _Held, gathering: Gathering) -> dict[int, torch.Tensor]:
     """The tensors promised for the parameters that were sharded since, by the ``id`` of the parameter."""
     found: dict[int, torch.Tensor] = {}
@@ -185,17 +180,16 @@ def _gathered(tree: ModelTree, original: Original, held: _Held, gathering: Gathe
         if not is_sharded_tensor(parameter) or id(parameter) in found:
             continue
         was = original.at(fqn)
-        if was is None:
-            raise _cannot_tell(fqn, "it was added after the model was prepared")
-        if original.shared_memory(was):
-            raise _cannot_tell(fqn, "it shared its memory with another parameter")
+        if was is None or original.shared_memory(was):
+            why = (
+                "was added after the model was prepared" if was is None else "shared its memory with another parameter"
+            )
+            raise ExportError(
+                f"{fqn}: it {why}, so its original cannot be written from shards; export before sharding", fqn=fqn
+            )
         holder = held.get((id(tensor.module), tensor.name))
         found[id(parameter)] = gathering.promise(tensor, was, holder, original)
     return found
-
-
-def _cannot_tell(fqn: str, why: str) -> ExportError:
-    return ExportError(f"{fqn}: {why}, so its original cannot be written from shards; export before sharding", fqn=fqn)
 
 
 def _sharing_memory(held: _Held) -> dict[int, torch.Tensor]:

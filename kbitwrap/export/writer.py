@@ -121,6 +121,8 @@ def write_safetensors(
     At most two tensors' values are in memory, one being written and one computed; no file is left after an error.
     Tensors may share memory, and a lazy tensor that several are cut from is computed once.
     """
+    if sys.byteorder == "big":
+        raise ExportError("safetensors files can be written on little-endian machines only")
     header, offsets = _header(tensors, metadata)
     announced = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -139,7 +141,7 @@ def write_safetensors(
                         is_as_announced &= piece.dtype == dtype and left >= 0
                         if not is_as_announced:  # it would overwrite the next tensor, or be read as another dtype
                             break
-                        write(offset, _bytes_of(piece))
+                        write(offset, memoryview(piece.reshape(-1).view(torch.uint8).numpy().data))
                         offset += piece.nbytes
                         del piece  # its memory is free while the next one is computed
                     if left or not is_as_announced:
@@ -202,13 +204,6 @@ def by_lineage(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> lis
         lineage = tensor.lineage if isinstance(tensor, LazyTensor) else (tensor,)
         keys[name] = [places.setdefault(id(part), len(places)) for part in lineage]
     return sorted(keys, key=lambda name: keys[name])
-
-
-def _bytes_of(values: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, without a copy."""
-    if sys.byteorder == "big":
-        raise ExportError("safetensors files can be written on little-endian machines only")
-    return memoryview(values.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _reserve(file: io.FileIO, num_bytes: int) -> None:

@@ -25,7 +25,7 @@ from kbitwrap import (
     prepared_of,
 )
 
-_Model = nn.Module | None
+_Model = Any  # a module, or ``None``
 
 
 class KbitTrainerCallback(TrainerCallback, ExportableState):
@@ -93,7 +93,8 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         """Adopt the model that was made from the prepared one, and record a base that will be trained itself."""
         prepared = self._wrapper(model)
         if prepared is not None:
-            _adopt(model)
+            if getattr(model, "peft_config", None):
+                prepared.adopt(model)
             if not prepared.config.freeze and prepared.state is LifecycleState.PREPARED:
                 _manifest_of(prepared)
 
@@ -158,7 +159,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: _Model = None, **kwargs: Any
     ) -> None:
         """Refuse to evaluate the prepared model where the original state is to be evaluated."""
-        prepared = _prepared(model)
+        prepared = prepared_of(model)
         if self.suspend_evaluation and prepared is not None and prepared.state is LifecycleState.PREPARED:
             raise StateError(
                 "KbitTrainerCallback(suspend_evaluation=True): this evaluation runs on the prepared model, not in its "
@@ -193,13 +194,13 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
                 stacklevel=2,
             )
 
-    def _suspend_for(self, is_evaluated: bool, model: nn.Module | None) -> None:
+    def _suspend_for(self, is_evaluated: bool, model: _Model) -> None:
         """Suspend where the model is to be evaluated."""
         prepared = self._wrapper(model)
         if self.suspend_evaluation and is_evaluated and prepared is not None:
             self._resume = prepared.suspend()
 
-    def _expect_evaluated(self, state: TrainerState, model: nn.Module | None) -> None:
+    def _expect_evaluated(self, state: TrainerState, model: _Model) -> None:
         """Refuse to continue while the model is suspended; resume a model that this callback suspended."""
         resume, self._resume = self._resume, None
         prepared = self._wrapper(model)
@@ -216,8 +217,8 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             expected=(LifecycleState.PREPARED,),
         )
 
-    def _wrapper(self, model: nn.Module | None) -> KbitPreparedModel | None:
-        found = _prepared(model)
+    def _wrapper(self, model: _Model) -> KbitPreparedModel | None:
+        found = prepared_of(model)
         return found if self.prepared is None or found is self.prepared else None
 
     def _expected(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any] | None:
@@ -273,11 +274,13 @@ class SuspendedEvaluation(Trainer):
         ...     pass
     """
 
+    model: _Model
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        prepared = _prepared(self.model)
+        prepared = prepared_of(self.model) if getattr(self.model, "peft_config", None) else None
         if prepared is not None and prepared.state is LifecycleState.PREPARED:
-            _adopt(self.model)
+            prepared.adopt(self.model)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Run the loop that ``evaluate`` and ``predict`` share, suspended where the model is prepared.
@@ -292,7 +295,7 @@ class SuspendedEvaluation(Trainer):
         Raises:
             StateError: Several processes train, and a trained parameter would change its dtype.
         """
-        prepared = _prepared(self.model)
+        prepared = prepared_of(self.model)
         if prepared is None or prepared.state is not LifecycleState.PREPARED:
             return super().evaluation_loop(*args, **kwargs)
         with prepared.suspended():
@@ -341,11 +344,6 @@ def prepared_trainer(trainer: Trainer, **fields: Any) -> Iterator[KbitPreparedMo
         yield stack.enter_context(KbitPreparedModel(cast("nn.Module", trainer.model), **fields))
 
 
-def _prepared(model: _Model) -> KbitPreparedModel | None:
-    """The wrapper that holds a model, if there is one."""
-    return None if model is None else prepared_of(model)
-
-
 _manifests: weakref.WeakKeyDictionary[KbitPreparedModel, Manifest] = weakref.WeakKeyDictionary()
 
 
@@ -357,13 +355,6 @@ def _manifest_of(prepared: KbitPreparedModel) -> Manifest:
         if prepared.config.freeze or prepared not in _manifests:
             raise
     return _manifests[prepared]
-
-
-def _adopt(model: _Model) -> None:
-    """Adopt a model with adapters on a prepared base."""
-    prepared = _prepared(model)
-    if model is not None and prepared is not None and getattr(model, "peft_config", None):
-        prepared.adopt(model)
 
 
 def _callback_states(state: TrainerState) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from ..preparation.preparation import Preparation
 from ..preparation.process import plain_mode
 from ..tensors.bits import content_digest, is_dense, parts_of
 from ..tensors.dtypes import dtype_name
-from ..tensors.lazy import LazyTensor
+from ..tensors.lazy import values_of
 from .schema import AdapterRecord, ModelRecord, QuantizationRecord, TensorRecord
 
 # Config keys that use, saving or another version of transformers changes, at any depth. Those with a leading "_" are
@@ -45,14 +45,10 @@ _VOLATILE_ADAPTER = ("auto_mapping", "base_model_name_or_path", "inference_mode"
 
 @dataclass(frozen=True)
 class Contents:
-    """The identity of a model as it was loaded.
-
-    Every base parameter, persistent buffer and quantization statistic is in ``tensors``, by its name in the state dict
-    of the unwrapped model, with the original's dtype, flag and digest.
-    """
+    """The identity of a model as it was loaded, with the dtypes, flags and digests of the originals."""
 
     model: ModelRecord
-    tensors: dict[str, TensorRecord]
+    tensors: dict[str, TensorRecord]  # all of the state dict of the unwrapped model, by name
     adapters: dict[str, AdapterRecord]
     trained: tuple[str, ...]  # parameters that a preparation holds and that training has changed
 
@@ -85,19 +81,20 @@ def _read(
     twin: Twin, tree: ModelTree, preparation: Preparation | None, gathering: Gathering | None, progress: bool
 ) -> Contents:
     """Read the contents of a twin of a live model."""
-    live = {
-        join(node.fqn, name): (node.module, name)
-        for node in tree.base
-        for name in (*node.module._parameters, *node.module._buffers)
-    }
+    places: dict[str, tuple[nn.Module, str]] = {}
+    live: dict[str, torch.Tensor | None] = {}
+    for node in tree.base:
+        for name, held in (*node.module._parameters.items(), *node.module._buffers.items()):
+            fqn = join(node.fqn, name)
+            places[fqn], live[fqn] = (node.module, name), held
     state = {fqn: t for fqn, t in twin.model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
-    ties = _ties({fqn: t for fqn, t in state.items() if isinstance(_at(live, fqn), nn.Parameter)})
+    ties = _ties({fqn: t for fqn, t in state.items() if isinstance(live.get(fqn), nn.Parameter)})
     known = {} if preparation is None else {**tree.known, **tree.sharded}
     digests: dict[int, int] = {}  # a tied tensor is read once
     tensors = {}
     for fqn, tensor in tqdm(state.items(), desc="digest", unit="tensor", disable=not progress, leave=False):
-        current = _at(live, fqn)
-        before = None if preparation is None or fqn not in live else preparation.original.buffer(*live[fqn])
+        current = live.get(fqn)
+        before = None if preparation is None or fqn not in live else preparation.original.buffer(*places[fqn])
         if before is None and id(tensor) not in digests:
             digests[id(tensor)] = _digest(fqn, tensor)
         dtype, shape, digest = before or (tensor.dtype, tensor.shape, digests[id(tensor)])
@@ -154,23 +151,12 @@ def _adapter_record(config: Any, dtypes: set[Any]) -> AdapterRecord:
 
 
 def _digest(fqn: str, tensor: torch.Tensor) -> int:
-    if isinstance(tensor, LazyTensor):
-        return content_digest(tensor.compute())
     if not is_dense(tensor):
         raise ManifestError(
             f"{fqn}: expected a dense tensor, whose bytes can be read, found {type(tensor).__name__} of "
             f"{tensor.layout} and {tensor.dtype}; register a buffer that checkpoints do not need with persistent=False"
         )
-    return content_digest(tensor)
-
-
-def _at(live: Mapping[str, tuple[nn.Module, str]], fqn: str) -> torch.Tensor | None:
-    """The live parameter or buffer of that name."""
-    if fqn not in live:
-        return None
-    module, name = live[fqn]
-    found = module._parameters.get(name)
-    return module._buffers.get(name) if found is None else found
+    return content_digest(values_of(tensor))
 
 
 def _ties(parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -185,7 +171,7 @@ def _ties(parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def _model_record(
-    twin: nn.Module, live: Mapping[str, tuple[nn.Module, str]], tensors: Mapping[str, TensorRecord]
+    twin: nn.Module, live: Mapping[str, torch.Tensor | None], tensors: Mapping[str, TensorRecord]
 ) -> ModelRecord:
     config = getattr(twin, "config", None)
     configs = {"": config} if config is not None else dict(_inner_configs(twin))
@@ -198,7 +184,7 @@ def _model_record(
     numbers = (
         record.original_dtype
         for fqn, record in tensors.items()
-        if isinstance(parameter := _at(live, fqn), nn.Parameter)
+        if isinstance(parameter := live.get(fqn), nn.Parameter)
         and parameter.is_floating_point()
         and not is_quantized_parameter(parameter)
     )

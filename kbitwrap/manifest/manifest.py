@@ -96,7 +96,13 @@ class Manifest(Record):
     @functools.cached_property
     def tensors(self) -> Mapping[str, TensorRecord]:
         """The tensors by canonical name, in the model's order."""
-        return _Tensors(self)
+        # Made when they are first read, so that a manifest of 100,000 tensors loads in the time of its text.
+        kinds = [vars(kind) for kind in self.kinds]
+        groups = {fqn: group for group, fqns in enumerate(self.ties) for fqn in fqns}
+        return {
+            fqn: TensorRecord(fqn=fqn, **kinds[index], digest=digest, tie_group=groups.get(fqn))
+            for fqn, (index, digest) in self.rows.items()
+        }
 
     @classmethod
     def of(cls, preparation: Preparation) -> Manifest:
@@ -354,25 +360,6 @@ class Manifest(Record):
         except (OSError, ValueError) as error:
             raise ManifestError(f"cannot read the manifest {name}: {error}") from error
         return cls._read(text, name)
-
-
-class _Tensors(Mapping[str, TensorRecord]):
-    """Makes each record when it is read, so that a manifest of 100,000 tensors loads in the time of its text."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self._rows = manifest.rows
-        self._kinds = manifest.kinds
-        self._ties = {name: group for group, names in enumerate(manifest.ties) for name in names}
-
-    def __getitem__(self, fqn: str) -> TensorRecord:
-        index, digest = self._rows[fqn]
-        return TensorRecord(fqn=fqn, **vars(self._kinds[index]), digest=digest, tie_group=self._ties.get(fqn))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
 
 def _lines(opening: str, items: Iterator[str], closing: str) -> str:

@@ -37,14 +37,13 @@ def meta_model(name_or_path: Any, quantization_config: Any = None, dtype: Any = 
     config = read_config(name_or_path)
     chosen = _as_dtype(dtype, config)
     try:
-        model = _build(config, quantization_config, chosen)
+        return _build(config, quantization_config, chosen)
     except ConfigError:
         raise
     except Exception as error:  # whatever an architecture raises for a config that it cannot be built from
-        name = repr(os.fspath(name_or_path)) if _is_path(name_or_path) else type(name_or_path).__name__
+        is_path = isinstance(name_or_path, (str, os.PathLike))
+        name = repr(os.fspath(name_or_path)) if is_path else type(name_or_path).__name__
         raise ConfigError(f"no model can be built from the config of {name}: {_reason(error)}") from error
-    model.eval()
-    return model
 
 
 def load_pretrained(
@@ -81,17 +80,13 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _is_path(value: Any) -> bool:
-    return isinstance(value, (str, os.PathLike))
-
-
 def read_config(name_or_path: Any, trust_remote_code: bool = False) -> Any:
     """Read a config; a config object is copied, for it is written to later."""
     from transformers import AutoConfig, PretrainedConfig
 
     if isinstance(name_or_path, PretrainedConfig):
         return copy.deepcopy(name_or_path)
-    if not _is_path(name_or_path) or not os.fspath(name_or_path):
+    if not isinstance(name_or_path, (str, os.PathLike)) or not os.fspath(name_or_path):
         raise ConfigError(
             "expected a folder, a config.json, a name on the hub or a config object of transformers, "
             f"found {name_or_path!r}"
@@ -113,19 +108,15 @@ def read_config(name_or_path: Any, trust_remote_code: bool = False) -> Any:
 
 def _as_dtype(dtype: Any, config: Any) -> torch.dtype:
     if dtype is None or dtype == "auto":
-        # A composite config has its dtype in its parts.
-        dtype = getattr(config, "dtype", None) or getattr(_text_config(config), "dtype", None) or torch.bfloat16
+        # A composite config has its dtype in its parts; of two text parts the decoder's counts.
+        dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
+        dtype = dtype or torch.bfloat16
     found = find_dtype(dtype) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ConfigError(
             f"dtype: expected a floating-point dtype such as torch.bfloat16 or 'bfloat16', found {dtype!r}"
         )
     return found
-
-
-def _text_config(config: Any) -> Any:
-    """The text part of a composite config, of two the decoder's; a plain config itself."""
-    return config.get_text_config(decoder=True)
 
 
 def _model_class(config: Any) -> Any:
@@ -159,7 +150,7 @@ def _quantizer(config: Any, quantization_config: Any) -> Any:
         )
     own = getattr(config, "quantization_config", None)
     if own is None:
-        own = getattr(_text_config(config), "quantization_config", None)
+        own = getattr(config.get_text_config(decoder=True), "quantization_config", None)
     # The config of a loaded model holds an object.
     if own is not None and not AutoHfQuantizer.supports_quant_method(own if isinstance(own, dict) else own.to_dict()):
         own = None
@@ -192,7 +183,7 @@ def _build(config: Any, quantization_config: Any, dtype: torch.dtype) -> nn.Modu
                 _pack(parameter)
         quantizer.postprocess_model(model)
     model.hf_quantizer = quantizer  # as a loaded model has it
-    built: nn.Module = model
+    built: nn.Module = model.eval()
     return built
 
 

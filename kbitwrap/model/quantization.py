@@ -182,10 +182,7 @@ def dequantizer(module: nn.Module) -> Callable[[Rows], torch.Tensor]:
     4-bit rows have the dtype of the ``quant_state``, and the function holds all of them. 8-bit rows are float32:
     ``weight * SCB / 127`` with a scale for each row (LLM.int8(), Dettmers et al. 2022, section 2).
     """
-    live = module._parameters["weight"]
-    assert live is not None
-    copied = unpacked_copy(live)
-    weight = live if copied is None else copied
+    weight = unpacked_copy(module.get_parameter("weight"))
     values = weight.detach().as_subclass(torch.Tensor)
     if weight.dtype == torch.int8:
         scales = getattr(weight, "SCB", None)
@@ -381,11 +378,11 @@ def unpacked_state(quant_state: Any, settle: Settle | None = None) -> Any:
     return state
 
 
-def unpacked_copy(weight: torch.Tensor, settle: Settle | None = None) -> torch.Tensor | None:
-    """A copy of a weight as it was before its layer repacked it for the CPU; ``None`` where it never did."""
+def unpacked_copy(weight: torch.Tensor, settle: Settle | None = None) -> torch.Tensor:
+    """A weight that is not repacked for the CPU: the one given, or a copy where its layer has ever repacked it."""
     quant_state = getattr(weight, "quant_state", None)
     if not was_ever_repacked(quant_state):
-        return None
+        return weight
     data = in_other_layout(weight, quant_state) if is_repacked(vars(quant_state)) else weight.data
     copied = torch.Tensor._make_subclass(type(weight), data)
     vars(copied).update({**vars(weight), "quant_state": unpacked_state(quant_state, settle)})

@@ -112,7 +112,5 @@ def unwrap(module: nn.Module) -> tuple[nn.Module, tuple[nn.Module, ...]]:
     while names := wrapped_children(module):
         if is_adapter_module(module):
             adapters.append(module)
-        child = module._modules[names[0]]
-        assert child is not None
-        module = child
+        module = module.get_submodule(names[0])
     return module, tuple(adapters)

@@ -160,8 +160,7 @@ def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 def sample(tensor: torch.Tensor, num_runs: int = _RUNS) -> torch.Tensor:
     """Some elements of a dense tensor in their order, flat, on its device: all of a small one, runs of a larger one.
 
-    The runs are evenly spread, so that little memory is touched. A change of a few elements between them is missed; a
-    merge or a residual changes nearly all.
+    The runs are evenly spread: little memory is touched, and a change of a few elements between them is missed.
     """
     data = tensor.detach()
     if data.numel() <= num_runs * _RUN:
@@ -206,9 +205,8 @@ def content_digest(tensor: torch.Tensor) -> int:
     """Digest a dense tensor's bytes in the order of its elements, on its own device, to an integer below 2**64.
 
     Manifests hold it: ``docs/manifest.md`` gives the formula. All arithmetic is on integers modulo 2**64, so that every
-    device gives the same digest; shape and dtype do not enter it. It detects accidents, not forgery. Beside the tensor
-    two pieces of 1 MiB (CPU) or 32 MiB are held, and a copy of a tensor that is not contiguous. A tensor made of others
-    has the digest of theirs, as little-endian int64 words in the order in which its class names them.
+    device gives the same digest. Beside the tensor two pieces of 1 MiB (CPU) or 32 MiB are held, and a copy of a tensor
+    that is not contiguous. A tensor made of others has the digest of theirs, as words in the order of its class.
     """
     return begin_digest(tensor)()
 

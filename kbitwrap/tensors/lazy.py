@@ -155,10 +155,6 @@ class LazyTensor(torch.Tensor):
             _mode.kept[self] = computed
         return computed
 
-    def materialize(self) -> torch.Tensor:
-        """Compute the values as a plain, contiguous CPU tensor; not to be written to: its memory may be shared."""
-        return self.values().contiguous()
-
     def compute(self) -> torch.Tensor:
         """Compute the values on the device of their sources, and keep none; not to be written to."""
         return self._compute().detach()
@@ -169,14 +165,6 @@ class LazyTensor(torch.Tensor):
             return self.values().clone(memory_format=torch.contiguous_format)
         _mode.keep_only(self.lineage)
         return self.lineage[-1].compute().contiguous()
-
-    def pieces(self) -> Iterator[torch.Tensor]:
-        """Compute the values as consecutive contiguous CPU tensors, as few at a time as can be."""
-        if self._pieces is None or self in (_mode.kept or ()):
-            yield self.materialize()
-            return
-        for piece in self._pieces():
-            yield piece.detach().to(_CPU)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -228,10 +216,12 @@ class LazyTensor(torch.Tensor):
 
 def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The values of any dense tensor, as consecutive contiguous CPU tensors, as few at a time as can be."""
-    if isinstance(tensor, LazyTensor):
-        yield from tensor.pieces()
-    else:
+    in_pieces = tensor._pieces if isinstance(tensor, LazyTensor) and tensor not in (_mode.kept or ()) else None
+    if in_pieces is None:
         yield materialize(tensor)
+        return
+    for piece in in_pieces():
+        yield piece.detach().to(_CPU)
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -240,10 +230,9 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def materialize(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of any dense tensor, contiguous, on the CPU, without gradient; a view where no copy is needed."""
-    if isinstance(tensor, LazyTensor):
-        return tensor.materialize()
-    return tensor.detach().to(_CPU).contiguous()
+    """The values of any dense tensor, contiguous, on the CPU, without gradient; not to be written to: maybe a view."""
+    values = tensor.values() if isinstance(tensor, LazyTensor) else tensor.detach()
+    return values.to(_CPU).contiguous()
 
 
 def _needs_values(func: Any, kwargs: dict[str, Any]) -> bool:

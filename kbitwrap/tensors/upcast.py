@@ -66,24 +66,14 @@ class ShardedStandInError(UnsupportedModelError, AttributeError):
 class UpcastTensor(torch.Tensor):
     """A float32 view of half storage. The whole weight of a module passes for an ``nn.Parameter``.
 
-    Its device is the one on which it was made: a model is moved before it is prepared.
-
-    Args:
-        half: The half tensor that it stands for, any shape.
-        owner: For the weight of a module, or a view of it: the module and the parameter's name in it. The parameter is
-            looked up at each use, so that it may be moved, swapped by ``functional_call``, or written to.
-        chunk_bytes: The largest float32 piece alive at once in a matrix product, in bytes; ``None``: one piece.
-        is_view: Whether ``half`` is a view of the owner's parameter and not the whole of it.
+    Its device is the one on which it was made: a model is moved before it is prepared. The ``owner`` of a weight, or of
+    a view of it, is a module and the parameter's name there. It is looked up at each use, so that the parameter may be
+    moved, swapped by ``functional_call``, or written to. ``chunk_bytes`` is the largest float32 piece alive at once in
+    a matrix product, in bytes; ``None`` is one piece.
     """
 
     @staticmethod
-    def __new__(
-        cls,
-        half: torch.Tensor,
-        owner: tuple[nn.Module, str] | None = None,
-        chunk_bytes: int | None = None,
-        is_view: bool = False,
-    ) -> UpcastTensor:
+    def __new__(cls, half: torch.Tensor, *_: Any, **__: Any) -> UpcastTensor:
         """Make a float32 tensor without storage, of the half tensor's shape and layout."""
         return without_storage(cls, half, torch.float32, half.device)  # type: ignore[no-any-return]
 
@@ -95,7 +85,7 @@ class UpcastTensor(torch.Tensor):
         is_view: bool = False,
     ) -> None:
         self._half = None if owner else half.detach()
-        self._owner = owner
+        self.owner = owner
         self._chunk_bytes = chunk_bytes
         self._layout: tuple[Any, Any, Any] | None = None
         # Read by ``isinstance(tensor, nn.Parameter)``; false again once the module has been restored.
@@ -106,11 +96,6 @@ class UpcastTensor(torch.Tensor):
             self._layout = (half.shape, half.stride(), half.storage_offset() - start)
 
     @property
-    def owner(self) -> tuple[nn.Module, str] | None:
-        """The module whose weight it stands for, and the weight's name in it; ``None`` for a free one."""
-        return self._owner
-
-    @property
     def is_view(self) -> bool:
         """Whether it stands for a view of the weight, and not for the weight."""
         return self._layout is not None
@@ -118,14 +103,14 @@ class UpcastTensor(torch.Tensor):
     @property
     def parameter(self) -> nn.Parameter:
         """The parameter that it stands for."""
-        assert self._owner is not None
-        module, name = self._owner
+        assert self.owner is not None
+        module, name = self.owner
         parameter = module._parameters[name]
         assert parameter is not None
         return parameter
 
     def _refusal(self) -> RuntimeError:
-        module, name = self._owner or (None, "weight")
+        module, name = self.owner or (None, "weight")
         return RuntimeError(
             f"{type(module).__name__}.{name} was made trainable, but under precision 'compute' it is a frozen weight "
             "stored in half; train a copy (modules_to_save), or prepare with freeze=False or precision 'full'"
@@ -137,7 +122,7 @@ class UpcastTensor(torch.Tensor):
 
         For a whole weight it is the module's parameter itself, so that a compiler can follow it.
         """
-        if self._owner is None:
+        if self.owner is None:
             assert self._half is not None
             return self._half
         parameter = self.parameter
@@ -150,7 +135,7 @@ class UpcastTensor(torch.Tensor):
 
     def _for_writing(self) -> torch.Tensor:
         """The storage, cast to float32 for good: half would round what is written."""
-        if self._owner is None:
+        if self.owner is None:
             raise RuntimeError("an upcast tensor that is not a module's weight cannot be written to")
         parameter = self.parameter
         if parameter.dtype != torch.float32:
@@ -179,19 +164,19 @@ class UpcastTensor(torch.Tensor):
         # Shape and layout travel as an empty stand-in: when read back, the owner may not have its parameter yet.
         half = self.parameter
         empty = torch.empty_strided(half.shape, half.stride(), dtype=half.dtype, device="meta")
-        return UpcastTensor, (empty, self._owner, self._chunk_bytes)
+        return UpcastTensor, (empty, self.owner, self._chunk_bytes)
 
     def as_state(self) -> UpcastTensor:
         """A copy for its module's state: it is pickled as a stand-in, and not as a float32 tensor."""
-        result = UpcastTensor(self.parameter, self._owner, self._chunk_bytes)
+        result = UpcastTensor(self.parameter, self.owner, self._chunk_bytes)
         result._is_state = True
         return result
 
     @property
     def _local_tensor(self) -> Any:
         """The attribute of a ``DTensor`` that FSDP2 asks of every parameter before the first forward."""
-        name = "weight" if self._owner is None else f"{type(self._owner[0]).__name__}.{self._owner[1]}"
-        if self._owner is not None and hasattr(self.parameter, "_local_tensor"):
+        name = "weight" if self.owner is None else f"{type(self.owner[0]).__name__}.{self.owner[1]}"
+        if self.owner is not None and hasattr(self.parameter, "_local_tensor"):
             raise ShardedStandInError(
                 f"{name} is upcast as it is used (precision 'compute') and was sharded by FSDP2, which takes what "
                 "stands in front of a weight for the weight; prepare with precision 'norms' or 'full', and then shard. "
@@ -218,12 +203,12 @@ class UpcastTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if self._owner is None:
+        if self.owner is None:
             raise RuntimeError("only a module's own weight can be given other data")
-        module, name = self._owner
+        module, name = self.owner
         parameter = self.parameter
         parameter.data = value.half_storage.detach() if isinstance(value, UpcastTensor) else value
-        vars(module)[name] = UpcastTensor(parameter, self._owner, self._chunk_bytes)
+        vars(module)[name] = UpcastTensor(parameter, self.owner, self._chunk_bytes)
 
     @property
     def requires_grad(self) -> bool:
@@ -272,7 +257,7 @@ class UpcastTensor(torch.Tensor):
         with torch.inference_mode(False), torch.no_grad():
             view = func(stored.detach(), *args, **kwargs)
             return tree_map_only(
-                torch.Tensor, lambda half: UpcastTensor(half, self._owner, self._chunk_bytes, True), view
+                torch.Tensor, lambda half: UpcastTensor(half, self.owner, self._chunk_bytes, True), view
             )
 
 

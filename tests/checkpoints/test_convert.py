@@ -33,6 +33,7 @@ from kbitwrap import (
 )
 from kbitwrap.checkpoints.reader import open_checkpoint
 from kbitwrap.tensors.dtypes import SAFETENSORS_DTYPES
+from kbitwrap.tensors.lazy import materialize
 from killing import kill_at_random
 
 
@@ -347,7 +348,7 @@ def test_a_stored_tensor_is_read_when_it_is_asked_for(shape: tuple[int, ...], tm
     source = checkpoint(tmp_path / "in", {"before": torch.ones(3), "a": values})
     stored = open_checkpoint(source).tensors["a"]
     for dtype in (None, torch.bfloat16):
-        found = stored.lazy(dtype).materialize()
+        found = materialize(stored.lazy(dtype))
         assert found.dtype == (dtype or torch.float32)
         assert torch.equal(found, values.to(found.dtype))
 

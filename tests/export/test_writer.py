@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save
 from kbitwrap import ExportError
 from kbitwrap.export import writer as writer_module
 from kbitwrap.export.writer import write_safetensors
-from kbitwrap.tensors.lazy import LazyTensor
+from kbitwrap.tensors.lazy import LazyTensor, materialize
 
 LIBRARY_DTYPES = [dtype for dtype in LIBRARY_SIZES if dtype is not None]
 
@@ -184,7 +184,7 @@ def test_tensors_cut_from_one_compute_it_once(tmp_path: Path) -> None:
     }
     write_safetensors(tmp_path / "file", tensors)
     assert sorted(computed) == ["down", "gate_up"]
-    assert (tmp_path / "file").read_bytes() == save({name: t.materialize() for name, t in tensors.items()})
+    assert (tmp_path / "file").read_bytes() == save({name: materialize(t) for name, t in tensors.items()})
 
 
 def test_a_lazy_tensor_is_written_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

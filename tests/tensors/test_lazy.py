@@ -95,15 +95,15 @@ def test_shapes_and_dtypes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     lazy = LazyTensor(shape, dtype, lambda: values)
     assert (lazy.shape, lazy.dtype, lazy.device.type, lazy.requires_grad) == (shape, dtype, "cpu", False)
     assert (lazy.nbytes, lazy.untyped_storage().nbytes()) == (values.nbytes, values.nbytes)
-    found = lazy.detach().materialize()
+    found = materialize(lazy.detach())
     assert (found.shape, found.dtype) == (shape, dtype)
     assert torch.equal(found.float(), values.float())
 
 
 def test_values_are_computed_each_time_they_are_asked_for() -> None:
     counted = Counted(2, 2)
-    counted.lazy.materialize()
-    counted.lazy.materialize()
+    materialize(counted.lazy)
+    materialize(counted.lazy)
     assert counted.count == 2
 
 
@@ -144,12 +144,12 @@ def test_a_deep_copy_is_the_same() -> None:
 @pytest.mark.parametrize("values", [torch.ones(3), torch.ones(2, dtype=torch.float16)])
 def test_other_values_than_said_are_refused(values: torch.Tensor) -> None:
     with pytest.raises(RuntimeError, match=r"of shape \(2,\) and dtype torch.float32 was computed with"):
-        LazyTensor((2,), torch.float32, lambda: values).materialize()
+        materialize(LazyTensor((2,), torch.float32, lambda: values))
 
 
 def test_values_may_require_grad_and_be_laid_out_otherwise() -> None:
     values = torch.arange(6.0).view(2, 3).t().requires_grad_()
-    found = LazyTensor((3, 2), torch.float32, lambda: values).materialize()
+    found = materialize(LazyTensor((3, 2), torch.float32, lambda: values))
     assert found.is_contiguous()
     assert not found.requires_grad
     assert torch.equal(found, values)
@@ -176,10 +176,10 @@ def split_experts(fused: torch.Tensor) -> list[torch.Tensor]:
 def test_pieces_are_cut_from_values_computed_once() -> None:
     counted = Counted(4, 6, 4)
     with keeping_last():
-        found = [piece.materialize() for piece in split_experts(counted.lazy)]
+        found = [materialize(piece) for piece in split_experts(counted.lazy)]
     assert counted.count == 1
     assert all(map(torch.equal, found, split_experts(counted.values)))
-    counted.lazy.materialize()
+    materialize(counted.lazy)
     assert counted.count == 2
 
 
@@ -188,7 +188,7 @@ def test_another_tensor_takes_the_place_of_what_is_kept() -> None:
     with keeping_last():
         for counted in (first, second, first):
             for row in counted.lazy.unbind(0):
-                row.materialize()
+                materialize(row)
     assert (first.count, second.count) == (2, 1)
 
 
@@ -197,12 +197,12 @@ def test_nothing_is_kept_after_an_error() -> None:
 
     def fail() -> None:
         with keeping_last():
-            counted.lazy.materialize()
+            materialize(counted.lazy)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    counted.lazy.materialize()
+    materialize(counted.lazy)
     assert counted.count == 2
 
 
