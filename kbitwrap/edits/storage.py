@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -31,6 +32,15 @@ class TrainedError(RuntimeError):
         self.fqns = tuple(fqns)
 
 
+class _Found(NamedTuple):
+    """The value to put back of a parameter, and what training did to the one that it has."""
+
+    original: torch.Tensor
+    is_trained: bool
+    is_altered: bool  # whether the value to put back is another than the original
+    is_exact: bool  # whether the current value can be made of it again
+
+
 class StorageChange(HeldOriginal):
     """The original storage of one parameter: recorded before a cast, and put back by undo.
 
@@ -47,13 +57,14 @@ class StorageChange(HeldOriginal):
         self.was_resized = False  # whether `undo` found another shape; such a value is not counted as trained
         self.group: SharedStorageChange | None = None  # where other parameters lie over the same memory
         self.layout = Layout.of(data)
+        self._is_rewritten = on_device
         self._policy: TrainedPolicy = "keep"
         self._payloads: NanPayloads | None = None
         if self.kept is None:
             self._fingerprint, holds_nan = fingerprint_and(data, has_nan(data))
             self._payloads = NanPayloads.find(data) if holds_nan else None
         self._is_undone = False
-        self._ready: tuple[torch.Tensor, torch.Tensor, bool] | None = None
+        self._ready: tuple[torch.Tensor, _Found] | None = None
 
     def _rounded(self, current: torch.Tensor) -> torch.Tensor:
         """The current value in the original dtype, NaN payloads included."""
@@ -63,51 +74,49 @@ class StorageChange(HeldOriginal):
             self._payloads.write(rounded)
         return rounded
 
-    def _compare(self, current: torch.Tensor, rounded: torch.Tensor | None) -> tuple[bool, bool]:
-        """Whether the current value is the original's, in any dtype, and whether the original gives it exactly.
+    def is_changed(self, current: torch.Tensor) -> torch.Tensor:
+        """Whether a value is another than the original held, in any dtype; a boolean on its device, without a sync."""
+        return self._against_kept(current)[0]
 
-        One read of the device tells, unless bitsandbytes rounded a value. ``rounded`` is ``None`` where that is kept.
+    def _against_kept(self, current: torch.Tensor) -> torch.Tensor:
+        """Whether a value is another than the original held, in any dtype, in its own, and rounded to the original's.
+
+        Three booleans on the value's device, without a sync.
         """
+        assert self.kept is not None
         if tuple(current.shape) != self.layout.shape:
-            return False, False
-        if self.kept is None:
-            assert rounded is not None
-            # A NaN where there was none shows in the fingerprint.
-            question = differ(current, rounded, has_nans=self._payloads is not None)
-            found, is_other = fingerprint_and(rounded, question)
-            is_same = found == self._fingerprint and not is_other
-            return is_same, is_same
-        if not differ(current, self.kept):
-            return True, True
+            return torch.ones(3, dtype=torch.bool, device=current.device)
+        kept = self.kept.to(current.device)
+        is_other = differ(current, kept)
         # bitsandbytes casts a bias to the dtype of its input, which may have rounded it on the way.
-        steps = [step for step in HALF_DTYPES if step not in (self.dtype, current.dtype)]
-        return any(not differ(current, self.kept.to(step)) for step in steps), False
+        steps = [step for step in HALF_DTYPES if self._is_rewritten and step not in (self.dtype, current.dtype)]
+        is_changed = torch.stack([is_other, *(differ(current, kept.to(step)) for step in steps)]).all()
+        return torch.stack([is_changed, is_other, differ(kept, current)])
 
-    def is_untouched(self, current: torch.Tensor) -> bool:
-        """Whether the current value is the original's, in any dtype."""
-        return self._compare(current, self._rounded(current) if self.kept is None else None)[0]
-
-    def _original(self, current: torch.Tensor) -> tuple[torch.Tensor, bool, bool]:
-        """The value to put back, whether training changed it, and whether the current one can be made of it again.
-
-        An untrained value is in the original layout.
-        """
+    def _find_original(self, current: torch.Tensor) -> _Found:
+        """What to put back of a value, in one read of its device. An untrained value is in the original layout."""
+        is_resized = tuple(current.shape) != self.layout.shape
         rounded = self._rounded(current) if self.kept is None else None
-        is_untouched, is_exact = self._compare(current, rounded)
-        discards = self._policy == "discard" and tuple(current.shape) == self.layout.shape
-        if self.kept is not None and (is_untouched or discards):
-            original = self.kept.to(current.device)
+        if rounded is not None:
+            # A NaN where there was none shows in the fingerprint.
+            question = is_resized or differ(current, rounded, has_nans=self._payloads is not None)
+            fingerprint, is_other = fingerprint_and(rounded, torch.as_tensor(question, device=current.device))
+            is_altered = fingerprint != self._fingerprint
+            is_trained = is_other = is_altered or is_other
         else:
-            original = self._rounded(current) if rounded is None else rounded
-        if is_untouched and original.stride() != self.layout.stride:
+            is_trained, is_other, is_altered = self._against_kept(current).tolist()
+        if self.kept is not None and (not is_trained or (self._policy == "discard" and not is_resized)):
+            rounded, is_altered = self.kept.to(current.device), False
+        original = self._rounded(current) if rounded is None else rounded
+        if not is_trained and original.stride() != self.layout.stride:
             original = Layout.place([(original, self.layout)])[0]
-        return original, not is_untouched, is_exact
+        return _Found(original, is_trained, is_altered, not is_other)
 
     def original_of(self, current: torch.Tensor) -> torch.Tensor:
         """The value that ``restore(trained="keep")`` would put back of a parameter that stores ``current``."""
         if self.kept is None:
             return self._rounded(current)
-        return current if _is_same_tensor(current, self.kept) else self._original(current)[0]
+        return current if _is_same_tensor(current, self.kept) else self._find_original(current).original
 
     def converts(self, parameter: torch.Tensor) -> bool:
         """Whether the original is to be computed from what the parameter stores."""
@@ -148,17 +157,15 @@ class StorageChange(HeldOriginal):
         if parameter is None or self._is_undone:
             return
         ready, self._ready = self._ready, None
-        if ready is not None and _is_same_tensor(ready[0], parameter.data):
-            original, was_trained = ready[1:]
-        else:
-            original, was_trained, _ = self._original(parameter.data)
-        is_upcast = self.converts(parameter)
-        if was_trained and is_upcast and self._policy == "error":
+        is_ready = ready is not None and _is_same_tensor(ready[0], parameter.data)
+        found = ready[1] if ready is not None and is_ready else self._find_original(parameter.data)
+        is_trained = found.is_trained and self.converts(parameter)
+        if is_trained and self._policy == "error":
             raise TrainedError([self.record.fqn])
         self.was_resized = tuple(parameter.shape) != self.layout.shape
-        self.was_trained = was_trained and is_upcast and not self.was_resized
-        self.was_altered = self.was_trained and not self.is_untouched(original)
-        self.write(parameter, original)
+        self.was_trained = is_trained and not self.was_resized
+        self.was_altered = self.was_trained and found.is_altered
+        self.write(parameter, found.original)
         self._is_undone = True
 
     def now(self, tree: ModelTree) -> WayBack:
@@ -168,10 +175,10 @@ class StorageChange(HeldOriginal):
             return Call(lambda: None)
         current = parameter.data
         dtype = current.dtype
-        original, was_trained, is_exact = self._original(current)
-        self._ready = current, original, was_trained
+        found = self._find_original(current)
+        self._ready = current, found
         # A value that the original gives exactly is made from it again; only others are held twice.
-        saved = None if dtype == torch.float32 and is_exact else current
+        saved = None if dtype == torch.float32 and found.is_exact else current
 
         def resume() -> None:
             live = self.record.live()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -68,15 +69,12 @@ class Fingerprints:
         self,
         parameters: Iterable[tuple[ParameterRecord, torch.Tensor]],
         original_of: Callable[[ParameterRecord, torch.Tensor], torch.Tensor] | None = None,
+        compared: Mapping[ParameterRecord, torch.Tensor] = MappingProxyType({}),
     ) -> set[ParameterRecord]:
         """Find the parameters that hold others than the recorded values, in one read for each device.
 
-        Args:
-            parameters: Live parameters, each with its record; a value in another dtype is rounded to the recorded one.
-            original_of: Computes what stands for the original of a parameter, where digests are to be compared.
-
-        Returns:
-            The records of those that differ.
+        A value in another dtype is rounded to the recorded one. Digests are compared where ``original_of`` computes
+        what stands for a parameter's original; ``compared`` has the answers, on their devices, of others.
         """
         changed: set[ParameterRecord] = set()
         groups: dict[Any, list[tuple[ParameterRecord, torch.Tensor, torch.Tensor]]] = {}
@@ -102,6 +100,8 @@ class Fingerprints:
                 continue
             mask = differs(olds, news)
             masks.setdefault(device, []).append(([r for r, _, _ in found], [len(old) for _, old, _ in found], mask))
+        for record, answer in compared.items():
+            masks.setdefault(answer.device, []).append(([record], [1], answer.view(1)))
         for of_device in masks.values():
             is_different = torch.cat([mask for *_, mask in of_device]).cpu()
             records = [record for records, _, _ in of_device for record in records]

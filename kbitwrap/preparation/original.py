@@ -235,8 +235,8 @@ class Original:
             value = parameter if holder is None else holder.read(parameter)
             return value.compute() if hasattr(value, "compute") else value
 
-        changed = self._fingerprints.changed([(r, p) for r, p in unquantized if r not in kept], original_of)
-        changed |= {r for r, holder in kept.items() if not holder.is_untouched(compared[r].data)}
+        whole = {r: holder.is_changed(compared[r].data) for r, holder in kept.items()}
+        changed = self._fingerprints.changed([(r, p) for r, p in unquantized if r not in kept], original_of, whole)
         for record in compared:
             if record in changed:
                 (found.trained if compared[record].requires_grad else found.drifted).append(record.fqn)

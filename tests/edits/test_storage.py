@@ -19,6 +19,7 @@ from cuda_rules import CudaRules
 from kbitwrap import ConfigError, KbitPreparedModel, RestoreError
 from kbitwrap.edits.storage import StorageChange
 from kbitwrap.model.records import ParameterRecord
+from kbitwrap.preparation import fingerprints
 from kbitwrap.tensors.bits import Layout, NanPayloads, differ, fingerprint
 from snapshot import Snapshot
 from strategies import HALF_DTYPES, all_patterns, bits, from_bits, half_tensors, module_trees, patterns
@@ -736,14 +737,24 @@ def test_a_difference_beyond_the_first_piece_shows(has_nans: bool) -> None:
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_cast_weight_costs_a_device_one_read_in_prepare_and_one_in_suspend(keep: bool) -> None:
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_cast_weight_costs_a_device_one_read_in_prepare_and_one_in_suspend(
+    keep: bool, is_trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprints, "same_bytes", lambda a, b: False)  # compare as on a device
     model = Holder(torch.ones(3, (1 << 20) // 3 + 7).bfloat16(), torch.ones(3).bfloat16())
     with CudaRules() as preparing:
-        prepared = full(model, keep_originals=keep)
+        prepared = full(model, keep_originals=keep, freeze=False)
+    if is_trained:
+        with torch.no_grad():
+            next(model.parameters()).add_(1)
     with CudaRules() as suspending, prepared.suspended():
         pass
     assert len(preparing.syncs) == len(suspending.syncs) == 2
-    assert prepared.restore().trained == ()
+    with CudaRules() as verifying:
+        assert bool(prepared.verify()) == is_trained  # it counts writes
+    assert len(verifying.syncs) == 1
+    assert len(prepared.restore().trained) == is_trained
 
 
 def test_reading_the_original_writes_nothing() -> None:
