@@ -37,13 +37,9 @@ def _sampled(record: ParameterRecord, parameter: torch.Tensor) -> torch.Tensor |
 
 
 class Fingerprints:
-    """A sample of every parameter, kept on its device: a few KiB each; with ``audit`` a digest of the whole too.
+    """A sample of every parameter, on its device, a few KiB each; with ``audit`` a digest of unquantized ones too.
 
     A sample misses a change of a few elements: `kbitwrap.tensors.bits.sample`. A digest misses none by accident.
-
-    Args:
-        parameters: The parameters, each with its record.
-        audit: Digest the unquantized ones as a whole.
     """
 
     def __init__(self, parameters: Iterable[tuple[ParameterRecord, torch.Tensor]], audit: bool) -> None:

@@ -25,7 +25,7 @@ from ..model.wrappers import is_adapter_module, is_flattened, is_sharded_tensor
 from ..tensors.bits import begin_digest, is_dense
 from ..tensors.dtypes import HALF_DTYPES
 from .fingerprints import Fingerprints
-from .moment import read_moment
+from .payloads import MemoryRecord, MomentRecord, StateRecord
 
 Buffer = tuple[torch.dtype, torch.Size, Callable[[], int]]
 """Dtype, shape and digest, which is begun when the model is recorded and read when it is asked for."""
@@ -50,6 +50,37 @@ def signature(tree: ModelTree) -> int:
     return hash(tuple(parts))
 
 
+def read_moment(tree: ModelTree) -> MomentRecord:
+    """Read a model as it is now, as fast as a preparation can afford: the manifest validates it."""
+    with only_reading():
+        return MomentRecord.model_construct(state=_state(tree), memory=_memory(tree))
+
+
+def _state(tree: ModelTree) -> StateRecord:
+    modules = tree.base_modules
+    use_cache = getattr(getattr(tree.model, "config", None), "use_cache", None)
+    return StateRecord.model_construct(
+        input_gradient_hooks={
+            fqn: len(keys) for m, fqn in modules.items() if m._forward_hooks and (keys := input_gradient_hooks(m))
+        },
+        checkpointing=tuple([fqn for m, fqn in modules.items() if vars(m).get("gradient_checkpointing") is True]),
+        use_cache=use_cache if isinstance(use_cache, bool) else None,
+        num_modules=len(modules),
+        num_training=sum([module.training for module in modules]),
+    )
+
+
+def _memory(tree: ModelTree) -> MemoryRecord:
+    parameters = [tensor.parameter for tensor in tree.tensors]
+    storages = [parameter.untyped_storage() for parameter in parameters]
+    devices = {parameter.device for parameter in parameters if parameter.is_cuda}
+    return MemoryRecord.model_construct(
+        parameter_bytes=sum({storage._cdata: storage.nbytes() for storage in storages}.values()),
+        allocated_bytes=sum(map(torch.cuda.memory_allocated, devices)) if devices else None,
+        reserved_bytes=sum(map(torch.cuda.memory_reserved, devices)) if devices else None,
+    )
+
+
 def configs_of(module: nn.Module) -> list[tuple[str, Any]]:
     """The configs of a module that are saved with a checkpoint, each with its attribute's name."""
     found, fields = [], vars(module)
@@ -63,34 +94,19 @@ def configs_of(module: nn.Module) -> list[tuple[str, Any]]:
 
 @dataclass
 class Changes:
-    """The base's parameters that are not as they were recorded.
+    """The names of the base's parameters that are not as they were recorded."""
 
-    Attributes:
-        trained: Names of those whose value changed, and that may be trained.
-        drifted: Names of those whose value changed although they were frozen.
-        replaced: ``{fqn: what happened}``: another parameter or module is there, or one of another shape, or none.
-        not_compared: Names of those that were sharded since: their values are on all ranks together.
-    """
-
-    trained: list[str] = field(default_factory=list)
-    drifted: list[str] = field(default_factory=list)
-    replaced: dict[str, str] = field(default_factory=dict)
-    not_compared: list[str] = field(default_factory=list)
+    trained: list[str] = field(default_factory=list)  # their value changed, and they may be trained
+    drifted: list[str] = field(default_factory=list)  # their value changed although they were frozen
+    replaced: dict[str, str] = field(default_factory=dict)  # what happened: another, of another shape, or none is there
+    not_compared: list[str] = field(default_factory=list)  # sharded since: their values are on all ranks together
 
 
 class Original:
     """The base of a model before it was prepared: its parameters, flags, buffers, configs, hooks and modes.
 
-    A ``Trainer``, PEFT and a model's own forward write to configs and buffers, and none of it is the base's.
-
-    Args:
-        tree: The unprepared model.
-        audit: Digest every unquantized parameter as a whole.
-
-    Attributes:
-        before: Hooks, flags, modes and memory.
-        model: The model, weakly.
-        records: The records of its parameters.
+    A ``Trainer``, PEFT and a model's own forward write to configs and buffers, and none of it is the base's. With
+    ``audit`` every unquantized parameter is digested as a whole.
     """
 
     def __init__(self, tree: ModelTree, *, audit: bool = False) -> None:
@@ -191,9 +207,7 @@ class Original:
     def changes(self, tree: ModelTree, held: Sequence[HeldOriginal]) -> Changes:
         """Find what became of the base, in one read of each device. ``follow`` comes first.
 
-        Args:
-            tree: The live model.
-            held: What the journal holds of originals, and so what a restore would give.
+        What the journal holds of originals is ``held``, and so what a restore would give.
         """
         found = Changes()
         live = {node.fqn: node.module for node in tree.base if not is_adapter_module(node.module)}
@@ -250,14 +264,8 @@ class Original:
     def copies(self, tree: ModelTree, cast: Iterable[ParameterRecord]) -> list[CopyChange]:
         """Find parameters in float32 that stand, by name, for a half one: PEFT's copies, beside it or in its place.
 
-        A half parameter that was not cast and has another dtype now, such as one that was resized, is found as well.
-
-        Args:
-            tree: The live model.
-            cast: The records of what the preparation cast, which is not looked for.
-
-        Returns:
-            A change for each that takes it to the original dtype.
+        A half parameter that was not cast and has another dtype now, such as one that was resized, is found as well;
+        what the preparation ``cast`` is not. Each change returned takes one to its original dtype.
         """
         known, skipped, base = tree.known, set(map(id, cast)), set(self._records)
         found = []
@@ -290,11 +298,9 @@ class Original:
         return found
 
     def added(self, tree: ModelTree) -> tuple[list[str], list[str]]:
-        """Find what others put into the model.
+        """The fqns at which another parameter is, beside the original or in its place, and the paths of what was added.
 
-        Returns:
-            The fqns at which another parameter is, beside the original or in its place; and the paths of what was
-            added: parameters, and hooks other than those that a restore removes.
+        Those are parameters, and hooks other than those that a restore removes.
         """
         known = {**tree.known, **tree.sharded}
         replaced, foreign = [], []

@@ -162,19 +162,7 @@ def build_plan(model: nn.Module, config: PrepareConfig | None = None, **fields: 
 
 
 def plan_as_detected(tree: ModelTree, config: PrepareConfig) -> Plan:
-    """Plan for a model that is known to be supported.
-
-    Args:
-        tree: The model.
-        config: The settings.
-
-    Returns:
-        The plan.
-
-    Raises:
-        UnsupportedModelError: It cannot be prepared so.
-        MemoryBudgetError: The plan's peak is over ``memory_budget``.
-    """
+    """Plan for a model that is known to be supported; refuse a plan that is over the budget."""
     with only_reading():
         plan = write_plan(Planner(tree, config, tree.quantization))
     budget = config.memory_budget_bytes

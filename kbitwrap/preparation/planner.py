@@ -35,14 +35,7 @@ from .process import mixed_precision
 
 
 class Planner:
-    """Writes the edits down, from a model, a config, and what the model is quantized with.
-
-    Args:
-        tree: The model; read only.
-        config: The settings.
-        quantization: How the model is quantized.
-        freeze_adapters: Treat adapters as the base, as PEFT's function does.
-    """
+    """Writes the edits down; ``freeze_adapters`` treats adapters as the base, as PEFT's function does."""
 
     def __init__(
         self, tree: ModelTree, config: PrepareConfig, quantization: Quantization, *, freeze_adapters: bool = False
@@ -65,11 +58,7 @@ class Planner:
         return prepared_tensors(self.tree, self.freeze_adapters)
 
     def edits(self) -> tuple[EditBase, ...]:
-        """Write the edits down, in the order in which they are applied; gathers ``warnings`` on the way.
-
-        Raises:
-            UnsupportedModelError: Checkpointing is asked for and the model does not support it.
-        """
+        """Write the edits down, in the order in which they are applied; gathers ``warnings`` on the way."""
         if not self.quantization.is_quantized:
             self.warnings.append(
                 f"{type(self.tree.model).__name__} has neither a quantization attribute nor a quantized layer: "

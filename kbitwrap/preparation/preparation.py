@@ -28,44 +28,29 @@ from ..model.tree import ModelTree, NamedTensor, only_reading
 from ..model.wrappers import unwrap
 from ..reports import LifecycleState, RestoreReport, StateDiff
 from .engines import notes_on
-from .moment import read_moment
-from .original import Changes, Original
+from .original import Changes, Original, read_moment
 from .payloads import MomentRecord
 from .plan import Plan
 from .planner import Planner
 from .prepared_state import PreparedState
-from .process import LARGE_BLOCK_BYTES, empty_cache, plain_mode, random_state, refuse_retyping_under_ddp
-from .sharding import reshard
+from .process import LARGE_BLOCK_BYTES, empty_cache, plain_mode, random_state, refuse_retyping_under_ddp, reshard
 
 _logger = logging.getLogger(__name__)
 _in_force: weakref.WeakSet[Preparation] = weakref.WeakSet()
 
 
 class Preparation:
-    """The preparation of one model, from its first edit to its last undo; found again by the model.
+    """The preparation of one model, from its first edit to its last undo; found again by the model."""
 
-    Args:
-        holder: The wrapper, which the model keeps alive from then on.
-
-    Attributes:
-        holder: The wrapper, weakly.
-        journal: The changes made, the first of which holds the wrapper.
-        plan: What was done, by the last plan applied.
-        precisions: Those of the plans applied, one on top of the other.
-        original: What was there before the first of them.
-        left: What the last of them left.
-        after: Hooks, flags, modes and memory at its end.
-    """
-
-    original: Original
-    left: PreparedState
-    after: MomentRecord
-    plan: Plan
+    plan: Plan  # the last one applied
+    original: Original  # what was there before the first
+    left: PreparedState  # what the last one left
+    after: MomentRecord  # at its end
 
     def __init__(self, holder: object) -> None:
-        self.holder = weakref.ref(holder)
+        self.holder = weakref.ref(holder)  # the wrapper, which the model keeps alive
         self.journal = Journal()
-        self.precisions: set[Precision] = set()
+        self.precisions: set[Precision] = set()  # of the plans applied, one on top of the other
         self._upcasts_all = False
         self._num_turned_on = 0
         self._put_back: list[str] = []
@@ -104,11 +89,7 @@ class Preparation:
         return prepared is not None and unwrap(prepared)[0] is unwrap(model)[0]
 
     def apply(self, plan: Plan, tree: ModelTree) -> None:
-        """Apply a plan on top of what is applied, all or nothing, and take hold of the model.
-
-        Raises:
-            EditError: An edit failed; the model is as it was before this call.
-        """
+        """Apply a plan on top of what is applied, all or nothing, and take hold of the model."""
         before = dict(vars(self))
         upcasts_all = plan.config.precision.upcasts_all and plan.casts
         try:
@@ -138,13 +119,9 @@ class Preparation:
             raise EditError(f"could not prepare: {error}; the model is as it was", edit=None) from error
 
     def adopt(self, peft_model: nn.Module) -> bool:
-        """Compute the norms of blocks with new adapters as the precision says, and record what accelerate may set.
+        """Compute the norms of blocks with new adapters as the precision says; return whether the plan has grown.
 
-        Returns:
-            Whether the plan has grown.
-
-        Raises:
-            UnsupportedModelError: It is not the prepared model, or holds no adapter.
+        What accelerate may set on the model is recorded. Refuses another model, and one without an adapter.
         """
         tree = self.tree()
         inside = peft_model.modules() if isinstance(peft_model, nn.Module) else ()
@@ -206,12 +183,7 @@ class Preparation:
             return self.left.diff(tree, self.changes(tree).drifted)
 
     def undo(self, trained: TrainedPolicy) -> RestoreReport:
-        """Undo everything, newest first; what fails stays in the journal, and the model stays held.
-
-        Raises:
-            ConfigError: ``"discard"`` without ``keep_originals``.
-            RestoreError: Something failed; ``failures`` names it.
-        """
+        """Undo everything, newest first; what fails stays in the journal, and the model stays held."""
         config = self.plan.config
         if trained == "discard" and not config.keep_originals:
             raise ConfigError("restore(trained='discard') needs a preparation with keep_originals=True")
@@ -268,11 +240,9 @@ class Preparation:
         return RestoreReport(*(tuple(dict.fromkeys(found)) for found in lists))
 
     def suspend(self, way_back: Journal, *, hold: bool) -> None:
-        """Put back the state from before for a while, all or nothing.
+        """Put back the state from before for a while, all or nothing; ``hold`` keeps the wrapper alive meanwhile.
 
-        Args:
-            way_back: The journal that leads back. It is complete at every moment, whatever interrupts this call.
-            hold: Whether the model is to keep the wrapper alive meanwhile; as originally, it does not.
+        ``way_back`` becomes the journal that leads back, complete at every moment, whatever interrupts this call.
         """
         with plain_mode():
             tree = self.tree()

@@ -22,11 +22,7 @@ Differences = dict[str, dict[str, tuple[Any, Any]]]
 
 
 class PreparedState:
-    """The state of every parameter and module of the base at the end of a preparation, by fqn.
-
-    Args:
-        tree: The prepared model.
-    """
+    """The state of every parameter and module of the base at the end of a preparation, by fqn."""
 
     def __init__(self, tree: ModelTree) -> None:
         with only_reading():
@@ -50,15 +46,7 @@ class PreparedState:
         self._modules.update({node.fqn: _read_module(node.module) for node in tree.base if node.module in modules})
 
     def diff(self, tree: ModelTree, drifted: Collection[str]) -> StateDiff:
-        """Compare a live model with this state. Adapters that others added do not count.
-
-        Args:
-            tree: The live model, with everything that was put into it since.
-            drifted: The names of frozen parameters that hold other values.
-
-        Returns:
-            The differences.
-        """
+        """Compare a live model with this state. Adapters do not count; frozen parameters that ``drifted`` are named."""
         differences: Differences = {}
         live: dict[str, list[nn.Parameter]] = {}
         for tensor in tree.base_tensors:

@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from ..edits.base import HeldOriginal
 from ..edits.journal import Call
-from ..errors import StateError
-from ..model.tree import ModelTree
+from ..errors import StateError, UnsupportedModelError
+from ..model.tree import ModelTree, join
 from ..tensors.dtypes import HALF_DTYPES, dtype_name
 
 # From here on torch's CUDA allocator gives a block a segment of its own (kMinLargeAlloc).
@@ -54,6 +55,29 @@ def devices(tree: ModelTree) -> dict[str, int]:
     return {"world_size": world_size, "visible_devices": max(visible, 1)}
 
 
+def reshard(tree: ModelTree) -> bool:
+    """Shard again what FSDP2 left whole after a forward, without communication; say whether it shards anything.
+
+    Its own hooks do that before ``state_dict()``. They are on the modules that hold the parameters, and the module that
+    was sharded may be outside of the tree. Nothing does it for FSDP1, whose parameters are out of reach meanwhile.
+    """
+    for node in tree.modules:
+        parameters = node.module._parameters.items() if "_fsdp_use_orig_params" in vars(node.module) else ()
+        for name in [name for name, p in parameters if p is not None and not isinstance(p, nn.Parameter)]:
+            raise UnsupportedModelError(
+                f"{join(node.path, name)} is whole, as a forward under autograd leaves it until its backward with "
+                "FSDP1's SHARD_GRAD_OP; call backward(), or run a forward under torch.no_grad(), first",
+                fqn=join(node.path, name),
+            )
+    is_sharded = False
+    for module in [node.module for node in tree.modules if node.module._state_dict_pre_hooks]:
+        for hook in list(module._state_dict_pre_hooks.values()):
+            if getattr(hook, "__name__", "") == "to_sharded_hook" and hook.__module__.startswith("torch.distributed."):
+                hook(module, "", False)
+                is_sharded = True
+    return is_sharded
+
+
 def empty_cache() -> None:
     """Return the blocks that the caching allocators hold free, on every kind of device there is."""
     if torch.cuda.is_available():
@@ -65,28 +89,19 @@ def empty_cache() -> None:
 
 
 class MixedPrecision(NamedTuple):
-    """A mixed-precision policy that this process trains under, as far as it is known yet.
+    """A mixed-precision policy that this process trains under, as far as it is known yet."""
 
-    Attributes:
-        dtype: What it computes in: ``"bfloat16"`` or ``"float16"``.
-        casts_parameters: Whether it casts every parameter (FSDP), and not only the operands of matrix products.
-    """
-
-    dtype: str
-    casts_parameters: bool
+    dtype: str  # that it computes in: "bfloat16" or "float16"
+    casts_parameters: bool  # whether it casts every parameter (FSDP), and not only the operands of matrix products
 
 
 _HALF_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 
 
 def mixed_precision(device_type: str) -> MixedPrecision | None:
-    """Find the mixed-precision policy: an autocast that is on, accelerate's state, or what its launcher set.
+    """The mixed-precision policy, if one is known: an autocast that is on, accelerate's state, or its launcher's.
 
-    Args:
-        device_type: Where the model is.
-
-    Returns:
-        The policy, or ``None`` where none is known. ``Trainer(bf16=True)`` settles it only when it is made.
+    ``Trainer(bf16=True)`` settles it only when it is made.
     """
     state: dict[str, Any] = {}
     accelerate = sys.modules.get("accelerate.state")
@@ -107,15 +122,9 @@ def mixed_precision(device_type: str) -> MixedPrecision | None:
 
 
 def refuse_retyping_under_ddp(held: Sequence[HeldOriginal]) -> None:
-    """Raise where suspending would take a trained parameter out of ``DistributedDataParallel``.
+    """Raise where putting originals back would take a trained parameter out of ``DistributedDataParallel``.
 
     A parameter that changes its dtype loses its gradient accumulator, and with it the hook that synchronizes it.
-
-    Args:
-        held: The originals that would be put back.
-
-    Raises:
-        StateError: Several processes train together, and one of these parameters is trained in another dtype.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
