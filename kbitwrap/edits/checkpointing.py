@@ -1,11 +1,11 @@
-"""The edit that enables activation checkpointing, with the input-gradient hooks that its reentrant form needs."""
+"""The edit that enables activation checkpointing, with the hooks of a preparation."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,10 +36,28 @@ def make_block_input_require_grad(module: nn.Module, args: Any) -> Any:
     return tuple(x.detach().requires_grad_() if x is inputs[0] else x for x in args)
 
 
+def warn_of_sharding(module: nn.Module, args: Any) -> None:
+    """Forward pre-hook: warn once, and remove the hook, where FSDP has sharded the model or a part of it."""
+    if torch.compiler.is_compiling() or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    # Both versions of FSDP mark the modules whose parameters they shard.
+    if any("_is_fsdp_managed_module" in vars(child) for child in module.modules()):
+        hooks = module._forward_pre_hooks
+        del hooks[next(key for key, hook in hooks.items() if hook is warn_of_sharding)]
+        warnings.warn(
+            f"this {type(module).__name__} was sharded after it was prepared with a precision that changes dtypes; no "
+            "dtype of a sharded parameter can be changed back, so restore(), suspended() and the end of a with-block "
+            "will raise; write its exact base with export() on every rank",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
 _INPUT_GRADIENT_HOOKS = (
     *("make_inputs_require_grads", "make_inputs_require_grad"),
     make_block_input_require_grad.__name__,
 )
+_HOOKS = (*_INPUT_GRADIENT_HOOKS, warn_of_sharding.__name__)
 _HOOK_DICTS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
@@ -48,12 +66,17 @@ _HOOK_DICTS = (
 
 def input_gradient_hooks(module: nn.Module) -> list[int]:
     """The ids of a module's input-gradient hooks: those of transformers, of PEFT and of kbitwrap."""
+    return preparation_hooks(module, _INPUT_GRADIENT_HOOKS)
+
+
+def preparation_hooks(module: nn.Module, names: Collection[str] = _HOOKS) -> list[int]:
+    """The ids of a module's hooks with the names of those that a preparation adds."""
     hooks = (*module._forward_hooks.items(), *module._forward_pre_hooks.items())
-    return [key for key, hook in hooks if getattr(hook, "__name__", None) in _INPUT_GRADIENT_HOOKS]
+    return [key for key, hook in hooks if getattr(hook, "__name__", None) in names]
 
 
 class HooksChange(ChangeBase):
-    """The input-gradient hooks as they were: undo removes every later one, whoever added it, and no other hook.
+    """The hooks of a preparation as they were: undo removes every later one, whoever added it, and no other hook.
 
     A hook keeps its id when its module is copied, so one set of ids tells old from new everywhere.
     """
@@ -61,12 +84,12 @@ class HooksChange(ChangeBase):
     def __init__(self, tree: ModelTree) -> None:
         self._index = tree.index
         hooked = [m for _, _, m, _ in tree.modules if m._forward_hooks or m._forward_pre_hooks]
-        self.before = {key for module in hooked for key in input_gradient_hooks(module)}
+        self.before = {key for module in hooked for key in preparation_hooks(module)}
 
     def _affected(self, tree: ModelTree | None) -> dict[nn.Module, list[int]]:
         modules = [m for _, m in self._index.live()] + [node.module for node in (tree.modules if tree else ())]
         hooked = (m for m in modules if m._forward_hooks or m._forward_pre_hooks)
-        return {m: new for m in hooked if (new := [k for k in input_gradient_hooks(m) if k not in self.before])}
+        return {m: new for m in hooked if (new := [k for k in preparation_hooks(m) if k not in self.before])}
 
     def undo(self, tree: ModelTree) -> None:
         """Remove the hooks added since."""
@@ -168,12 +191,13 @@ def refuse_without_embeddings(model: nn.Module) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint(EditBase):
-    """Enable activation checkpointing, and hook the input embeddings, or the blocks, exactly where asked."""
+    """Enable activation checkpointing, and hook the input embeddings, the blocks or the model where asked."""
 
     enable: bool = True
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     hook_inputs: bool = False
     hook_blocks: bool = False
+    hook_model: bool = False  # to warn when it turns out to be sharded, after its dtypes were changed
 
     def capture(self, tree: ModelTree) -> CheckpointingChange:
         """Record attributes and hooks."""
@@ -192,6 +216,8 @@ class Checkpoint(EditBase):
         for block, _ in change.attributes.record.affected(None) if self.hook_blocks else ():
             if vars(block).get("gradient_checkpointing") is True and not input_gradient_hooks(block):
                 block.register_forward_pre_hook(make_block_input_require_grad)
+        if self.hook_model and warn_of_sharding not in model._forward_pre_hooks.values():
+            model.register_forward_pre_hook(warn_of_sharding)
 
 
 def _hook_inputs(model: nn.Module) -> None:

@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from ..edits.base import HeldOriginal
-from ..edits.checkpointing import input_gradient_hooks
+from ..edits.checkpointing import input_gradient_hooks, preparation_hooks
 from ..edits.storage import CopyChange, StorageChange
-from ..edits.watch import warn_of_sharding
 from ..model.quantization import is_quantized_parameter, is_rewritten, quant_state_of, was_decompressed
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, NamedTensor, join, only_reading
@@ -314,11 +313,9 @@ class Original:
         for node in tree.modules:
             if not _is_hooked(node.module):
                 continue
-            ours = {*self._hook_ids, *input_gradient_hooks(node.module)}
+            ours = {*self._hook_ids, *preparation_hooks(node.module)}
             for name in _HOOK_DICTS:
-                hooks = [
-                    h for key, h in vars(node.module)[name].items() if key not in ours and h is not warn_of_sharding
-                ]
+                hooks = [hook for key, hook in vars(node.module)[name].items() if key not in ours]
                 kind = name.strip("_").replace("_", " ").removesuffix("s")
                 foreign += [f"{node.path}: {kind} {getattr(hook, '__name__', type(hook).__name__)}" for hook in hooks]
         return replaced, foreign

@@ -253,7 +253,13 @@ class Planner:
         if hook_inputs:
             refuse_without_embeddings(self.tree.model)
         return Checkpoint(
-            "checkpoint", ("",), enable=enable, kwargs=kwargs, hook_inputs=hook_inputs, hook_blocks=hook_blocks
+            "checkpoint",
+            ("",),
+            enable=enable,
+            kwargs=kwargs,
+            hook_inputs=hook_inputs,
+            hook_blocks=hook_blocks,
+            hook_model=self.config.precision.upcasts_all and self.quantization.casts,
         )
 
     def by_role(self, stores: list[Store]) -> dict[str, dict[str, int]]:

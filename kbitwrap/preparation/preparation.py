@@ -20,7 +20,6 @@ from ..edits.journal import Call, Edit, Journal
 from ..edits.kept import lay_as_stored
 from ..edits.storage import CopyChange, TrainedError
 from ..edits.training import FollowTrainMode, RecordAccelerate
-from ..edits.watch import WatchForSharding
 from ..errors import ConfigError, EditError, RestoreError, StateError, UnsupportedModelError
 from ..model.checks import refuse_sharded_since, tree_of
 from ..model.records import ParameterRecord
@@ -91,7 +90,6 @@ class Preparation:
     def apply(self, plan: Plan, tree: ModelTree) -> None:
         """Apply a plan on top of what is applied, all or nothing, and take hold of the model."""
         before = dict(vars(self))
-        upcasts_all = plan.config.precision.upcasts_all and plan.casts
         try:
             with plain_mode(), self.journal.all_or_nothing(tree):
                 edits: list[EditBase] = list(plan.edits)
@@ -99,8 +97,6 @@ class Preparation:
                     lay_as_stored(tree)
                     edits.insert(0, Hold("hold", ("",), anchor=Anchor(self.holder())))
                     self.original = Original(tree, audit=plan.config.audit)
-                if upcasts_all and not self._upcasts_all:
-                    edits.append(WatchForSharding("hold", ("",)))
                 self.journal.apply(_emptying_cache(_bar(edits, "prepare", plan.config), plan.config.empty_cache), tree)
                 if plan.config.empty_cache:
                     empty_cache()
@@ -108,7 +104,7 @@ class Preparation:
                 self.left, self.after = PreparedState(tree), read_moment(tree)
                 self.plan = plan
                 self.precisions = {*self.precisions, plan.config.precision}
-                self._upcasts_all |= upcasts_all
+                self._upcasts_all |= plan.config.precision.upcasts_all and plan.casts
                 _in_force.add(self)
         except BaseException as error:
             vars(self).update(before)
