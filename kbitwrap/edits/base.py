@@ -6,6 +6,7 @@ is freed at once.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
@@ -154,13 +155,15 @@ class AttributesChange(ChangeBase):
     """Instance attributes as they were: restored by value, and absent again where they were absent."""
 
     def __init__(self, tree: ModelTree, names: tuple[str, ...]) -> None:
-        self.names, self._absent = names, (MISSING,) * len(names)
+        self.names, self._last = names, (MISSING,) * len(names)
         self.record = ModuleRecord(tree, self._read)
 
     def _read(self, module: nn.Module) -> tuple[Any, ...]:
         fields = vars(module)
         values = tuple([fields.get(name, MISSING) for name in self.names])
-        return self._absent if values == self._absent else values  # nearly always, and then nothing is kept
+        if not all(map(operator.is_, values, self._last)):
+            self._last = values
+        return self._last  # one object for modules that are alike spares the garbage collector
 
     def undo(self, tree: ModelTree) -> None:
         """Write the recorded values back, on substitutes too."""
@@ -176,5 +179,6 @@ class AttributesChange(ChangeBase):
                     write_attribute(fields, name, values[slot])
 
     def now(self, tree: ModelTree) -> AttributesNow:
-        """Record the current values."""
-        return AttributesNow([module for module, _ in self.record.affected(tree)], self.names)
+        """Record the current values, of modules that others added too."""
+        recorded = [module for module, _ in self.record.affected(None)]
+        return AttributesNow(dict.fromkeys([*recorded, *(node.module for node in tree.modules)]), self.names)

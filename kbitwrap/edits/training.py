@@ -24,7 +24,7 @@ from ..model.quantization import (
 )
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree
-from .base import AttributesNow, ChangeBase, EditBase, HeldOriginal, ModuleRecord, Together, write_attribute
+from .base import AttributesChange, AttributesNow, ChangeBase, EditBase, HeldOriginal, Together, write_attribute
 from .journal import MISSING
 from .kept import KeptChange
 
@@ -69,23 +69,6 @@ class RecordAccelerate(EditBase):
 
     def apply(self, change: AccelerateChange) -> None:
         """Change nothing."""
-
-
-class TrainModeChange(ChangeBase):
-    """The train modes of a model's modules as they were; adapters keep theirs, and copies of modules get the base's."""
-
-    def __init__(self, tree: ModelTree) -> None:
-        self._record = ModuleRecord(tree, lambda module: module.training)
-
-    def undo(self, tree: ModelTree) -> None:
-        """Put the modes back."""
-        for module, training in self._record.affected(tree):
-            if module.training is not training:
-                module.training = training
-
-    def now(self, tree: ModelTree) -> AttributesNow:
-        """Record the current modes."""
-        return AttributesNow([node.module for node in tree.modules], ["training"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +247,7 @@ class Record(EditBase):
         weights = [t for t in tree.all_tensors if t.name == "weight" and id(t.module) in layers]
         return Together(
             AccelerateChange(tree.model),
-            TrainModeChange(tree),
+            AttributesChange(tree, ("training",)),  # adapters keep theirs
             *{id(t.module): RuntimeChange(t.module, tree.record(t)) for t in weights}.values(),
             KeptChange(tree),
             AttributesNow(_configs(tree), ["use_cache"]),
