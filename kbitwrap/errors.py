@@ -20,17 +20,22 @@ Each error is also the builtin exception that a caller who does not know kbitwra
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 
+@dataclass(eq=False, repr=False)
 class KbitWrapError(Exception):
     """The base class of all errors that kbitwrap raises."""
+
+    message: str
 
 
 class ConfigError(KbitWrapError, ValueError):
     """Invalid setting: an unknown field, an unknown value, or a contradiction."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class UnsupportedModelError(KbitWrapError, TypeError):
     """The model cannot be prepared as asked.
 
@@ -38,11 +43,10 @@ class UnsupportedModelError(KbitWrapError, TypeError):
         fqn: The fully qualified name of the first module or parameter in the way; ``""`` is the model itself.
     """
 
-    def __init__(self, message: str, *, fqn: str = "") -> None:
-        super().__init__(message)
-        self.fqn = fqn
+    fqn: str = ""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class MemoryBudgetError(KbitWrapError, MemoryError):
     """The plan needs more memory than ``memory_budget`` allows; nothing was changed.
 
@@ -52,13 +56,12 @@ class MemoryBudgetError(KbitWrapError, MemoryError):
         fitting: The values of the precisions whose plan would fit, leanest last.
     """
 
-    def __init__(self, message: str, *, plan: Any, budget_bytes: int, fitting: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
-        self.plan = plan
-        self.budget_bytes = budget_bytes
-        self.fitting = fitting
+    plan: Any
+    budget_bytes: int
+    fitting: tuple[str, ...] = ()
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class StateError(KbitWrapError, RuntimeError):
     """The call is not possible in the state that the wrapper, or the model, is in.
 
@@ -67,12 +70,11 @@ class StateError(KbitWrapError, RuntimeError):
         expected: The states in which the call is possible.
     """
 
-    def __init__(self, message: str, *, state: Any = None, expected: tuple[Any, ...] = ()) -> None:
-        super().__init__(message)
-        self.state = state
-        self.expected = expected
+    state: Any = None
+    expected: tuple[Any, ...] = ()
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class EditError(KbitWrapError, RuntimeError):
     """An edit failed while preparing. Every edit before it was undone; ``__cause__`` is the reason.
 
@@ -80,11 +82,10 @@ class EditError(KbitWrapError, RuntimeError):
         edit: The edit that failed.
     """
 
-    def __init__(self, message: str, *, edit: Any) -> None:
-        super().__init__(message)
-        self.edit = edit
+    edit: Any
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class RestoreError(KbitWrapError, RuntimeError):
     """A part of the model could not be restored. Everything else was.
 
@@ -92,11 +93,10 @@ class RestoreError(KbitWrapError, RuntimeError):
         failures: The exceptions, by a description or the fully qualified name of what was not restored.
     """
 
-    def __init__(self, message: str, *, failures: Mapping[str, Exception]) -> None:
-        super().__init__(message)
-        self.failures = dict(failures)
+    failures: Mapping[str, Exception]
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class ExportError(KbitWrapError, RuntimeError):
     """A checkpoint could not be written. Nothing was left at the destination; ``__cause__``, if any, is the reason.
 
@@ -104,11 +104,10 @@ class ExportError(KbitWrapError, RuntimeError):
         fqn: The fully qualified name of the tensor or module in the way; ``""`` if there is no single one.
     """
 
-    def __init__(self, message: str, *, fqn: str = "") -> None:
-        super().__init__(message)
-        self.fqn = fqn
+    fqn: str = ""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class ManifestError(KbitWrapError, ValueError):
     """Invalid manifest, or a model whose manifest cannot be made.
 
@@ -116,11 +115,10 @@ class ManifestError(KbitWrapError, ValueError):
         fqn: The fully qualified name of the tensor in the way; ``""`` if there is no single one.
     """
 
-    def __init__(self, message: str, *, fqn: str = "") -> None:
-        super().__init__(message)
-        self.fqn = fqn
+    fqn: str = ""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class ManifestVersionError(ManifestError):
     """The manifest has a version that this kbitwrap does not read.
 
@@ -129,12 +127,11 @@ class ManifestVersionError(ManifestError):
         supported: The versions that can be read.
     """
 
-    def __init__(self, message: str, *, found: Any, supported: tuple[int, ...]) -> None:
-        super().__init__(message)
-        self.found = found
-        self.supported = supported
+    found: Any
+    supported: tuple[int, ...]
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class ManifestMismatchError(ManifestError):
     """A model is not the one that the manifest records. Nothing was changed.
 
@@ -144,15 +141,6 @@ class ManifestMismatchError(ManifestError):
         different: ``{fqn: {what: (expected, found)}}``; the name ``""`` is the model itself.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        missing: tuple[str, ...] = (),
-        unexpected: tuple[str, ...] = (),
-        different: Mapping[str, Mapping[str, tuple[Any, Any]]] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.missing = missing
-        self.unexpected = unexpected
-        self.different = dict(different or {})
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    different: Mapping[str, Mapping[str, tuple[Any, Any]]] = field(default_factory=dict)
