@@ -19,15 +19,7 @@ from ..manifest.manifest import Manifest
 from ..model.wrappers import canonical_fqn
 from ..reports import ExportReport
 from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype, parse_dtype
-from .reader import (
-    SavedCheckpoint,
-    StoredTensor,
-    config_dtype,
-    is_beside,
-    is_trained_copy,
-    open_checkpoint,
-    read_json,
-)
+from .reader import SavedCheckpoint, StoredTensor, config_dtype, is_beside, is_trained_copy, open_checkpoint, read_json
 
 _CONFIG = "config.json"
 # Other checkpoints that a run keeps in the folder of its last one, and hidden folders of tools.
