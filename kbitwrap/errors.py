@@ -26,7 +26,9 @@ from typing import Any
 
 @dataclass(eq=False, repr=False)
 class KbitWrapError(Exception):
-    """The base class of all errors that kbitwrap raises."""
+    """The base class of all errors that kbitwrap raises; ``message`` says what is wrong and what to do."""
+
+    message: str
 
     message: str
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -70,9 +69,6 @@ class Anchor:
 
     def __init__(self, wrapper: object = None) -> None:
         self.wrapper = wrapper
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Anchor:
-        return Anchor()
 
     def __reduce__(self) -> tuple[type[Anchor], tuple[()]]:
         return Anchor, ()

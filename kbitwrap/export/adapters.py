@@ -44,6 +44,7 @@ _ROWS = {
     "vera.Linear": {"vera_B": 0, "vera_lambda_b": 0},
 }
 _VARIANTS_WITH_ROWS = {"DoraLinearVariant"}  # of LoRA
+_Cut = tuple[torch.Tensor, torch.Tensor, Callable[..., torch.Tensor]]
 
 
 def refusal(fqn: str, layer: nn.Module, active: Sequence[str], why: object) -> ExportError:
@@ -120,7 +121,7 @@ class LayerMerge:
     active: tuple[str, ...]
     stored: torch.Tensor | None
     _copy: Any = None  # of the layer, in float32, over the rows that are merged
-    _cuts: Sequence[Callable[[slice], None]] = ()
+    _cuts: Sequence[_Cut] = ()
     _is_checked: bool = False
 
     def __call__(self, plain: nn.Module, rows: Rows, *, is_last: bool) -> nn.Module:
@@ -167,14 +168,23 @@ class LayerMerge:
         if self._copy is None:
             self._copy = _float32_layer(self.layer, plain)
             self._cuts = _cuts(self._copy, self.active) if isinstance(rows, slice) else ()
-        for cut in self._cuts:
-            cut(rows)  # type: ignore[arg-type]
+        if isinstance(rows, slice):
+            self._cut(rows)
         adapted: Any = shallow_copy(self._copy)  # a merge may leave values of these rows on it
         adapted._modules["base_layer"] = plain
         adapted._active_adapter, adapted._disable_adapters, adapted.merged_adapters = [*active], False, []
         for magnitude in adapted._modules.get("lora_magnitude_vector", {}).values():
             vars(magnitude).get("_dora_cache", {}).clear()
         return adapted
+
+    def _cut(self, rows: slice) -> None:
+        """Put some rows in the place of the copy's tensors."""
+        for tensor, whole, pick in self._cuts:
+            tensor.data = pick(whole, rows).clone()
+        for name, indices in vars(self.layer).get("token_indices", {}).items():
+            self._copy.token_indices[name] = [indices[i] - rows.start for i in _trained_rows(indices, rows)]
+        if parameter_name(self.layer) is not None:
+            self._copy.num_experts = rows.stop - rows.start
 
     def _run(self, adapted: Any, probe: torch.Tensor, rows: Rows) -> torch.Tensor:
         """The output of a layer before it is merged."""
@@ -223,52 +233,25 @@ def _trained_rows(indices: Sequence[int], rows: slice) -> list[int]:
     return [position for position, index in enumerate(indices) if rows.start <= index < rows.stop]
 
 
-def _cuts(copied: Any, active: Sequence[str]) -> list[Callable[[slice], None]]:
-    """Calls that put some rows in the place of the tensors of a layer's copy."""
-    cuts: list[Callable[[slice], None]] = []
-
-    def add(tensor: torch.Tensor, pick: Callable[..., torch.Tensor]) -> None:
-        whole = tensor.data
-
-        def cut(rows: slice) -> None:
-            tensor.data = pick(whole, rows).clone()
-
-        cuts.append(cut)
-
+def _cuts(copied: Any, active: Sequence[str]) -> list[_Cut]:
+    """The tensors of a layer's copy that have rows, with their whole values and a function that picks rows of these."""
+    found: list[tuple[torch.Tensor, Callable[..., torch.Tensor]]] = []
     for container, dim in _ROWS.get(_kind(copied), {}).items():
         holder = getattr(copied, container)
         for tensor in (*holder.parameters(), *holder.buffers()):
             # A tensor with a single row, as IA3's that scales the input, has it for all.
             if tensor.shape[dim] > 1:
-                add(tensor, lambda whole, rows, dim=dim: whole.narrow(dim, rows.start, rows.stop - rows.start))
-    if "token_indices" in vars(copied):
-        every = {name: copied.token_indices[name] for name in active}
-        for name, indices in every.items():
-            delta = copied.trainable_tokens_delta[name]
-            add(delta, lambda whole, rows, indices=indices: whole[_trained_rows(indices, rows)])
-
-        def cut_indices(rows: slice) -> None:
-            for name, indices in every.items():
-                copied.token_indices[name] = [indices[i] - rows.start for i in _trained_rows(indices, rows)]
-
-        cuts.append(cut_indices)
-    if parameter_name(copied) is not None:
-        num_experts = copied.num_experts
-
-        def cut_experts(rows: slice) -> None:
-            copied.num_experts = rows.stop - rows.start
-
-        for name in active:
-            add(
-                copied.lora_A[name].weight,
-                lambda a, rows: a.reshape(num_experts, -1, a.shape[1])[rows].flatten(0, 1),
-            )
-            add(
-                copied.lora_B[name].weight,
-                lambda b, rows: b.reshape(b.shape[0], -1, num_experts)[:, :, rows].flatten(1),
-            )
-        cuts.append(cut_experts)
-    return cuts
+                found.append((tensor, lambda t, rows, dim=dim: t.narrow(dim, rows.start, rows.stop - rows.start)))
+    for name in active if "token_indices" in vars(copied) else ():
+        indices = copied.token_indices[name]
+        delta = copied.trainable_tokens_delta[name]
+        found.append((delta, lambda t, rows, indices=indices: t[_trained_rows(indices, rows)]))
+    for name in active if parameter_name(copied) is not None else ():
+        num = copied.num_experts
+        a, b = copied.lora_A[name].weight, copied.lora_B[name].weight
+        found.append((a, lambda t, rows, num=num: t.reshape(num, -1, t.shape[1])[rows].flatten(0, 1)))
+        found.append((b, lambda t, rows, num=num: t.reshape(t.shape[0], -1, num)[:, :, rows].flatten(1)))
+    return [(tensor, tensor.data, pick) for tensor, pick in found]
 
 
 def _product(lora_A: nn.Linear, lora_B: nn.Linear, adapter_name: str | None = None) -> torch.Tensor:  # noqa: N803

@@ -243,9 +243,7 @@ def versions() -> dict[str, str]:
     """The versions of Python and of the libraries involved, by distribution; none is imported."""
     found = {"python": platform.python_version()}
     for name in ("kbitwrap", "torch", "transformers", "peft", "accelerate", "safetensors", *DISTRIBUTIONS):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     found["torch"] = str(torch.__version__)  # the distribution's version may lack the build
     return found

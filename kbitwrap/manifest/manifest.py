@@ -106,13 +106,7 @@ class Manifest(Record):
 
     @classmethod
     def of(cls, preparation: Preparation) -> Manifest:
-        """Record the preparation of a model, suspended or not; the model is left untouched.
-
-        Raises:
-            ManifestError: Something cannot be recorded: a setting that JSON cannot hold, a name that could be taken
-                for a path, weights that adapters are merged into.
-            UnsupportedModelError: A tensor cannot be read.
-        """
+        """Record the preparation of a model, suspended or not, as ``KbitPreparedModel.manifest`` documents it."""
         if len(preparation.precisions) > 1:
             raise ManifestError(
                 "prepare_model_for_kbit_training was called again with another precision, and a manifest records one "

@@ -207,12 +207,10 @@ def _loading(model_class: Any, dtype: torch.dtype) -> Iterator[None]:
 
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
     """Cast what the architecture keeps in float32: some of it from any half dtype, some from float16 alone."""
-    if dtype not in HALF_DTYPES:
-        return
     patterns = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:
         patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    if not patterns:
+    if not patterns or dtype not in HALF_DTYPES:
         return
     # As in transformers, a pattern matches anywhere in the name.
     kept = re.compile("|".join(pattern.replace("*", ".*") for pattern in sorted(patterns)))

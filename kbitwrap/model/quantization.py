@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from ..tensors.bits import is_composed, parts_of
+from .wrappers import loaded_class
 
 DISTRIBUTIONS = (
     "bitsandbytes", "torchao", "hqq", "gptqmodel", "aqlm", "eetq", "optimum-quanto", "compressed-tensors",
@@ -67,16 +68,10 @@ class Quantization:
         return self.casts or self.method in _DEQUANTIZED_BY_LIBRARY
 
 
-def _loaded_classes(library: str, *names: str) -> tuple[type, ...]:
-    """Classes of a module of a library by name, if it is loaded: otherwise no model can hold one of its layers."""
-    module = sys.modules.get(library)
-    return tuple(cls for name in names if (cls := getattr(module, name, None)) is not None)
-
-
 @functools.cache
 def _is_of_bitsandbytes(cls: Any, *names: str) -> bool:
     """Whether a class is one of bitsandbytes', or made from it: then the library was loaded when the class was made."""
-    return issubclass(cls, _loaded_classes("bitsandbytes.nn", *names))
+    return issubclass(cls, tuple(loaded_class("bitsandbytes.nn", name) for name in names))
 
 
 def is_quantized_layer(module: nn.Module) -> bool:
@@ -96,7 +91,7 @@ STACKS_QUANTIZED_BY = "bitsandbytes.nn.parametrize.replace_parameter_4bit"
 
 def quantized_stacks(module: nn.Module) -> dict[str, tuple[nn.Module, Any]]:
     """The parameters that `STACKS_QUANTIZED_BY` quantized: by name, what computes each and its 4-bit statistics."""
-    cls = _loaded_classes("bitsandbytes.nn.parametrize", "Bnb4bitParametrization")
+    cls = loaded_class("bitsandbytes.nn.parametrize", "Bnb4bitParametrization")
     parametrized = module._modules.get("parametrizations") if cls else None
     found = {}
     for name, computes in () if parametrized is None else parametrized._modules.items():
@@ -200,12 +195,8 @@ def is_made_plain(module: nn.Module) -> bool:
     """Whether another library than bitsandbytes made of a layer more than a plain one whose weight is of its class."""
     if _compressed_tensors_status(module) is not None:
         return True
-    classes = (
-        *_loaded_classes("hqq.core.quantize", "HQQLinear"),
-        *_loaded_classes("optimum.quanto.nn", "QLinear"),
-        *_gptqmodel_classes(),
-    )
-    return isinstance(module, classes)
+    classes = loaded_class("hqq.core.quantize", "HQQLinear"), loaded_class("optimum.quanto.nn", "QLinear")
+    return isinstance(module, (*classes, _gptqmodel_class()))
 
 
 def _compressed_tensors_status(module: nn.Module) -> str | None:
@@ -229,8 +220,8 @@ def _weight_by_compressed_tensors(module: Any) -> torch.Tensor:
         return compressor.decompress({**module._parameters, **module._buffers}, scheme)["weight"]  # type: ignore[no-any-return]
 
 
-def _gptqmodel_classes() -> tuple[type, ...]:
-    return _loaded_classes("gptqmodel.nn_modules.qlinear", "BaseQuantLinear")
+def _gptqmodel_class() -> type | tuple[()]:
+    return loaded_class("gptqmodel.nn_modules.qlinear", "BaseQuantLinear")
 
 
 def _weight_by_gptqmodel(module: Any) -> torch.Tensor:
@@ -258,7 +249,7 @@ def library_dequantizer(module: nn.Module) -> Callable[[], torch.Tensor] | None:
     weight = module._parameters.get("weight")
     if weight is not None:
         return weight.dequantize if is_composed(type(weight)) else None
-    if isinstance(module, _gptqmodel_classes()):
+    if isinstance(module, _gptqmodel_class()):
         return functools.partial(_weight_by_gptqmodel, module)
     return module.dequantize if is_made_plain(module) else None  # type: ignore[return-value]
 
@@ -267,7 +258,7 @@ def has_runtime_state(module: nn.Module) -> bool:
     """Whether a module is a linear layer of bitsandbytes or gptqmodel that rewrites fields of its own when it runs."""
     weight = module._parameters.get("weight")
     if weight is None or not is_quantized_parameter(weight):
-        return KERNEL in vars(module) and isinstance(module, _gptqmodel_classes())
+        return KERNEL in vars(module) and isinstance(module, _gptqmodel_class())
     cls: Any = type(module)
     return _is_of_bitsandbytes(cls, "Linear4bit", "Linear8bitLt")
 
@@ -277,7 +268,7 @@ def transposed_codes(module: nn.Module) -> torch.Tensor | None:
     fields, codes = vars(module), module._parameters.get("codes")
     if codes is None or fields.get("gemv_op") is None or fields.get("codebook_size") != 256 or not codes.is_cpu:
         return None
-    return codes if isinstance(module, _loaded_classes("aqlm.inference", "QuantizedLinear")) else None
+    return codes if isinstance(module, loaded_class("aqlm.inference", "QuantizedLinear")) else None
 
 
 def is_of_a_quantizer(conversion: Any) -> bool:
