@@ -30,8 +30,6 @@ class KbitWrapError(Exception):
 
     message: str
 
-    message: str
-
 
 class ConfigError(KbitWrapError, ValueError):
     """Invalid setting: an unknown field, an unknown value, or a contradiction."""

@@ -118,16 +118,6 @@ class Float32First:
         yield from (parameter for parameter in parameters if parameter is not first)
 
 
-def install_stand_in(module: nn.Module, name: str, parameter: torch.Tensor, chunk_bytes: int | None) -> None:
-    """Set the instance attributes that stand in for a parameter: ``name``, ``__deepcopy__`` and ``__getstate__``.
-
-    ``chunk_bytes`` is the largest float32 piece alive at once in a matrix product; ``None`` is one piece.
-    """
-    vars(module)[name] = UpcastTensor(parameter, (module, name), chunk_bytes)
-    vars(module)["__deepcopy__"] = Float32Copy(module)
-    vars(module)["__getstate__"] = StandInState(module)
-
-
 def can_stand_in(module: nn.Module, name: str) -> bool:
     """Whether an instance attribute can stand in for a module's parameter.
 
@@ -153,15 +143,12 @@ class UpcastChange(ChangeBase):
         self._readers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._hook: RemovableHandle | None = None
 
-    def install(self, module: nn.Module, name: str) -> None:
+    def install(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         """Put a stand-in in front of a module's parameter."""
-        parameter = module._parameters[name]
-        assert parameter is not None
-        self._install(module, name, parameter)
-
-    def _install(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         self._names.setdefault(module, set()).add(name)
-        install_stand_in(module, name, parameter, self._chunk_bytes)
+        vars(module)[name] = UpcastTensor(parameter, (module, name), self._chunk_bytes)
+        vars(module)["__deepcopy__"] = Float32Copy(module)
+        vars(module)["__getstate__"] = StandInState(module)
 
     def put_float32_first(self) -> None:
         """Put a float32 parameter first in each module whose first floating-point parameter is one of the weights.
@@ -222,7 +209,7 @@ class UpcastChange(ChangeBase):
             if not is_ours or parameter.dtype not in HALF_DTYPES or parameter.requires_grad:
                 return None
             half = parameter
-        self._install(module, name, half)
+        self.install(module, name, half)
         return half
 
     def _attributes(self, tree: ModelTree | None = None) -> list[tuple[nn.Module, str]]:
@@ -278,8 +265,8 @@ class UpcastAtUse(EditBase):
     def apply(self, change: UpcastChange) -> None:
         """Install the stand-ins, and follow the weights."""
         for ref in self.weights:
-            module = ref.owner()
-            if module is not None:
-                change.install(module, ref.name)
+            module, parameter = ref.owner(), ref()
+            if module is not None and parameter is not None:
+                change.install(module, ref.name, parameter)
         change.put_float32_first()
         change.follow()

@@ -169,8 +169,7 @@ class RuntimeChange(HeldOriginal):
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
         """A copy of the weight as it was before the layer repacked it; the weight itself where the layer did not."""
-        copied = unpacked_copy(parameter, self._settle)
-        return parameter if copied is None else copied
+        return unpacked_copy(parameter, self._settle)
 
     def _settle(self, fields: dict[str, Any]) -> None:
         """Replace the fields of copied 4-bit statistics by the recorded ones, where there are any."""

@@ -179,8 +179,8 @@ def _gathered(tree: ModelTree, original: Original, held: _Held, gathering: Gathe
         fqn, parameter = tensor.fqn, tensor.parameter
         if not is_sharded_tensor(parameter) or id(parameter) in found:
             continue
-        was = original.at(fqn)
-        if was is None or original.shared_memory(was):
+        was = original.base.get(fqn)
+        if was is None or was in original.sharing_memory:
             why = (
                 "was added after the model was prepared" if was is None else "shared its memory with another parameter"
             )

@@ -105,7 +105,7 @@ def _read(
             flag = prepared_flag = current.requires_grad
             record = known.get(id(current))
             if preparation is not None and record is not None:
-                flag = preparation.original.flag(record)
+                flag = preparation.original.flags[record]
                 prepared_dtype, prepared_flag = preparation.left.of(record) or (dtype, prepared_flag)
         tensors[fqn] = TensorRecord(
             fqn=fqn,

@@ -223,10 +223,6 @@ class ModelTree:
         """The quantized layers that rewrite fields of their own when they run."""
         return [node for node in self.modules if has_runtime_state(node.module)]
 
-    def holds_part_of(self, other: ModelTree) -> bool:
-        """Whether the two models share a module that holds parameters."""
-        return not self.owners.isdisjoint(other.owners)
-
 
 def _tensors_of(nodes: list[Node]) -> list[NamedTensor]:
     found = []

@@ -24,8 +24,7 @@ def _sampled(record: ParameterRecord, parameter: torch.Tensor) -> torch.Tensor |
     if record.quant_state is not None:
         return None
     if record.quantized_class is not None:
-        copied = unpacked_copy(parameter)
-        data = (parameter if copied is None else copied).as_subclass(torch.Tensor)
+        data = unpacked_copy(parameter).as_subclass(torch.Tensor)
         return None if data.is_meta else sample(data, _RUNS_OF_QUANTIZED)
     if type(parameter) is not nn.Parameter:
         parts = dense_parts(parameter)
@@ -82,12 +81,8 @@ class Fingerprints:
                 changed.add(record)
                 continue
             groups.setdefault((new.device, new.dtype), []).append((record, old, new))
-            digest = None if original_of is None else self._digests.get(record)
-            if (
-                digest is not None
-                and original_of is not None
-                and content_digest(original_of(record, parameter)) != digest()
-            ):
+            digest = self._digests.get(record)
+            if original_of and digest and content_digest(original_of(record, parameter)) != digest():
                 changed.add(record)
         masks: dict[torch.device, list[tuple[list[ParameterRecord], list[int], torch.Tensor]]] = {}
         for (device, _), found in groups.items():

@@ -23,6 +23,7 @@ from ..model.tree import ModelTree, NamedTensor, join, only_reading
 from ..model.wrappers import is_adapter_module, is_flattened, is_sharded_tensor
 from ..tensors.bits import begin_digest, is_dense
 from ..tensors.dtypes import HALF_DTYPES
+from ..tensors.lazy import values_of
 from .fingerprints import Fingerprints
 from .payloads import MemoryRecord, MomentRecord, StateRecord
 
@@ -116,9 +117,9 @@ class Original:
             base = [node for node in tree.base if not is_adapter_module(node.module)]
             self._modules = {node.fqn: weakref.ref(node.module) for node in base}
             records = [(tree.record(tensor), tensor) for tensor in tree.base_tensors]
-            self._base = {tensor.fqn: record for record, tensor in records}
+            self.base = {tensor.fqn: record for record, tensor in records}
             self._inside: dict[str, dict[str, ParameterRecord]] = {}  # by the owner's fqn
-            for fqn, record in self._base.items():
+            for fqn, record in self.base.items():
                 owner, _, name = fqn.rpartition(".")
                 self._inside.setdefault(owner, {})[name] = record
             once = {record: tensor.parameter for record, tensor in records}
@@ -126,8 +127,8 @@ class Original:
             self._fingerprints = Fingerprints(once.items(), audit)
             # Those of adapters that were there before, too.
             adapters = [t for t in tree.tensors if id(t.parameter) in tree.adapter_ids] if tree.adapter_ids else []
-            self._flags = {record: parameter.requires_grad for record, parameter in once.items()}
-            self._flags.update({tree.record(t): t.parameter.requires_grad for t in adapters})
+            self.flags = {record: parameter.requires_grad for record, parameter in once.items()}
+            self.flags.update({tree.record(t): t.parameter.requires_grad for t in adapters})
         self._configs: dict[int, Any] = {}  # by ``id``; the memo of ``deepcopy`` holds the configs
         self._hook_ids: set[int] = set()
         self._buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, Buffer]] = weakref.WeakKeyDictionary()
@@ -141,7 +142,7 @@ class Original:
                 copy.deepcopy(config, self._configs)
         owners: dict[Any, ParameterRecord] = {}
         sharing = ((record, owners.setdefault(record.memory, record)) for record in once)
-        self._sharing_memory = {one for record, first in sharing if first is not record for one in (record, first)}
+        self.sharing_memory = {one for record, first in sharing if first is not record for one in (record, first)}
 
     def config(self, config: Any) -> Any:
         """A config as it was recorded; one that is new, as it is."""
@@ -152,20 +153,12 @@ class Original:
         found = self._buffers.get(module, {}).get(name)
         return None if found is None else (*found[:2], found[2]())
 
-    def flag(self, record: ParameterRecord) -> bool:
-        """The ``requires_grad`` that a parameter had."""
-        return self._flags[record]
-
     def num_turned_on(self, tree: ModelTree) -> int:
         """How many base parameters a restore makes trainable under a live adapter."""
         if not tree.adapter_ids:
             return 0
-        live = [(record.there(), self._flags[record]) for record in self._records]
+        live = [(record.there(), self.flags[record]) for record in self._records]
         return sum(flag and parameter is not None and not parameter.requires_grad for parameter, flag in live)
-
-    def at(self, fqn: str) -> ParameterRecord | None:
-        """The record of a parameter of the base."""
-        return self._base.get(fqn)
 
     def is_alias(self, module: nn.Module, name: str) -> bool:
         """Whether a new name has a parameter that the module had under another: PEFT names AQLM's codes ``qweight``."""
@@ -173,15 +166,11 @@ class Original:
         had = parameter is not None and at(module, name) is None
         return had and any(p is parameter and at(module, other) is not None for other, p in module._parameters.items())
 
-    def shared_memory(self, record: ParameterRecord) -> bool:
-        """Whether another parameter lay in the same memory."""
-        return record in self._sharing_memory
-
     def follow(self, tree: ModelTree) -> None:
         """Find every parameter again; of one that was moved or swapped, what is there holds the recorded values."""
         with only_reading():
             sharded, live, lost = {}, {}, []
-            for record in self._flags:
+            for record in self.flags:
                 found = record.at_places()
                 shard = next(filter(is_sharded_tensor, found), None)
                 if shard is not None:
@@ -215,7 +204,7 @@ class Original:
         for fqn, reference in self._modules.items():
             module, inside = live.pop(fqn, None), self._inside.get(fqn, {})
             if module is None:
-                if any(name.startswith(f"{fqn}.") for name in self._base):
+                if any(name.startswith(f"{fqn}.") for name in self.base):
                     found.replaced[fqn] = "is gone"
                 continue
             if inside and module is not reference():
@@ -235,7 +224,9 @@ class Original:
             gone = [name for name in inside if name not in module._parameters]
             what = DECOMPRESSED if gone and was_decompressed(module) else REPLACED
             found.replaced.update({join(fqn, name): what for name in gone})
-        found.replaced.update({fqn: "was added" for fqn, module in live.items() if any(_parameters(module))})
+        for fqn, module in live.items():
+            if any(parameter is not None for parameter in module._parameters.values()):
+                found.replaced[fqn] = "was added"
         unquantized = [(r, p) for r, p in compared.items() if r.quantized_class is None]
         kept = {}
         for record, current in unquantized:
@@ -245,8 +236,7 @@ class Original:
 
         def original_of(record: ParameterRecord, parameter: torch.Tensor) -> torch.Tensor:
             holder = holders.get(id(record))
-            value = parameter if holder is None else holder.read(parameter)
-            return value.compute() if hasattr(value, "compute") else value
+            return values_of(parameter if holder is None else holder.read(parameter))
 
         whole = {r: holder.is_changed(compared[r].data) for r, holder in kept.items()}
         changed = self._fingerprints.changed([(r, p) for r, p in unquantized if r not in kept], original_of, whole)
@@ -258,7 +248,7 @@ class Original:
     def gone(self, changes: Changes) -> list[str]:
         """The names of the parameters of the base that are not there any more."""
         inside = [join(fqn, name) for fqn in changes.replaced for name in self._inside.get(fqn, {})]
-        return [fqn for fqn in (*changes.replaced, *inside) if fqn in self._base]
+        return [fqn for fqn in (*changes.replaced, *inside) if fqn in self.base]
 
     def copies(self, tree: ModelTree, cast: Iterable[ParameterRecord]) -> list[CopyChange]:
         """Find parameters in float32 that stand, by name, for a half one: PEFT's copies, beside it or in its place.
@@ -275,7 +265,7 @@ class Original:
             is_in_place = self.records.at(tensor.module, tensor.name) is own
             if own is not None and (own not in base or (id(own) in skipped and is_in_place)):
                 continue
-            original = own or self._base.get(tensor.fqn)
+            original = own or self.base.get(tensor.fqn)
             if original is None or original.dtype not in HALF_DTYPES or parameter.dtype == original.dtype:
                 continue
             if parameter.dtype in (torch.float32, *HALF_DTYPES):
@@ -290,7 +280,7 @@ class Original:
         """The parameters that stand, by name, for a half one of the base, and are stored in half as that was."""
         found = []
         for tensor in tree.tensors:
-            original, parameter = self._base.get(tensor.fqn), tensor.parameter
+            original, parameter = self.base.get(tensor.fqn), tensor.parameter
             is_half = parameter.dtype in HALF_DTYPES and original is not None and original.dtype in HALF_DTYPES
             if is_half and id(parameter) not in tree.known and not is_quantized_parameter(parameter):
                 found.append(tensor)
@@ -304,7 +294,7 @@ class Original:
         known = {**tree.known, **tree.sharded}
         replaced, foreign = [], []
         for tensor in tree.tensors:
-            original = self._base.get(tensor.fqn)
+            original = self.base.get(tensor.fqn)
             is_new = id(tensor.parameter) not in known
             if original is not None and is_new:
                 replaced.append(tensor.fqn)
@@ -325,10 +315,6 @@ def _is_hooked(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
-
-
-def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, p) for name, p in module._parameters.items() if p is not None]
 
 
 def _is_recorded(record: ParameterRecord, module: nn.Module, parameter: torch.Tensor, tree: ModelTree) -> bool:

@@ -20,12 +20,7 @@ from ..edits.storage import Store
 from ..edits.training import Record
 from ..errors import UnsupportedModelError
 from ..model.checks import refuse_without_backward
-from ..model.quantization import (
-    STACKS_QUANTIZED_BY,
-    Quantization,
-    is_quantized_parameter,
-    is_rewritten,
-)
+from ..model.quantization import STACKS_QUANTIZED_BY, Quantization, is_quantized_parameter, is_rewritten
 from ..model.records import TensorRef
 from ..model.roles import Role, computes_in_half, heads, is_norm, loses_gradients, parameter_roles, returns_float32
 from ..model.tree import ModelTree, NamedTensor, Node, storage_key
@@ -72,10 +67,19 @@ class Planner:
                 "returns to this state; prepare a model as from_pretrained returned it"
             )
             self.alarms += [] if self.freeze_adapters else self.warnings
-        edits: list[EditBase] = [self._record(), self._freeze(), *self._store]
-        edits += self._upcast_at_use()
-        edits += [*self.compute_norms(), *self.compute_head()]
-        edits.append(self._checkpoint())
+        layers = self.tree.runtime_layers
+        refuse_without_backward(layers)
+        references = tuple(weakref.ref(node.module) for node in layers)
+        fqns = tuple(t.fqn for t in self.base)
+        edits: list[EditBase] = [
+            Record("record", tuple(node.fqn for node in layers), layers=references),
+            Freeze("freeze", fqns, freeze=self.config.freeze, freeze_adapters=self.freeze_adapters),
+            *self._store,
+            *self._upcast_at_use(),
+            *self.compute_norms(),
+            *self.compute_head(),
+            self._checkpoint(),
+        ]
         self._warn()
         return tuple(edits)
 
@@ -96,16 +100,6 @@ class Planner:
     def cache_bytes(self) -> int:
         """The bytes of the half originals that PEFT's way frees, and an allocator keeps."""
         return sum(_bytes(t.parameter) for t in self._castable)
-
-    def _record(self) -> Record:
-        nodes = self.tree.runtime_layers
-        refuse_without_backward(nodes)
-        layers = tuple(weakref.ref(node.module) for node in nodes)
-        return Record("record", tuple(node.fqn for node in nodes), layers=layers)
-
-    def _freeze(self) -> Freeze:
-        fqns = tuple(t.fqn for t in self.base)
-        return Freeze("freeze", fqns, freeze=self.config.freeze, freeze_adapters=self.freeze_adapters)
 
     @functools.cached_property
     def _castable(self) -> list[NamedTensor]:

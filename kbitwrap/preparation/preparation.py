@@ -60,7 +60,7 @@ class Preparation:
         """The preparation that holds a model or a part of it, whatever was wrapped around the model since."""
         for preparation in list(_in_force):
             model = preparation.original.model()
-            if model is not None and ModelTree(model).holds_part_of(tree):
+            if model is not None and not ModelTree(model).owners.isdisjoint(tree.owners):
                 return preparation
         return None
 
@@ -212,9 +212,10 @@ class Preparation:
                 one.decide("keep")
             self._put_back += [name for one in rewritten for name in one.put_back]
             if failures:
+                named = [str(e) if isinstance(e, TrainedError) else f"{name}: {e}" for name, e in failures.items()]
                 raise RestoreError(
-                    f"not restored: {'; '.join(_reason(name, error) for name, error in failures.items())}. Everything "
-                    "else was; restore(trained='keep') or restore(trained='discard') settles what was trained",
+                    f"not restored: {'; '.join(named)}. Everything else was; restore(trained='keep') or "
+                    "restore(trained='discard') settles what was trained",
                     failures=failures,
                 )
             self.journal.undo(tree)
@@ -276,10 +277,6 @@ def _bar(items: Sequence[Any], what: str, config: PrepareConfig) -> Iterable[Any
     """The items, with a progress bar on standard error if that was asked for."""
     bar: Iterable[Any] = tqdm(items, desc=what, unit="edit", disable=not config.progress, leave=False)
     return bar
-
-
-def _reason(name: str, error: Exception) -> str:
-    return str(error) if isinstance(error, TrainedError) else f"{name}: {error}"
 
 
 def _emptying_cache(edits: Iterable[EditBase], is_wanted: bool) -> Iterator[Any]:

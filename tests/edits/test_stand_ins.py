@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zoo
 from kbitwrap import KbitPreparedModel, build_plan
-from kbitwrap.edits.stand_ins import install_stand_in
+from kbitwrap.edits.stand_ins import UpcastChange
+from kbitwrap.model.tree import ModelTree
 from kbitwrap.tensors.upcast import UpcastTensor
 from snapshot import Snapshot
 from training import adapt, step
@@ -36,7 +37,7 @@ def pair(module: nn.Module, chunk_bytes: int | None = None) -> tuple[nn.Module, 
     twin = copy.deepcopy(module).float()
     if getattr(module, "bias", None) is not None:
         module.bias.data = module.bias.data.float()  # stored in float32 under "compute"
-    install_stand_in(module, "weight", module._parameters["weight"], chunk_bytes)
+    UpcastChange(ModelTree(module), chunk_bytes).install(module, "weight", module._parameters["weight"])
     return module, twin
 
 
