@@ -25,6 +25,7 @@ from ..model.tree import ModelTree
 from ..model.wrappers import canonical_fqn
 from ..preparation.process import plain_mode
 from ..reports import ExportReport
+from ..tensors.dtypes import find_dtype
 from .reader import MANIFEST_NAME, adapter_file, read_json, read_tensors, recorded_quantization
 
 # What a tokenizer or a processor is saved as.
@@ -77,20 +78,22 @@ def merge_checkpoint(
 
     Raises:
         ConfigError: There is no base or adapter, the adapter does not belong to the base, or it is not known how the
-            base was quantized.
+            base was quantized, or it was saved quantized otherwise than given.
         ManifestMismatchError: The base is not the one that the manifest records.
         ExportError: It cannot be merged or written. Nothing was left at ``dst``.
 
     Example:
         >>> from kbitwrap import merge_checkpoint
-        >>> merge_checkpoint("/no/such/base", "/no/such/adapter", "/tmp/merged")
+        >>> merge_checkpoint("/no/such/base", "/no/adapter", "/tmp/merged")
         Traceback (most recent call last):
         ...
-        kbitwrap.errors.ConfigError: there is no adapter_config.json in '/no/such/adapter'
+        kbitwrap.errors.ConfigError: there is no adapter_config.json with adapter_model.safetensors in '/no/adapter'
     """
     start, folder = time.perf_counter(), Path(adapter)
-    if not (folder / "adapter_config.json").is_file():
-        raise ConfigError(f"there is no adapter_config.json in {os.fspath(adapter)!r}")
+    file = adapter_file(folder)
+    if file is None or not (folder / "adapter_config.json").is_file():
+        raise ConfigError(f"there is no adapter_config.json with adapter_model.safetensors in {os.fspath(adapter)!r}")
+    config, saved = read_json(folder / "adapter_config.json"), set(read_tensors(file)[0])
     split_into_files({}, max_shard_size)  # refuses an invalid size before anything is computed
     with checkpoint_writer(dst, "merge", overwrite=overwrite, disable=None if progress else True) as writer:
         if manifest is None and (folder / MANIFEST_NAME).is_file():
@@ -104,7 +107,7 @@ def merge_checkpoint(
             raise ConfigError(f"the base {os.fspath(base)!r} lacks weights: {min(new)} and {len(new) - 1} more")
         if record is not None:
             record.check(model)
-        adapted = _adapted(model, folder)
+        adapted = _adapted(model, folder, saved)
         with plain_mode():
             twin = build_twin(ModelTree(adapted))
             merged = merge_into(twin)
@@ -113,17 +116,28 @@ def merge_checkpoint(
             save_model(twin.model, writer, max_shard_size)
         _copy_tokenizer(base, folder, writer.folder)
         method = ModelTree(model).quantization.method
-        (writer.folder / "README.md").write_text(_card(base, folder, method, device), encoding="utf-8")
+        (writer.folder / "README.md").write_text(_card(base, folder, config, method, device), encoding="utf-8")
     seconds = time.perf_counter() - start
     return ExportReport(Path(dst), writer.files, writer.num_tensors, writer.num_bytes, twin.converted, merged, seconds)
 
 
 def _quantization(base: Any, given: Any, manifest: Manifest | None, trust_remote_code: bool) -> Any:
     """The quantization config to load the base with; ``None`` where it has its own, or none."""
+    found = getattr(read_config(base, trust_remote_code), "quantization_config", None)
+    if found is not None:  # loading takes this one, whatever else is given
+        own = found if isinstance(found, dict) else found.to_dict()
+        asked = given if isinstance(given, dict) else given.to_dict() if given else {}
+        settings = {name: v for name, v in asked.items() if v is not None and find_dtype(v) is None}
+        differing = [f"{name}: {own[name]!r}, given: {v!r}" for name, v in settings.items() if own.get(name, v) != v]
+        if given is False or differing:
+            raise ConfigError(
+                f"the base {os.fspath(base)!r} has a quantization of its own, and it is not the one given "
+                f"({'; '.join(differing) or 'none'}): leave that out (quantization_config, --quant), or give the base "
+                "that was trained on"
+            )
+        return None
     if given is not None:
         return given or None
-    if getattr(read_config(base, trust_remote_code), "quantization_config", None) is not None:
-        return None
     if manifest is None:
         raise ConfigError(
             f"it is not known how the base {os.fspath(base)!r} was quantized in training: its config says nothing; "
@@ -132,7 +146,7 @@ def _quantization(base: Any, given: Any, manifest: Manifest | None, trust_remote
     return recorded_quantization(manifest)
 
 
-def _adapted(model: nn.Module, folder: Path) -> nn.Module:
+def _adapted(model: nn.Module, folder: Path, saved: set[str]) -> nn.Module:
     """The model with the adapter on it; every tensor saved has its place there, and every place its tensor."""
     from peft import PeftModel, get_peft_model_state_dict
 
@@ -144,8 +158,6 @@ def _adapted(model: nn.Module, folder: Path) -> nn.Module:
             expected = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
         except Exception as error:  # whatever PEFT raises, the adapter does not fit
             raise ConfigError(f"the adapter in {os.fspath(folder)!r} does not fit the base: {error}") from error
-    file = adapter_file(folder)
-    saved = set() if file is None else set(read_tensors(file)[0])
     unknown = {name for name in saved - expected if canonical_fqn(name) not in known}
     for names, what in ((unknown, "has tensors that the base has no place for"), (expected - saved, "lacks tensors")):
         if names:
@@ -179,9 +191,8 @@ def _copy_tokenizer(base: str | os.PathLike[str], adapter: Path, dst: Path) -> N
             shutil.copyfile(found, dst / name)
 
 
-def _card(base: str | os.PathLike[str], adapter: Path, method: str | None, device: Any) -> str:
+def _card(base: str | os.PathLike[str], adapter: Path, config: dict[str, Any], method: str | None, device: Any) -> str:
     """A model card that says what was merged from what; a folder is named by its last part."""
-    config = read_json(adapter / "adapter_config.json")
     named = str(config.get("base_model_name_or_path") or os.fspath(base))
     name = Path(named).name if os.path.isabs(named) or os.path.isdir(named) else named
     how = f"quantized with {method} as in training and dequantized exactly" if method else "unquantized, as in training"
