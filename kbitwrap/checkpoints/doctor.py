@@ -27,7 +27,7 @@ from ..preparation.preparation import Preparation
 from ..preparation.process import plain_mode
 from ..reports import shown
 from ..tensors.bits import content_digest
-from ..tensors.dtypes import HALF_DTYPES, find_dtype
+from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype
 from ..tensors.lazy import materialize
 from .inspection import inspect_checkpoint
 from .reader import (
@@ -157,7 +157,7 @@ def _of_model(model: nn.Module, base: Any, adapter: Any) -> _Faults:
     ties = [] if meta is None else tied_names(meta)
     yield from _of_base(plain, meta, ties, [] if is_prepared else left, use_cache is False and not is_prepared)
     adapters = {t.path: t.parameter for t in tree.tensors if id(t.parameter) in tree.adapter_ids}
-    yield from _of_adapters({"the model": adapters}, {})
+    yield from _of_adapters({"the model": adapters}, {}, {})
     states = {fqn: quant_state_of(t.module, t.parameter) for fqn, t in packed.items()}
     sources = {fqn: vars(s).get("original_dtype", s.dtype) for fqn, s in states.items() if s is not None}
     yield from _of_merge(sources, getattr(config, "dtype", None), model, base, adapter)
@@ -169,7 +169,11 @@ def _of_folder(folder: Path, base: Any, adapter: Any) -> _Faults:
         optimizer = load_pickled(folder / _OPTIMIZER) if (folder / _OPTIMIZER).is_file() else {}
     except ConfigError as error:
         yield "what the optimizer trained", str(error), ""
-    yield from _of_adapters(_adapters(folder), optimizer)
+    # PEFT saves the adapter "default" in the folder, and others in folders of their names.
+    records = Manifest.load(folder / MANIFEST_NAME).adapters if (folder / MANIFEST_NAME).is_file() else {}
+    recorded = {name.rpartition(".")[2]: {*record.dtypes} for name, record in records.items()}
+    recorded = {str(folder if name == "default" else folder / name): found for name, found in recorded.items()}
+    yield from _of_adapters(_adapters(folder), optimizer, recorded)
     if not has_weights(folder):
         return
     checkpoint, report = open_checkpoint(folder), inspect_checkpoint(folder)
@@ -212,7 +216,10 @@ def _of_base(base: _Tensors, meta: Any, ties: list[list[str]], left: list[str], 
             yield f"{what} are not quantized", shown(names), "quantize them, or name them in llm_int8_skip_modules"
 
 
-def _of_adapters(adapters: Mapping[str, _Tensors], optimizer: Mapping[str, Any]) -> _Faults:
+def _of_adapters(
+    adapters: Mapping[str, _Tensors], optimizer: Mapping[str, Any], recorded: Mapping[str, set[Any]]
+) -> _Faults:
+    """``recorded``: the names of the dtypes that an adapter had in training, by its folder."""
     states = [state for state in optimizer.get("state", {}).values() if isinstance(state, dict)]
     moments = [m for state in states for key in _MOMENTS if isinstance(m := state.get(key), torch.Tensor)]
     trained: dict[torch.Size, set[torch.dtype]] = {}
@@ -225,7 +232,10 @@ def _of_adapters(adapters: Mapping[str, _Tensors], optimizer: Mapping[str, Any])
         if outer and not any(materialize(tensor).any() for tensor in outer):
             yield "lora_B is zero in every layer", f"{where} adds nothing", "train it, and see that it gets gradients"
         dtypes = {name: tensors.get(name.replace(".lora_B.", ".lora_A."), t).dtype for name, t in tensors.items()}
-        if others := [name for name, t in tensors.items() if t.dtype not in trained.get(t.shape, {dtypes[name]})]:
+        named = recorded.get(where, set())
+        is_other = bool(named) and named.isdisjoint(map(dtype_name, dtypes.values()))
+        others = [n for n, t in tensors.items() if is_other or t.dtype not in trained.get(t.shape, {dtypes[n]})]
+        if others:
             yield "an adapter has another dtype than in training", shown(others), "save it in the dtype of its training"
     saved = [(name, tensor.shape) for tensors in adapters.values() for name, tensor in tensors.items()]
     is_prompt = any(name.startswith("prompt_") for name, _ in saved)  # what computes prompts is not saved

@@ -297,6 +297,12 @@ def saved_in_half(folder: Path) -> Path:
     return folder
 
 
+def saved_in_half_without_an_optimizer(folder: Path) -> Path:
+    saved_in_half(folder)
+    (folder / "checkpoint-3" / "optimizer.pt").unlink()
+    return folder
+
+
 def falcon(folder: Path) -> Path:
     zoo.load("falcon").save_pretrained(folder)
     return folder
@@ -342,6 +348,7 @@ FAULTY: dict[str, tuple[str | tuple[str, ...], Callable[[Path], Any], str, str]]
     "zero": (ZERO, not_trained, "", "adds nothing"),
     "not finite": (NOT_FINITE, diverged, "", "lora_A"),
     "saved in half": (DTYPE, saved_in_half, "checkpoint-3", "lora_A"),
+    "saved in half, by its record": (DTYPE, saved_in_half_without_an_optimizer, "checkpoint-3", "lora_A"),
     "experts": (EXPERTS, saved("mixtral", "nf4"), "", "block_sparse_moe.experts.0.w1.weight"),
     "layers of a class of its own": (LAYERS, falcon, "", "dense_h_to_4h"),
     "untied": (TIED, untied, "", "lm_head.weight"),
