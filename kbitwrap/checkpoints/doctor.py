@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, ManifestMismatchError
-from ..export.adapters import active_adapters
+from ..export.adapters import LayerMerge, active_adapters, is_tuner_layer
+from ..export.plain import float32_module, parameter_of, plain_layer
 from ..manifest.manifest import Manifest
 from ..model.checks import refuse_unreadable
 from ..model.pretrained import load_pretrained, meta_model
@@ -30,6 +31,7 @@ from ..tensors.bits import content_digest
 from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype
 from ..tensors.lazy import materialize
 from .inspection import inspect_checkpoint
+from .merge import read_adapter, with_adapter
 from .reader import (
     MANIFEST_NAME,
     adapter_file,
@@ -276,17 +278,20 @@ def _of_merge(sources: Mapping[str, Any], dtype: torch.dtype | None, subject: An
         if merged and (len(merged) < len(sources) or dtype in HALF_DTYPES):
             yield _MERGED, f"quantized from float32: {shown(merged)}; how much survived: not measured", _EXPORT
     elif sources:
-        from peft import PeftModel
-
+        _, saved = read_adapter(Path(adapter))
         found: Any = unwrap(subject)[0] if isinstance(subject, nn.Module) else load_pretrained(subject, None, dtype)[0]
         layers = {node.fqn: node.module for node in ModelTree(found).base if is_quantized_layer(node.module)}
         original, _ = load_pretrained(base, found.config.quantization_config, dtype)
         sums = torch.zeros(3, dtype=torch.float64)
-        for _, fqn, layer, _ in ModelTree(PeftModel.from_pretrained(original, adapter)).nodes:
-            if fqn in layers and hasattr(layer, "get_delta_weight"):
+        for _, fqn, layer, _ in ModelTree(with_adapter(original, Path(adapter), saved)).nodes:
+            if fqn in layers and is_tuner_layer(layer):
                 one: Any = layer
-                delta: Any = sum(one.get_delta_weight(name).double() for name in active_adapters(one, None))
-                change = dequantizer(layers[fqn])(...).cpu().double() - dequantizer(one.get_base_layer())(...)
+                source = one.get_base_layer()
+                before = dequantizer(source)(...).float()
+                plain = float32_module(plain_layer(source, as_linear=True), {"weight": before.clone()})
+                merge = LayerMerge(fqn, one, active_adapters(one, None), source.weight)
+                delta = parameter_of(merge(plain, ..., is_last=True), "weight").double() - before
+                change = dequantizer(layers[fqn])(...).cpu().double() - before
                 sums += torch.stack([(change * delta).sum(), delta.square().sum(), change.square().sum()])
         dot, wanted, changed = sums.tolist()
         if changed and wanted:

@@ -90,10 +90,7 @@ def merge_checkpoint(
         kbitwrap.errors.ConfigError: there is no adapter_config.json with adapter_model.safetensors in '/no/adapter'
     """
     start, folder = time.perf_counter(), Path(adapter)
-    file = adapter_file(folder)
-    if file is None or not (folder / "adapter_config.json").is_file():
-        raise ConfigError(f"there is no adapter_config.json with adapter_model.safetensors in {os.fspath(adapter)!r}")
-    config, saved = read_json(folder / "adapter_config.json"), set(read_tensors(file)[0])
+    config, saved = read_adapter(folder)
     split_into_files({}, max_shard_size)  # refuses an invalid size before anything is computed
     with checkpoint_writer(dst, "merge", overwrite=overwrite, disable=None if progress else True) as writer:
         if manifest is None and (folder / MANIFEST_NAME).is_file():
@@ -107,7 +104,7 @@ def merge_checkpoint(
             raise ConfigError(f"the base {os.fspath(base)!r} lacks weights: {min(new)} and {len(new) - 1} more")
         if record is not None:
             record.check(model)
-        adapted = _adapted(model, folder, saved)
+        adapted = with_adapter(model, folder, saved)
         with plain_mode():
             twin = build_twin(ModelTree(adapted))
             merged = merge_into(twin)
@@ -146,7 +143,15 @@ def _quantization(base: Any, given: Any, manifest: Manifest | None, trust_remote
     return recorded_quantization(manifest)
 
 
-def _adapted(model: nn.Module, folder: Path, saved: set[str]) -> nn.Module:
+def read_adapter(folder: Path) -> tuple[dict[str, Any], set[str]]:
+    """The config of the adapter that PEFT saved in a folder, and the names of its tensors."""
+    file = adapter_file(folder)
+    if file is None or not (folder / "adapter_config.json").is_file():
+        raise ConfigError(f"there is no adapter_config.json with adapter_model.safetensors in {os.fspath(folder)!r}")
+    return read_json(folder / "adapter_config.json"), set(read_tensors(file)[0])
+
+
+def with_adapter(model: nn.Module, folder: Path, saved: set[str]) -> nn.Module:
     """The model with the adapter on it; every tensor saved has its place there, and every place its tensor."""
     from peft import PeftModel, get_peft_model_state_dict
 
@@ -157,7 +162,8 @@ def _adapted(model: nn.Module, folder: Path, saved: set[str]) -> nn.Module:
             adapted: Any = PeftModel.from_pretrained(model, os.fspath(folder))
             expected = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
         except Exception as error:  # whatever PEFT raises, the adapter does not fit
-            raise ConfigError(f"the adapter in {os.fspath(folder)!r} does not fit the base: {error}") from error
+            why = " ".join(map(str.strip, str(error).split("\n")[:2]))  # torch's second line names a tensor
+            raise ConfigError(f"the adapter in {os.fspath(folder)!r} does not fit the base: {why}") from error
     unknown = {name for name in saved - expected if canonical_fqn(name) not in known}
     for names, what in ((unknown, "has tensors that the base has no place for"), (expected - saved, "lacks tensors")):
         if names:

@@ -411,6 +411,26 @@ def test_an_adapter_merged_into_4_bit_weights_is_found_and_measured(runs: Path) 
     assert doctor(runs / "base", base=runs / "base", adapter=runs / "run").findings == ()
 
 
+DORA = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, use_dora=True)
+HIRA = peft.HiraConfig(r=4, target_modules=["q_proj", "v_proj"], init_weights=False)  # multiplies the weight
+
+
+@pytest.mark.parametrize("settings", [DORA, HIRA], ids=["dora", "hira"])
+@pytest.mark.filterwarnings("ignore:Merge hira module to 4-bit:UserWarning:peft")
+def test_what_is_measured_is_what_the_adapter_changes(settings: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = peft.get_peft_model(zoo.load("llama"), settings)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter *= 1.5 if "magnitude" in name else 1
+    model.save_pretrained(tmp_path / "adapter")
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    (finding,) = doctor(tmp_path / "merged", base=zoo.checkpoint("llama"), adapter=tmp_path / "adapter").findings
+    survived, error = (int(word.rstrip("%")) for word in finding.evidence.split() if word.endswith("%"))
+    assert 90 < survived < 110
+    assert error < 50
+
+
 # ----------------------------------------------------------------------------------------------------
 # What cannot be examined.
 # ----------------------------------------------------------------------------------------------------
@@ -420,6 +440,14 @@ def test_a_folder_with_nothing_to_examine_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(ConfigError, match="found neither"):
             doctor(path)
+
+
+def test_an_adapter_that_does_not_fit_the_base_is_refused(runs: Path, tmp_path: Path) -> None:
+    training.adapt("mixtral", zoo.load("mixtral"), r=3).save_pretrained(tmp_path)
+    config = (runs / "run" / "adapter_config.json").read_text()
+    (tmp_path / "adapter_config.json").write_text(config)
+    with pytest.raises(ConfigError, match=r"does not fit the base: .* size mismatch for "):
+        doctor(runs / "requantized", base=runs / "base", adapter=tmp_path)
 
 
 def test_a_damaged_manifest_is_refused(runs: Path, tmp_path: Path) -> None:
