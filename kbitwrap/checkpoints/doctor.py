@@ -109,7 +109,7 @@ def doctor(path_or_model: str | os.PathLike[str] | nn.Module, *, base: Any = Non
         >>> kbitwrap.doctor(torch.nn.Linear(2, 2)).findings
         ()
     """
-    with plain_mode():
+    with plain_mode(), torch.random.fork_rng(devices=[]):  # loading draws numbers
         if isinstance(path_or_model, nn.Module):
             places = {type(path_or_model).__name__: [*_of_model(path_or_model, base, adapter)]}
         else:

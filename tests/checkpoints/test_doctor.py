@@ -425,7 +425,9 @@ def test_what_is_measured_is_what_the_adapter_changes(settings: Any, tmp_path: P
             parameter *= 1.5 if "magnitude" in name else 1
     model.save_pretrained(tmp_path / "adapter")
     model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    before = torch.get_rng_state()
     (finding,) = doctor(tmp_path / "merged", base=zoo.checkpoint("llama"), adapter=tmp_path / "adapter").findings
+    assert torch.equal(torch.get_rng_state(), before)
     survived, error = (int(word.rstrip("%")) for word in finding.evidence.split() if word.endswith("%"))
     assert 90 < survived < 110
     assert error < 50
