@@ -28,12 +28,12 @@ from ..reports import ExportReport
 from ..tensors.dtypes import find_dtype
 from .reader import MANIFEST_NAME, adapter_file, read_json, read_tensors, recorded_quantization
 
-# What a tokenizer or a processor is saved as.
+# What a tokenizer is saved as, and what a processor adds to it.
 _TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
-    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
 )
+_PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def merge_checkpoint(
@@ -111,7 +111,8 @@ def merge_checkpoint(
             tensors = {id(t): t for t in (*twin.model.parameters(), *twin.model.buffers())}
             _refuse_full_disk(writer.folder, sum(t.nbytes for t in tensors.values()), dst)
             save_model(twin.model, writer, max_shard_size)
-        _copy_tokenizer(base, folder, writer.folder)
+        for names in (_TOKENIZER, _PROCESSOR):
+            _copy(names, base, folder, writer.folder)
         method = ModelTree(model).quantization.method
         (writer.folder / "README.md").write_text(_card(base, folder, config, method, device), encoding="utf-8")
     seconds = time.perf_counter() - start
@@ -180,12 +181,12 @@ def _refuse_full_disk(folder: Path, num_bytes: int, dst: str | os.PathLike[str])
         )
 
 
-def _copy_tokenizer(base: str | os.PathLike[str], adapter: Path, dst: Path) -> None:
-    """Copy the files of the tokenizer that the adapter was saved with, or else of the base's."""
+def _copy(names: tuple[str, ...], base: str | os.PathLike[str], adapter: Path, dst: Path) -> None:
+    """Copy the files of those names that the adapter was saved with, or if there is none, the base's."""
     from transformers.utils.hub import cached_file
 
-    is_beside = any((adapter / name).is_file() for name in _TOKENIZER)
-    for name in _TOKENIZER:
+    is_beside = any((adapter / name).is_file() for name in names)
+    for name in names:
         found = cached_file(
             os.fspath(adapter if is_beside else base),
             name,

@@ -214,12 +214,14 @@ def test_the_tokenizer_and_a_card_are_beside_it(owner: str, tmp_path: Path) -> N
         if where in ("base", owner):
             tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, "a")))
             tokenizer.save_pretrained(base if where == "base" else run.adapter)
+    (base / "preprocessor_config.json").write_text("{}")  # a processor's, whose tokenizer alone was saved
     config = json.loads((run.adapter / "adapter_config.json").read_text())
     config["base_model_name_or_path"] = "someone/Tiny-Llama"
     (run.adapter / "adapter_config.json").write_text(json.dumps(config))
     merge_checkpoint(base, run.adapter, tmp_path / "out", quantization_config=run.quantization, dtype="bfloat16")
     found = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert len(found) == (2 if owner == "adapter" else 1)
+    assert (tmp_path / "out" / "preprocessor_config.json").is_file()
     card = (tmp_path / "out" / "README.md").read_text()
     assert "base_model: someone/Tiny-Llama\n" in card
     assert "quantized with bitsandbytes_4bit as in training" in card
