@@ -224,15 +224,18 @@ def _of_adapters(
     """``recorded``: the names of the dtypes that an adapter had in training, by its folder."""
     states = [state for state in optimizer.get("state", {}).values() if isinstance(state, dict)]
     moments = [m for state in states for key in _MOMENTS if isinstance(m := state.get(key), torch.Tensor)]
+    # Told by torch's optimizer alone; and of several adapters, one may be a frozen reference.
+    is_told = len(adapters) == 1 and any("foreach" in group for group in optimizer.get("param_groups", ()))
     trained: dict[torch.Size, set[torch.dtype]] = {}
-    for moment in moments if any("foreach" in group for group in optimizer.get("param_groups", ())) else ():  # torch's
+    for moment in moments if is_told else ():
         trained.setdefault(moment.shape, set()).add(moment.dtype)
+    outer = [tensor for tensors in adapters.values() for name, tensor in tensors.items() if ".lora_B." in name]
+    if outer and not any(materialize(tensor).any() for tensor in outer):
+        remedy = "train it, and see that it gets gradients"
+        yield "lora_B is zero in every layer", f"{', '.join(adapters)} adds nothing", remedy
     for where, tensors in adapters.items():
         if broken := [name for name, tensor in tensors.items() if not materialize(tensor).float().isfinite().all()]:
             yield "an adapter is not finite", shown(broken), "go back to a checkpoint from before the loss diverged"
-        outer = [tensor for name, tensor in tensors.items() if ".lora_B." in name]
-        if outer and not any(materialize(tensor).any() for tensor in outer):
-            yield "lora_B is zero in every layer", f"{where} adds nothing", "train it, and see that it gets gradients"
         dtypes = {name: tensors.get(name.replace(".lora_B.", ".lora_A."), t).dtype for name, t in tensors.items()}
         named = recorded.get(where, set())
         is_other = bool(named) and named.isdisjoint(map(dtype_name, dtypes.values()))

@@ -140,6 +140,17 @@ def adapter_folder(folder: Path) -> Path:
     return folder
 
 
+def beside_a_frozen_reference(folder: Path) -> Path:
+    """As TRL trains a model that has an adapter: in bfloat16, beside a copy of what it was, in float32."""
+    with KbitPreparedModel(zoo.load("llama")) as prepared:
+        peft_model = trainers.adapt(prepared.model, init_lora_weights=True)
+        for parameter in peft_model.parameters():
+            parameter.data = parameter.data.bfloat16() if parameter.requires_grad else parameter.data
+        peft_model.add_adapter("ref", zoo.lora_config("llama", init_lora_weights=True))
+        train(peft_model, folder)
+    return folder
+
+
 def pickled_adapters(folder: Path) -> Path:
     """Two adapters, by `torch.save`."""
     model = training.adapt("llama", zoo.load("llama"))
@@ -199,6 +210,7 @@ SOUND: dict[str, Callable[[Path], Any]] = {
     "restored, live": restored,
     "adapter": adapter_folder,
     "two adapters in bin files": pickled_adapters,
+    "beside a frozen reference": beside_a_frozen_reference,
     "prompts": prompts,
     "packed in bfloat16": packed_in_bfloat16,
     "the base was trained": trained_itself,
