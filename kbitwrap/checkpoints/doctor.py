@@ -52,6 +52,7 @@ _MOMENTS = ("exp_avg", "state1", "momentum_buffer")  # an optimizer's state in t
 _MERGED = "an adapter was merged into 4-bit weights"
 _EXPORT = "merge by export(merge_adapters=True), which writes half precision and leaves the base as it is"
 _Tensors = Mapping[str, torch.Tensor]
+_Record = Mapping[str, Any]
 _Faults = Iterator[tuple[str, str, str]]  # what, the evidence, and the remedy; none where something was not measured
 
 
@@ -218,9 +219,7 @@ def _of_base(base: _Tensors, meta: Any, ties: list[list[str]], left: list[str], 
             yield f"{what} are not quantized", shown(names), "quantize them, or name them in llm_int8_skip_modules"
 
 
-def _of_adapters(
-    adapters: Mapping[str, _Tensors], optimizer: Mapping[str, Any], recorded: Mapping[str, set[Any]]
-) -> _Faults:
+def _of_adapters(adapters: Mapping[str, _Tensors], optimizer: _Record, recorded: _Record) -> _Faults:
     """``recorded``: the names of the dtypes that an adapter had in training, by its folder."""
     states = [state for state in optimizer.get("state", {}).values() if isinstance(state, dict)]
     moments = [m for state in states for key in _MOMENTS if isinstance(m := state.get(key), torch.Tensor)]

@@ -121,12 +121,11 @@ def merge_checkpoint(
 
 def _quantization(base: Any, given: Any, manifest: Manifest | None, trust_remote_code: bool) -> Any:
     """The quantization config to load the base with; ``None`` where it has its own, or none."""
-    found = getattr(read_config(base, trust_remote_code), "quantization_config", None)
-    if found is not None:  # loading takes this one, whatever else is given
-        own = found if isinstance(found, dict) else found.to_dict()
-        asked = given if isinstance(given, dict) else given.to_dict() if given else {}
-        settings = {name: v for name, v in asked.items() if v is not None and find_dtype(v) is None}
-        differing = [f"{name}: {own[name]!r}, given: {v!r}" for name, v in settings.items() if own.get(name, v) != v]
+    own = getattr(read_config(base, trust_remote_code), "quantization_config", None)
+    if own is not None:  # loading takes this one, whatever else is given
+        asked = given.to_dict() if hasattr(given, "to_dict") else given or {}
+        pairs = {name: (own[name], v) for name, v in asked.items() if name in own and v is not None}
+        differing = [f"{name}: {a!r}, given: {b!r}" for name, (a, b) in pairs.items() if a != b and not find_dtype(b)]
         if given is False or differing:
             raise ConfigError(
                 f"the base {os.fspath(base)!r} has a quantization of its own, and it is not the one given "
