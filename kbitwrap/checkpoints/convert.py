@@ -16,6 +16,7 @@ import torch
 from ..errors import ConfigError, ManifestMismatchError
 from ..export.writer import checkpoint_writer, split_into_files
 from ..manifest.manifest import Manifest
+from ..model.quantization import is_of_another_library
 from ..model.wrappers import canonical_fqn
 from ..reports import ExportReport
 from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype, parse_dtype
@@ -214,16 +215,17 @@ def _casts_by_reference(
 def casts_by_dtype(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The casts that make a checkpoint as a model loaded in a half dtype saves it.
 
-    Where transformers does not know the architecture, all but adapters and the state of quantized weights is cast.
+    What the architecture does not name is cast, too, but for adapters and what belongs to quantized weights.
     """
     stored_names = {canonical_fqn(name) for name in checkpoint.tensors}
     originals = _as_loaded(checkpoint, dtype)
+    is_foreign = is_of_another_library(checkpoint.config.get("quantization_config"))
     casts = {}
     for name, stored in checkpoint.tensors.items():
         if stored.dtype != torch.float32 or is_trained_copy(name) or is_beside(name, stored_names):
             continue
         original = _original(name, originals)
-        if original is None or original.dtype in HALF_DTYPES:
+        if not is_foreign if original is None else original.dtype in HALF_DTYPES:
             casts[name] = dtype
     return casts
 

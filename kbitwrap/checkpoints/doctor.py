@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, ManifestMismatchError
-from ..export.adapters import active_adapters
+from ..export.adapters import LayerMerge, active_adapters, is_tuner_layer
+from ..export.plain import float32_module, parameter_of, plain_layer
 from ..manifest.manifest import Manifest
 from ..model.checks import refuse_unreadable
 from ..model.pretrained import load_pretrained, meta_model
@@ -27,9 +28,10 @@ from ..preparation.preparation import Preparation
 from ..preparation.process import plain_mode
 from ..reports import shown
 from ..tensors.bits import content_digest
-from ..tensors.dtypes import HALF_DTYPES, find_dtype
+from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype
 from ..tensors.lazy import materialize
 from .inspection import inspect_checkpoint
+from .merge import read_adapter, with_adapter
 from .reader import (
     MANIFEST_NAME,
     adapter_file,
@@ -50,6 +52,7 @@ _MOMENTS = ("exp_avg", "state1", "momentum_buffer")  # an optimizer's state in t
 _MERGED = "an adapter was merged into 4-bit weights"
 _EXPORT = "merge by export(merge_adapters=True), which writes half precision and leaves the base as it is"
 _Tensors = Mapping[str, torch.Tensor]
+_Record = Mapping[str, Any]
 _Faults = Iterator[tuple[str, str, str]]  # what, the evidence, and the remedy; none where something was not measured
 
 
@@ -107,7 +110,7 @@ def doctor(path_or_model: str | os.PathLike[str] | nn.Module, *, base: Any = Non
         >>> kbitwrap.doctor(torch.nn.Linear(2, 2)).findings
         ()
     """
-    with plain_mode():
+    with plain_mode(), torch.random.fork_rng(devices=[]):  # loading draws numbers
         if isinstance(path_or_model, nn.Module):
             places = {type(path_or_model).__name__: [*_of_model(path_or_model, base, adapter)]}
         else:
@@ -157,7 +160,7 @@ def _of_model(model: nn.Module, base: Any, adapter: Any) -> _Faults:
     ties = [] if meta is None else tied_names(meta)
     yield from _of_base(plain, meta, ties, [] if is_prepared else left, use_cache is False and not is_prepared)
     adapters = {t.path: t.parameter for t in tree.tensors if id(t.parameter) in tree.adapter_ids}
-    yield from _of_adapters({"the model": adapters}, {})
+    yield from _of_adapters({"the model": adapters}, {}, {})
     states = {fqn: quant_state_of(t.module, t.parameter) for fqn, t in packed.items()}
     sources = {fqn: vars(s).get("original_dtype", s.dtype) for fqn, s in states.items() if s is not None}
     yield from _of_merge(sources, getattr(config, "dtype", None), model, base, adapter)
@@ -169,7 +172,11 @@ def _of_folder(folder: Path, base: Any, adapter: Any) -> _Faults:
         optimizer = load_pickled(folder / _OPTIMIZER) if (folder / _OPTIMIZER).is_file() else {}
     except ConfigError as error:
         yield "what the optimizer trained", str(error), ""
-    yield from _of_adapters(_adapters(folder), optimizer)
+    # PEFT saves the adapter "default" in the folder, and others in folders of their names.
+    records = Manifest.load(folder / MANIFEST_NAME).adapters if (folder / MANIFEST_NAME).is_file() else {}
+    recorded = {name.rpartition(".")[2]: {*record.dtypes} for name, record in records.items()}
+    recorded = {str(folder if name == "default" else folder / name): found for name, found in recorded.items()}
+    yield from _of_adapters(_adapters(folder), optimizer, recorded)
     if not has_weights(folder):
         return
     checkpoint, report = open_checkpoint(folder), inspect_checkpoint(folder)
@@ -212,20 +219,27 @@ def _of_base(base: _Tensors, meta: Any, ties: list[list[str]], left: list[str], 
             yield f"{what} are not quantized", shown(names), "quantize them, or name them in llm_int8_skip_modules"
 
 
-def _of_adapters(adapters: Mapping[str, _Tensors], optimizer: Mapping[str, Any]) -> _Faults:
+def _of_adapters(adapters: Mapping[str, _Tensors], optimizer: _Record, recorded: _Record) -> _Faults:
+    """``recorded``: the names of the dtypes that an adapter had in training, by its folder."""
     states = [state for state in optimizer.get("state", {}).values() if isinstance(state, dict)]
     moments = [m for state in states for key in _MOMENTS if isinstance(m := state.get(key), torch.Tensor)]
+    # Told by torch's optimizer alone; and of several adapters, one may be a frozen reference.
+    is_told = len(adapters) == 1 and any("foreach" in group for group in optimizer.get("param_groups", ()))
     trained: dict[torch.Size, set[torch.dtype]] = {}
-    for moment in moments if any("foreach" in group for group in optimizer.get("param_groups", ())) else ():  # torch's
+    for moment in moments if is_told else ():
         trained.setdefault(moment.shape, set()).add(moment.dtype)
+    outer = [tensor for tensors in adapters.values() for name, tensor in tensors.items() if ".lora_B." in name]
+    if outer and not any(materialize(tensor).any() for tensor in outer):
+        remedy = "train it, and see that it gets gradients"
+        yield "lora_B is zero in every layer", f"{', '.join(adapters)} adds nothing", remedy
     for where, tensors in adapters.items():
         if broken := [name for name, tensor in tensors.items() if not materialize(tensor).float().isfinite().all()]:
             yield "an adapter is not finite", shown(broken), "go back to a checkpoint from before the loss diverged"
-        outer = [tensor for name, tensor in tensors.items() if ".lora_B." in name]
-        if outer and not any(materialize(tensor).any() for tensor in outer):
-            yield "lora_B is zero in every layer", f"{where} adds nothing", "train it, and see that it gets gradients"
         dtypes = {name: tensors.get(name.replace(".lora_B.", ".lora_A."), t).dtype for name, t in tensors.items()}
-        if others := [name for name, t in tensors.items() if t.dtype not in trained.get(t.shape, {dtypes[name]})]:
+        named = recorded.get(where, set())
+        is_other = bool(named) and named.isdisjoint(map(dtype_name, dtypes.values()))
+        others = [n for n, t in tensors.items() if is_other or t.dtype not in trained.get(t.shape, {dtypes[n]})]
+        if others:
             yield "an adapter has another dtype than in training", shown(others), "save it in the dtype of its training"
     saved = [(name, tensor.shape) for tensors in adapters.values() for name, tensor in tensors.items()]
     is_prompt = any(name.startswith("prompt_") for name, _ in saved)  # what computes prompts is not saved
@@ -266,17 +280,20 @@ def _of_merge(sources: Mapping[str, Any], dtype: torch.dtype | None, subject: An
         if merged and (len(merged) < len(sources) or dtype in HALF_DTYPES):
             yield _MERGED, f"quantized from float32: {shown(merged)}; how much survived: not measured", _EXPORT
     elif sources:
-        from peft import PeftModel
-
+        _, saved = read_adapter(Path(adapter))
         found: Any = unwrap(subject)[0] if isinstance(subject, nn.Module) else load_pretrained(subject, None, dtype)[0]
         layers = {node.fqn: node.module for node in ModelTree(found).base if is_quantized_layer(node.module)}
         original, _ = load_pretrained(base, found.config.quantization_config, dtype)
         sums = torch.zeros(3, dtype=torch.float64)
-        for _, fqn, layer, _ in ModelTree(PeftModel.from_pretrained(original, adapter)).nodes:
-            if fqn in layers and hasattr(layer, "get_delta_weight"):
+        for _, fqn, layer, _ in ModelTree(with_adapter(original, Path(adapter), saved)).nodes:
+            if fqn in layers and is_tuner_layer(layer):
                 one: Any = layer
-                delta: Any = sum(one.get_delta_weight(name).double() for name in active_adapters(one, None))
-                change = dequantizer(layers[fqn])(...).cpu().double() - dequantizer(one.get_base_layer())(...)
+                source = one.get_base_layer()
+                before = dequantizer(source)(...).float()
+                plain = float32_module(plain_layer(source, as_linear=True), {"weight": before.clone()})
+                merge = LayerMerge(fqn, one, active_adapters(one, None), source.weight)
+                delta = parameter_of(merge(plain, ..., is_last=True), "weight").double() - before
+                change = dequantizer(layers[fqn])(...).cpu().double() - before
                 sums += torch.stack([(change * delta).sum(), delta.square().sum(), change.square().sum()])
         dot, wanted, changed = sums.tolist()
         if changed and wanted:

@@ -25,14 +25,15 @@ from ..model.tree import ModelTree
 from ..model.wrappers import canonical_fqn
 from ..preparation.process import plain_mode
 from ..reports import ExportReport
+from ..tensors.dtypes import find_dtype
 from .reader import MANIFEST_NAME, adapter_file, read_json, read_tensors, recorded_quantization
 
-# What a tokenizer or a processor is saved as.
+# What a tokenizer is saved as, and what a processor adds to it.
 _TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
-    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
 )
+_PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def merge_checkpoint(
@@ -77,20 +78,19 @@ def merge_checkpoint(
 
     Raises:
         ConfigError: There is no base or adapter, the adapter does not belong to the base, or it is not known how the
-            base was quantized.
+            base was quantized, or it was saved quantized otherwise than given.
         ManifestMismatchError: The base is not the one that the manifest records.
         ExportError: It cannot be merged or written. Nothing was left at ``dst``.
 
     Example:
         >>> from kbitwrap import merge_checkpoint
-        >>> merge_checkpoint("/no/such/base", "/no/such/adapter", "/tmp/merged")
+        >>> merge_checkpoint("/no/such/base", "/no/adapter", "/tmp/merged")
         Traceback (most recent call last):
         ...
-        kbitwrap.errors.ConfigError: there is no adapter_config.json in '/no/such/adapter'
+        kbitwrap.errors.ConfigError: there is no adapter_config.json with adapter_model.safetensors in '/no/adapter'
     """
     start, folder = time.perf_counter(), Path(adapter)
-    if not (folder / "adapter_config.json").is_file():
-        raise ConfigError(f"there is no adapter_config.json in {os.fspath(adapter)!r}")
+    config, saved = read_adapter(folder)
     split_into_files({}, max_shard_size)  # refuses an invalid size before anything is computed
     with checkpoint_writer(dst, "merge", overwrite=overwrite, disable=None if progress else True) as writer:
         if manifest is None and (folder / MANIFEST_NAME).is_file():
@@ -104,26 +104,37 @@ def merge_checkpoint(
             raise ConfigError(f"the base {os.fspath(base)!r} lacks weights: {min(new)} and {len(new) - 1} more")
         if record is not None:
             record.check(model)
-        adapted = _adapted(model, folder)
+        adapted = with_adapter(model, folder, saved)
         with plain_mode():
             twin = build_twin(ModelTree(adapted))
             merged = merge_into(twin)
             tensors = {id(t): t for t in (*twin.model.parameters(), *twin.model.buffers())}
             _refuse_full_disk(writer.folder, sum(t.nbytes for t in tensors.values()), dst)
             save_model(twin.model, writer, max_shard_size)
-        _copy_tokenizer(base, folder, writer.folder)
+        for names in (_TOKENIZER, _PROCESSOR):
+            _copy(names, base, folder, writer.folder)
         method = ModelTree(model).quantization.method
-        (writer.folder / "README.md").write_text(_card(base, folder, method, device), encoding="utf-8")
+        (writer.folder / "README.md").write_text(_card(base, folder, config, method, device), encoding="utf-8")
     seconds = time.perf_counter() - start
     return ExportReport(Path(dst), writer.files, writer.num_tensors, writer.num_bytes, twin.converted, merged, seconds)
 
 
 def _quantization(base: Any, given: Any, manifest: Manifest | None, trust_remote_code: bool) -> Any:
     """The quantization config to load the base with; ``None`` where it has its own, or none."""
+    own = getattr(read_config(base, trust_remote_code), "quantization_config", None)
+    if own is not None:  # loading takes this one, whatever else is given
+        asked = given.to_dict() if hasattr(given, "to_dict") else given or {}
+        pairs = {name: (own[name], v) for name, v in asked.items() if name in own and v is not None}
+        differing = [f"{name}: {a!r}, given: {b!r}" for name, (a, b) in pairs.items() if a != b and not find_dtype(b)]
+        if given is False or differing:
+            raise ConfigError(
+                f"the base {os.fspath(base)!r} has a quantization of its own, and it is not the one given "
+                f"({'; '.join(differing) or 'none'}): leave that out (quantization_config, --quant), or give the base "
+                "that was trained on"
+            )
+        return None
     if given is not None:
         return given or None
-    if getattr(read_config(base, trust_remote_code), "quantization_config", None) is not None:
-        return None
     if manifest is None:
         raise ConfigError(
             f"it is not known how the base {os.fspath(base)!r} was quantized in training: its config says nothing; "
@@ -132,7 +143,15 @@ def _quantization(base: Any, given: Any, manifest: Manifest | None, trust_remote
     return recorded_quantization(manifest)
 
 
-def _adapted(model: nn.Module, folder: Path) -> nn.Module:
+def read_adapter(folder: Path) -> tuple[dict[str, Any], set[str]]:
+    """The config of the adapter that PEFT saved in a folder, and the names of its tensors."""
+    file = adapter_file(folder)
+    if file is None or not (folder / "adapter_config.json").is_file():
+        raise ConfigError(f"there is no adapter_config.json with adapter_model.safetensors in {os.fspath(folder)!r}")
+    return read_json(folder / "adapter_config.json"), set(read_tensors(file)[0])
+
+
+def with_adapter(model: nn.Module, folder: Path, saved: set[str]) -> nn.Module:
     """The model with the adapter on it; every tensor saved has its place there, and every place its tensor."""
     from peft import PeftModel, get_peft_model_state_dict
 
@@ -143,9 +162,8 @@ def _adapted(model: nn.Module, folder: Path) -> nn.Module:
             adapted: Any = PeftModel.from_pretrained(model, os.fspath(folder))
             expected = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
         except Exception as error:  # whatever PEFT raises, the adapter does not fit
-            raise ConfigError(f"the adapter in {os.fspath(folder)!r} does not fit the base: {error}") from error
-    file = adapter_file(folder)
-    saved = set() if file is None else set(read_tensors(file)[0])
+            why = " ".join(map(str.strip, str(error).split("\n")[:2]))  # torch's second line names a tensor
+            raise ConfigError(f"the adapter in {os.fspath(folder)!r} does not fit the base: {why}") from error
     unknown = {name for name in saved - expected if canonical_fqn(name) not in known}
     for names, what in ((unknown, "has tensors that the base has no place for"), (expected - saved, "lacks tensors")):
         if names:
@@ -162,12 +180,12 @@ def _refuse_full_disk(folder: Path, num_bytes: int, dst: str | os.PathLike[str])
         )
 
 
-def _copy_tokenizer(base: str | os.PathLike[str], adapter: Path, dst: Path) -> None:
-    """Copy the files of the tokenizer that the adapter was saved with, or else of the base's."""
+def _copy(names: tuple[str, ...], base: str | os.PathLike[str], adapter: Path, dst: Path) -> None:
+    """Copy the files of those names that the adapter was saved with, or if there is none, the base's."""
     from transformers.utils.hub import cached_file
 
-    is_beside = any((adapter / name).is_file() for name in _TOKENIZER)
-    for name in _TOKENIZER:
+    is_beside = any((adapter / name).is_file() for name in names)
+    for name in names:
         found = cached_file(
             os.fspath(adapter if is_beside else base),
             name,
@@ -179,9 +197,8 @@ def _copy_tokenizer(base: str | os.PathLike[str], adapter: Path, dst: Path) -> N
             shutil.copyfile(found, dst / name)
 
 
-def _card(base: str | os.PathLike[str], adapter: Path, method: str | None, device: Any) -> str:
+def _card(base: str | os.PathLike[str], adapter: Path, config: dict[str, Any], method: str | None, device: Any) -> str:
     """A model card that says what was merged from what; a folder is named by its last part."""
-    config = read_json(adapter / "adapter_config.json")
     named = str(config.get("base_model_name_or_path") or os.fspath(base))
     name = Path(named).name if os.path.isabs(named) or os.path.isdir(named) else named
     how = f"quantized with {method} as in training and dequantized exactly" if method else "unquantized, as in training"

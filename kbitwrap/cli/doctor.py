@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with quiet_libraries():
             report = doctor(arguments.path, base=arguments.base, adapter=arguments.adapter)
-    except (KbitWrapError, OSError, ValueError) as error:  # PEFT's, too, of an adapter that cannot be loaded
+    except (KbitWrapError, OSError) as error:
         raise InputError(first_line(error)) from error
     result = report.to_dict()
     print(json.dumps(result, indent=2) if arguments.json else _describe(result))

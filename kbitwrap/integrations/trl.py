@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kbitwrap import LifecycleState, StateError, prepared_of
+from kbitwrap import ExportError, LifecycleState, StateError, prepared_of
 
 
 def sync_merged_weights() -> Callable[[], None]:
@@ -27,6 +27,7 @@ def sync_merged_weights() -> Callable[[], None]:
 
     Raises:
         StateError: When weights are sent: the trainer's model is not prepared.
+        ExportError: When weights are sent: the adapters took weights apart that the engine's model ties.
 
     Example:
         >>> from kbitwrap.integrations.trl import sync_merged_weights  # doctest: +SKIP
@@ -62,7 +63,16 @@ def _merged_weights(replaced: Any) -> Any:
                 "merges into the model itself again",
                 expected=(LifecycleState.PREPARED, LifecycleState.SUSPENDED),
             )
-        return prepared.merged_weights()
+        tied = getattr(prepared.model, "all_tied_weights_keys", ())
+        for fqn, tensor in prepared.merged_weights():
+            if fqn in tied:
+                raise ExportError(
+                    f"{fqn} is tied in the engine, which does not load it, and the adapters gave it other values than "
+                    "the weight that it is tied to: adapt neither of the two, or train both as one "
+                    "(modules_to_save with ensure_weight_tying=True)",
+                    fqn=fqn,
+                )
+            yield fqn, tensor
 
     return _marked(iter_named_params, replaced)
 

@@ -119,6 +119,11 @@ def _method_of(model: nn.Module) -> str | None:
     return None if method is None else str(getattr(method, "value", method))
 
 
+def is_of_another_library(settings: Any) -> bool:
+    """Whether a config's quantization is by a library whose layers keep float32 parts of their own, as scales."""
+    return isinstance(settings, dict) and settings.get("quant_method", "bitsandbytes") != "bitsandbytes"
+
+
 def detect(model: nn.Module, modules: Sequence[nn.Module]) -> Quantization:
     """Find out how a model, wrapped or not, is quantized: by its attributes and by its layers."""
     peft = detect_as_peft(model)

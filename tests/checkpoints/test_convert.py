@@ -326,6 +326,19 @@ def test_shapes_are_kept_for_empty_tensors_too(tmp_path: Path) -> None:
     }
 
 
+def test_scales_of_a_library_that_is_not_installed_stay(tmp_path: Path) -> None:
+    zoo.load("llama", quant=None, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    path, tensors = tmp_path / "model.safetensors", load_file(tmp_path / "model.safetensors")
+    weight = tensors.pop("model.layers.0.mlp.up_proj.weight")
+    tensors["model.layers.0.mlp.up_proj.weight_packed"] = weight.to(torch.int8)
+    tensors["model.layers.0.mlp.up_proj.weight_scale"] = torch.rand(len(weight), 1)
+    save_file(tensors, path, {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert not inspect_checkpoint(tmp_path)
+
+
 def test_the_own_config_is_enough_where_it_names_a_half_dtype(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "in", {"a.weight": torch.ones(2)}, torch_dtype="float16", model_type="of_nobody")
     assert convert_checkpoint(source, tmp_path / "out").converted == ("a.weight",)

@@ -140,6 +140,17 @@ def adapter_folder(folder: Path) -> Path:
     return folder
 
 
+def beside_a_frozen_reference(folder: Path) -> Path:
+    """As TRL trains a model that has an adapter: in bfloat16, beside a copy of what it was, in float32."""
+    with KbitPreparedModel(zoo.load("llama")) as prepared:
+        peft_model = trainers.adapt(prepared.model, init_lora_weights=True)
+        for parameter in peft_model.parameters():
+            parameter.data = parameter.data.bfloat16() if parameter.requires_grad else parameter.data
+        peft_model.add_adapter("ref", zoo.lora_config("llama", init_lora_weights=True))
+        train(peft_model, folder)
+    return folder
+
+
 def pickled_adapters(folder: Path) -> Path:
     """Two adapters, by `torch.save`."""
     model = training.adapt("llama", zoo.load("llama"))
@@ -199,6 +210,7 @@ SOUND: dict[str, Callable[[Path], Any]] = {
     "restored, live": restored,
     "adapter": adapter_folder,
     "two adapters in bin files": pickled_adapters,
+    "beside a frozen reference": beside_a_frozen_reference,
     "prompts": prompts,
     "packed in bfloat16": packed_in_bfloat16,
     "the base was trained": trained_itself,
@@ -297,6 +309,12 @@ def saved_in_half(folder: Path) -> Path:
     return folder
 
 
+def saved_in_half_without_an_optimizer(folder: Path) -> Path:
+    saved_in_half(folder)
+    (folder / "checkpoint-3" / "optimizer.pt").unlink()
+    return folder
+
+
 def falcon(folder: Path) -> Path:
     zoo.load("falcon").save_pretrained(folder)
     return folder
@@ -342,6 +360,7 @@ FAULTY: dict[str, tuple[str | tuple[str, ...], Callable[[Path], Any], str, str]]
     "zero": (ZERO, not_trained, "", "adds nothing"),
     "not finite": (NOT_FINITE, diverged, "", "lora_A"),
     "saved in half": (DTYPE, saved_in_half, "checkpoint-3", "lora_A"),
+    "saved in half, by its record": (DTYPE, saved_in_half_without_an_optimizer, "checkpoint-3", "lora_A"),
     "experts": (EXPERTS, saved("mixtral", "nf4"), "", "block_sparse_moe.experts.0.w1.weight"),
     "layers of a class of its own": (LAYERS, falcon, "", "dense_h_to_4h"),
     "untied": (TIED, untied, "", "lm_head.weight"),
@@ -404,6 +423,28 @@ def test_an_adapter_merged_into_4_bit_weights_is_found_and_measured(runs: Path) 
     assert doctor(runs / "base", base=runs / "base", adapter=runs / "run").findings == ()
 
 
+DORA = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, use_dora=True)
+HIRA = peft.HiraConfig(r=4, target_modules=["q_proj", "v_proj"], init_weights=False)  # multiplies the weight
+
+
+@pytest.mark.parametrize("settings", [DORA, HIRA], ids=["dora", "hira"])
+@pytest.mark.filterwarnings("ignore:Merge hira module to 4-bit:UserWarning:peft")
+def test_what_is_measured_is_what_the_adapter_changes(settings: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = peft.get_peft_model(zoo.load("llama"), settings)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter *= 1.5 if "magnitude" in name else 1
+    model.save_pretrained(tmp_path / "adapter")
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    before = torch.get_rng_state()
+    (finding,) = doctor(tmp_path / "merged", base=zoo.checkpoint("llama"), adapter=tmp_path / "adapter").findings
+    assert torch.equal(torch.get_rng_state(), before)
+    survived, error = (int(word.rstrip("%")) for word in finding.evidence.split() if word.endswith("%"))
+    assert 90 < survived < 110
+    assert error < 50
+
+
 # ----------------------------------------------------------------------------------------------------
 # What cannot be examined.
 # ----------------------------------------------------------------------------------------------------
@@ -413,6 +454,14 @@ def test_a_folder_with_nothing_to_examine_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(ConfigError, match="found neither"):
             doctor(path)
+
+
+def test_an_adapter_that_does_not_fit_the_base_is_refused(runs: Path, tmp_path: Path) -> None:
+    training.adapt("mixtral", zoo.load("mixtral"), r=3).save_pretrained(tmp_path)
+    config = (runs / "run" / "adapter_config.json").read_text()
+    (tmp_path / "adapter_config.json").write_text(config)
+    with pytest.raises(ConfigError, match=r"does not fit the base: .* size mismatch for "):
+        doctor(runs / "requantized", base=runs / "base", adapter=tmp_path)
 
 
 def test_a_damaged_manifest_is_refused(runs: Path, tmp_path: Path) -> None:

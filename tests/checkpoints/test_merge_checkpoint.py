@@ -140,8 +140,17 @@ def test_the_manifest_says_which_layers_were_left_unquantized(tmp_path: Path) ->
 def test_a_base_that_is_saved_quantized_keeps_its_own_quantization(tmp_path: Path) -> None:
     run = train("llama", "nf4", tmp_path)
     zoo.load("llama", "nf4").save_pretrained(tmp_path / "quantized")
-    merge_checkpoint(tmp_path / "quantized", run.adapter, tmp_path / "merged")
-    assert_same_model(tmp_path / "merged", run.merged)
+    for number, given in enumerate((None, run.quantization)):
+        merge_checkpoint(tmp_path / "quantized", run.adapter, tmp_path / str(number), quantization_config=given)
+        assert_same_model(tmp_path / str(number), run.merged)
+    for given, message in (
+        (transformers.BitsAndBytesConfig(load_in_8bit=True), r"load_in_8bit: False, given: True"),
+        ({"bnb_4bit_use_double_quant": True}, r"\(bnb_4bit_use_double_quant: False, given: True\): leave that out"),
+        (False, r"not the one given \(none\)"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            merge_checkpoint(tmp_path / "quantized", run.adapter, tmp_path / "merged", quantization_config=given)
+    assert not (tmp_path / "merged").exists()
 
 
 def test_what_is_not_known_is_asked_for(tmp_path: Path) -> None:
@@ -155,6 +164,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     run = train("llama", "nf4", tmp_path)
     options: dict[str, Any] = {"quantization_config": run.quantization, "dtype": "bfloat16"}
     base, path = zoo.checkpoint("llama"), run.adapter / "adapter_model.safetensors"
+    shutil.copytree(run.adapter, tmp_path / "kept")
     tensors = load_file(path)
     first = min(tensors)
     for change, message in (
@@ -167,6 +177,13 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
             merge_checkpoint(base, run.adapter, tmp_path / "merged", **options)
     with pytest.raises(ConfigError, match=r"no adapter_config\.json"):
         merge_checkpoint(base, tmp_path, tmp_path / "merged", **options)
+    (run.adapter / "adapter_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"adapter_config\.json: cannot be read as JSON"):
+        merge_checkpoint(base, run.adapter, tmp_path / "merged", **options)
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"no adapter_config\.json with adapter_model\.safetensors"):
+        merge_checkpoint(base, run.adapter, tmp_path / "merged", **options)
+    shutil.copytree(tmp_path / "kept", run.adapter, dirs_exist_ok=True)
     with pytest.raises(ConfigError, match="there is no model at"):
         merge_checkpoint(tmp_path / "nothing", run.adapter, tmp_path / "merged", **options)
     assert not (tmp_path / "merged").exists()
@@ -197,12 +214,14 @@ def test_the_tokenizer_and_a_card_are_beside_it(owner: str, tmp_path: Path) -> N
         if where in ("base", owner):
             tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, "a")))
             tokenizer.save_pretrained(base if where == "base" else run.adapter)
+    (base / "preprocessor_config.json").write_text("{}")  # a processor's, whose tokenizer alone was saved
     config = json.loads((run.adapter / "adapter_config.json").read_text())
     config["base_model_name_or_path"] = "someone/Tiny-Llama"
     (run.adapter / "adapter_config.json").write_text(json.dumps(config))
     merge_checkpoint(base, run.adapter, tmp_path / "out", quantization_config=run.quantization, dtype="bfloat16")
     found = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert len(found) == (2 if owner == "adapter" else 1)
+    assert (tmp_path / "out" / "preprocessor_config.json").is_file()
     card = (tmp_path / "out" / "README.md").read_text()
     assert "base_model: someone/Tiny-Llama\n" in card
     assert "quantized with bitsandbytes_4bit as in training" in card

@@ -14,7 +14,15 @@ from transformers import PreTrainedModel
 
 import zoo
 from cells import CELLS, DTYPE, Answer, pretrained
-from kbitwrap import ExportError, KbitPreparedModel, Precision, build_plan
+from kbitwrap import (
+    ExportError,
+    KbitPreparedModel,
+    Precision,
+    build_plan,
+    convert_checkpoint,
+    doctor,
+    inspect_checkpoint,
+)
 from merging import layers_of
 from snapshot import Snapshot
 from training import adapt, is_checkpointing, step
@@ -107,3 +115,14 @@ def test_a_model_that_quantos_own_function_quantized_is_prepared_as_one() -> Non
     with KbitPreparedModel(model) as prepared:
         assert prepared.plan.quantization == "quanto"
         assert is_checkpointing(model)
+
+
+@pytest.mark.parametrize(
+    ("method", "name"), [(m, n) for m, cells in CELLS.items() for n, cell in cells.items() if cell.is_serializable]
+)
+def test_no_float32_of_the_librarys_own_is_taken_for_a_leftover(method: str, name: str, tmp_path: Path) -> None:
+    CELLS[method][name].load("llama").save_pretrained(tmp_path / "saved")
+    assert not inspect_checkpoint(tmp_path / "saved")
+    assert doctor(tmp_path / "saved").findings == ()
+    report = convert_checkpoint(tmp_path / "saved", tmp_path / "converted", dtype="bfloat16")
+    assert report.converted == ()

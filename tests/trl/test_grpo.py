@@ -21,7 +21,7 @@ from datasets import Dataset
 
 import zoo
 from files import tensors_of
-from kbitwrap import KbitPreparedModel, LifecycleState, StateError
+from kbitwrap import ExportError, KbitPreparedModel, LifecycleState, StateError
 from kbitwrap.integrations import prepared_trainer
 from kbitwrap.integrations.trl import sync_merged_weights
 from runs import block, reward, tokenizer
@@ -110,14 +110,14 @@ def dataset() -> Dataset:
     return Dataset.from_dict({"prompt": [f"w{8 + i} w{9 + i}" for i in range(8)]})
 
 
-def trainer_of(model: Any, folder: Path, **settings: Any) -> GRPOTrainer:
+def trainer_of(model: Any, folder: Path, *, lora: Any = None, **settings: Any) -> GRPOTrainer:
     return GRPOTrainer(
         model,
         reward_funcs=reward,
         args=config_of(folder, **settings),
         train_dataset=dataset(),
         processing_class=tokenizer(),
-        peft_config=zoo.lora_config("llama", task_type="CAUSAL_LM"),
+        peft_config=zoo.lora_config("llama", task_type="CAUSAL_LM", **lora or {}),
     )
 
 
@@ -178,6 +178,18 @@ def test_a_model_that_is_not_prepared_is_refused(tmp_path: Path) -> None:
     trainer = trainer_of(zoo.load("llama", "nf4"), tmp_path / "run")
     with pytest.raises(StateError, match="is not prepared: prepare it before the trainer is made"):
         trainer.train()
+
+
+@pytest.mark.usefixtures("merged")
+def test_weights_that_the_engine_ties_and_training_took_apart_are_refused(tmp_path: Path) -> None:
+    model = zoo.load("gemma2", "nf4")
+    trainer = trainer_of(model, tmp_path / "run", lora={"target_modules": ["embed_tokens"], "init_lora_weights": True})
+    with prepared_trainer(trainer), pytest.raises(ExportError, match=r"lm_head\.weight is tied in the engine"):
+        trainer.train()
+    (engine,) = Engine.made
+    assert trainer.state.global_step == 1  # they were equal before it
+    assert "model.embed_tokens.weight" in engine.syncs[0]
+    assert "lm_head.weight" not in engine.syncs[0] | engine.syncs[1]
 
 
 def test_its_undo_puts_trls_methods_back() -> None:
