@@ -18,7 +18,7 @@ from ..export.writer import checkpoint_writer, split_into_files
 from ..manifest.manifest import Manifest
 from ..model.quantization import is_of_another_library
 from ..model.wrappers import canonical_fqn
-from ..reports import ExportReport
+from ..reports import Differences, ExportReport
 from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype, parse_dtype
 from .reader import SavedCheckpoint, StoredTensor, config_dtype, is_beside, is_trained_copy, open_checkpoint, read_json
 
@@ -103,10 +103,8 @@ def convert_checkpoint(
             _copy_rest(checkpoint, writer.folder, chosen)
         writer.save(tensors, files, metadata, index_name, index)
     seconds = time.perf_counter() - start
-    saved_bytes = sum(stored.num_bytes for stored in checkpoint.tensors.values()) - writer.num_bytes
-    return ExportReport(
-        Path(dst), writer.files, writer.num_tensors, writer.num_bytes, tuple(casts), (), seconds, saved_bytes
-    )
+    saved = sum(stored.num_bytes for stored in checkpoint.tensors.values()) - writer.num_bytes
+    return ExportReport(Path(dst), writer.files, writer.num_tensors, writer.num_bytes, tuple(casts), (), seconds, saved)
 
 
 def _casts(
@@ -157,10 +155,7 @@ def casts_by_manifest(checkpoint: SavedCheckpoint, manifest: Manifest) -> dict[s
         elif stored.dtype != original.dtype:
             different[name] = {"dtype": (original.dtype, stored.dtype)}
     if unexpected or different:
-        lines = [
-            f"{n}: {what}: expected {row[0]}, found {row[1]}" for n, d in different.items() for what, row in d.items()
-        ]
-        lines += [f"{name}: the manifest has no such tensor" for name in unexpected]
+        lines = Differences(different).lines() + [f"{name}: the manifest has no such tensor" for name in unexpected]
         more = f" (and {len(lines) - 3} more)" if len(lines) > 3 else ""
         raise ManifestMismatchError(
             f"{checkpoint.path} is not a checkpoint of the model that the manifest records: "

@@ -64,12 +64,7 @@ class CheckpointReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values, ready for JSON."""
-        return {
-            **vars(self),
-            "path": str(self.path),
-            "wasted_bytes": self.wasted_bytes,
-            "adapters": list(self.adapters),
-        }
+        return {**vars(self), "path": str(self.path), "wasted_bytes": self.wasted_bytes, "adapters": [*self.adapters]}
 
 
 def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:

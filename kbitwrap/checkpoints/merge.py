@@ -109,7 +109,12 @@ def merge_checkpoint(
             twin = build_twin(ModelTree(adapted))
             merged = merge_into(twin)
             tensors = {id(t): t for t in (*twin.model.parameters(), *twin.model.buffers())}
-            _refuse_full_disk(writer.folder, sum(t.nbytes for t in tensors.values()), dst)
+            needed, free = sum(t.nbytes for t in tensors.values()), shutil.disk_usage(writer.folder).free
+            if free < needed:
+                raise ExportError(
+                    f"{os.fspath(dst)}: the merged model takes {format_bytes(needed)}, and {format_bytes(free)} are "
+                    "free there; nothing was written"
+                )
             save_model(twin.model, writer, max_shard_size)
         for names in (_TOKENIZER, _PROCESSOR):
             _copy(names, base, folder, writer.folder)
@@ -169,15 +174,6 @@ def with_adapter(model: nn.Module, folder: Path, saved: set[str]) -> nn.Module:
         if names:
             raise ConfigError(f"the adapter in {os.fspath(folder)!r} {what}: {min(names)} and {len(names) - 1} more")
     return adapted  # type: ignore[no-any-return]
-
-
-def _refuse_full_disk(folder: Path, num_bytes: int, dst: str | os.PathLike[str]) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < num_bytes:
-        raise ExportError(
-            f"{os.fspath(dst)}: the merged model takes {format_bytes(num_bytes)}, and {format_bytes(free)} are free "
-            "there; nothing was written"
-        )
 
 
 def _copy(names: tuple[str, ...], base: str | os.PathLike[str], adapter: Path, dst: Path) -> None:

@@ -315,11 +315,8 @@ def _read_pickled(path: Path) -> dict[str, StoredTensor]:
             raise ConfigError(f"{path}: {name}: expected a dense tensor, found {found}")
         start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
         if start is None or not tensor.is_contiguous():
-            found = (
-                "stored in the format of torch before 1.6, or read by torch before 2.7"
-                if start is None
-                else "not contiguous"
-            )
+            old = "stored in the format of torch before 1.6, or read by torch before 2.7"
+            found = old if start is None else "not contiguous"
             raise ConfigError(f"{path}: {name}: is {found}; load it with torch.load and save it as safetensors")
         start += tensor.storage_offset() * tensor.itemsize
         if start + tensor.nbytes > num_bytes:

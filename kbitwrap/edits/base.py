@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -34,6 +34,11 @@ class EditBase:
     added_bytes: int = 0  # until the edit is undone
     transient_bytes: int = 0  # the peak while the edit is made, above what was live before
     reason: str = ""  # why it is not done in the precision's leaner way
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a plan shows, as plain values; what a kind of edit adds is left out."""
+        shown = {field.name: getattr(self, field.name) for field in fields(EditBase)}
+        return {**shown, "fqns": list(self.fqns), "role": None if self.role is None else self.role.value}
 
     def describe(self) -> str:
         """Say in one line what the edit does, and to what."""
@@ -84,7 +89,7 @@ class AttributesNow(ChangeBase):
     """Instance attributes of objects as they are now, to be written back to these very objects, which are held."""
 
     def __init__(self, holders: Collection[Any], names: Collection[str]) -> None:
-        self._holders, self._names = holders, names
+        self.holders, self._names = holders, names
         self._values = [(holder, name, vars(holder).get(name, MISSING)) for holder in holders for name in names]
 
     def undo(self, tree: ModelTree) -> None:
@@ -94,7 +99,7 @@ class AttributesNow(ChangeBase):
 
     def now(self, tree: ModelTree) -> AttributesNow:
         """Record the current values."""
-        return AttributesNow(self._holders, self._names)
+        return AttributesNow(self.holders, self._names)
 
 
 class Together(ChangeBase):

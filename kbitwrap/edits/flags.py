@@ -83,19 +83,11 @@ class Hold(EditBase):
 
     anchor: Anchor = field(default_factory=Anchor, repr=False)
 
-    def capture(self, tree: ModelTree) -> HoldChange:
+    def capture(self, tree: ModelTree) -> AttributesNow:
         """Record that the attribute is absent."""
-        return HoldChange([tree.model], [ANCHOR_ATTRIBUTE])
+        return AttributesNow([tree.model], [ANCHOR_ATTRIBUTE])
 
-    def apply(self, change: HoldChange) -> None:
+    def apply(self, change: AttributesNow) -> None:
         """Set the attribute."""
-        change.set(self.anchor)
-
-
-class HoldChange(AttributesNow):
-    """The attribute of the model as it was: absent."""
-
-    def set(self, anchor: Anchor) -> None:
-        """Set the attribute."""
-        for model in self._holders:
-            vars(model)[ANCHOR_ATTRIBUTE] = anchor
+        for model in change.holders:
+            vars(model)[ANCHOR_ATTRIBUTE] = self.anchor

@@ -52,11 +52,8 @@ class Call:
 
 
 @runtime_checkable
-class Change(Protocol):
-    """The state from before one edit: a ``WayBack`` that can be suspended."""
-
-    def undo(self, view: Any) -> None:
-        """Put back the state from before the edit, however far the edit got. A second call changes nothing."""
+class Change(WayBack, Protocol):
+    """The state from before one edit, which can be suspended."""
 
     def now(self, view: Any) -> WayBack:
         """Record the current state of all that ``undo`` changes; changes nothing."""

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +34,15 @@ Progress = Callable[[int], object]
 """Called with a number of bytes each time that as many were written."""
 
 
+@dataclass
 class CheckpointWriter:
-    """Writes the tensors of a checkpoint into a folder, and counts them.
+    """Writes the tensors of a checkpoint into a folder, and counts them."""
 
-    ``files`` are the paths of all files in the folder, relative to it and sorted; empty until the writing ends.
-    """
-
-    def __init__(self, folder: Path, progress: Progress | None = None) -> None:
-        self.folder = folder
-        self.num_tensors = 0
-        self.num_bytes = 0
-        self.files: tuple[str, ...] = ()
-        self._progress = progress
+    folder: Path
+    progress: Progress | None = None
+    num_tensors: int = 0
+    num_bytes: int = 0
+    files: tuple[str, ...] = ()  # all in the folder, relative to it and sorted; empty until the writing ends
 
     def save_file(
         self,
@@ -53,7 +51,7 @@ class CheckpointWriter:
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         """Write one file and count its tensors; called as ``safetensors.torch.save_file`` is."""
-        self.num_bytes += write_safetensors(path, tensors, metadata, progress=self._progress)
+        self.num_bytes += write_safetensors(path, tensors, metadata, progress=self.progress)
         self.num_tensors += len(tensors)
 
     def save(
@@ -81,12 +79,7 @@ class CheckpointWriter:
 
 @contextlib.contextmanager
 def checkpoint_writer(
-    path: str | os.PathLike[str],
-    task: str,
-    *,
-    overwrite: bool,
-    num_bytes: int | None = None,
-    disable: bool | None,
+    path: str | os.PathLike[str], task: str, *, overwrite: bool, num_bytes: int | None = None, disable: bool | None
 ) -> Iterator[CheckpointWriter]:
     """Write a checkpoint as `staged` writes a folder, with a bar of the bytes (``disable`` is tqdm's)."""
     with staged(path, overwrite=overwrite) as folder:

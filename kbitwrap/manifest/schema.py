@@ -63,45 +63,27 @@ DType = Literal[
 
 
 class QuantizationRecord(Record):
-    """How the model is quantized.
+    """How the model is quantized."""
 
-    Attributes:
-        method: ``"bitsandbytes_4bit"``, ``"bitsandbytes_8bit"``, another method's name, or ``None``.
-        config: Its settings, as the model's config has them.
-    """
-
-    method: Text | None
-    config: Settings
+    method: Text | None  # such as ``"bitsandbytes_4bit"``
+    config: Settings  # as the model's config has them
 
 
 class ModelRecord(Record):
-    """The model that was prepared.
-
-    Attributes:
-        class_name: Its class (``"class"`` in JSON).
-        name_or_path: Where it was loaded from; a note to the reader, never opened and not compared with a model.
-        config_sha256: SHA-256 (hex) of its config without the values that change by use; ``None`` where
-            there is no config.
-        dtype: The original dtype of its first floating-point parameter that is not quantized.
-        quantization: How it is quantized.
-    """
+    """The model that was prepared."""
 
     class_name: Text = Field(alias="class")
-    name_or_path: Text
-    config_sha256: Sha256 | None
-    dtype: DType | None
+    name_or_path: Text  # a note to the reader, never opened and not compared with a model
+    config_sha256: Sha256 | None  # of its config, if it has one, without the values that change by use; hex
+    dtype: DType | None  # the original one of its first floating-point parameter that is not quantized
     quantization: QuantizationRecord
 
 
 class AdapterRecord(Record):
-    """An adapter on the base.
+    """An adapter on the base."""
 
-    Attributes:
-        config_sha256: SHA-256 (hex) of its config, without the values that saving and loading change.
-        dtypes: Those of its own parameters, sorted; copies of the base's that it trains do not count.
-    """
-
-    config_sha256: Sha256
+    config_sha256: Sha256  # of its config, without the values that saving and loading change; hex
+    # Those of its own parameters, sorted; copies of the base's that it trains do not count.
     dtypes: tuple[DType, ...] = Field(strict=False, max_length=64)
 
 
@@ -145,16 +127,7 @@ class ConfigRecord(Record):
 
 
 class Kind(Record):
-    """The values that many tensors share.
-
-    Attributes:
-        type: ``"parameter"``, ``"quantization"`` (the statistics of a quantized weight) or ``"buffer"`` (persistent).
-        shape: The shape.
-        original_dtype: The storage dtype as loaded.
-        prepared_dtype: The storage dtype while prepared.
-        requires_grad: The flag before preparation.
-        prepared_requires_grad: The flag while prepared.
-    """
+    """The values that many tensors share, as `TensorRecord` has them."""
 
     type: Literal["parameter", "quantization", "buffer"]
     shape: tuple[Count, ...] = Field(strict=False, max_length=64)
@@ -170,7 +143,7 @@ class TensorRecord:
 
     Attributes:
         fqn: Its canonical name: the one it has in a checkpoint of the unwrapped model.
-        type: ``"parameter"``, ``"quantization"`` or ``"buffer"``.
+        type: ``"parameter"``, ``"quantization"`` (the statistics of a quantized weight) or ``"buffer"`` (persistent).
         shape: The shape.
         original_dtype: The storage dtype as loaded, such as ``"bfloat16"``.
         prepared_dtype: The storage dtype while prepared.

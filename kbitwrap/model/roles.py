@@ -129,11 +129,7 @@ def loses_gradients(weight: torch.Tensor) -> bool:
 
     It is tried out on a row of zeros. A weight that refuses them is not asked: it says so when the model runs.
     """
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch._C._EnableTorchFunction(),
-    ):  # plans are made with it disabled
+    with torch.inference_mode(False), torch.enable_grad(), torch._C._EnableTorchFunction():  # plans disable the last
         row = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device, requires_grad=True)
         try:
             return not nn.functional.linear(row, weight).requires_grad

@@ -126,14 +126,6 @@ class ModelTree:
         return [node for node in nodes if node.is_base] if self._has_wrappers else nodes
 
     @cached_property
-    def base_modules(self) -> dict[nn.Module, str]:
-        """The fqn of each of the base's modules at its first place."""
-        first: dict[nn.Module, str] = {}
-        for node in self.base:
-            first.setdefault(node.module, node.fqn)
-        return first
-
-    @cached_property
     def owners(self) -> set[int]:
         """The ``id`` of every module that holds parameters itself: others, as activations, may be in several models."""
         return {id(node.module) for node in self.modules if node.module._parameters}

@@ -57,7 +57,9 @@ def read_moment(tree: ModelTree) -> MomentRecord:
 
 
 def _state(tree: ModelTree) -> StateRecord:
-    modules = tree.base_modules
+    modules: dict[nn.Module, str] = {}
+    for node in tree.base:
+        modules.setdefault(node.module, node.fqn)
     use_cache = getattr(getattr(tree.model, "config", None), "use_cache", None)
     return StateRecord.model_construct(
         input_gradient_hooks={
@@ -311,10 +313,8 @@ class Original:
         return replaced, foreign
 
 
-def _is_hooked(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+def _is_hooked(m: nn.Module) -> bool:
+    return bool(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks)
 
 
 def _is_recorded(record: ParameterRecord, module: nn.Module, parameter: torch.Tensor, tree: ModelTree) -> bool:

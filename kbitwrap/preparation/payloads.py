@@ -26,38 +26,24 @@ class Record(BaseModel):
 
 
 class StateRecord(Record):
-    """Hooks, flags and modes at one moment. Modules are named by their canonical names; ``""`` is the model itself.
-
-    Attributes:
-        input_gradient_hooks: ``{module: number of hooks}`` where there are any.
-        checkpointing: Modules whose ``gradient_checkpointing`` is true.
-        use_cache: ``config.use_cache``; ``None`` where there is none.
-        num_modules: The number of modules of the base.
-        num_training: The number of them in train mode.
-    """
+    """Hooks, flags and modes at one moment. Modules are named by their canonical names; ``""`` is the model itself."""
 
     # A preparation makes it with `model_construct`, so that no module's name stops it; the manifest validates it.
     model_config = ConfigDict(revalidate_instances="always")
 
-    input_gradient_hooks: dict[ModuleName, Count]
-    checkpointing: tuple[ModuleName, ...] = Field(strict=False)
-    use_cache: bool | None
-    num_modules: Count
-    num_training: Count
+    input_gradient_hooks: dict[ModuleName, Count]  # the number of hooks, where there are any
+    checkpointing: tuple[ModuleName, ...] = Field(strict=False)  # whose ``gradient_checkpointing`` is true
+    use_cache: bool | None  # the config's; ``None`` where there is none
+    num_modules: Count  # of the base
+    num_training: Count  # of these, in train mode
 
 
 class MemoryRecord(Record):
-    """Memory at one moment, in bytes.
+    """Memory at one moment, in bytes."""
 
-    Attributes:
-        parameter_bytes: Held by the parameters' storages, each counted once.
-        allocated_bytes: ``torch.cuda.memory_allocated`` over all devices that hold parameters; ``None`` without CUDA.
-        reserved_bytes: ``torch.cuda.memory_reserved``, likewise.
-    """
-
-    parameter_bytes: Count
-    allocated_bytes: Count | None
-    reserved_bytes: Count | None
+    parameter_bytes: Count  # of the parameters' storages, each counted once
+    allocated_bytes: Count | None  # by CUDA, over all devices that hold parameters; ``None`` without it
+    reserved_bytes: Count | None  # likewise
 
 
 class MomentRecord(Record):

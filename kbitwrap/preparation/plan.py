@@ -92,43 +92,28 @@ class Plan:
         Returns:
             Names as the attributes; each edit with its action, names, role and bytes.
         """
+        names = ("quantization", "added_bytes", "peak_bytes", "cache_bytes", "record_bytes", "by_role")
         return {
             "precision": self.config.precision.value,
-            "quantization": self.quantization,
-            "added_bytes": self.added_bytes,
-            "peak_bytes": self.peak_bytes,
-            "cache_bytes": self.cache_bytes,
-            "record_bytes": self.record_bytes,
-            "by_role": self.by_role,
+            **{name: getattr(self, name) for name in names},
             "warnings": list(self.warnings),
-            "edits": [
-                {
-                    "action": edit.action,
-                    "fqns": list(edit.fqns),
-                    "role": None if edit.role is None else edit.role.value,
-                    "added_bytes": edit.added_bytes,
-                    "transient_bytes": edit.transient_bytes,
-                    "reason": edit.reason,
-                }
-                for edit in self.edits
-            ],
+            "edits": [edit.to_dict() for edit in self.edits],
         }
 
     def __str__(self) -> str:
+        keys = ("count", "bytes", "added_bytes")
+        total = {key: sum(row[key] for row in self.by_role.values()) for key in keys}
         rows = [("role", "parameters", "loaded", "added")]
-        for role, figures in self.by_role.items():
-            rows.append(
-                (role, str(figures["count"]), format_bytes(figures["bytes"]), format_bytes(figures["added_bytes"]))
-            )
-        total = {key: sum(row[key] for row in self.by_role.values()) for key in ("count", "bytes")}
-        rows.append(("total", str(total["count"]), format_bytes(total["bytes"]), format_bytes(self.added_bytes)))
-        lines = [f"precision {self.config.precision.value!r}, quantization {self.quantization or 'none'}", table(rows)]
-        lines.append(
+        for role, figures in {**self.by_role, "total": total}.items():
+            count, loaded, added = (figures[key] for key in keys)
+            rows.append((role, str(count), format_bytes(loaded), format_bytes(added)))
+        lines = [
+            f"precision {self.config.precision.value!r}, quantization {self.quantization or 'none'}",
+            table(rows),
             f"peak while preparing {format_bytes(self.peak_bytes)}; "
-            f"PEFT's way leaves {format_bytes(self.cache_bytes)} in the allocator's cache"
-        )
-        lines += [f"warning: {warning}" for warning in self.warnings]
-        return "\n".join(lines)
+            f"PEFT's way leaves {format_bytes(self.cache_bytes)} in the allocator's cache",
+        ]
+        return "\n".join(lines + [f"warning: {warning}" for warning in self.warnings])
 
 
 def build_plan(model: nn.Module, config: PrepareConfig | None = None, **fields: Any) -> Plan:

@@ -19,6 +19,7 @@ from ..reports import StateDiff
 from ..tensors.upcast import UpcastTensor
 
 Differences = dict[str, dict[str, tuple[Any, Any]]]
+_Read = tuple[torch.dtype, torch.Size, bool, int | None]  # a parameter's dtype, shape and flag, and the writes to it
 
 
 class PreparedState:
@@ -27,18 +28,16 @@ class PreparedState:
     def __init__(self, tree: ModelTree) -> None:
         with only_reading():
             # Two of them may have one fqn.
-            self._base: list[tuple[ParameterRecord, str, tuple[torch.dtype, torch.Size, bool, int | None]]] = [
-                (tree.record(tensor), tensor.fqn, _read_parameter(tensor.parameter)) for tensor in tree.base_tensors
-            ]
+            self._base = [(tree.record(t), t.fqn, _read_parameter(t.parameter)) for t in tree.base_tensors]
             self._by_record = {record: read for record, _, read in self._base}
             adapters = [t for t in tree.tensors if id(t.parameter) in tree.adapter_ids] if tree.adapter_ids else []
             self._by_record.update({tree.record(t): _read_parameter(t.parameter) for t in adapters})
             # Most modules have nothing that a preparation sets.
             self._modules = {node.fqn: _read_module(node.module) for node in tree.base}
 
-    def of(self, record: ParameterRecord | None) -> tuple[torch.dtype, bool] | None:
+    def of(self, record: ParameterRecord) -> tuple[torch.dtype, bool] | None:
         """The dtype and ``requires_grad`` that a parameter was left with; ``None`` of one that was not there."""
-        read = None if record is None else self._by_record.get(record)
+        read = self._by_record.get(record)
         return None if read is None else (read[0], read[2])
 
     def reread(self, tree: ModelTree, modules: Collection[nn.Module]) -> None:
@@ -73,10 +72,8 @@ class PreparedState:
                     ignored += ["shape", "writes"]
                 _compare(differences, fqn, _named(expected), _named(_read_parameter(found)), ignored)
         for fqn in drifted:
-            differences.setdefault(fqn, {})["value"] = (
-                "the original value",
-                "another value, although the parameter is frozen",
-            )
+            found_value = "another value, although the parameter is frozen"
+            differences.setdefault(fqn, {})["value"] = ("the original value", found_value)
         modules = {node.fqn: node.module for node in tree.base}
         for fqn, marks in self._modules.items():
             if fqn in modules:
@@ -86,11 +83,11 @@ class PreparedState:
         return StateDiff(differences)
 
 
-def _read_parameter(p: nn.Parameter) -> tuple[torch.dtype, torch.Size, bool, int | None]:
+def _read_parameter(p: nn.Parameter) -> _Read:
     return p.dtype, p.shape, p.requires_grad, None if p.is_inference() else p._version
 
 
-def _named(read: tuple[torch.dtype, torch.Size, bool, int | None]) -> dict[str, Any]:
+def _named(read: _Read) -> dict[str, Any]:
     dtype, shape, requires_grad, writes = read
     return {"dtype": dtype, "shape": tuple(shape), "requires_grad": requires_grad, "writes": writes}
 
@@ -133,11 +130,7 @@ def _parametrized_by_peft(tree: ModelTree) -> set[int]:
 
 
 def _compare(
-    differences: Differences,
-    fqn: str,
-    expected: dict[str, Any],
-    found: dict[str, Any],
-    ignored: Collection[str] = (),
+    differences: Differences, fqn: str, expected: dict[str, Any], found: dict[str, Any], ignored: Collection[str]
 ) -> None:
     """Add the values that differ from the expected ones."""
     for what, value in expected.items():
