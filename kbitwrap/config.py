@@ -173,14 +173,7 @@ class PrepareConfig:
 
     @classmethod
     def of(cls, config: PrepareConfig | None, fields: Mapping[str, Any]) -> PrepareConfig:
-        """Merge a config with fields given as keywords; the keywords win.
-
-        Args:
-            config: The config to start from, or ``None`` for the defaults.
-            fields: Field values by name.
-
-        Returns:
-            The merged config.
+        """Merge a config, ``None`` for the defaults, with fields given as keywords, which win.
 
         Raises:
             ConfigError: A name is not that of a field, or a value is invalid.

@@ -170,13 +170,9 @@ class AttributesChange(ChangeBase):
             self._last = values
         return self._last  # one object for modules that are alike spares the garbage collector
 
-    def undo(self, tree: ModelTree) -> None:
-        """Write the recorded values back, on substitutes too."""
-        self.undo_of(self.names, tree)
-
-    def undo_of(self, names: Collection[str], tree: ModelTree | None = None) -> None:
-        """Write the recorded values of some of the attributes back, on the tree's substitutes too."""
-        slots = [(slot, name) for slot, name in enumerate(self.names) if name in names]
+    def undo(self, tree: ModelTree | None, names: Collection[str] | None = None) -> None:
+        """Write the recorded values back, of some of the attributes or of all, on the tree's substitutes too."""
+        slots = [(slot, name) for slot, name in enumerate(self.names) if names is None or name in names]
         for module, values in self.record.affected(tree):
             fields = vars(module)
             for slot, name in slots:

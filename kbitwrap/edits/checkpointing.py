@@ -53,10 +53,7 @@ def warn_of_sharding(module: nn.Module, args: Any) -> None:
         )
 
 
-_INPUT_GRADIENT_HOOKS = (
-    *("make_inputs_require_grads", "make_inputs_require_grad"),
-    make_block_input_require_grad.__name__,
-)
+_INPUT_GRADIENT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad", "make_block_input_require_grad")
 _HOOKS = (*_INPUT_GRADIENT_HOOKS, warn_of_sharding.__name__)
 _HOOK_DICTS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
@@ -207,25 +204,19 @@ class Checkpoint(EditBase):
         """Enable, then remove superfluous hooks: transformers installs them on enabling, needed or not."""
         model = change.model()
         assert model is not None
-        if self.hook_inputs:
-            _hook_inputs(model)
+        if self.hook_inputs and hasattr(model, "enable_input_require_grads"):
+            model.enable_input_require_grads()  # type: ignore[operator]
+        elif self.hook_inputs:
+            model.get_input_embeddings().register_forward_hook(make_inputs_require_grad)  # type: ignore[operator]
         if self.enable:
             _enable_checkpointing(model, self.kwargs)
         if not change.hooks.remove_added(None, keep_one=self.hook_inputs):
-            change.attributes.undo_of(CHECKPOINTING_ATTRIBUTES[2:])
+            change.attributes.undo(None, CHECKPOINTING_ATTRIBUTES[2:])
         for block, _ in change.attributes.record.affected(None) if self.hook_blocks else ():
             if vars(block).get("gradient_checkpointing") is True and not input_gradient_hooks(block):
                 block.register_forward_pre_hook(make_block_input_require_grad)
         if self.hook_model and warn_of_sharding not in model._forward_pre_hooks.values():
             model.register_forward_pre_hook(warn_of_sharding)
-
-
-def _hook_inputs(model: nn.Module) -> None:
-    enable = getattr(model, "enable_input_require_grads", None)
-    if enable is not None:
-        enable()
-    else:
-        model.get_input_embeddings().register_forward_hook(make_inputs_require_grad)  # type: ignore[operator]
 
 
 def _enable_checkpointing(model: nn.Module, kwargs: Mapping[str, Any]) -> None:

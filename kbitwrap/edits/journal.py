@@ -6,8 +6,7 @@ itself; the journal records the change before it applies the edit, so that an ed
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from ..errors import EditError
@@ -98,7 +97,7 @@ class Journal:
                 self.changes.append(change)
                 edit.apply(change)
         except BaseException as error:
-            failures = [failure for _, failure in self._roll_back(start, view)]
+            failures = [failure for _, failure in self.roll_back(start, view)]
             if not isinstance(error, Exception):
                 raise
             for failure in failures:
@@ -109,21 +108,11 @@ class Journal:
                 message = f"{message}, except that undoing failed: {'; '.join(map(str, failures))}"
             raise EditError(message, edit=edit) from error
 
-    def _roll_back(self, start: int, view: View) -> Failures:
-        """Undo what was recorded since, and forget it."""
+    def roll_back(self, start: int, view: View) -> Failures:
+        """Undo what was recorded after the ``start`` oldest changes, and forget it."""
         failures = self.undo(view.again(), since=start)
         del self.changes[start:]
         return failures
-
-    @contextlib.contextmanager
-    def all_or_nothing(self, view: View) -> Iterator[None]:
-        """Inside, what is applied is undone if the body raises."""
-        start = len(self.changes)
-        try:
-            yield
-        except BaseException:
-            self._roll_back(start, view)
-            raise
 
     def record(self, *changes: Any) -> None:
         """Add changes that were captured elsewhere, before what they take back is done."""

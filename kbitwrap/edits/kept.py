@@ -70,16 +70,13 @@ class KeptChange(ChangeBase):
     goes with a tensor that did: alone, it may tell of a hook that stays. A child without parameters that appeared goes
     with a buffer: it is a kernel. A buffer of the checkpoint that has its dtype and shape is trained or moved, and
     stays, as does all of a module whose parameters others replaced.
-
-    Attributes:
-        put_back: The names of what the last undo put back.
     """
 
     def __init__(self, tree: ModelTree) -> None:
         base = {id(node.module) for node in tree.base if not is_adapter_module(node.module)}
         with only_reading():
             self._record = ModuleRecord(tree, lambda module: self._read(module) if id(module) in base else None)
-        self.put_back: tuple[str, ...] = ()
+        self.put_back: tuple[str, ...] = ()  # the names of what the last undo put back
 
     @staticmethod
     def _read(module: nn.Module) -> _Kept:

@@ -285,13 +285,6 @@ class SuspendedEvaluation(Trainer):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Run the loop that ``evaluate`` and ``predict`` share, suspended where the model is prepared.
 
-        Args:
-            *args: Positional arguments of the loop.
-            **kwargs: Keyword arguments of the loop.
-
-        Returns:
-            The result of the loop.
-
         Raises:
             StateError: Several processes train, and a trained parameter would change its dtype.
         """

@@ -38,11 +38,12 @@ def sync_merged_weights() -> Callable[[], None]:
     from trl.generation.vllm_generation import VLLMGeneration
 
     replaced: dict[str, Any] = {}
-    for name, replacement in (("_iter_named_params", _merged_weights), ("_init_vllm", _in_half_precision)):
+    half_precision = _in_half_precision(VLLMGeneration._init_vllm)
+    for name, method in (("_iter_named_params", _merged_weights), ("_init_vllm", half_precision)):
         current = getattr(VLLMGeneration, name)
-        if not hasattr(current, "_kbitwrap_replaces"):
+        if current.__module__ != __name__:
             replaced[name] = current
-            setattr(VLLMGeneration, name, replacement(current))
+            setattr(VLLMGeneration, name, method)
 
     def undo() -> None:
         while replaced:
@@ -51,30 +52,26 @@ def sync_merged_weights() -> Callable[[], None]:
     return undo
 
 
-def _merged_weights(replaced: Any) -> Any:
-    """A method that takes the place of the one that merges, reads and unmerges."""
-
-    def iter_named_params(self: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        prepared = prepared_of(self.model)
-        if prepared is None:
-            raise StateError(
-                f"sync_merged_weights() sends the weights of prepared models; this {type(self.model).__name__} is not "
-                "prepared: prepare it before the trainer is made, or call what sync_merged_weights() returned, and TRL "
-                "merges into the model itself again",
-                expected=(LifecycleState.PREPARED, LifecycleState.SUSPENDED),
+def _merged_weights(self: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The method that takes the place of the one that merges, reads and unmerges."""
+    prepared = prepared_of(self.model)
+    if prepared is None:
+        raise StateError(
+            f"sync_merged_weights() sends the weights of prepared models; this {type(self.model).__name__} is not "
+            "prepared: prepare it before the trainer is made, or call what sync_merged_weights() returned, and TRL "
+            "merges into the model itself again",
+            expected=(LifecycleState.PREPARED, LifecycleState.SUSPENDED),
+        )
+    tied = getattr(prepared.model, "all_tied_weights_keys", ())
+    for fqn, tensor in prepared.merged_weights():
+        if fqn in tied:
+            raise ExportError(
+                f"{fqn} is tied in the engine, which does not load it, and the adapters gave it other values than "
+                "the weight that it is tied to: adapt neither of the two, or train both as one "
+                "(modules_to_save with ensure_weight_tying=True)",
+                fqn=fqn,
             )
-        tied = getattr(prepared.model, "all_tied_weights_keys", ())
-        for fqn, tensor in prepared.merged_weights():
-            if fqn in tied:
-                raise ExportError(
-                    f"{fqn} is tied in the engine, which does not load it, and the adapters gave it other values than "
-                    "the weight that it is tied to: adapt neither of the two, or train both as one "
-                    "(modules_to_save with ensure_weight_tying=True)",
-                    fqn=fqn,
-                )
-            yield fqn, tensor
-
-    return _marked(iter_named_params, replaced)
+        yield fqn, tensor
 
 
 def _in_half_precision(replaced: Any) -> Any:
@@ -84,9 +81,4 @@ def _in_half_precision(replaced: Any) -> Any:
         names = {**replaced.__globals__, "is_bitsandbytes_available": lambda: False}
         types.FunctionType(replaced.__code__, names, closure=replaced.__closure__)(self)
 
-    return _marked(init_vllm, replaced)
-
-
-def _marked(method: Any, replaced: Any) -> Any:
-    method._kbitwrap_replaces = replaced
-    return method
+    return init_vllm

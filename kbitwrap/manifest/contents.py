@@ -188,18 +188,16 @@ def _model_record(
         and parameter.is_floating_point()
         and not is_quantized_parameter(parameter)
     )
-    quantization = QuantizationRecord(
-        method=ModelTree(twin).quantization.method, config=quantizations.get("", quantizations)
-    )
+    method = ModelTree(twin).quantization.method
     sha256 = hashlib.sha256(json.dumps(settled.get("", settled), sort_keys=True).encode()).hexdigest()
-    record = {
+    data = {
         "class": type(twin).__name__,
         "name_or_path": str(getattr(config, "_name_or_path", "")),
         "config_sha256": sha256 if settled else None,
         "dtype": next(numbers, None),
-        "quantization": quantization,
+        "quantization": QuantizationRecord(method=method, config=quantizations.get("", quantizations)),
     }
-    return ModelRecord.model_validate(record)
+    return ModelRecord.model_validate(data)
 
 
 def _inner_configs(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:

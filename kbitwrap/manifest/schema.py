@@ -63,27 +63,34 @@ DType = Literal[
 
 
 class QuantizationRecord(Record):
-    """How the model is quantized."""
+    """How the model is quantized: the method, such as ``"bitsandbytes_4bit"``, and the settings in its config."""
 
-    method: Text | None  # such as ``"bitsandbytes_4bit"``
-    config: Settings  # as the model's config has them
+    method: Text | None
+    config: Settings
 
 
 class ModelRecord(Record):
-    """The model that was prepared."""
+    """The model that was prepared.
+
+    ``name_or_path`` is a note to the reader, never opened and not compared with a model. The SHA-256 (hex) is of its
+    config, if it has one, without the values that change by use. ``dtype`` is the original one of its first
+    floating-point parameter that is not quantized.
+    """
 
     class_name: Text = Field(alias="class")
-    name_or_path: Text  # a note to the reader, never opened and not compared with a model
-    config_sha256: Sha256 | None  # of its config, if it has one, without the values that change by use; hex
-    dtype: DType | None  # the original one of its first floating-point parameter that is not quantized
+    name_or_path: Text
+    config_sha256: Sha256 | None
+    dtype: DType | None
     quantization: QuantizationRecord
 
 
 class AdapterRecord(Record):
-    """An adapter on the base."""
+    """An adapter on the base: the SHA-256 (hex) of its config, without the values that saving and loading change.
 
-    config_sha256: Sha256  # of its config, without the values that saving and loading change; hex
-    # Those of its own parameters, sorted; copies of the base's that it trains do not count.
+    Its dtypes are those of its own parameters, sorted; copies of the base's that it trains do not count.
+    """
+
+    config_sha256: Sha256
     dtypes: tuple[DType, ...] = Field(strict=False, max_length=64)
 
 
@@ -127,7 +134,10 @@ class ConfigRecord(Record):
 
 
 class Kind(Record):
-    """The values that many tensors share, as `TensorRecord` has them."""
+    """The values that many tensors share: the shape, and the storage dtype and the flag, as loaded and while prepared.
+
+    ``"quantization"`` are the statistics of a quantized weight; a ``"buffer"`` is persistent.
+    """
 
     type: Literal["parameter", "quantization", "buffer"]
     shape: tuple[Count, ...] = Field(strict=False, max_length=64)

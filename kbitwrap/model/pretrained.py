@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
-from ..tensors.dtypes import HALF_DTYPES, find_dtype
+from ..tensors.dtypes import HALF_DTYPES, parse_dtype
 from .quantization import is_quantized_parameter
 
 # Tried in this order where the config names no architecture.
@@ -111,12 +111,7 @@ def _as_dtype(dtype: Any, config: Any) -> torch.dtype:
         # A composite config has its dtype in its parts; of two text parts the decoder's counts.
         dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
         dtype = dtype or torch.bfloat16
-    found = find_dtype(dtype) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ConfigError(
-            f"dtype: expected a floating-point dtype such as torch.bfloat16 or 'bfloat16', found {dtype!r}"
-        )
-    return found
+    return parse_dtype(dtype, is_floating=True)
 
 
 def _model_class(config: Any) -> Any:

@@ -15,7 +15,7 @@ from ..model.checks import tree_of
 from ..model.quantization import is_quantized_parameter
 from ..model.tree import ModelTree
 from ..reports import ShardingOutcome, ShardingReport
-from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype
+from ..tensors.dtypes import HALF_DTYPES, dtype_name, parse_dtype
 from .plan import Plan, build_plan
 
 ENGINES = ("ddp", "fsdp1", "fsdp2", "zero2", "zero3")
@@ -56,9 +56,7 @@ def check_sharding(model: nn.Module, engine: str, param_dtype: torch.dtype | str
     """
     if engine not in ENGINES:
         raise ConfigError(f"engine: expected one of {', '.join(map(repr, ENGINES))}, found {engine!r}")
-    dtype = find_dtype(param_dtype) if isinstance(param_dtype, str) else param_dtype
-    if param_dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ConfigError(f"param_dtype: expected a floating-point dtype or its name, found {param_dtype!r}")
+    dtype = None if param_dtype is None else parse_dtype(param_dtype, "param_dtype", is_floating=True)
     tree = tree_of(model)
     outcomes = {precision.value: _outcome(tree, precision, engine, dtype) for precision in Precision}
     return ShardingReport(engine, None if dtype is None else dtype_name(dtype), outcomes)

@@ -26,24 +26,31 @@ class Record(BaseModel):
 
 
 class StateRecord(Record):
-    """Hooks, flags and modes at one moment. Modules are named by their canonical names; ``""`` is the model itself."""
+    """Hooks, flags and modes at one moment. Modules are named by their canonical names; ``""`` is the model itself.
+
+    ``input_gradient_hooks`` counts those of each module that has any, ``checkpointing`` names the modules whose
+    ``gradient_checkpointing`` is true, ``use_cache`` is the config's, and the modules counted are those of the base.
+    """
 
     # A preparation makes it with `model_construct`, so that no module's name stops it; the manifest validates it.
     model_config = ConfigDict(revalidate_instances="always")
 
-    input_gradient_hooks: dict[ModuleName, Count]  # the number of hooks, where there are any
-    checkpointing: tuple[ModuleName, ...] = Field(strict=False)  # whose ``gradient_checkpointing`` is true
-    use_cache: bool | None  # the config's; ``None`` where there is none
-    num_modules: Count  # of the base
-    num_training: Count  # of these, in train mode
+    input_gradient_hooks: dict[ModuleName, Count]
+    checkpointing: tuple[ModuleName, ...] = Field(strict=False)
+    use_cache: bool | None
+    num_modules: Count
+    num_training: Count
 
 
 class MemoryRecord(Record):
-    """Memory at one moment, in bytes."""
+    """Memory at one moment, in bytes: of the parameters' storages, each counted once, and as ``torch.cuda`` counts it.
 
-    parameter_bytes: Count  # of the parameters' storages, each counted once
-    allocated_bytes: Count | None  # by CUDA, over all devices that hold parameters; ``None`` without it
-    reserved_bytes: Count | None  # likewise
+    The latter is over all devices that hold parameters, and ``None`` without CUDA.
+    """
+
+    parameter_bytes: Count
+    allocated_bytes: Count | None
+    reserved_bytes: Count | None
 
 
 class MomentRecord(Record):

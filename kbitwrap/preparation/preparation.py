@@ -89,9 +89,9 @@ class Preparation:
 
     def apply(self, plan: Plan, tree: ModelTree) -> None:
         """Apply a plan on top of what is applied, all or nothing, and take hold of the model."""
-        before = dict(vars(self))
+        before, start = dict(vars(self)), len(self.journal.changes)
         try:
-            with plain_mode(), self.journal.all_or_nothing(tree):
+            with plain_mode():
                 edits: list[EditBase] = list(plan.edits)
                 if not self.journal.changes:
                     lay_as_stored(tree)
@@ -107,6 +107,8 @@ class Preparation:
                 self._upcasts_all |= plan.config.precision.upcasts_all and plan.casts
                 _in_force.add(self)
         except BaseException as error:
+            with plain_mode():
+                self.journal.roll_back(start, tree)
             vars(self).update(before)
             if not self.journal.changes:
                 _in_force.discard(self)

@@ -46,11 +46,12 @@ def find_dtype(name: object) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def parse_dtype(dtype: object) -> torch.dtype:
+def parse_dtype(dtype: object, name: str = "dtype", *, is_floating: bool = False) -> torch.dtype:
     """The dtype that a caller gave, itself or by its name; raises ``ConfigError`` for anything else."""
     found = dtype if isinstance(dtype, torch.dtype) else find_dtype(dtype)
-    if found is None:
-        raise ConfigError(f"dtype: expected a dtype such as torch.bfloat16 or 'bfloat16', found {dtype!r}")
+    if found is None or (is_floating and not found.is_floating_point):
+        kind = "floating-point dtype" if is_floating else "dtype"
+        raise ConfigError(f"{name}: expected a {kind} such as torch.bfloat16 or 'bfloat16', found {dtype!r}")
     return found
 
 
