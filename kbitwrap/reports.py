@@ -185,15 +185,13 @@ class ShardingReport:
         return {"engine": self.engine, "param_dtype": self.param_dtype, "outcomes": outcomes}
 
     def __str__(self) -> str:
+        outcomes = self.outcomes.items()
         rows = [("precision", "trains", "restore, suspended", "export, manifest")]
-        for name, outcome in self.outcomes.items():
+        for name, outcome in outcomes:
             answers = (outcome.trains, outcome.restores, outcome.exports)
             rows.append((name, *("yes" if answer else "no" for answer in answers)))  # type: ignore[arg-type]
-        by_note: dict[str, list[str]] = {}
-        for name, outcome in self.outcomes.items():
-            for note in outcome.notes:
-                by_note.setdefault(note, []).append(name)
-        notes = [f"{', '.join(names)}: {note}" for note, names in by_note.items()]
+        told = dict.fromkeys(note for _, outcome in outcomes for note in outcome.notes)
+        notes = [f"{', '.join(name for name, outcome in outcomes if note in outcome.notes)}: {note}" for note in told]
         computes_in = "" if self.param_dtype is None else f", param_dtype {self.param_dtype}"
         return "\n".join([f"engine {self.engine!r}{computes_in}", table(rows), *notes])
 

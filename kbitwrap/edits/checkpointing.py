@@ -128,12 +128,8 @@ class HooksChange(ChangeBase):
         return Call(resume)
 
 
-CHECKPOINTING_ATTRIBUTES = (
-    "gradient_checkpointing",
-    "_gradient_checkpointing_func",
-    "_require_grads_hooks",
-    "_require_grads_hook",
-)
+CHECKPOINTING_ATTRIBUTES = ("gradient_checkpointing", "_gradient_checkpointing_func")
+_HOOK_ATTRIBUTES = ("_require_grads_hooks", "_require_grads_hook")  # where transformers keeps the handles of its hooks
 
 
 class CheckpointingChange(Together):
@@ -142,7 +138,7 @@ class CheckpointingChange(Together):
     def __init__(self, tree: ModelTree) -> None:
         self.model = weakref.ref(tree.model)
         self.hooks = HooksChange(tree)
-        self.attributes = AttributesChange(tree, CHECKPOINTING_ATTRIBUTES)
+        self.attributes = AttributesChange(tree, (*CHECKPOINTING_ATTRIBUTES, *_HOOK_ATTRIBUTES))
         super().__init__(self.hooks, self.attributes)
 
 
@@ -211,7 +207,7 @@ class Checkpoint(EditBase):
         if self.enable:
             _enable_checkpointing(model, self.kwargs)
         if not change.hooks.remove_added(None, keep_one=self.hook_inputs):
-            change.attributes.undo(None, CHECKPOINTING_ATTRIBUTES[2:])
+            change.attributes.undo(None, _HOOK_ATTRIBUTES)
         for block, _ in change.attributes.record.affected(None) if self.hook_blocks else ():
             if vars(block).get("gradient_checkpointing") is True and not input_gradient_hooks(block):
                 block.register_forward_pre_hook(make_block_input_require_grad)

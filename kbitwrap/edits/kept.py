@@ -65,11 +65,10 @@ class _Kept(NamedTuple):
 class KeptChange(ChangeBase):
     """The plain values, plain tensors, caches and buffers of the base's modules, as they were.
 
-    A forward leaves rotary tables in its compute dtype, repacked codes, and flags that say so. It is judged at the end:
-    another tensor goes back, in a list or dict too, and a plain value that was another one. A plain value that appeared
-    goes with a tensor that did: alone, it may tell of a hook that stays. A child without parameters that appeared goes
-    with a buffer: it is a kernel. A buffer of the checkpoint that has its dtype and shape is trained or moved, and
-    stays, as does all of a module whose parameters others replaced.
+    What differs in the end goes back. But a plain value that appeared goes only with a tensor that did: alone, it may
+    tell of a hook that stays. A child without parameters that appeared goes with a buffer: it is a kernel. A buffer of
+    the checkpoint that has its dtype and shape is trained or moved, and stays, as does all of a module whose parameters
+    others replaced.
     """
 
     def __init__(self, tree: ModelTree) -> None:

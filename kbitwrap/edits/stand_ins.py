@@ -103,19 +103,13 @@ class Float32First:
 
     def __call__(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Yield each of the module's parameters once."""
-        parameters = type(self.module).parameters(self.module, recurse)
-        first = self.owner._parameters.get(self.name)
-        if first is None or not recurse:
-            yield from parameters
-            return
-        for parameter in parameters:
-            if parameter.is_floating_point():
-                yield first
-                if parameter is not first:
-                    yield parameter
-                break
-            yield parameter
-        yield from (parameter for parameter in parameters if parameter is not first)
+        first = due = self.owner._parameters.get(self.name) if recurse else None
+        for parameter in type(self.module).parameters(self.module, recurse):
+            if due is not None and parameter.is_floating_point():
+                yield due
+                due = None
+            if parameter is not first:
+                yield parameter
 
 
 def can_stand_in(module: nn.Module, name: str) -> bool:

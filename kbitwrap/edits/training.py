@@ -56,22 +56,6 @@ class AccelerateChange(ChangeBase):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordAccelerate(EditBase):
-    """Record what accelerate may set on a model; changes nothing."""
-
-    model: weakref.ref[nn.Module] = field(repr=False)
-
-    def capture(self, tree: ModelTree) -> AccelerateChange:
-        """Record the attributes."""
-        model = self.model()
-        assert model is not None
-        return AccelerateChange(model)
-
-    def apply(self, change: AccelerateChange) -> None:
-        """Change nothing."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class FollowTrainMode(EditBase):
     """Give modules outside the base (adapters, wrappers, copies) the train mode of the module that contains them."""
 

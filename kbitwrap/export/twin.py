@@ -181,9 +181,7 @@ def _gathered(tree: ModelTree, original: Original, held: _Held, gathering: Gathe
             continue
         was = original.base.get(fqn)
         if was is None or was in original.sharing_memory:
-            why = (
-                "was added after the model was prepared" if was is None else "shared its memory with another parameter"
-            )
+            why = "shared its memory with another parameter" if was else "was added after the model was prepared"
             raise ExportError(
                 f"{fqn}: it {why}, so its original cannot be written from shards; export before sharding", fqn=fqn
             )

@@ -51,8 +51,7 @@ class ParameterRecord:
 
     def expects(self, data: torch.Tensor) -> None:
         """Note that the parameter is about to get this memory, so that it is found wherever that is interrupted."""
-        key, memory = _memory_of(data)
-        self._memories[key] = memory
+        self._memories.update((_memory_of(data),))
 
     def saw(self, parameter: torch.Tensor) -> None:
         """Note that the parameter lies in this memory now."""

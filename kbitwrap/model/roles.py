@@ -62,13 +62,6 @@ def _is_named_norm(cls: Any) -> bool:
     return is_named and not issubclass(cls, nn.modules.batchnorm._NormBase)
 
 
-def computes_in_half(module: nn.Module) -> bool:
-    """Whether a module owns a half-precision parameter that is not quantized storage."""
-    return any(
-        p is not None and p.dtype in HALF_DTYPES and not is_quantized_parameter(p) for p in module._parameters.values()
-    )
-
-
 def _embeddings(tree: ModelTree, getter: str) -> list[nn.Module]:
     """The modules that ``getter`` returns of the model and of every model inside it, with the modules in them."""
     found: list[nn.Module] = []

@@ -56,8 +56,7 @@ class MemoryRecord(Record):
 class MomentRecord(Record):
     """State and memory of a model at one moment."""
 
-    # As in `StateRecord`.
-    model_config = ConfigDict(revalidate_instances="always")
+    model_config = ConfigDict(revalidate_instances="always")  # as in `StateRecord`
 
     state: StateRecord
     memory: MemoryRecord

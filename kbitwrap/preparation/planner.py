@@ -22,7 +22,7 @@ from ..errors import UnsupportedModelError
 from ..model.checks import refuse_without_backward
 from ..model.quantization import STACKS_QUANTIZED_BY, Quantization, is_quantized_parameter, is_rewritten
 from ..model.records import TensorRef
-from ..model.roles import Role, computes_in_half, heads, is_norm, loses_gradients, parameter_roles, returns_float32
+from ..model.roles import Role, heads, is_norm, loses_gradients, parameter_roles, returns_float32
 from ..model.tree import ModelTree, NamedTensor, Node, storage_key
 from ..tensors.bits import is_composed
 from ..tensors.dtypes import HALF_DTYPES
@@ -144,17 +144,11 @@ class Planner:
         for role in Role:
             found = [t for t in self._upcast if self.roles[id(t.parameter)] is role]
             if found:
+                fqns = tuple(t.fqn for t in found)
                 # A tied weight is seen as float32 from each of its modules.
-                places = [place for t in found for place in self.tree.places(t)]
-                edits.append(
-                    UpcastAtUse(
-                        "upcast",
-                        tuple(t.fqn for t in found),
-                        role=role,
-                        weights=tuple(TensorRef(weakref.ref(module), name) for module, name in places),
-                        chunk_bytes=self.config.head_chunk_bytes,
-                    )
-                )
+                weights = tuple(TensorRef(weakref.ref(m), name) for t in found for m, name in self.tree.places(t))
+                chunk_bytes = self.config.head_chunk_bytes
+                edits.append(UpcastAtUse("upcast", fqns, role=role, weights=weights, chunk_bytes=chunk_bytes))
         return edits
 
     @functools.cached_property
@@ -171,7 +165,6 @@ class Planner:
 
     def _store_group(self, group: list[NamedTensor]) -> Store:
         dtype = torch.float32 if self.config.precision.upcasts_all else None
-        is_compute = self.config.precision is Precision.COMPUTE
         parameters = [t.parameter for t in group]
         is_kept = any(is_rewritten(t.module, t.name) for t in group)
         keep = self.config.keep_originals and dtype is not None
@@ -186,7 +179,9 @@ class Planner:
             role=self.roles[id(parameters[0])],
             added_bytes=cast_bytes - freed_bytes,
             transient_bytes=cast_bytes,
-            reason=(self._kept_in_float32_because(group[0]) or "") if is_compute else "",
+            reason=(self._kept_in_float32_because(group[0]) or "")
+            if self.config.precision is Precision.COMPUTE
+            else "",
             refs=tuple(TensorRef(weakref.ref(t.module), t.name) for t in group),
             dtype=dtype,
             keep=keep,
@@ -199,17 +194,16 @@ class Planner:
         precision = self.config.precision
         if precision not in (Precision.NORMS, Precision.ADAPTED) or not self.quantization.casts:
             return []
-        blocks = self.tree.adapted_blocks if precision is Precision.ADAPTED else {""}
+        blocks = tuple(self.tree.adapted_blocks) if precision is Precision.ADAPTED else ("",)
         # Few modules own a half parameter: only these get the slower checks.
-        halves = {id(t.module) for t in self.tree.all_tensors if t.parameter.dtype in HALF_DTYPES}
+        tensors = [t for t in self.tree.all_tensors if t.parameter.dtype in HALF_DTYPES]
+        halves = {id(t.module) for t in tensors if not is_quantized_parameter(t.parameter)}
         found: dict[int, Node] = {}
         for node in self.tree.base:
             fqn, module = node.fqn, node.module
             if id(module) not in halves or id(module) in found or not is_norm(module, self.config.norm_modules):
                 continue
-            if not computes_in_half(module):
-                continue
-            if not any(fqn.startswith(block) for block in blocks) or computes_in_float32(module):
+            if not fqn.startswith(blocks) or computes_in_float32(module):
                 continue
             if can_rebind_forward(module):
                 found[id(module)] = node

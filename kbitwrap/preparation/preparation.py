@@ -19,7 +19,7 @@ from ..edits.flags import Anchor, Hold
 from ..edits.journal import Call, Edit, Journal
 from ..edits.kept import lay_as_stored
 from ..edits.storage import CopyChange, TrainedError
-from ..edits.training import FollowTrainMode, RecordAccelerate
+from ..edits.training import AccelerateChange, FollowTrainMode
 from ..errors import ConfigError, EditError, RestoreError, StateError, UnsupportedModelError
 from ..model.checks import refuse_sharded_since, tree_of
 from ..model.records import ParameterRecord
@@ -134,11 +134,10 @@ class Preparation:
         planner = Planner(tree, self.plan.config, tree.quantization)
         computes, told = [*planner.compute_norms(), *planner.compute_head()], self.plan.warnings
         new = [warning for warning in planner.warnings_of_adapters() if warning not in told]
-        edits: list[Edit] = [*computes]
+        self.journal.apply(computes, tree)
         if peft_model not in self._adopted:
-            edits.append(RecordAccelerate("record", ("",), model=weakref.ref(peft_model)))
-        self.journal.apply(edits, tree)
-        self._adopted.add(peft_model)
+            self.journal.record(AccelerateChange(peft_model))
+            self._adopted.add(peft_model)
         self.plan = dataclasses.replace(self.plan, edits=(*self.plan.edits, *computes), warnings=(*told, *new))
         self.left.reread(tree, {m for edit in computes for ref in edit.modules if (m := ref()) is not None})
         for warning in new:

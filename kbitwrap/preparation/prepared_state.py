@@ -51,7 +51,8 @@ class PreparedState:
         for tensor in tree.base_tensors:
             live.setdefault(tensor.fqn, []).append(tensor.parameter)
         rewritten = {id(t.parameter) for t in tree.all_tensors if is_rewritten(t.module, t.name)}
-        parametrized = _parametrized_by_peft(tree)
+        adapting = [node.module for node in tree.adapters if hasattr(node.module, "parameter_name")]
+        parametrized = {id(p) for lora in adapting for p in lora.get_base_layer().parameters()}  # type: ignore[operator]
         is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         for record, fqn, expected in self._base:
             here = live.get(fqn, [])
@@ -92,9 +93,9 @@ def _named(read: _Read) -> dict[str, Any]:
     return {"dtype": dtype, "shape": tuple(shape), "requires_grad": requires_grad, "writes": writes}
 
 
-_MARKS = {*CHECKPOINTING_ATTRIBUTES[:2], "forward", "_old_forward", "__deepcopy__"}
+_MARKS = {*CHECKPOINTING_ATTRIBUTES, "forward", "_old_forward", "__deepcopy__"}
 _UNMARKED: dict[str, Any] = {
-    **dict.fromkeys(CHECKPOINTING_ATTRIBUTES[:2], MISSING),
+    **dict.fromkeys(CHECKPOINTING_ATTRIBUTES, MISSING),
     "forward": None,
     "upcast": frozenset(),
     "input_gradient_hooks": False,
@@ -107,7 +108,7 @@ def _read_module(module: nn.Module) -> dict[str, Any]:
     if not module._forward_hooks and _MARKS.isdisjoint(fields):
         return _UNMARKED
     forwards = [fields.get(slot) for slot in ("forward", "_old_forward")]
-    state = {name: _plain(fields.get(name, MISSING)) for name in CHECKPOINTING_ATTRIBUTES[:2]}
+    state = {name: _plain(fields.get(name, MISSING)) for name in CHECKPOINTING_ATTRIBUTES}
     state["forward"] = next((f for f in forwards if isinstance(f, Float32Forward)), None)
     # A stand-in for a weight comes with a copier.
     named = fields.items() if "__deepcopy__" in fields else ()
@@ -121,12 +122,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, functools.partial):
         return value.func.__qualname__, value.args, dict(value.keywords)
     return value
-
-
-def _parametrized_by_peft(tree: ModelTree) -> set[int]:
-    """The parameters that a LoRA on parameters adapts, by ``id``."""
-    wrappers = [node.module for node in tree.adapters if hasattr(node.module, "parameter_name")]
-    return {id(p) for wrapper in wrappers for p in wrapper.get_base_layer().parameters()}  # type: ignore[operator]
 
 
 def _compare(
