@@ -210,6 +210,5 @@ class ComputeInFloat32(EditBase):
     def apply(self, change: ComputeChange) -> None:
         """Replace the forwards."""
         for reference in self.modules:
-            module = reference()
-            if module is not None:
+            if (module := reference()) is not None:
                 change.install(self.forward(module))

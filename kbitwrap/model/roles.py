@@ -50,9 +50,7 @@ def is_norm(module: nn.Module, norm_modules: tuple[type | str, ...] = ()) -> boo
                 return True
         elif isinstance(module, wanted):
             return True
-    if not is_named or any(child is not None for child in module._modules.values()):
-        return False
-    return max(dimensions) <= 1
+    return is_named and max(dimensions) <= 1 and all(child is None for child in module._modules.values())
 
 
 @functools.cache

@@ -274,8 +274,7 @@ class Original:
                 is_resized = parameter.shape != original.shape
                 record = own or tree.record(tensor)
                 is_base = own is not None or not (parameter.requires_grad or id(parameter) in tree.adapter_ids)
-                change = CopyChange(record, parameter, original.dtype, is_base=is_base, is_resized=is_resized)
-                found.append(change)
+                found.append(CopyChange(record, parameter, original.dtype, is_base=is_base, is_resized=is_resized))
         return found
 
     def half_copies(self, tree: ModelTree) -> list[NamedTensor]:

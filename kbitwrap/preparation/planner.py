@@ -165,6 +165,7 @@ class Planner:
 
     def _store_group(self, group: list[NamedTensor]) -> Store:
         dtype = torch.float32 if self.config.precision.upcasts_all else None
+        is_compute = self.config.precision is Precision.COMPUTE
         parameters = [t.parameter for t in group]
         is_kept = any(is_rewritten(t.module, t.name) for t in group)
         keep = self.config.keep_originals and dtype is not None
@@ -179,9 +180,7 @@ class Planner:
             role=self.roles[id(parameters[0])],
             added_bytes=cast_bytes - freed_bytes,
             transient_bytes=cast_bytes,
-            reason=(self._kept_in_float32_because(group[0]) or "")
-            if self.config.precision is Precision.COMPUTE
-            else "",
+            reason=(self._kept_in_float32_because(group[0]) or "") if is_compute else "",
             refs=tuple(TensorRef(weakref.ref(t.module), t.name) for t in group),
             dtype=dtype,
             keep=keep,
