@@ -103,19 +103,15 @@ class HooksChange(ChangeBase):
             is_left |= keeps_newest
             for key in keys[:-1] if keeps_newest else keys:
                 for name in _HOOK_DICTS:
-                    getattr(module, name, {}).pop(key, None)
+                    getattr(module, name).pop(key, None)
         return is_left
 
     def now(self, tree: ModelTree) -> WayBack:
         """Record the current hooks and their order."""
         affected = self._affected(tree)
         removed = {key for keys in affected.values() for key in keys}
-        saved = [
-            (getattr(module, name), list(getattr(module, name).items()))
-            for module in affected
-            for name in _HOOK_DICTS
-            if hasattr(module, name)
-        ]
+        held = [getattr(module, name) for module in affected for name in _HOOK_DICTS]
+        saved = [(hooks, list(hooks.items())) for hooks in held]
 
         def resume() -> None:
             for hooks, items in saved:

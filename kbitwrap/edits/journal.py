@@ -130,11 +130,10 @@ class Journal:
                     change.undo(view)
                     del self.changes[next(i for i, other in enumerate(self.changes) if other is change)]
                     break
-                except Exception as error:
-                    failures.append((change, error))
-                    break
                 except BaseException as error:
                     failures.append((change, error))
+                    if isinstance(error, Exception):
+                        break
         return failures
 
     def suspend(self, view: Any, way_back: Journal, also: Sequence[Any] = ()) -> None:

@@ -192,13 +192,8 @@ class StorageChange(HeldOriginal):
 
 def _is_same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors are the same memory, seen in the same way."""
-    return (
-        a.dtype == b.dtype
-        and a.data_ptr() == b.data_ptr()
-        and a.device == b.device
-        and a.shape == b.shape
-        and a.stride() == b.stride()
-    )
+    first, second = ((t.dtype, t.data_ptr(), t.device, t.shape, t.stride()) for t in (a, b))
+    return first == second
 
 
 class SharedStorageChange(Together):

@@ -80,9 +80,12 @@ def reshard(tree: ModelTree) -> bool:
 
 def empty_cache() -> None:
     """Return the blocks that the caching allocators hold free, on every kind of device there is."""
-    for backend, devices_of in ((torch.cuda, torch.cuda), (torch.xpu, torch.xpu), (torch.mps, torch.backends.mps)):
-        if devices_of.is_available():
-            backend.empty_cache()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if torch.xpu.is_available():
+        torch.xpu.empty_cache()
+    if torch.backends.mps.is_available():
+        torch.mps.empty_cache()
 
 
 class MixedPrecision(NamedTuple):
