@@ -200,14 +200,6 @@ def test_a_thousand_passes_leave_every_byte_of_the_base_where_peft_drifts() -> N
         wrapper.manifest()
 
 
-class Experts(nn.Module):
-    """A stack of more experts than that of `test_merge`: two are merged at once at least, with a small adapter each."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up_proj = nn.Parameter(torch.randn(64, width // 64, width).to(torch.bfloat16))
-
-
 @pytest.mark.filterwarnings("ignore:Sequential has neither:UserWarning")
 @pytest.mark.parametrize(("kind", "options"), LARGE_LAYERS, ids=str)
 def test_two_tensors_are_in_memory_at_most_beside_the_last(
@@ -215,9 +207,7 @@ def test_two_tensors_are_in_memory_at_most_beside_the_last(
 ) -> None:
     width, tensor = 1024, 2 * 1024 * 1024
     monkeypatch.setattr(merge_module, "_MIN_BLOCK_BYTES", 1)  # as many blocks as a layer of 4096 times 4096 elements
-    monkeypatch.setattr(test_merge, "Experts", Experts)
-    rank = {"r": 1} if kind == "experts" else {}
-    model = test_merge.adapted_layers(kind, width, **options, **rank).get_base_model()
+    model = test_merge.adapted_layers(kind, width, **options).get_base_model()
     wrapper = KbitPreparedModel(model, gradient_checkpointing=False).prepare()
     sizes: list[int] = []
 
