@@ -136,7 +136,7 @@ class Merger:
             adapted = _as_stored(plain, self._stored, self.sampled)
         with self._layers[-1].refusing():
             for layer in self._layers:
-                adapted = layer.over(adapted, layer.active_in(self.sampled), self.sampled)
+                adapted = layer.over(adapted, self.sampled)
             self._merged, self._probe = plain, _probe(plain)
             self._outputs = plain(self._probe), adapted(self._probe)
 
@@ -190,25 +190,20 @@ class _LayerMerge:
         except Exception as error:
             raise refusal(self.fqn, self.layer, self.active, error) from error
 
-    def active_in(self, rows: Rows) -> tuple[str, ...]:
-        """The active adapters that have a part in some rows."""
-        if rows is ... or "token_indices" not in vars(self.layer):
-            return self.active
-        return tuple(name for name in self.active if _positions(self.layer.token_indices[name], rows))
-
     def merge(self, plain: nn.Module, rows: Rows) -> nn.Module:
         """Merge into ``rows`` of a plain base, which may be changed."""
-        active = self.active_in(rows)
-        if not active:
-            return plain
         with self.refusing():
-            adapted = self.over(plain, active, rows)
-            adapted.merge(safe_merge=False, adapter_names=list(active))
-        merged: nn.Module = adapted.get_base_layer()
-        return merged
+            adapted = self.over(plain, rows)
+            if adapted is not plain:
+                adapted.merge(safe_merge=False, adapter_names=adapted._active_adapter)
+                plain = adapted.get_base_layer()
+        return plain
 
-    def over(self, plain: nn.Module, active: Sequence[str], rows: Rows) -> Any:
-        """The float32 copy of the layer, over a plain base that holds some rows; the base where none is active."""
+    def over(self, plain: nn.Module, rows: Rows) -> Any:
+        """The float32 copy of the layer, over some rows of a plain base; the base where it adapts none of these."""
+        active = [*self.active]
+        if rows is not ... and "token_indices" in vars(self.layer):
+            active = [name for name in active if _positions(self.layer.token_indices[name], rows)]
         if not active:
             return plain
         if self._copy is None:
@@ -223,7 +218,7 @@ class _LayerMerge:
             cut(rows)
         adapted: Any = shallow_copy(self._copy)  # a merge may leave values of these rows on it
         adapted._modules["base_layer"] = plain
-        adapted._active_adapter, adapted._disable_adapters, adapted.merged_adapters = [*active], False, []
+        adapted._active_adapter, adapted._disable_adapters, adapted.merged_adapters = active, False, []
         for magnitude in adapted._modules.get("lora_magnitude_vector", {}).values():
             vars(magnitude).get("_dora_cache", {}).clear()
         return adapted

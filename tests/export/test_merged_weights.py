@@ -211,14 +211,20 @@ def test_a_thousand_passes_leave_every_byte_of_the_base_where_peft_drifts() -> N
 
 
 @pytest.mark.filterwarnings("ignore:Sequential has neither:UserWarning")
-@pytest.mark.parametrize(("kind", "options"), LARGE_LAYERS, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "options", "precision"),
+    # Under "full", what is not quantized is stored in float32.
+    [(*case, "norms") for case in LARGE_LAYERS]
+    + [(*case, "full") for case in LARGE_LAYERS if case[0] in ("linear", "embedding", "4 experts")],
+    ids=str,
+)
 def test_two_tensors_are_in_memory_at_most_beside_the_last(
-    kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    kind: str, options: dict[str, Any], precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     width, tensor = 1024, 2 * 1024 * 1024
     monkeypatch.setattr(merge_module, "_MIN_BLOCK_BYTES", 1)  # as many blocks as a layer of 4096 times 4096 elements
     model = test_merge.adapted_layers(kind, width, **options).get_base_model()
-    wrapper = KbitPreparedModel(model, gradient_checkpointing=False).prepare()
+    wrapper = KbitPreparedModel(model, gradient_checkpointing=False, precision=precision).prepare()
     sizes: list[int] = []
 
     def take_all() -> None:
