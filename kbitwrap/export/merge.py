@@ -14,16 +14,10 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, ExportError
-from ..model.quantization import (
-    Rows,
-    dequantizer,
-    is_quantized_layer,
-    is_quantized_parameter,
-    quant_state_of,
-)
+from ..model.quantization import Rows, dequantizer, is_quantized_layer, is_quantized_parameter, quant_state_of
 from ..model.tree import ModelTree, named_modules, shallow_copy
 from ..model.wrappers import is_adapter_module
-from ..tensors.bits import fingerprint
+from ..tensors.bits import content_digest
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import LazyTensor, materialize, values_of
 from .adapters import (
@@ -70,26 +64,27 @@ def merge_into(twin: Twin, adapters: Sequence[str] | None = None) -> tuple[str, 
     ``adapters`` are taken instead of the active ones. Returns the names of the modules that adapters were merged into,
     or that a trained copy took the place of.
     """
+    chosen = None if adapters is None else tuple(dict.fromkeys(adapters))
     there = {name for one in twin.peeled for wrapper in one.wrappers for name in adapters_of(wrapper)}
-    for name in adapters or ():
+    for name in chosen or ():
         if name not in there:
             raise ConfigError(f"adapters: expected names out of {sorted(there)}, found {name!r}")
-    quantization = ModelTree(twin.model).quantization
-    if not quantization.can_dequantize:
+    tree = ModelTree(twin.model)
+    if not tree.quantization.can_dequantize:
         raise ExportError(
-            f"the model is quantized with {quantization.method}, whose weights cannot be dequantized here, and so not "
-            "merged; export without merging"
+            f"the model is quantized with {tree.quantization.method}, whose weights cannot be dequantized here, and so "
+            "not merged; export without merging"
         )
-    places = _shared_places(twin.model)
+    shared = [places for tensor in tree.tensors if len(places := tree.places(tensor)) > 1]
     dtype = _half_dtype(twin.model)
     twin, rounded = dequantized(twin, dtype)
-    merges = _plan(twin, dtype, rounded, adapters)
+    merges = _plan(twin, dtype, rounded, chosen)
     # Refusals come before anything is written: one layer of each kind is tried out.
     for merge in {merge.kind: merge for merge in reversed(merges)}.values():
         merge.try_out()
     for merge in merges:
         merge.replace_tensors()
-    _settle_ties(twin.model, places)
+    _settle_ties(twin.model, shared)
     _forget_quantization(twin.model)
     return tuple(merge.fqn for merge in merges if merge.is_adapted)
 
@@ -264,13 +259,11 @@ class _Merge:
     def _readers(self, name: str) -> dict[str, _Reader]:
         """By name, functions that read rows of a parameter, and of those it is merged with, without adapters."""
         is_by_name = all(parameter_name(layer) for layer, _ in self._layers_of(name))
-        parameters = self.source._parameters.items()
-        return {n: self._reader(p) for n, p in parameters if p is not None and (n == name or not is_by_name)}
-
-    def _reader(self, value: torch.Tensor) -> _Reader:
-        if is_quantized_parameter(value):
-            return dequantizer(self.source)
-        return functools.partial(_rows_of, values_of(value))
+        return {
+            n: dequantizer(self.source) if is_quantized_parameter(p) else functools.partial(_rows_of, values_of(p))
+            for n, p in self.source._parameters.items()
+            if p is not None and (n == name or not is_by_name)
+        }
 
     def _float32(self, values: Mapping[str, torch.Tensor]) -> nn.Module:
         # Copied even if float32 already: it is merged in place.
@@ -320,16 +313,6 @@ def _half_dtype(model: nn.Module) -> torch.dtype:
     return votes.most_common(1)[0][0] if votes else torch.float32
 
 
-def _shared_places(model: nn.Module) -> _Places:
-    """The modules and names of each parameter that has several."""
-    found: dict[int, list[tuple[nn.Module, str]]] = {}
-    for _, module in named_modules(model):
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                found.setdefault(id(parameter), []).append((module, name))
-    return [places for places in found.values() if len(places) > 1]
-
-
 def _settle_ties(model: nn.Module, places: _Places) -> None:
     """Tie again the weights that were tied, if all are still equal; otherwise untie all of them, in the configs too."""
     is_untied = False
@@ -337,7 +320,7 @@ def _settle_ties(model: nn.Module, places: _Places) -> None:
         tensors = {id(tensor): tensor for module, name in group if (tensor := module._parameters[name]) is not None}
         if len(tensors) == 1:
             continue
-        if len({fingerprint(materialize(tensor)) for tensor in tensors.values()}) > 1:
+        if len({content_digest(materialize(tensor)) for tensor in tensors.values()}) > 1:
             is_untied = True
             continue
         for module, name in group:

@@ -160,7 +160,7 @@ def test_adapters_are_chosen_by_name(tmp_path: Path) -> None:
     for chosen, key in (
         (None, "default"),
         ("second", "second"),
-        (["second"], "second"),
+        (iter(["second", "second"]), "second"),
         (("default", "second"), "default-second"),
     ):
         for fqn, tensor in wrapper.merged_weights(chosen):
