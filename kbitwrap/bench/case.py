@@ -99,15 +99,15 @@ class Case:
         adapted = self._adapt() if self.name == MERGED else None
         host = MemoryMeter(torch.device("cpu"))
         exported, saved = self.folder / "exported", self.folder / "saved.safetensors"
-        save: list[float] = []
-        export: list[float] = []
-        merge: list[float] = []
+        save: tuple[list[float], list[float]] = ([], [])
+        export: tuple[list[float], list[float]] = ([], [])
+        merge: tuple[list[float], list[float]] = ([], [])
         peaks: list[int] = []
         tensors: dict[str, torch.Tensor] = {}
         for _ in range(1 + self.settings.repeats):
             _settle_disk()
             host.start()
-            with self.meter.timed(export):
+            with self.meter.timed(*export):
                 report = self._wrapper.export(
                     exported, merge_adapters=adapted is not None, model=adapted, max_shard_size=_NO_SHARDS
                 )
@@ -115,19 +115,20 @@ class Case:
             (file,) = exported.glob("*.safetensors")
             tensors = tensors or {name: tensor.clone() for name, tensor in load_file(file).items()}
             _settle_disk()
-            with self.meter.timed(save):
+            with self.meter.timed(*save):
                 save_file(tensors, saved, metadata={"format": "pt"})
             if adapted is not None:
-                with self.meter.timed(merge):
+                _settle_disk()
+                with self.meter.timed(*merge):
                     _merge(adapted)
             is_identical = filecmp.cmp(file, saved, shallow=False)
             shutil.rmtree(exported)
             saved.unlink()
+        timings = {"export": export, "save": save, "merge": merge}
         self.result |= {
             # The first also sets things up.
-            "export_seconds": export[1:],
-            "save_seconds": save[1:],
-            "merge_seconds": merge[1:],
+            **{f"{name}_seconds": wall[1:] for name, (wall, _) in timings.items()},
+            **{f"{name}_cpu_seconds": cpu[1:] for name, (_, cpu) in timings.items()},
             "export_peak_bytes": min(peaks),
             "export_bytes": report.num_bytes,
             "largest_bytes": max(tensor.nbytes for tensor in tensors.values()),

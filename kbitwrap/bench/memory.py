@@ -130,20 +130,24 @@ class MemoryMeter:
             torch.cuda.synchronize(self.device)
 
     @contextlib.contextmanager
-    def timed(self, seconds: list[float]) -> Iterator[None]:
+    def timed(self, seconds: list[float], cpu_seconds: list[float] | None = None) -> Iterator[None]:
         """Append the seconds that the block took.
 
         Args:
             seconds: Where to.
+            cpu_seconds: Where to append those that the threads of this process computed, which others' work on the
+                machine adds little to; a thread that waits for another may count.
 
         Yields:
             Nothing.
         """
         self.synchronize()
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         yield
         self.synchronize()
         seconds.append(time.perf_counter() - started)
+        if cpu_seconds is not None:
+            cpu_seconds.append(time.process_time() - cpu_started)
 
 
 @contextlib.contextmanager

@@ -153,6 +153,7 @@ def export_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
         "merge s",
         "export s",
         "throughput",
+        "by CPU",
         "peak MiB",
         "largest tensor MiB",
         "bytes",
@@ -166,7 +167,8 @@ def export_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
                 _seconds(case["save_seconds"]),
                 _seconds(case["merge_seconds"]) if case.get("merge_seconds") else "",
                 _seconds(case["export_seconds"]),
-                f"{_parts_seconds(case) / case['export_seconds']['median']:.2f}",
+                _throughput(case, "seconds"),
+                _throughput(case, "cpu_seconds"),
                 _mib(case["export_peak_bytes"], 1),
                 _mib(case["largest_bytes"], 1),
                 "identical" if case["is_identical"] else "different",
@@ -176,10 +178,10 @@ def export_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
     ]
 
 
-def _parts_seconds(case: dict[str, Any]) -> float:
-    """The time that the parts of an export take alone: computing what is merged, and writing."""
-    parts = (case["save_seconds"], case.get("merge_seconds"))
-    return sum(float(part["median"]) for part in parts if part)
+def _throughput(case: dict[str, Any], kind: str) -> str:
+    """The time that the parts of an export take alone, computing what is merged and writing, by the export's."""
+    parts = (case[f"save_{kind}"], case.get(f"merge_{kind}"))
+    return f"{sum(part['median'] for part in parts if part) / case[f'export_{kind}']['median']:.2f}"
 
 
 def allocator_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:

@@ -17,7 +17,8 @@ from typing import Any
 from .report import environment
 from .settings import PEFT, BenchError, Settings
 
-_TIMINGS = ("prepare_seconds", "restore_seconds", "seconds", "save_seconds", "merge_seconds", "export_seconds")
+_TIMED_PARTS = [f"{part}{kind}_seconds" for part in ("save", "merge", "export") for kind in ("", "_cpu")]
+_TIMINGS = ("prepare_seconds", "restore_seconds", "seconds", *_TIMED_PARTS)
 _RATIOS = ("prepare_seconds", "transient_peak_bytes", "seconds", "peak_bytes")
 
 

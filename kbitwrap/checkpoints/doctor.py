@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, ManifestMismatchError
-from ..export.adapters import LayerMerge, active_adapters, is_tuner_layer
+from ..export.adapters import Merger, active_adapters, is_tuner_layer
 from ..export.plain import float32_module, parameter_of, plain_layer
 from ..manifest.manifest import Manifest
 from ..model.checks import refuse_unreadable
@@ -291,8 +291,9 @@ def _of_merge(sources: Mapping[str, Any], dtype: torch.dtype | None, subject: An
                 source = one.get_base_layer()
                 before = dequantizer(source)(...).float()
                 plain = float32_module(plain_layer(source, as_linear=True), {"weight": before.clone()})
-                merge = LayerMerge(fqn, one, active_adapters(one, None), source.weight)
-                delta = parameter_of(merge(plain, ..., is_last=True), "weight").double() - before
+                merge = Merger(fqn, [(one, active_adapters(one, None))], source.weight, [...])
+                delta = parameter_of(merge(plain, ...), "weight").double() - before
+                merge.check()
                 change = dequantizer(layers[fqn])(...).cpu().double() - before
                 sums += torch.stack([(change * delta).sum(), delta.square().sum(), change.square().sum()])
         dot, wanted, changed = sums.tolist()

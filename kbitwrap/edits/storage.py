@@ -6,6 +6,7 @@ is exactly representable in the original dtype and its bits there have the recor
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -130,9 +131,12 @@ class StorageChange(HeldOriginal):
         """The original of the live parameter, computed when it is used; see ``HeldOriginal``."""
         if not self.converts(parameter):
             return parameter
-        return LazyTensor(
-            parameter.shape, self.dtype, lambda: self.original_of(parameter.data), lambda: self._pieces(parameter)
-        )
+
+        def compute() -> torch.Tensor:  # never live memory, if another dtype was given to the parameter since
+            return self.original_of(parameter.data if self.converts(parameter) else parameter.data.clone())
+
+        pieces = functools.partial(self._pieces, parameter)
+        return LazyTensor(parameter.shape, self.dtype, compute, pieces, is_own=self.kept is None)
 
     def _pieces(self, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
         """The original's values in flat pieces, so that not all of them are in memory at once."""

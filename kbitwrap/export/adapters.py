@@ -6,11 +6,14 @@ merged layer must compute what the copy's forward computes.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import importlib
+import math
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +47,7 @@ _ROWS = {
     "vera.Linear": {"vera_B": 0, "vera_lambda_b": 0},
 }
 _VARIANTS_WITH_ROWS = {"DoraLinearVariant"}  # of LoRA
-_Cut = tuple[torch.Tensor, torch.Tensor, Callable[..., torch.Tensor]]
+_Cut = tuple[torch.Tensor, Callable[[Any], torch.Tensor]]
 
 
 def refusal(fqn: str, layer: nn.Module, active: Sequence[str], why: object) -> ExportError:
@@ -108,92 +111,126 @@ def refuse_unmergeable(fqn: str, wrapper: Any, chosen: Sequence[str] | None) -> 
         raise refusal(fqn, wrapper, (), "it has no method that merges")
 
 
-@dataclass
-class LayerMerge:
-    """Merges a layer's active adapters into float32 rows of its base, of one block after the other.
+class Merger:
+    """Merges the active adapters of a module's layers into float32 rows of its base, of one block after the other.
 
-    The first block and the last must compute what the layer did. ``stored`` is the weight's storage where the base is
-    quantized; some methods read it.
+    ``sampled`` are rows from all of these blocks, or ``None`` where nothing can be compared: what is merged in them
+    must compute what the layers did. ``stored`` is a quantized base's storage; some methods read it.
     """
+
+    def __init__(
+        self, fqn: str, layers: Sequence[tuple[Any, tuple[str, ...]]], stored: torch.Tensor | None, blocks: list[Rows]
+    ) -> None:
+        self._stored = stored
+        self._layers = [_LayerMerge(fqn, layer, active) for layer, active in layers]
+        # A parameter that is adapted by name is not that of a layer that could be run by itself.
+        self.sampled: Any = None if any(parameter_name(layer) for layer, _ in layers) else blocks[0]
+        if isinstance(self.sampled, slice):
+            trained = [row for layer, active in layers for name in active for row in _token_indices(layer, name)]
+            firsts = ([_numbers(rows)[0], *[row for row in trained if row in _numbers(rows)][:1]] for rows in blocks)
+            self.sampled = sorted({row for rows in firsts for row in rows})
+
+    def run(self, plain: nn.Module) -> None:
+        """Compute what the layers do over the sampled rows of a plain base; merged ones take the place of these."""
+        adapted = plain
+        if self._stored is not None and not _knows_quantization(self._layers[0].layer):
+            adapted = _as_stored(plain, self._stored, self.sampled)
+        with self._layers[-1].refusing():
+            for layer in self._layers:
+                adapted = layer.over(adapted, self.sampled)
+            self._merged, self._probe = plain, _probe(plain)
+            self._outputs = plain(self._probe), adapted(self._probe)
+
+    def __call__(self, plain: nn.Module, rows: Any) -> nn.Module:
+        """Merge into ``rows`` of a plain base, which may be changed."""
+        if self.sampled is ...:
+            self.run(plain)
+        for layer in self._layers:
+            plain = layer.merge(plain, rows)
+        if self.sampled is ...:
+            self._merged = plain
+        elif self.sampled is not None:
+            places = _positions(self.sampled, rows)
+            for name, parameter in plain.named_parameters():
+                picked = parameter[[self.sampled[place] - rows.start for place in places]]
+                self._merged.get_parameter(name)[places] = picked
+        return plain
+
+    def check(self) -> None:
+        """Raise unless the sampled rows, merged, compute what the layers did."""
+        if self.sampled is None:
+            return
+        unadapted, expected = self._outputs
+        with self._layers[-1].refusing():
+            found = self._merged(self._probe)
+            difference = float((found - expected).abs().max())
+            largest = max(float(output.abs().max()) for output in (unadapted, expected))
+            # The caller refuses weights that are not finite.
+            if bool(torch.isfinite(found).all()) and not difference <= _TOLERANCE * largest:
+                raise ValueError(
+                    f"the merged layer computes another output (off by {difference:.1e}, the largest is {largest:.1e})"
+                )
+
+
+@dataclass
+class _LayerMerge:
+    """Merges one layer's active adapters."""
 
     fqn: str
     layer: Any
     active: tuple[str, ...]
-    stored: torch.Tensor | None
     _copy: Any = None  # of the layer, in float32, over the rows that are merged
     _cuts: Sequence[_Cut] = ()
-    _is_checked: bool = False
 
-    def __call__(self, plain: nn.Module, rows: Rows, *, is_last: bool) -> nn.Module:
-        """Merge into ``rows`` of a plain base, which may be changed; raise unless the result computes the same."""
-        fqn, layer, active = self.fqn, self.layer, self.active
-        if isinstance(rows, slice) and "token_indices" in vars(layer):
-            active = tuple(name for name in active if _trained_rows(layer.token_indices[name], rows))
-            if not active:
-                return plain
-        is_by_name = parameter_name(layer) is not None
-        if plain._modules and not is_by_name:
-            raise refusal(fqn, layer, active, f"it adapts several modules of {type(plain).__name__} at once")
-        if vars(plain).get("max_norm") is not None:
-            raise refusal(fqn, layer, active, "the embedding renormalizes the rows that it looks up (max_norm)")
-        outputs: list[torch.Tensor] = []
+    @contextlib.contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Turn errors into `ExportError`, and leave torch's random numbers as they were."""
         try:
             with torch.random.fork_rng(devices=[]):
-                adapted = self._over(plain, active, rows)
-                # A parameter that is adapted by name is not that of a layer that could be run by itself.
-                probe = None if is_by_name or (self._is_checked and not is_last) else _probe(plain)
-                if probe is not None:
-                    outputs = [plain(probe), self._run(adapted, probe, rows)]
-                adapted.merge(safe_merge=False, adapter_names=list(active))
-                merged: nn.Module = adapted.get_base_layer()
-                if probe is not None:
-                    outputs.append(merged(probe))
+                yield
         except Exception as error:
-            raise refusal(fqn, layer, active, error) from error
-        # The caller refuses weights that are not finite.
-        if outputs and bool(torch.isfinite(outputs[-1]).all()):
-            unadapted, expected, found = outputs
-            difference = float((found - expected).abs().max())
-            largest = max(float(output.abs().max()) for output in (unadapted, expected))
-            if not difference <= _TOLERANCE * largest:
-                why = (
-                    f"the merged layer computes another output (off by {difference:.1e}, the largest is {largest:.1e})"
-                )
-                raise refusal(fqn, layer, active, why)
-        self._is_checked = True
-        return merged
+            raise refusal(self.fqn, self.layer, self.active, error) from error
 
-    def _over(self, plain: nn.Module, active: Sequence[str], rows: Rows) -> Any:
-        """The float32 copy of the layer, over a plain base that holds some rows."""
+    def merge(self, plain: nn.Module, rows: Rows) -> nn.Module:
+        """Merge into ``rows`` of a plain base, which may be changed."""
+        with self.refusing():
+            adapted = self.over(plain, rows)
+            if adapted is not plain:
+                adapted.merge(safe_merge=False, adapter_names=adapted._active_adapter)
+                plain = adapted.get_base_layer()
+        return plain
+
+    def over(self, plain: nn.Module, rows: Rows) -> Any:
+        """The float32 copy of the layer, over some rows of a plain base; the base where it adapts none of these."""
+        active = [*self.active]
+        if rows is not ... and "token_indices" in vars(self.layer):
+            active = [name for name in active if _positions(self.layer.token_indices[name], rows)]
+        if not active:
+            return plain
         if self._copy is None:
+            if plain._modules and not is_tuner_layer(plain) and parameter_name(self.layer) is None:
+                raise ValueError(f"it adapts several modules of {type(plain).__name__} at once")
+            if vars(plain).get("max_norm") is not None:
+                raise ValueError("the embedding renormalizes the rows that it looks up (max_norm)")
             self._copy = _float32_layer(self.layer, plain)
-            self._cuts = _cuts(self._copy, self.active) if isinstance(rows, slice) else ()
-        if isinstance(rows, slice):
+            self._copy._modules["base_layer"] = None  # it would be held
+            self._cuts = () if rows is ... else _cuts(self._copy, self.active)
+        if rows is not ...:
             self._cut(rows)
         adapted: Any = shallow_copy(self._copy)  # a merge may leave values of these rows on it
         adapted._modules["base_layer"] = plain
-        adapted._active_adapter, adapted._disable_adapters, adapted.merged_adapters = [*active], False, []
+        adapted._active_adapter, adapted._disable_adapters, adapted.merged_adapters = active, False, []
         for magnitude in adapted._modules.get("lora_magnitude_vector", {}).values():
             vars(magnitude).get("_dora_cache", {}).clear()
         return adapted
 
-    def _cut(self, rows: slice) -> None:
+    def _cut(self, rows: Rows) -> None:
         """Put some rows in the place of the copy's tensors."""
-        for tensor, whole, pick in self._cuts:
-            tensor.data = pick(whole, rows).clone()
+        for tensor, pick in self._cuts:
+            tensor.data = pick(rows).clone()
         for name, indices in vars(self.layer).get("token_indices", {}).items():
-            self._copy.token_indices[name] = [indices[i] - rows.start for i in _trained_rows(indices, rows)]
-        if parameter_name(self.layer) is not None:
-            self._copy.num_experts = rows.stop - rows.start
-
-    def _run(self, adapted: Any, probe: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """The output of a layer before it is merged."""
-        plain = adapted._modules["base_layer"]
-        if self.stored is not None and not _knows_quantization(self.layer):
-            adapted._modules["base_layer"] = _as_stored(plain, self.stored, rows)
-        output: torch.Tensor = adapted(probe)
-        adapted._modules["base_layer"] = plain
-        return output
+            found = [indices[position] for position in _positions(indices, rows)]
+            self._copy.token_indices[name] = [_numbers(rows).index(index) for index in found]
 
 
 def parameter_name(layer: nn.Module) -> str | None:
@@ -219,7 +256,7 @@ def merges_by_rows(source: nn.Module, layer: Any, active: Sequence[str]) -> bool
     if not is_quantized_layer(source) and type(source).forward not in (nn.Linear.forward, nn.Embedding.forward):
         return False  # it may do anything with what it computes
     num_rows = vars(source).get("num_embeddings", vars(source).get("out_features", 0))
-    indices = [index for name in active for index in vars(layer).get("token_indices", {}).get(name, ())]
+    indices = [index for name in active for index in _token_indices(layer, name)]
     variants = vars(layer).get("lora_variant", {})
     return (
         _kind(layer) in _ROWS
@@ -228,30 +265,60 @@ def merges_by_rows(source: nn.Module, layer: Any, active: Sequence[str]) -> bool
     )
 
 
-def _trained_rows(indices: Sequence[int], rows: slice) -> list[int]:
-    """The positions in an adapter's ``token_indices`` of the indices that are among some rows."""
-    return [position for position, index in enumerate(indices) if rows.start <= index < rows.stop]
+def _token_indices(layer: Any, name: str) -> Sequence[int]:
+    """The rows that an adapter trains, where it does not train all."""
+    found: Sequence[int] = vars(layer).get("token_indices", {}).get(name, ())
+    return found
+
+
+def _numbers(rows: Any) -> Sequence[int]:
+    return range(rows.start, rows.stop) if isinstance(rows, slice) else rows
+
+
+def _positions(indices: Sequence[int], rows: Rows) -> list[int]:
+    """The positions in a list of indices of those that are among some rows."""
+    numbers = _numbers(rows)
+    return [position for position, index in enumerate(indices) if index in numbers]
+
+
+def _select(whole: torch.Tensor, dim: int, rows: Rows) -> torch.Tensor:
+    return whole[(slice(None),) * dim + (rows,)]
+
+
+def _trained(delta: torch.Tensor, indices: Sequence[int], rows: Rows) -> torch.Tensor:
+    return delta[_positions(indices, rows)]
+
+
+def of_expert(factors: torch.Tensor, dim: int | None, height: int, rows: slice) -> torch.Tensor:
+    """One expert's factor, in ``dim`` some rows of it; a stack's rows are those of its matrices, ``height`` each."""
+    expert, start = divmod(rows.start, height)
+    return factors[expert] if dim is None else factors[expert].narrow(dim, start, rows.stop - rows.start)
 
 
 def _cuts(copied: Any, active: Sequence[str]) -> list[_Cut]:
-    """The tensors of a layer's copy that have rows, with their whole values and a function that picks rows of these."""
-    found: list[tuple[torch.Tensor, Callable[..., torch.Tensor]]] = []
+    """The tensors of a layer's copy that have rows, each with a function that picks rows of its whole value."""
+    cuts: list[_Cut] = []
     for container, dim in _ROWS.get(_kind(copied), {}).items():
         holder = getattr(copied, container)
         for tensor in (*holder.parameters(), *holder.buffers()):
             # A tensor with a single row, as IA3's that scales the input, has it for all.
             if tensor.shape[dim] > 1:
-                found.append((tensor, lambda t, rows, dim=dim: t.narrow(dim, rows.start, rows.stop - rows.start)))
+                cuts.append((tensor, functools.partial(_select, tensor.data, dim)))
     for name in active if "token_indices" in vars(copied) else ():
-        indices = copied.token_indices[name]
         delta = copied.trainable_tokens_delta[name]
-        found.append((delta, lambda t, rows, indices=indices: t[_trained_rows(indices, rows)]))
-    for name in active if parameter_name(copied) is not None else ():
-        num = copied.num_experts
-        a, b = copied.lora_A[name].weight, copied.lora_B[name].weight
-        found.append((a, lambda t, rows, num=num: t.reshape(num, -1, t.shape[1])[rows].flatten(0, 1)))
-        found.append((b, lambda t, rows, num=num: t.reshape(t.shape[0], -1, num)[:, :, rows].flatten(1)))
-    return [(tensor, tensor.data, pick) for tensor, pick in found]
+        cuts.append((delta, functools.partial(_trained, delta.data, copied.token_indices[name])))
+    if parameter_name(copied) is not None:
+        num_experts, copied.num_experts = copied.num_experts, 1
+        # PEFT takes a single expert for a matrix, (out, in), which it transposes where it is told to.
+        is_transposed = copied.fan_in_fan_out = not getattr(copied, "_did_swap_in_out_features", False)
+        for name in active:
+            a, b = copied.lora_A[name].weight, copied.lora_B[name].weight
+            height = a.shape[1] if is_transposed else b.shape[0]
+            of_a = a.data.reshape(num_experts, -1, a.shape[1])
+            of_b = b.data.reshape(b.shape[0], -1, num_experts).permute(2, 0, 1)
+            cuts.append((a, functools.partial(of_expert, of_a, 1 if is_transposed else None, height)))
+            cuts.append((b, functools.partial(of_expert, of_b, None if is_transposed else 0, height)))
+    return cuts
 
 
 def _product(lora_A: nn.Linear, lora_B: nn.Linear, adapter_name: str | None = None) -> torch.Tensor:  # noqa: N803
@@ -285,7 +352,7 @@ def _float32_layer(layer: Any, plain: nn.Module) -> Any:
         # A layer for bitsandbytes may lack this field: its weights are stored as those of ``nn.Linear``.
         vars(copied).setdefault("fan_in_fan_out", False)
     copied.quantization_backend = None
-    device = next(p.device for p in plain._parameters.values() if p is not None)
+    device = next(plain.parameters()).device
     return copied.to(device=device, dtype=torch.float32).eval().requires_grad_(False)
 
 
@@ -305,7 +372,7 @@ def _probe(plain: nn.Module) -> torch.Tensor:
     weight = plain.get_parameter("weight")
     drawn: dict[str, Any] = {"generator": torch.Generator().manual_seed(0), "device": "cpu"}
     if isinstance(plain, nn.Embedding):
-        return torch.randint(0, plain.num_embeddings, (2, 8), **drawn).to(weight.device)
+        return torch.arange(0, plain.num_embeddings, math.ceil(plain.num_embeddings / 64), device=weight.device)[None]
     fields = vars(plain)
     # ``nx`` is the width of transformers' ``Conv1D``; a norm's is the last dimension of its weight.
     shape = [8, fields.get("in_features", fields.get("nx", weight.shape[-1]))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,24 +14,19 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, ExportError
-from ..model.quantization import (
-    Rows,
-    dequantizer,
-    is_quantized_layer,
-    is_quantized_parameter,
-    quant_state_of,
-)
+from ..model.quantization import Rows, dequantizer, is_quantized_layer, is_quantized_parameter, quant_state_of
 from ..model.tree import ModelTree, named_modules, shallow_copy
 from ..model.wrappers import is_adapter_module
-from ..tensors.bits import fingerprint
+from ..tensors.bits import content_digest
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import LazyTensor, materialize, values_of
 from .adapters import (
-    LayerMerge,
+    Merger,
     active_adapters,
     adapters_of,
     is_tuner_layer,
     merges_by_rows,
+    of_expert,
     parameter_name,
     refusal,
     refuse_unmergeable,
@@ -56,7 +52,6 @@ _CONFIG_ATTRIBUTES = ("quantization_config", "_pre_quantization_dtype")
 # block takes several times its bytes, and some time whatever its size.
 _NUM_BLOCKS = 32
 _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 1 << 20, 4 << 20
-_MIN_ROWS = 2  # PEFT treats a stack of one expert as a matrix, which it may transpose
 
 _Reader = Callable[[Rows], torch.Tensor]
 _Layers = list[tuple[Any, tuple[str, ...]]]
@@ -69,26 +64,27 @@ def merge_into(twin: Twin, adapters: Sequence[str] | None = None) -> tuple[str, 
     ``adapters`` are taken instead of the active ones. Returns the names of the modules that adapters were merged into,
     or that a trained copy took the place of.
     """
+    chosen = None if adapters is None else tuple(dict.fromkeys(adapters))
     there = {name for one in twin.peeled for wrapper in one.wrappers for name in adapters_of(wrapper)}
-    for name in adapters or ():
+    for name in chosen or ():
         if name not in there:
             raise ConfigError(f"adapters: expected names out of {sorted(there)}, found {name!r}")
-    quantization = ModelTree(twin.model).quantization
-    if not quantization.can_dequantize:
+    tree = ModelTree(twin.model)
+    if not tree.quantization.can_dequantize:
         raise ExportError(
-            f"the model is quantized with {quantization.method}, whose weights cannot be dequantized here, and so not "
-            "merged; export without merging"
+            f"the model is quantized with {tree.quantization.method}, whose weights cannot be dequantized here, and so "
+            "not merged; export without merging"
         )
-    places = _shared_places(twin.model)
+    shared = [places for tensor in tree.tensors if len(places := tree.places(tensor)) > 1]
     dtype = _half_dtype(twin.model)
     twin, rounded = dequantized(twin, dtype)
-    merges = _plan(twin, dtype, rounded, adapters)
+    merges = _plan(twin, dtype, rounded, chosen)
     # Refusals come before anything is written: one layer of each kind is tried out.
     for merge in {merge.kind: merge for merge in reversed(merges)}.values():
         merge.try_out()
     for merge in merges:
         merge.replace_tensors()
-    _settle_ties(twin.model, places)
+    _settle_ties(twin.model, shared)
     _forget_quantization(twin.model)
     return tuple(merge.fqn for merge in merges if merge.is_adapted)
 
@@ -132,7 +128,7 @@ class _Merge:
             name = parameter_name(layer) or "weight"
             if self.source._parameters.get(name) is None:
                 raise refusal(self.fqn, layer, active, f"{type(self.source).__name__} has no parameter {name!r}")
-            next(self.blocks(name, self._readers(name)))
+            next(self.blocks(name, self._readers(name), is_tried=True))
 
     def replace_tensors(self) -> None:
         """Replace the shell's tensors by lazy ones; a quantized layer becomes a plain one."""
@@ -185,11 +181,13 @@ class _Merge:
         """A parameter of the plain model, in the plain module's layout and its original dtype, in memory of its own."""
         value, readers = parameter_of(self.source, name), self._readers(name)
         # 4-bit weights are dequantized whole: each block takes the place of what it is computed from.
-        is_own = is_quantized_parameter(value) and quant_state_of(self.source, value) is not None
-        whole = readers[name](...) if is_own else None
+        is_own = getattr(
+            value, "is_own", is_quantized_parameter(value) and quant_state_of(self.source, value) is not None
+        )
+        whole = readers[name](...).contiguous() if is_own else None
         for rows, block in self.blocks(name, readers):
             whole = block.new_empty(self._shape(name)) if whole is None else whole
-            whole[rows] = block
+            _rows_of(whole, rows).copy_(block)
         assert whole is not None
         return whole.t() if self._is_transposed(name) else whole
 
@@ -197,20 +195,26 @@ class _Merge:
         return (block for _, block in self.blocks(name, self._readers(name)))
 
     @torch.no_grad()
-    def blocks(self, name: str, readers: Mapping[str, _Reader]) -> Iterator[tuple[Rows, torch.Tensor]]:
+    def blocks(
+        self, name: str, readers: Mapping[str, _Reader], *, is_tried: bool = False
+    ) -> Iterator[tuple[Rows, torch.Tensor]]:
         """Compute a parameter in its original dtype, a few rows at a time, or whole where a merge needs the whole.
 
-        Where the plain module has its weight transposed, the rows are its columns.
+        Where the plain module has its weight transposed, the rows are its columns. Tried, only the first block is.
         """
         dtype, layers = self._dtype(name), self._layers_of(name)
         stored = self.source._parameters["weight"] if is_quantized_layer(self.source) else None
-        mergers = [LayerMerge(self.fqn, layer, active, stored) for layer, active in layers]
-        every = self._blocks_of_rows([*readers], layers)
+        every = self._blocks_of_rows([*readers], layers)[: 1 if is_tried else None]
+        merge = Merger(self.fqn, layers, stored, every) if layers else None
+        if merge is not None and isinstance(merge.sampled, list):
+            merge.run(self._float32({n: read(merge.sampled) for n, read in readers.items()}))
         for rows in every:
             values = {n: read(rows) for n, read in readers.items()}
             value = values[name]
-            if layers:
-                value = parameter_of(self._merged(values, mergers, rows, rows is every[-1]), name)
+            if merge is not None:
+                value = parameter_of(merge(self._float32(values), rows), name)
+                if rows is every[-1]:
+                    merge.check()
             rounded = value.detach().to(dtype)
             # A sum is finite only if everything in it is, and takes a fraction of the time of looking at each.
             if self.is_adapted and not torch.isfinite(rounded.sum(dtype=torch.float32)):
@@ -245,30 +249,30 @@ class _Merge:
         is_whole = num_blocks <= 1 or len(heights) > 1 or () in heights
         if is_whole or not all(merges_by_rows(self.source, *layer) for layer in layers):
             return [...]
-        (num_rows,) = heights.pop()
-        starts = [*range(0, max(num_rows - _MIN_ROWS, 0) + 1, max(math.ceil(num_rows / num_blocks), _MIN_ROWS))]
-        return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], num_rows], strict=True)]
+        # A stack has the rows of its matrices, one after the other, and no block has rows of two.
+        (num_rows,) = {math.prod(shape[:2]) if len(shape) == 3 else shape[0] for shape in shapes}
+        height = shapes[0][1] if len(shapes[0]) == 3 else num_rows
+        num_blocks = min(math.ceil(num_blocks * height / num_rows), height)
+        cuts = [first + height * i // num_blocks for first in range(0, num_rows, height) for i in range(num_blocks)]
+        return [slice(start, stop) for start, stop in itertools.pairwise([*cuts, num_rows])]
 
     def _readers(self, name: str) -> dict[str, _Reader]:
         """By name, functions that read rows of a parameter, and of those it is merged with, without adapters."""
         is_by_name = all(parameter_name(layer) for layer, _ in self._layers_of(name))
-        parameters = self.source._parameters.items()
-        return {n: self._reader(p) for n, p in parameters if p is not None and (n == name or not is_by_name)}
+        return {
+            n: dequantizer(self.source) if is_quantized_parameter(p) else functools.partial(_rows_of, values_of(p))
+            for n, p in self.source._parameters.items()
+            if p is not None and (n == name or not is_by_name)
+        }
 
-    def _reader(self, value: torch.Tensor) -> _Reader:
-        if is_quantized_parameter(value):
-            return dequantizer(self.source)
-        return values_of(value).__getitem__
-
-    def _merged(
-        self, values: dict[str, torch.Tensor], mergers: list[LayerMerge], rows: Rows, is_last: bool
-    ) -> nn.Module:
+    def _float32(self, values: Mapping[str, torch.Tensor]) -> nn.Module:
         # Copied even if float32 already: it is merged in place.
-        values = {name: value.to(torch.float32, copy=True) for name, value in values.items()}
-        plain = float32_module(self._plain, values)
-        for merge in mergers:
-            plain = merge(plain, rows, is_last=is_last)
-        return plain
+        return float32_module(self._plain, {n: value.to(torch.float32, copy=True) for n, value in values.items()})
+
+
+def _rows_of(tensor: torch.Tensor, rows: Any) -> torch.Tensor:
+    """Some rows of a tensor; a stack has those of its matrices, one after the other."""
+    return tensor[rows] if rows is ... or tensor.dim() < 3 else of_expert(tensor, 0, tensor.shape[1], rows)
 
 
 def _plan(twin: Twin, dtype: torch.dtype, rounded: set[int], chosen: Sequence[str] | None) -> list[_Merge]:
@@ -309,16 +313,6 @@ def _half_dtype(model: nn.Module) -> torch.dtype:
     return votes.most_common(1)[0][0] if votes else torch.float32
 
 
-def _shared_places(model: nn.Module) -> _Places:
-    """The modules and names of each parameter that has several."""
-    found: dict[int, list[tuple[nn.Module, str]]] = {}
-    for _, module in named_modules(model):
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                found.setdefault(id(parameter), []).append((module, name))
-    return [places for places in found.values() if len(places) > 1]
-
-
 def _settle_ties(model: nn.Module, places: _Places) -> None:
     """Tie again the weights that were tied, if all are still equal; otherwise untie all of them, in the configs too."""
     is_untied = False
@@ -326,7 +320,7 @@ def _settle_ties(model: nn.Module, places: _Places) -> None:
         tensors = {id(tensor): tensor for module, name in group if (tensor := module._parameters[name]) is not None}
         if len(tensors) == 1:
             continue
-        if len({fingerprint(materialize(tensor)) for tensor in tensors.values()}) > 1:
+        if len({content_digest(materialize(tensor)) for tensor in tensors.values()}) > 1:
             is_untied = True
             continue
         for module, name in group:

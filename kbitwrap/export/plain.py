@@ -66,7 +66,7 @@ def _dequantize_stacks(fqn: str, shell: nn.Module) -> None:
     del vars(shell)["_modules"]["parametrizations"]
     shell.__class__ = type(shell).__bases__[0]
     for name, (computes, state) in stacks.items():
-        vars(shell)["_parameters"][name] = LazyTensor(state.shape, state.dtype, computes)
+        vars(shell)["_parameters"][name] = LazyTensor(state.shape, state.dtype, computes, is_own=True)
 
 
 def parameter_of(module: nn.Module, name: str) -> torch.Tensor:

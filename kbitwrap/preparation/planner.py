@@ -223,6 +223,7 @@ class Planner:
                 "head='float32' changes nothing: no output head was found that is an unquantized linear layer with a "
                 "half weight and its own forward, in a model whose quantization method permits casts"
             )
+            self.alarms.append(self.warnings[-1])
         forward = functools.partial(HeadForward, chunk_bytes=self.config.head_chunk_bytes)
         return _compute([n for n in found if not computes_in_float32(n.module)], Role.OUTPUT_EMBEDDINGS, forward)
 

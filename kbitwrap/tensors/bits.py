@@ -25,17 +25,12 @@ _CPU_CHUNK = 1 << 20
 _DEVICE_CHUNK = 32 << 20
 
 
-def fingerprint(tensor: torch.Tensor) -> bytes:
-    """A fingerprint of a half-precision tensor's bits, the same on every device, at the cost of two sums and no copy.
+def fingerprint_and(tensor: torch.Tensor, question: torch.Tensor) -> tuple[bytes, bool]:
+    """A fingerprint of a half tensor's bits, without a copy, and the answer to a question on its device, in one read.
 
     It is a SHA-256 of the sums, modulo 2**64, of the rows and of the columns of int64 words laid out in rows of 4096,
     and of the words left over. Only changes of at least four words that cancel in every row and column are missed.
     """
-    return fingerprint_and(tensor, torch.zeros((), dtype=torch.bool, device=tensor.device))[0]
-
-
-def fingerprint_and(tensor: torch.Tensor, question: torch.Tensor) -> tuple[bytes, bool]:
-    """A fingerprint, and the answer to a question on the same device, in one read."""
     flat = tensor.detach().reshape(-1)
     if flat.stride() != (1,) or flat.storage_offset() % 4:
         flat = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device).copy_(flat)

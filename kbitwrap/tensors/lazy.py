@@ -91,7 +91,7 @@ class LazyTensor(torch.Tensor):
     _view_of: LazyTensor | None  # the tensor that a view is taken of
     _parent: LazyTensor | None  # the lazy tensor that this one is made from, if there is only one
     _pieces: Pieces | None
-    _is_own: bool
+    is_own: bool
 
     # Without `__torch_function__`, methods and functions go straight to `__torch_dispatch__`.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -108,7 +108,7 @@ class LazyTensor(torch.Tensor):
     ) -> LazyTensor:
         """Make a contiguous tensor without storage."""
         made = cls._make(torch.empty(tuple(shape), dtype=dtype, device="meta"), compute)
-        made._pieces, made._is_own = pieces, is_own
+        made._pieces, made.is_own = pieces, is_own
         return made
 
     @classmethod
@@ -125,7 +125,7 @@ class LazyTensor(torch.Tensor):
         made._compute = compute
         made._view_of = base
         made._parent = parent
-        made._pieces, made._is_own = None, False
+        made._pieces, made.is_own = None, False
         return made
 
     @property
@@ -161,7 +161,7 @@ class LazyTensor(torch.Tensor):
 
     def own(self) -> torch.Tensor:
         """Compute the values as a contiguous tensor in memory that nothing else refers to."""
-        if not self._is_own:
+        if not self.is_own:
             return self.values().clone(memory_format=torch.contiguous_format)
         _mode.keep_only(self.lineage)
         return self.lineage[-1].compute().contiguous()
@@ -189,7 +189,7 @@ class LazyTensor(torch.Tensor):
 
             made = cls._make(meta, compute, bases.get(meta.untyped_storage()._cdata), parent)
             if func is torch.ops.aten.detach.default:
-                made._pieces, made._is_own = lazies[0]._pieces, lazies[0]._is_own
+                made._pieces, made.is_own = lazies[0]._pieces, lazies[0].is_own
             return made
 
         if isinstance(shapes, torch.Tensor):

@@ -103,10 +103,10 @@ def test_an_export_writes_the_librarys_bytes(precision: str, tmp_path: Path) -> 
     assert case["export_peak_bytes"] <= 2 * case["largest_bytes"]
     assert {path.name for path in tmp_path.iterdir()} == {"request.json", "answer.json"}
     summary = {"median": 1.0, "least": 1.0, "most": 1.0, "all": [1.0]}
-    timed = dict.fromkeys(("save_seconds", "export_seconds"), summary)
-    merged = {"merge_seconds": summary} if precision == "merged" else {}
+    timed = dict.fromkeys((f"{part}_seconds" for part in ("save", "save_cpu", "export", "export_cpu")), summary)
+    merged = dict.fromkeys(("merge_seconds", "merge_cpu_seconds"), summary) if precision == "merged" else {}
     (_, row) = export_rows({"cases": [{**case, **timed, **merged}]})
-    assert (row[0], row[5], row[-1]) == (precision, "2.00" if merged else "1.00", "identical")
+    assert (row[0], *row[5:7], row[-1]) == (precision, *["2.00" if merged else "1.00"] * 2, "identical")
 
 
 def test_a_case_is_measured_by_an_interpreter_of_its_own(tmp_path: Path) -> None:

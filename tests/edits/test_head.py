@@ -108,14 +108,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tenso
 
 
 @AUTOCAST
+@pytest.mark.parametrize("precision", ["norms", "adapted", "none"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_log_probabilities_come_to_those_of_an_engine_with_a_float32_head(
-    trained: tuple[Path, torch.Tensor], autocast: bool
+    trained: tuple[Path, torch.Tensor], dtype: torch.dtype, precision: str, autocast: bool
 ) -> None:
+    """The engine has the same half body, computed by the same kernels: the head is what the two can differ in."""
     folder, ids = trained
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
-    )
-    model = LlamaForCausalLM.from_pretrained(folder, quantization_config=quantization, dtype=torch.bfloat16)
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    model = LlamaForCausalLM.from_pretrained(folder, quantization_config=quantization, dtype=dtype)
 
     def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
         return logits.float().log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])
@@ -125,9 +126,16 @@ def test_the_log_probabilities_come_to_those_of_an_engine_with_a_float32_head(
         model.eval()(input_ids=ids)
         engine = log_probabilities(stored_head(model.lm_head, seen.hidden))
         for head in (None, "float32"):
-            with KbitPreparedModel(model, head=head), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                gaps[head] = (log_probabilities(model.train()(input_ids=ids).logits) - engine).abs().mean().item()
+            with (
+                KbitPreparedModel(model, precision=precision, head=head),
+                torch.autocast("cpu", dtype, enabled=autocast),
+            ):
+                found = log_probabilities(model.train()(input_ids=ids).logits)
+            gaps[head] = (found - engine).abs().mean().item()
+        # What is left is of the hidden states, which only float32 norms make others.
+        assert torch.equal(found, log_probabilities(stored_head(model.lm_head, seen.hidden)))
     assert gaps["float32"] <= gaps[None] / 2
+    assert (gaps["float32"] == 0) == (precision != "norms")
 
 
 @AUTOCAST
@@ -272,7 +280,8 @@ def test_where_the_head_is_float32_anyway_it_changes_nothing(precision: str) -> 
 
 
 def test_a_model_without_a_half_head_is_told_so() -> None:
-    assert any("head='float32' changes nothing" in w for w in build_plan(zoo.load("bert"), head="float32").warnings)
+    with pytest.warns(UserWarning, match="head='float32' changes nothing"):
+        KbitPreparedModel(zoo.load("bert"), head="float32")
     assert not any("head=" in w for w in build_plan(zoo.load("llama"), head="float32").warnings)
 
 

@@ -30,6 +30,7 @@ from peft.helpers import DoraCaching
 from torch import nn
 from transformers import PreTrainedModel
 
+import kbitwrap.export.adapters as adapters_module
 import kbitwrap.export.merge as merge_module
 import training
 import zoo
@@ -46,7 +47,7 @@ ARCHITECTURES = list(zoo.ARCHITECTURES)
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Merge layers as small as these by rows too, in a few blocks of which the last is a smaller one."""
+    """Merge layers as small as these by rows too, in a few blocks."""
     monkeypatch.setattr(merge_module, "_MIN_BLOCK_BYTES", 1)
     monkeypatch.setattr(merge_module, "_NUM_BLOCKS", 5)
 
@@ -614,9 +615,9 @@ def test_fused_experts_are_rounded_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("num_experts", [2, 3, 4, 5, 64, 65])
 def test_stacks_of_any_number_of_experts(num_experts: int, is_transposed: bool, tmp_path: Path) -> None:
-    """Merged a few experts at a time, and never one alone, which PEFT takes for a matrix, whose sides it exchanges."""
+    """Merged a few rows of one expert at a time, which PEFT takes for a matrix, whose sides it exchanges."""
     stack = nn.Module()
-    stack.up = nn.Parameter(torch.randn(num_experts, 8, 8))
+    stack.up = nn.Parameter(torch.randn(num_experts, 8, 12))
     stack.is_transposed = is_transposed
     config = peft.LoraConfig(target_parameters=["0.up"], r=3, lora_alpha=2, init_lora_weights=False)
     adapted = get_peft_model(nn.Sequential(stack), config)
@@ -783,6 +784,46 @@ def test_what_cannot_be_merged_exactly_is_refused_by_name(case: str, tmp_path: P
     assert before.diff(Snapshot(adapted)) == []
 
 
+def exported_by_rows(config: peft.PeftConfig, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """Export what is merged in four blocks a layer; the modules that were run to compare what a merge computes."""
+    run: list[nn.Module] = []
+    monkeypatch.setattr(merge_module, "_NUM_BLOCKS", 4)
+    probe = adapters_module._probe
+    monkeypatch.setattr(adapters_module, "_probe", lambda plain: [run.append(plain), probe(plain)][1])
+    adapted = adapted_llama(config)
+    jitter(adapted)
+    export(adapted, folder)
+    return run
+
+
+def test_a_merge_is_compared_once_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = exported_by_rows(peft.LoraConfig(target_modules=TARGETS), tmp_path / "merged", monkeypatch)
+    assert len(compared) == 4 + 1  # one of the kind was tried out before
+    assert [plain.weight.shape[0] for plain in compared[1:]] == [4] * 4  # a row of each block
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_a_block_that_is_merged_wrongly_is_refused(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    merge, calls = peft.tuners.lora.layer.Linear.merge, iter(range(1 << 30))
+
+    def wrong(layer: Any, *args: Any, **kwargs: Any) -> None:
+        merge(layer, *args, **kwargs)
+        if next(calls) == 1 + block:  # after the one that is tried out
+            layer.get_base_layer().weight.data *= 1.001
+
+    monkeypatch.setattr(peft.tuners.lora.layer.Linear, "merge", wrong)
+    with pytest.raises(ExportError, match="the merged layer computes another output"):
+        exported_by_rows(peft.LoraConfig(target_modules=TARGETS), tmp_path / "merged", monkeypatch)
+    assert not (tmp_path / "merged").exists()
+
+
+def test_values_that_a_merge_left_of_earlier_rows_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HiRA's keeps the base of the rows that it merged first, and merges others into that."""
+    monkeypatch.setattr(adapters_module, "shallow_copy", lambda module: module)
+    with pytest.raises(ExportError, match="the merged layer computes another output"):
+        exported_by_rows(peft.HiraConfig(target_modules=TARGETS), tmp_path / "merged", monkeypatch)
+
+
 def test_gates_that_see_the_input_are_refused(tmp_path: Path) -> None:
     adapted = training.adapt("llama", zoo.load("llama"), task_type="CAUSAL_LM")
     adapted.save_pretrained(tmp_path / "adapter")
@@ -926,16 +967,17 @@ def test_the_comparison_with_merging_into_4_bits(tmp_path: Path, monkeypatch: py
     assert printed[0][1:] == printed[1][1:]
 
 
-class Experts(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up_proj = nn.Parameter(torch.randn(16, width // 16, width).to(BFLOAT16))
-
-
 def layer_of(kind: str, width: int) -> nn.Module:
     """A layer with a weight of ``width * width`` elements."""
-    if kind == "experts":
-        return Experts(width)
+    if kind.endswith("experts"):
+        count = int(kind.split()[0])
+        experts = nn.Module()
+        experts.up_proj = nn.Parameter(torch.randn(count, width // count, width).to(BFLOAT16))
+        if "nf4" in kind:
+            from bitsandbytes.nn.parametrize import replace_parameter_4bit  # newer than the oldest version
+
+            replace_parameter_4bit(experts, "up_proj", quant_type="nf4")
+        return experts
     if kind == "embedding":
         return nn.Embedding(width, width).to(BFLOAT16)
     if kind == "linear":
@@ -966,7 +1008,11 @@ LARGE_LAYERS = [
     ("linear", {"method": "LoHaConfig", "init_weights": False}),
     ("embedding", LORA),
     ("embedding", {"method": "TrainableTokensConfig", "token_indices": [0, 63]}),
-    ("experts", {**LORA, "target_modules": None, "target_parameters": [f"{i}.up_proj" for i in range(3)]}),
+    # Of rank 1: that of 64 small experts, in float32, has an eighth of their bytes.
+    *[
+        (kind, {**LORA, "r": 1, "target_modules": None, "target_parameters": [f"{i}.up_proj" for i in range(3)]})
+        for kind in ("4 experts", "16 experts", "64 experts", "4 nf4 experts", "16 nf4 experts", "64 nf4 experts")
+    ],
 ]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import LlamaForCausalLM
 
@@ -40,7 +41,19 @@ def prepared(name: str, quant: str = "nf4", **fields: Any) -> KbitPreparedModel:
     return KbitPreparedModel(model, gradient_checkpointing=checkpoints, **fields).prepare()
 
 
-def assert_as_exported(wrapper: KbitPreparedModel, folder: Path, found: Named, **options: Any) -> None:
+def written_by_transformers(name: str, folder: Path, **options: Any) -> list[str]:
+    """The names of a checkpoint's tensors in the order in which ``save_pretrained`` hands them over to be written."""
+    plain = getattr(transformers, zoo.ARCHITECTURES[name].model_class).from_pretrained(folder)
+    written: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            transformers.modeling_utils, "safe_save_file", lambda tensors, *args, **kwargs: written.extend(tensors)
+        )
+        plain.save_pretrained(folder / "again", **options)
+    return written
+
+
+def assert_as_exported(wrapper: KbitPreparedModel, folder: Path, found: Named, **options: Any) -> list[str]:
     """The same names, and bit for bit the same tensors, in memory that belongs to nobody else."""
     wrapper.export(folder, merge_adapters=True, **options)
     expected = tensors_of(folder)
@@ -55,6 +68,7 @@ def assert_as_exported(wrapper: KbitPreparedModel, folder: Path, found: Named, *
         assert not tensor.requires_grad
         tensor.zero_()  # nothing that follows is computed from it
     assert len(names) == len(expected) == len({*names})
+    return names
 
 
 @pytest.mark.parametrize(
@@ -78,26 +92,18 @@ def test_each_tensor_is_the_one_that_an_export_writes(name: str, quant: str, pre
     adapted = training.adapt(name, wrapper.model)
     training.step(name, adapted)
     before = Snapshot(adapted)
-    assert_as_exported(wrapper, tmp_path / "prepared", wrapper.merged_weights())
+    names = assert_as_exported(wrapper, tmp_path / "prepared", wrapper.merged_weights())
+    assert names == written_by_transformers(name, tmp_path / "prepared", max_shard_size="1TB")
+    # In several files too, unless there is a tensor, or a stack that tensors are cut from, which has one for itself.
+    largest = max(tensor.nbytes for tensor in tensors_of(tmp_path / "prepared").values())
+    if not any("experts" in fqn for fqn in names):
+        assert names == written_by_transformers(name, tmp_path / "prepared", max_shard_size=largest)
+        assert (tmp_path / "prepared/again/model.safetensors.index.json").exists()
     assert before.diff(Snapshot(adapted)) == []
     with wrapper.suspended():
         before = Snapshot(adapted)
         assert_as_exported(wrapper, tmp_path / "suspended", wrapper.merged_weights())
         assert before.diff(Snapshot(adapted)) == []
-
-
-def test_the_order_is_that_in_which_save_pretrained_writes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from transformers import modeling_utils
-
-    wrapper = prepared("llama")
-    training.adapt("llama", wrapper.model)
-    found = [fqn for fqn, _ in wrapper.merged_weights()]
-    wrapper.export(tmp_path / "merged", merge_adapters=True)
-    plain = LlamaForCausalLM.from_pretrained(tmp_path / "merged")
-    written: list[str] = []
-    monkeypatch.setattr(modeling_utils, "safe_save_file", lambda tensors, *args, **kwargs: written.extend(tensors))
-    plain.save_pretrained(tmp_path / "again")
-    assert found == written
 
 
 @pytest.mark.parametrize("name", ["mixtral", "dbrx"])
@@ -122,7 +128,11 @@ def test_stacks_of_adapted_experts_are_computed_once(
             pass
     assert {*stacks} <= {*computed}
     assert len(computed) == len({*computed})
-    assert_as_exported(wrapper, tmp_path / "merged", wrapper.merged_weights())
+    names = assert_as_exported(wrapper, tmp_path / "merged", wrapper.merged_weights())
+    written = written_by_transformers(name, tmp_path / "merged")
+    assert sorted(names) == sorted(written)
+    # Files have all but the first expert of a stack at their ends; computed once, a stack is handed out at once.
+    assert [fqn for fqn in names if "experts" not in fqn] == [fqn for fqn in written if "experts" not in fqn]
 
 
 def test_trained_copies_take_the_place_of_the_originals(tmp_path: Path) -> None:
@@ -150,7 +160,7 @@ def test_adapters_are_chosen_by_name(tmp_path: Path) -> None:
     for chosen, key in (
         (None, "default"),
         ("second", "second"),
-        (["second"], "second"),
+        (iter(["second", "second"]), "second"),
         (("default", "second"), "default-second"),
     ):
         for fqn, tensor in wrapper.merged_weights(chosen):
@@ -200,25 +210,21 @@ def test_a_thousand_passes_leave_every_byte_of_the_base_where_peft_drifts() -> N
         wrapper.manifest()
 
 
-class Experts(nn.Module):
-    """A stack of more experts than that of `test_merge`: two are merged at once at least, with a small adapter each."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up_proj = nn.Parameter(torch.randn(64, width // 64, width).to(torch.bfloat16))
-
-
 @pytest.mark.filterwarnings("ignore:Sequential has neither:UserWarning")
-@pytest.mark.parametrize(("kind", "options"), LARGE_LAYERS, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "options", "precision"),
+    # Under "full", what is not quantized is stored in float32.
+    [(*case, "norms") for case in LARGE_LAYERS]
+    + [(*case, "full") for case in LARGE_LAYERS if case[0] in ("linear", "embedding", "4 experts")],
+    ids=str,
+)
 def test_two_tensors_are_in_memory_at_most_beside_the_last(
-    kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    kind: str, options: dict[str, Any], precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     width, tensor = 1024, 2 * 1024 * 1024
     monkeypatch.setattr(merge_module, "_MIN_BLOCK_BYTES", 1)  # as many blocks as a layer of 4096 times 4096 elements
-    monkeypatch.setattr(test_merge, "Experts", Experts)
-    rank = {"r": 1} if kind == "experts" else {}
-    model = test_merge.adapted_layers(kind, width, **options, **rank).get_base_model()
-    wrapper = KbitPreparedModel(model, gradient_checkpointing=False).prepare()
+    model = test_merge.adapted_layers(kind, width, **options).get_base_model()
+    wrapper = KbitPreparedModel(model, gradient_checkpointing=False, precision=precision).prepare()
     sizes: list[int] = []
 
     def take_all() -> None:
