@@ -180,8 +180,7 @@ class KbitPreparedModel:
         if self.state is LifecycleState.RESTORED and self._report is not None:
             return self._report
         preparation = self._expect_prepared("restore")
-        report = preparation.undo(trained)
-        self._report = report
+        report = self._report = preparation.undo(trained)
         self.state = LifecycleState.RESTORED
         self._preparation = None
         return report

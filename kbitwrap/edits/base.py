@@ -48,15 +48,11 @@ class EditBase:
 
 
 class ChangeBase:
-    """A change that holds no original tensors."""
+    """A change that is not made of others."""
 
-    def originals(self) -> tuple[HeldOriginal, ...]:
-        """Return none."""
-        return ()
-
-    def rewritten(self) -> tuple[Any, ...]:
-        """Return none."""
-        return ()
+    def parts(self) -> tuple[Any, ...]:
+        """Return this one."""
+        return (self,)
 
 
 class HeldOriginal(ChangeBase):
@@ -66,10 +62,6 @@ class HeldOriginal(ChangeBase):
     dtype: torch.dtype  # of the original
     was_altered = False  # whether the last undo put back another value than the original
     was_trained = False  # whether the last undo found that the value had changed while it was stored upcast
-
-    def originals(self) -> tuple[HeldOriginal, ...]:
-        """Return this one."""
-        return (self,)
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
         """The value that ``restore(trained="keep")`` would put back, to be read only; maybe the parameter itself."""
@@ -117,13 +109,9 @@ class Together(ChangeBase):
         """Record the current state of each."""
         return Together(*[change.now(tree) for change in self._changes])
 
-    def originals(self) -> tuple[HeldOriginal, ...]:
-        """The originals that each of them holds."""
-        return tuple(held for change in self._changes for held in change.originals())
-
-    def rewritten(self) -> tuple[Any, ...]:
-        """The records of their own fields that modules rewrite, of each."""
-        return tuple(one for change in self._changes for one in change.rewritten())
+    def parts(self) -> tuple[Any, ...]:
+        """The changes that it is made of."""
+        return tuple(part for change in self._changes for part in change.parts())
 
 
 class ModuleRecord(Generic[T]):

@@ -16,12 +16,12 @@ class FlagsChange(ChangeBase):
     """Parameters' ``requires_grad`` flags as they were."""
 
     def __init__(self, flags: Iterable[tuple[ParameterRecord, bool]]) -> None:
-        self._flags = dict(flags)
+        self.flags = dict(flags)
 
     def undo(self, tree: ModelTree) -> None:
         """Set the recorded flags back."""
         with only_reading():
-            live = [(record.there(), flag) for record, flag in self._flags.items()]
+            live = [(record.there(), flag) for record, flag in self.flags.items()]
             changed = [(p, flag) for p, flag in live if p is not None and p.requires_grad != flag]
         for parameter, flag in changed:
             if parameter.is_leaf:
@@ -30,13 +30,7 @@ class FlagsChange(ChangeBase):
 
     def now(self, tree: ModelTree) -> FlagsChange:
         """Record the current flags."""
-        return FlagsChange((r, p.requires_grad) for r in self._flags if (p := r.there()) is not None)
-
-    def freeze(self) -> None:
-        """Set every flag false that was recorded as true."""
-        for record, flag in self._flags.items():
-            if flag and (parameter := record.there()) is not None:
-                parameter.requires_grad_(False)
+        return FlagsChange((r, p.requires_grad) for r in self.flags if (p := r.there()) is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +48,9 @@ class Freeze(EditBase):
 
     def apply(self, change: FlagsChange) -> None:
         """Set the flags to false where asked."""
-        if self.freeze:
-            change.freeze()
+        for record, flag in change.flags.items() if self.freeze else ():
+            if flag and (parameter := record.there()) is not None:
+                parameter.requires_grad_(False)
 
 
 def prepared_tensors(tree: ModelTree, freeze_adapters: bool) -> list[NamedTensor]:

@@ -7,9 +7,11 @@ itself; the journal records the change before it applies the edit, so that an ed
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from ..errors import EditError
+
+T = TypeVar("T")
 
 
 class Missing:
@@ -57,8 +59,8 @@ class Change(WayBack, Protocol):
     def now(self, view: Any) -> WayBack:
         """Record the current state of all that ``undo`` changes; changes nothing."""
 
-    def originals(self) -> Iterable[Any]:
-        """The original tensors that this change holds, each as a ``HeldOriginal``."""
+    def parts(self) -> Iterable[Any]:
+        """The changes that this one is made of, or this one itself."""
 
 
 @runtime_checkable
@@ -155,10 +157,6 @@ class Journal:
         if failures:
             raise failures[0][1]
 
-    def originals(self) -> list[Any]:
-        """The original tensors that the changes hold, newest first: of one held twice, the last is the original."""
-        return [held for change in reversed(self.changes) for held in change.originals()]
-
-    def rewritten(self) -> list[Any]:
-        """The records of their own fields that modules rewrite, newest first."""
-        return [one for change in reversed(self.changes) for one in change.rewritten()]
+    def parts(self, kind: type[T]) -> list[T]:
+        """The changes of one kind, newest first: where two recorded the same, the last has what was there first."""
+        return [part for change in reversed(self.changes) for part in change.parts() if isinstance(part, kind)]

@@ -94,10 +94,6 @@ class KeptChange(ChangeBase):
         unsaved = tuple(held["_non_persistent_buffers_set"])
         return _Kept(fields, caches, dict(module._buffers), unsaved, children, sizes)
 
-    def rewritten(self) -> tuple[KeptChange, ...]:
-        """Return this one."""
-        return (self,)
-
     def undo(self, tree: ModelTree) -> None:
         """Put back what changed, on substitutes too; values of other types that others put there stay."""
         found = {}

@@ -256,7 +256,7 @@ class Store(EditBase):
     def apply(self, change: StorageChange | SharedStorageChange) -> None:
         """Cast by ``.data``: the parameter stays the same object."""
         if self.dtype is not None:
-            for one in change.originals():
+            for one in change.parts():
                 parameter = one.record.live()
                 assert parameter is not None
                 one.write(parameter, parameter.data.to(self.dtype))

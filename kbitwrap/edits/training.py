@@ -242,6 +242,6 @@ class Record(EditBase):
             fields = vars(ref())
             if fields.get(KERNEL, MISSING) is None:
                 fields[KERNEL] = "train"
-        for held in change.originals():
-            if isinstance(held, RuntimeChange):
-                held.keep_unpacked()
+        for part in change.parts():
+            if isinstance(part, RuntimeChange):
+                part.keep_unpacked()

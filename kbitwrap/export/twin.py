@@ -142,7 +142,7 @@ def build_twin(tree: ModelTree, preparation: Preparation | None = None, gatherin
     original, changes = None, Changes()
     if preparation is not None:
         # As when undoing, the oldest decides.
-        for one in [*preparation.copies(tree), *preparation.journal.originals()]:
+        for one in [*preparation.copies(tree), *preparation.journal.parts(HeldOriginal)]:
             held.update({(id(module), ref.name): one for ref in one.record.refs if (module := ref.owner()) is not None})
         if preparation.is_of(tree.model):
             original = preparation.original
@@ -151,7 +151,7 @@ def build_twin(tree: ModelTree, preparation: Preparation | None = None, gatherin
             if gathering is not None:
                 promised |= _gathered(tree, original, held, gathering)
         promised |= _sharing_memory(held)
-    copier = _Copier(promised, held, original, () if preparation is None else preparation.journal.rewritten())
+    copier = _Copier(promised, held, original, () if preparation is None else preparation.journal.parts(KeptChange))
     twin = copier.copy("", tree.model)
     for fqn in changes.drifted:
         raise ExportError(drift_of(fqn), fqn=fqn)

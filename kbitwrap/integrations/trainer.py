@@ -87,9 +87,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         args = {"manifest_name": self.manifest_name, "suspend_evaluation": self.suspend_evaluation}
         return {"args": args, "attributes": {}, "preparation": record}
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: _Model = None, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, args: Any, state: Any, control: Any, model: _Model = None, **kwargs: Any) -> None:
         """Adopt the model that was made from the prepared one, and record a base that will be trained itself."""
         prepared = self._wrapper(model)
         if prepared is not None:
@@ -138,9 +136,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         _callback_states(state)[type(self).__name__] = self.state()
         self._suspend_for(args.eval_on_start, model)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: _Model = None, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, model: _Model = None, **kwargs: Any) -> None:
         """Refuse to continue with a suspended model."""
         self._expect_evaluated(state, model)
 
@@ -155,9 +151,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
 
     on_epoch_end = on_step_end
 
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: _Model = None, **kwargs: Any
-    ) -> None:
+    def on_prediction_step(self, args: Any, state: Any, control: Any, model: _Model = None, **kwargs: Any) -> None:
         """Refuse to evaluate the prepared model where the original state is to be evaluated."""
         prepared = prepared_of(model)
         if self.suspend_evaluation and prepared is not None and prepared.state is LifecycleState.PREPARED:

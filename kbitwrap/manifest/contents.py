@@ -181,20 +181,15 @@ def _model_record(
         for fqn, found in configs.items()
         if (quantization := getattr(found, "quantization_config", None)) is not None
     }
-    numbers = (
-        record.original_dtype
-        for fqn, record in tensors.items()
-        if isinstance(parameter := live.get(fqn), nn.Parameter)
-        and parameter.is_floating_point()
-        and not is_quantized_parameter(parameter)
-    )
+    floating = {n: p for n, p in live.items() if isinstance(p, nn.Parameter) and p.is_floating_point()}
+    plain = {fqn for fqn, parameter in floating.items() if not is_quantized_parameter(parameter)}
     method = ModelTree(twin).quantization.method
     sha256 = hashlib.sha256(json.dumps(settled.get("", settled), sort_keys=True).encode()).hexdigest()
     data = {
         "class": type(twin).__name__,
         "name_or_path": str(getattr(config, "_name_or_path", "")),
         "config_sha256": sha256 if settled else None,
-        "dtype": next(numbers, None),
+        "dtype": next((record.original_dtype for fqn, record in tensors.items() if fqn in plain), None),
         "quantization": QuantizationRecord(method=method, config=quantizations.get("", quantizations)),
     }
     return ModelRecord.model_validate(data)

@@ -151,24 +151,20 @@ def plan_as_detected(tree: ModelTree, config: PrepareConfig) -> Plan:
     with only_reading():
         plan = write_plan(Planner(tree, config, tree.quantization))
     budget = config.memory_budget_bytes
-    if budget is not None and plan.peak_bytes > budget:
-        _refuse_over_budget(tree, plan, budget)
-    return plan
-
-
-def _refuse_over_budget(tree: ModelTree, plan: Plan, budget_bytes: int) -> None:
-    without_budget = dataclasses.replace(plan.config, memory_budget=None)
+    if budget is None or plan.peak_bytes <= budget:
+        return plan
+    without_budget = dataclasses.replace(config, memory_budget=None)
     fitting = tuple(
         precision.value
         for precision in Precision
-        if plan_as_detected(tree, dataclasses.replace(without_budget, precision=precision)).peak_bytes <= budget_bytes
+        if plan_as_detected(tree, dataclasses.replace(without_budget, precision=precision)).peak_bytes <= budget
     )
     remedy = f"these precisions fit: {', '.join(fitting)}" if fitting else "no precision fits"
     raise MemoryBudgetError(
-        f"preparing with precision {plan.config.precision.value!r} needs {format_bytes(plan.peak_bytes)} at its peak, "
-        f"the budget is {format_bytes(budget_bytes)}; {remedy}",
+        f"preparing with precision {config.precision.value!r} needs {format_bytes(plan.peak_bytes)} at its peak, "
+        f"the budget is {format_bytes(budget)}; {remedy}",
         plan=plan,
-        budget_bytes=budget_bytes,
+        budget_bytes=budget,
         fitting=fitting,
     )
 

@@ -14,10 +14,10 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..config import Precision, PrepareConfig
-from ..edits.base import EditBase, TrainedPolicy
+from ..edits.base import EditBase, HeldOriginal, TrainedPolicy
 from ..edits.flags import Anchor, Hold
 from ..edits.journal import Call, Edit, Journal
-from ..edits.kept import lay_as_stored
+from ..edits.kept import KeptChange, lay_as_stored
 from ..edits.storage import CopyChange, TrainedError
 from ..edits.training import AccelerateChange, FollowTrainMode
 from ..errors import ConfigError, EditError, RestoreError, StateError, UnsupportedModelError
@@ -157,7 +157,7 @@ class Preparation:
         """The changes that take back the float32 copies that PEFT made of base modules while all was upcast."""
         if not self._upcasts_all:
             return []
-        return self.original.copies(tree, [held.record for held in self.journal.originals()])
+        return self.original.copies(tree, [held.record for held in self.journal.parts(HeldOriginal)])
 
     def _half_copies(self, tree: ModelTree) -> list[NamedTensor]:
         return self.original.half_copies(tree) if self._upcasts_all else []
@@ -171,7 +171,7 @@ class Preparation:
     def changes(self, tree: ModelTree) -> Changes:
         """The parameters of the base that are not what a restore would have to give."""
         with only_reading():
-            return self.original.changes(tree, self.journal.originals())
+            return self.original.changes(tree, self.journal.parts(HeldOriginal))
 
     def verify(self) -> StateDiff:
         """Compare the live model with what the preparation left."""
@@ -187,7 +187,7 @@ class Preparation:
         with plain_mode():
             tree = self.tree()
             refuse_sharded_since(tree, changes_dtypes=self._upcasts_all)
-            held, changes = self.journal.originals(), self.changes(tree)
+            held, changes = self.journal.parts(HeldOriginal), self.changes(tree)
             with only_reading():
                 copies = self.copies(tree)
                 trainable = {id(one) for one in held if (p := one.record.live()) is not None and p.requires_grad}
@@ -201,7 +201,7 @@ class Preparation:
                 one.decide(trained)
             if not failures:
                 self.journal.record(*copies)
-            rewritten = self.journal.rewritten()
+            rewritten = self.journal.parts(KeptChange)
             for change, error in self.journal.undo(tree, since=1, show=lambda found: _bar(found, "restore", config)):
                 if not isinstance(error, Exception):
                     raise error
@@ -246,7 +246,7 @@ class Preparation:
             tree = self.tree()
             refuse_sharded_since(tree, changes_dtypes=self._upcasts_all)
             copies = self.copies(tree)
-            refuse_retyping_under_ddp([*self.journal.originals(), *copies])
+            refuse_retyping_under_ddp([*self.journal.parts(HeldOriginal), *copies])
             known = [tree.record(tensor) for tensor in self._half_copies(tree)]
             way_back.record(random_state(tree), Call(functools.partial(self._upcast_copies, known)))
             self.journal.suspend(tree, way_back, copies)

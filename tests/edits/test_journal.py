@@ -77,8 +77,8 @@ class Put:
 
         return Call(resume)
 
-    def originals(self) -> list[str]:
-        return [self.edit.key]
+    def parts(self) -> list[Put]:
+        return [self]
 
 
 def edits(state: dict[str, int], log: list[str], **fails: dict[str, BaseException]) -> list[Set]:
@@ -326,10 +326,11 @@ def test_undo_can_keep_the_oldest_changes() -> None:
     assert [change.edit.key for change in journal.changes] == ["a"]
 
 
-def test_originals_are_listed_newest_first() -> None:
+def test_the_changes_of_one_kind_are_listed_newest_first() -> None:
     journal = Journal()
     journal.apply(edits(dict(START), []), LOOK)
-    assert journal.originals() == ["d", "c", "b", "a"]
+    assert [part.edit.key for part in journal.parts(Put)] == ["d", "c", "b", "a"]
+    assert journal.parts(Look) == []
 
 
 def test_a_failed_edit_is_undone_on_a_new_walk_of_the_model() -> None:
