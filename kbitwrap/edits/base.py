@@ -98,20 +98,20 @@ class Together(ChangeBase):
     """Changes, or ways back, that are undone as one, in their order."""
 
     def __init__(self, *changes: Any) -> None:
-        self._changes = changes
+        self.changes = changes
 
     def undo(self, tree: ModelTree) -> None:
         """Undo each of them."""
-        for change in self._changes:
+        for change in self.changes:
             change.undo(tree)
 
     def now(self, tree: ModelTree) -> WayBack:
         """Record the current state of each."""
-        return Together(*[change.now(tree) for change in self._changes])
+        return Together(*[change.now(tree) for change in self.changes])
 
     def parts(self) -> tuple[Any, ...]:
         """The changes that it is made of."""
-        return tuple(part for change in self._changes for part in change.parts())
+        return tuple(part for change in self.changes for part in change.parts())
 
 
 class ModuleRecord(Generic[T]):

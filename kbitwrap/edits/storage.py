@@ -75,11 +75,7 @@ class StorageChange(HeldOriginal):
             self._payloads.write(rounded)
         return rounded
 
-    def is_changed(self, current: torch.Tensor) -> torch.Tensor:
-        """Whether a value is another than the original held, in any dtype; a boolean on its device, without a sync."""
-        return self._against_kept(current)[0]
-
-    def _against_kept(self, current: torch.Tensor) -> torch.Tensor:
+    def against_kept(self, current: torch.Tensor) -> torch.Tensor:
         """Whether a value is another than the original held, in any dtype, in its own, and rounded to the original's.
 
         Three booleans on the value's device, without a sync.
@@ -105,7 +101,7 @@ class StorageChange(HeldOriginal):
             is_altered = fingerprint != self._fingerprint
             is_trained = is_other = is_altered or is_other
         else:
-            is_trained, is_other, is_altered = self._against_kept(current).tolist()
+            is_trained, is_other, is_altered = self.against_kept(current).tolist()
         if self.kept is not None and (not is_trained or (self._policy == "discard" and not is_resized)):
             rounded, is_altered = self.kept.to(current.device), False
         original = self._rounded(current) if rounded is None else rounded
@@ -205,7 +201,6 @@ class SharedStorageChange(Together):
 
     def __init__(self, changes: Sequence[StorageChange]) -> None:
         super().__init__(*changes)
-        self.changes = tuple(changes)
         for change in changes:
             change.group = self
 
@@ -219,9 +214,6 @@ class SharedStorageChange(Together):
                 trained += error.fqns
         if trained:
             raise TrainedError(trained)
-        self._share()
-
-    def _share(self) -> None:
         live = [(change, p) for change in self.changes if (p := change.record.live()) is not None]
         is_shared = len({p.untyped_storage().data_ptr() for _, p in live}) < 2
         if is_shared or any(c.was_trained or c.was_resized or p.dtype != c.dtype for c, p in live):

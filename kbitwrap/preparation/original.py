@@ -240,7 +240,7 @@ class Original:
             holder = holders.get(id(record))
             return values_of(parameter if holder is None else holder.read(parameter))
 
-        whole = {r: holder.is_changed(compared[r].data) for r, holder in kept.items()}
+        whole = {r: holder.against_kept(compared[r].data)[0] for r, holder in kept.items()}
         changed = self._fingerprints.changed([(r, p) for r, p in unquantized if r not in kept], original_of, whole)
         for record in compared:
             if record in changed:
