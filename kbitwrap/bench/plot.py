@@ -1,4 +1,4 @@
-"""Draws the figures of a benchmark: a panel for each figure, a bar for each case."""
+"""Draws the figures of a benchmark: a panel for each figure, a bar for each case; and the curves of losses."""
 
 from __future__ import annotations
 
@@ -31,6 +31,9 @@ _STYLE: dict[Any, Any] = {
 }
 # Vermillion and blue of Okabe and Ito's palette, which people who see colors differently can tell apart.
 _PEFT_COLOR, _OWN_COLOR = "#d55e00", "#0072b2"
+# Of the same palette. Curves that lie on one another show through each other's gaps.
+_LINE_COLORS = ("#e69f00", "#0072b2", "#cc79a7", "#009e73", "#d55e00", "#1f2328")
+_LINE_STYLES = ("-", "--", "-.", (0, (3, 2)), ":", (0, (1, 2)))
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,64 @@ def draw(result: dict[str, Any], path: Path) -> None:
             for panel, axis in zip(row, axes, strict=True):
                 _draw_panel(axis, panel, names)
         figure.savefig(path, metadata={_STAMPS[path.suffix]: None})
+
+
+def draw_losses(result: dict[str, Any], path: Path) -> None:
+    """Draw what ``run_loss`` returned: the curves, and what the cases differ by. The same result gives the same file.
+
+    Args:
+        result: The result.
+        path: Where to; its suffix, one of ``SUFFIXES``, says the format.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    settings, losses = result["settings"], result["losses"]
+    compared = [case for case in losses if "difference" in case]
+    with matplotlib.rc_context(_STYLE):
+        width, height = _PANEL_SIZE
+        figure = Figure(figsize=(width * 3.2, height * 1.7), layout="constrained")
+        figure.suptitle(
+            f"LoRA on a byte-level Llama in nf4 and bfloat16, hidden {settings['hidden_size']}, "
+            f"{settings['num_layers']} layers, {settings['repeats']} seeds"
+        )
+        curves, steps, ends = figure.subplots(1, 3)
+        xs = range(1, settings["steps"] + 1)
+        for index, case in enumerate(losses):
+            color = _LINE_COLORS[index % len(_LINE_COLORS)]
+            style = _LINE_STYLES[index % len(_LINE_STYLES)]
+            curves.plot(xs, case["train_loss"], color=color, linestyle=style, label=case["case"], linewidth=1.2)
+            if case in compared:
+                means, errors = (case["difference"]["train_loss"][key] for key in ("mean", "error"))
+                label = f"{case['case']} - {case['difference']['case']}"
+                steps.plot(xs, means, color=color, label=label, linewidth=1.2)
+                bounds = [
+                    [mean + sign * (error or 0) for mean, error in zip(means, errors, strict=True)] for sign in (-1, 1)
+                ]
+                steps.fill_between(xs, *bounds, color=color, alpha=0.2, linewidth=0)
+                difference = case["difference"]["held_out_loss"]
+                row = compared.index(case)
+                ends.plot(difference["all"], [row] * len(difference["all"]), ".", color=color, alpha=0.5)
+                ends.errorbar(difference["mean"], row, xerr=difference["error"], fmt="D", color=color, capsize=3)
+        curves.legend(frameon=False)
+        _finish(curves, "train loss, mean over the seeds", "step")
+        steps.axhline(0, color="#1f2328", linewidth=0.6)
+        steps.legend(frameon=False)
+        _finish(steps, "difference of train losses ± standard error", "step")
+        ends.axvline(0, color="#1f2328", linewidth=0.6)
+        names = [f"{case['case']}\n- {case['difference']['case']}" for case in compared]
+        ends.set_yticks(range(len(compared)), names)
+        ends.set_ylim(len(compared) - 0.5, -0.5)
+        _finish(ends, "difference of held-out losses, by seed", "mean and its standard error")
+        figure.savefig(path, metadata={_STAMPS[path.suffix]: None})
+
+
+def _finish(axis: Axes, title: str, label: str) -> None:
+    axis.set_title(title, fontsize=10, loc="left")
+    axis.set_xlabel(label)
+    axis.xaxis.set_major_locator(MaxNLocator(4))
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
 
 
 def _rows(result: dict[str, Any]) -> list[tuple[_Panel, _Panel, _Panel]]:
