@@ -14,6 +14,7 @@ import torch
 
 from kbitwrap.bench import loss as bench_loss
 from kbitwrap.bench.loss import COMPARED_WITH, read_text, run_loss
+from kbitwrap.bench.plot import draw_losses
 from kbitwrap.bench.report import loss_rows
 from kbitwrap.bench.settings import LOSS_CASES, BenchError, LossSettings
 from kbitwrap.cli import main
@@ -123,6 +124,13 @@ def test_what_was_saved_is_shown_and_drawn_again(
     assert plots[0].read_bytes() == plots[1].read_bytes()
     texts = [element.text for element in ET.parse(plots[0]).iter() if element.tag.endswith("}text")]
     assert {*LOSS_CASES, *(f"{name} - {other}" for name, other in COMPARED_WITH.items())} <= set(texts)
+
+
+def test_a_case_without_one_to_compare_it_with_is_drawn(measured: dict[str, Any], tmp_path: Path) -> None:
+    alone = {**measured, "losses": [case for case in measured["losses"] if case["case"] == "none"]}
+    draw_losses(alone, tmp_path / "plot.svg")
+    texts = [element.text for element in ET.parse(tmp_path / "plot.svg").iter() if element.tag.endswith("}text")]
+    assert "none" in texts
 
 
 def test_the_command_takes_its_settings(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
