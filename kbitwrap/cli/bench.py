@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ _EXPORT_LAYERS = 8
 _OF_STEPS = ("autocast", "reentrant", "modules_to_save")
 _LOSS_SIZE_MULTIPLE = 64  # of 4-bit blocks
 _NOT_OF_LOSS = ("vocab_size", "tied", "tokens", "compute_dtype", *_OF_STEPS)
-_OF_LOSS = ("steps", "pretraining_steps")
+_OF_LOSS = ("steps", "pretraining_steps", "learning_rate")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -137,6 +138,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         loss.add_argument(
             _option(name), type=_positive, metavar="N", help=f"training steps {what_for} (default: {default})"
         )
+    loss.add_argument(
+        "--learning-rate",
+        type=_rate,
+        metavar="RATE",
+        help=f"of the LoRA, at the first step (default: {LossSettings.learning_rate:g})",
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the output to this file")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw the figures to this file, such as bench.svg; needs matplotlib"
@@ -333,6 +340,16 @@ def _positive(text: str) -> int:
 
 def _natural(text: str) -> int:
     return _at_least(0, text)
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a positive number, found {text!r}")
+    return value
 
 
 def _at_least(least: int, text: str) -> int:

@@ -136,11 +136,24 @@ def test_a_case_without_one_to_compare_it_with_is_drawn(measured: dict[str, Any]
 def test_the_command_takes_its_settings(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(bench_loss, "run_loss", lambda *given: asked.extend(given) or {"losses": []})
-    options = ["--repeats", "5", "--seed", "7", "--layers", "2", "--hidden-size", "192", "--steps", "9"]
+    options = [
+        "--repeats",
+        "5",
+        "--seed",
+        "7",
+        "--layers",
+        "2",
+        "--hidden-size",
+        "192",
+        "--steps",
+        "9",
+        "--learning-rate",
+        "1e-3",
+    ]
     assert main(["bench", "--loss", *options, "--pretraining-steps", "8", "--json"]) == 0
     settings, cases, _ = asked
     assert settings == LossSettings(
-        repeats=5, seed=7, num_layers=2, hidden_size=192, steps=9, pretraining_steps=8, device="cpu"
+        repeats=5, seed=7, num_layers=2, hidden_size=192, steps=9, pretraining_steps=8, learning_rate=1e-3
     )
     assert cases == LOSS_CASES
 
@@ -159,6 +172,7 @@ def test_the_command_takes_its_settings(capsys: pytest.CaptureFixture[str], monk
         ["--loss", "--output", "/no/such/folder/file"],
         ["--steps", "3"],
         ["--step", "--pretraining-steps", "3"],
+        ["--identity", "--learning-rate", "1"],
         ["--case", "float64"],
     ],
     ids=" ".join,
@@ -166,6 +180,13 @@ def test_the_command_takes_its_settings(capsys: pytest.CaptureFixture[str], monk
 def test_bad_input_is_one_line(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *options]) == 2
     assert re.fullmatch(r"kbitwrap: error: .+\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("rate", ["0", "-1", "nan", "inf", "fast"])
+def test_a_learning_rate_is_positive(rate: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "--loss", f"--learning-rate={rate}"])
+    assert f"expected a positive number, found {rate!r}" in capsys.readouterr().err
 
 
 def test_a_library_without_source_is_one_line(
