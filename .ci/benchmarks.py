@@ -30,6 +30,7 @@ BENCHMARKS = {
     "step-small-head": ["--step", "--vocab-size", "256", "--case", "peft", "--case", "norms", "--case", "none"],
     "identity": ["--identity", "--layers", "2", "--hidden-size", "256", "--tokens", "16"],
     "export": ["--export", "--repeats", "7"],
+    "loss": ["--loss", "--repeats", "5"],
     "mistral-7b-cuda": ["--device", "cuda"],
     "step-cuda": ["--device", "cuda", "--step", "--tokens", "512", "1024", "2048", "4096", "8192"],
     "identity-cuda": ["--device", "cuda", "--identity"],

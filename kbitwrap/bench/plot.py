@@ -1,10 +1,10 @@
-"""Draws the figures of a benchmark: a panel for each figure, a bar for each case."""
+"""Draws the figures of a benchmark: a panel for each figure, a bar for each case; and the curves of losses."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -31,6 +31,17 @@ _STYLE: dict[Any, Any] = {
 }
 # Vermillion and blue of Okabe and Ito's palette, which people who see colors differently can tell apart.
 _PEFT_COLOR, _OWN_COLOR = "#d55e00", "#0072b2"
+_ZERO_COLOR = "#1f2328"
+# For each curve of the same palette a color and a style: those that lie on one another show through each other's gaps.
+_LOOKS = (
+    ("#e69f00", "-"),
+    ("#0072b2", "--"),
+    ("#cc79a7", "-."),
+    ("#009e73", "--"),
+    ("#d55e00", "-."),
+    ("#1f2328", ":"),
+)
+_LINEAR_UP_TO = 1e-3
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,13 @@ class _Panel:
     unit: str
     values: dict[str, float]
     label: str
+
+
+class _Line(NamedTuple):
+    """How a curve looks."""
+
+    color: str
+    style: str
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -74,6 +92,84 @@ def draw(result: dict[str, Any], path: Path) -> None:
             for panel, axis in zip(row, axes, strict=True):
                 _draw_panel(axis, panel, names)
         figure.savefig(path, metadata={_STAMPS[path.suffix]: None})
+
+
+def draw_losses(result: dict[str, Any], path: Path) -> None:
+    """Draw what ``run_loss`` returned: the curves, and what the cases differ by. The same result gives the same file.
+
+    Args:
+        result: The result.
+        path: Where to; its suffix, one of ``SUFFIXES``, says the format.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    settings, losses = result["settings"], result["losses"]
+    lines = {case["case"]: _Line(*look) for case, look in zip(losses, _LOOKS, strict=False)}
+    adapters = {case["case"]: case["adapters"] for case in losses}
+    compared = [case for case in losses if "difference" in case]
+    steps = range(1, settings["steps"] + 1)
+    with matplotlib.rc_context(_STYLE):
+        width, height = _PANEL_SIZE
+        figure = Figure(figsize=(width * 2.7, height * 2.6), layout="constrained")
+        figure.suptitle(
+            f"LoRA on a byte-level Llama in nf4 and bfloat16, hidden {settings['hidden_size']}, "
+            f"layers {settings['num_layers']}, seeds {settings['repeats']}"
+        )
+        (curves, ends), (preparations, dtypes) = figure.subplots(2, 2)
+        for case in losses:
+            line = lines[case["case"]]
+            curves.plot(steps, case["train_loss"], line.style, color=line.color, label=case["case"], linewidth=1.2)
+        for row, case in enumerate(compared):
+            difference, color = case["difference"], lines[case["case"]].color
+            is_alike = case["adapters"] == adapters[difference["case"]]
+            _draw_differences(preparations if is_alike else dtypes, steps, case, color)
+            ends.plot(difference["held_out_loss"]["all"], [row] * settings["repeats"], ".", color=color, alpha=0.5)
+            mean, error = (difference["held_out_loss"][key] for key in ("mean", "error"))
+            ends.errorbar(mean, row, xerr=error, fmt="D", color=color, capsize=3, markersize=4)
+        _finish(curves, "train loss, mean of the seeds", "step")
+        _finish(preparations, "difference of train losses, same dtype of adapters", "step")
+        _finish(dtypes, "difference of train losses, another dtype", "step")
+        _scale(ends, [value for case in compared for value in case["difference"]["held_out_loss"]["all"]])
+        ends.axvline(0, color=_ZERO_COLOR, linewidth=0.6)
+        ends.set_yticks(range(len(compared)), [_difference_name(case, "\n") for case in compared])
+        ends.set_ylim(max(len(compared), 1) - 0.5, -0.5)
+        _finish(ends, "difference of held-out losses", f"each seed, mean and standard error; linear to {_LINEAR_UP_TO}")
+        figure.savefig(path, metadata={_STAMPS[path.suffix]: None})
+
+
+def _draw_differences(axis: Axes, steps: range, case: dict[str, Any], color: str) -> None:
+    means, errors = (case["difference"]["train_loss"][key] for key in ("mean", "error"))
+    axis.plot(steps, means, color=color, label=_difference_name(case, " "), linewidth=1.2)
+    axis.axhline(0, color=_ZERO_COLOR, linewidth=0.6)
+    if None not in errors:
+        below, above = ([mean + sign * error for mean, error in zip(means, errors, strict=True)] for sign in (-1, 1))
+        axis.fill_between(steps, below, above, color=color, alpha=0.2, linewidth=0)
+
+
+def _difference_name(case: dict[str, Any], between: str) -> str:
+    return f"{case['case']}{between}- {case['difference']['case']}"
+
+
+def _scale(axis: Axes, values: list[float]) -> None:
+    """Scale differences of several magnitudes: linearly near zero, by the logarithm beyond, with room at both ends."""
+    least, most = (1.3 * bound for bound in (min([*values, -_LINEAR_UP_TO]), max([*values, _LINEAR_UP_TO])))
+    axis.set_xscale("symlog", linthresh=_LINEAR_UP_TO)
+    axis.set_xlim(least, most)
+    ticks = [0.0, *(sign * _LINEAR_UP_TO * 10**power for power in range(4) for sign in (-1, 1))]
+    shown = [tick for tick in ticks if least <= tick <= most]
+    axis.set_xticks(shown, [f"{tick:g}" for tick in shown])
+    axis.minorticks_off()
+
+
+def _finish(axis: Axes, title: str, label: str) -> None:
+    axis.set_title(title, fontsize=10, loc="left")
+    axis.set_xlabel(label)
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(frameon=False, fontsize=8)
+        axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
 
 
 def _rows(result: dict[str, Any]) -> list[tuple[_Panel, _Panel, _Panel]]:

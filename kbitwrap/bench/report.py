@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 
+from .settings import LAST_STEPS
+
 _LIBRARIES = ("kbitwrap", "torch", "transformers", "peft", "bitsandbytes")
 _MIB = 1024**2
 _NONE = "-"
 _OUT_OF_MEMORY = "out of memory"
+_DISTANCES = ("logits_distance", "gradient_distance")
 
 
 def environment(device: str) -> dict[str, Any]:
@@ -75,9 +78,8 @@ def header(result: dict[str, Any]) -> str:
     Returns:
         The lines.
     """
-    machine, settings = result["environment"]["machine"], result["settings"]
+    settings = result["settings"]
     shape = settings["shape"]
-    memory = machine["memory_bytes"]
     model = (
         f"model     Mistral in nf4 and bfloat16: hidden {shape['hidden_size']}, {shape['num_layers']} layers, "
         f"{shape['num_heads']} heads, {shape['num_kv_heads']} key-value heads, "
@@ -87,12 +89,7 @@ def header(result: dict[str, Any]) -> str:
         f"step      {', '.join(map(str, settings['tokens']))} tokens, LoRA on all linears, quantized layers compute in "
         f"{settings['compute_dtype']}"
     )
-    lines = [
-        f"machine   {machine['processor']}, {machine['num_cores']} cores, {machine['num_threads']} torch threads, "
-        f"{'unknown' if memory is None else f'{memory / 1024**3:.1f} GiB'} of memory, {machine['system']}; "
-        f"device {machine['device']}",
-        "versions  " + ", ".join(f"{name} {found}" for name, found in result["environment"]["versions"].items()),
-    ]
+    lines = _environment_lines(result)
     if "combinations" in result:
         return "\n".join([*lines, model, step])
     compared = "save_file's medians" if settings["export"] else "PEFT's medians"
@@ -109,6 +106,17 @@ def header(result: dict[str, Any]) -> str:
             f"head_chunk_bytes {settings['head_chunk_bytes']} under compute-chunked"
         )
     return "\n".join(lines)
+
+
+def _environment_lines(result: dict[str, Any]) -> list[str]:
+    machine = result["environment"]["machine"]
+    memory = machine["memory_bytes"]
+    return [
+        f"machine   {machine['processor']}, {machine['num_cores']} cores, {machine['num_threads']} torch threads, "
+        f"{'unknown' if memory is None else f'{memory / 1024**3:.1f} GiB'} of memory, {machine['system']}; "
+        f"device {machine['device']}",
+        "versions  " + ", ".join(f"{name} {found}" for name, found in result["environment"]["versions"].items()),
+    ]
 
 
 def preparation_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -262,6 +270,71 @@ def identity_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
                 )
                 rows.append((*row, *_numbers(step)))
     return rows
+
+
+def loss_header(result: dict[str, Any]) -> str:
+    """The lines before the table of losses: machine, versions, model and training.
+
+    Args:
+        result: What ``run_loss`` returned.
+
+    Returns:
+        The lines.
+    """
+    settings = result["settings"]
+    before = result["losses"][0]["base_loss"]
+    steps = f"{settings['steps']} steps of {settings['batch_size']} blocks of {settings['length']} bytes"
+    return "\n".join(
+        [
+            *_environment_lines(result),
+            f"bfloat16  the device has {'' if settings['has_bfloat16'] else 'no '}instructions for it",
+            f"model     Llama over bytes in nf4 and bfloat16, hidden {settings['hidden_size']}, "
+            f"{settings['num_layers']} layers, pretrained for {settings['pretraining_steps']} steps on pydoc's topics",
+            f"training  LoRA of rank {settings['rank']} on all linears, bfloat16 autocast, learning rate "
+            f"{settings['learning_rate']:g} falling to 0, {steps} of the standard library's source",
+            f"seeds     {settings['repeats']}, each with a base, adapters and an order of its own, alike in all cases; "
+            "() is the deviation between seeds, ± the standard error of a mean over them",
+            f"losses    of a byte: of {settings['num_held_out']} blocks that are held out, before training "
+            f"{_with_deviation(before)}; and of training, the mean of the last {LAST_STEPS} steps",
+            "off       the distance from float64 with the same adapters, in parts of that, before and after training",
+        ]
+    )
+
+
+def loss_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The table of losses, their paired differences, and the distances from exact arithmetic.
+
+    Args:
+        result: What ``run_loss`` returned.
+
+    Returns:
+        The header and a row for each case.
+    """
+    columns = ("case", "adapters", "train loss", "held-out loss", "minus", "train difference", "held-out difference")
+    rows: list[tuple[str, ...]] = [(*columns, "logits off", "gradients off", "logits off after", "gradients off after")]
+    for case in result["losses"]:
+        other = case.get("difference")
+        distances = [f"{case[key][when]['mean']:.3%}" for when in ("start", "end") for key in _DISTANCES]
+        rows.append(
+            (
+                case["case"],
+                case["adapters"],
+                f"{case['end_loss']['mean']:.4f}",
+                _with_deviation(case["held_out_loss"]),
+                other["case"] if other else _NONE,
+                *(_with_error(other[key]) if other else _NONE for key in ("end_loss", "held_out_loss")),
+                *distances,
+            )
+        )
+    return rows
+
+
+def _with_deviation(spread: dict[str, Any]) -> str:
+    return f"{spread['mean']:.4f} ({_NONE if spread['deviation'] is None else format(spread['deviation'], '.4f')})"
+
+
+def _with_error(spread: dict[str, Any]) -> str:
+    return f"{spread['mean']:+.5f} ± {_NONE if spread['error'] is None else format(spread['error'], '.5f')}"
 
 
 def _numbers(step: dict[str, Any]) -> tuple[str, str, str]:

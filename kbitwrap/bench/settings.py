@@ -145,3 +145,44 @@ def default_cases(settings: Settings) -> tuple[str, ...]:
     has_cache = settings.device.partition(":")[0] == "cuda"
     left_out = {PEFT_UNCLEARED: not has_cache, CHUNKED: not settings.step}
     return tuple(case for case in CASES if not left_out.get(case))
+
+
+FLOAT64 = "float64"
+"""The dequantized model, its adapters and their training in float64, where what rounding adds is out of sight."""
+LOSS_CASES = ("none", "norms", "none-float32", "norms-float32", PEFT, FLOAT64)
+"""``"none"`` and ``"norms"`` have adapters in bfloat16, as TRL has by default; all others have them in float32."""
+LAST_STEPS = 20
+"""Steps at the end of a training of which the mean loss is taken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSettings:
+    """The settings of the loss curves: a byte-level Llama, pretrained from nothing, and how a LoRA on it is trained.
+
+    Attributes:
+        device: Where the models are.
+        repeats: Seeds. Each has a base of its own, and draws of its own for the adapters and the order of the data.
+        seed: The first seed.
+        hidden_size: Width of the model; a multiple of 64.
+        num_layers: Decoder layers.
+        pretraining_steps: Steps in which the base is trained.
+        steps: Steps in which the adapters are trained.
+        batch_size: Blocks of text in a batch.
+        length: Bytes in a block.
+        learning_rate: The adapters', at the first step. It falls linearly to 0.
+        rank: The adapters'.
+        num_held_out: Blocks of text that no training sees.
+    """
+
+    device: str = "cpu"
+    repeats: int = 3
+    seed: int = 0
+    hidden_size: int = 128
+    num_layers: int = 4
+    pretraining_steps: int = 300
+    steps: int = 100
+    batch_size: int = 8
+    length: int = 128
+    learning_rate: float = 2e-4
+    rank: int = 16
+    num_held_out: int = 64

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,21 +15,26 @@ from ..bench.settings import (
     CASES,
     CHUNKED,
     EXPORTED,
+    LOSS_CASES,
     MERGED,
     MISTRAL_7B,
     SMALL,
     BenchError,
+    LossSettings,
     Settings,
     Shape,
     default_cases,
 )
-from .console import EXIT_DONE, EXIT_NO, InputError, add_command, format_table
+from .console import EXIT_DONE, EXIT_NO, InputError, add_command, format_table, quiet_libraries
 
 _SIZE_MULTIPLE = 256  # of the width: heads, feed-forward part and 4-bit blocks then divide it
 _STEP_TOKENS = 128
 _IDENTITY_TOKENS = 32
 _EXPORT_LAYERS = 8
 _OF_STEPS = ("autocast", "reentrant", "modules_to_save")
+_LOSS_SIZE_MULTIPLE = 64  # of 4-bit blocks
+_NOT_OF_LOSS = ("vocab_size", "tied", "tokens", "compute_dtype", *_OF_STEPS)
+_OF_LOSS = ("steps", "pretraining_steps", "learning_rate")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -45,6 +51,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Build a model with random quantized weights, by default with the exact shapes of Mistral-7B-v0.3, "
         "and measure PEFT's preparation and each precision on it, each in a process of its own: time, live bytes, "
         "peaks; with --step, training steps on a smaller model; with --identity, whether compute gives PEFT's numbers. "
+        "With --loss, train a small model on text that Python carries, and a LoRA on it as TRL does by default, and "
+        "compare the losses of none and norms. "
         "Needs no network. The default needs 6 GB of memory. "
         "Exit status: 0 done, 1 with --identity a number differs, 2 bad usage or bad input.",
     )
@@ -64,6 +72,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         f"same bytes, by default of {_EXPORT_LAYERS} layers",
     )
     what.add_argument(
+        "--loss",
+        action="store_true",
+        help="train a LoRA under TRL's defaults on a byte-level Llama that is trained first, with each precision and "
+        "--repeats seeds, and compare the losses; minutes for each seed",
+    )
+    what.add_argument(
         "--from",
         dest="source",
         type=Path,
@@ -73,17 +87,25 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--case",
         action="append",
-        choices=(*CASES, MERGED),
+        choices=tuple(dict.fromkeys((*CASES, MERGED, *LOSS_CASES))),
         metavar="CASE",
-        help=f"one of {', '.join(CASES)}; with --export, of {', '.join(EXPORTED)}; may be repeated "
+        help=f"one of {', '.join(CASES)}; with --export, of {', '.join(EXPORTED)}; "
+        f"with --loss, of {', '.join(LOSS_CASES)}; may be repeated "
         "(default: all that matter; with --identity, compute)",
     )
     parser.add_argument("--device", metavar="DEVICE", default="cpu", help="such as cuda (default: %(default)s)")
-    parser.add_argument("--repeats", type=_positive, default=3, help="runs of each timing (default: %(default)s)")
+    parser.add_argument(
+        "--repeats", type=_positive, default=3, help="runs of each timing; with --loss, seeds (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=_natural, default=0, help="random seed (default: %(default)s)")
     size = parser.add_argument_group("model")
     size.add_argument("--layers", type=_positive, metavar="N", help="decoder layers")
-    size.add_argument("--hidden-size", type=_positive, metavar="N", help=f"width, a multiple of {_SIZE_MULTIPLE}")
+    size.add_argument(
+        "--hidden-size",
+        type=_positive,
+        metavar="N",
+        help=f"width, a multiple of {_SIZE_MULTIPLE}; with --loss, of {_LOSS_SIZE_MULTIPLE}",
+    )
     size.add_argument("--vocab-size", type=_positive, metavar="N", help="tokens in the vocabulary")
     size.add_argument("--tied", action="store_true", help="the head's weight is the embeddings'")
     step = parser.add_argument_group("training steps")
@@ -109,6 +131,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="BYTES",
         default=8 << 20,
         help=f"size of the head's pieces in the case {CHUNKED} (default: %(default)s)",
+    )
+    loss = parser.add_argument_group("losses")
+    for name, what_for in (("steps", "of the LoRA"), ("pretraining_steps", "of the model before it")):
+        default = getattr(LossSettings, name)
+        loss.add_argument(
+            _option(name), type=_positive, metavar="N", help=f"training steps {what_for} (default: {default})"
+        )
+    loss.add_argument(
+        "--learning-rate",
+        type=_rate,
+        metavar="RATE",
+        help=f"of the LoRA, at the first step (default: {LossSettings.learning_rate:g})",
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the output to this file")
     parser.add_argument(
@@ -140,7 +174,7 @@ def run(arguments: argparse.Namespace) -> int:
             _plot(result, arguments.plot)
         from ..bench.runner import is_identical
 
-        return EXIT_DONE if "cases" in result or is_identical(result) else EXIT_NO
+        return EXIT_NO if "combinations" in result and not is_identical(result) else EXIT_DONE
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         if arguments.source is None:
             raise
@@ -148,7 +182,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    settings = _settings(arguments)
+    settings = _loss_settings(arguments) if arguments.loss else _settings(arguments)
     for name in ("bitsandbytes", "peft", "transformers"):
         if importlib.util.find_spec(name) is None:
             raise InputError(f"the benchmark needs {name}, which is not installed")
@@ -160,6 +194,11 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         if path is not None:
             _write(path, "")  # better to fail before minutes of measuring than after
     try:
+        if isinstance(settings, LossSettings):
+            with quiet_libraries():
+                from ..bench.loss import run_loss
+
+                return run_loss(settings, arguments.case or LOSS_CASES, _show)
         if arguments.identity:
             return runner.run_identity(settings, arguments.case or ("compute",), _show)
         return runner.run_benchmark(settings, arguments.case or default_cases(settings), _show)
@@ -172,6 +211,9 @@ def _show(line: str) -> None:
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:
+    for name in _OF_LOSS:
+        if getattr(arguments, name) is not None:
+            raise InputError(f"{_option(name)} applies to losses only: add --loss")
     for name in _OF_STEPS:
         if getattr(arguments, name) and arguments.identity:
             raise InputError(f"--identity measures with and without {_option(name)}: leave {_option(name)} out")
@@ -183,6 +225,8 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         raise InputError(f"--export: expected a --case among {', '.join(EXPORTED)}")
     if MERGED in (arguments.case or ()) and not arguments.export:
         raise InputError(f"--case {MERGED} applies to exports only: add --export")
+    for case in {*(arguments.case or ())} - {*CASES, MERGED}:
+        raise InputError(f"--case {case} applies to losses only: add --loss")
     default_tokens = _IDENTITY_TOKENS if arguments.identity else _STEP_TOKENS
     return Settings(
         shape=_shape(arguments),
@@ -198,6 +242,20 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         modules_to_save=arguments.modules_to_save,
         head_chunk_bytes=arguments.head_chunk_bytes,
     )
+
+
+def _loss_settings(arguments: argparse.Namespace) -> LossSettings:
+    for name in _NOT_OF_LOSS:
+        if getattr(arguments, name):
+            raise InputError(f"--loss has a model and steps of its own: leave {_option(name)} out")
+    if not {*(arguments.case or ())} <= {*LOSS_CASES}:
+        raise InputError(f"--loss: expected a --case among {', '.join(LOSS_CASES)}")
+    if (arguments.hidden_size or 0) % _LOSS_SIZE_MULTIPLE:
+        raise InputError(f"--hidden-size: expected a multiple of {_LOSS_SIZE_MULTIPLE}, found {arguments.hidden_size}")
+    given = {"hidden_size": arguments.hidden_size, "num_layers": arguments.layers}
+    given |= {name: getattr(arguments, name) for name in _OF_LOSS}
+    sizes = {name: value for name, value in given.items() if value is not None}
+    return LossSettings(device=arguments.device, repeats=arguments.repeats, seed=arguments.seed, **sizes)
 
 
 def _option(name: str) -> str:
@@ -218,6 +276,8 @@ def _shape(arguments: argparse.Namespace) -> Shape:
 def _as_text(result: dict[str, Any]) -> str:
     from ..bench import report
 
+    if "losses" in result:
+        return f"{report.loss_header(result)}\n\n{format_table(report.loss_rows(result))}"
     if "cases" in result and result["settings"]["export"]:
         tables = [report.export_rows(result)]
     elif "cases" in result:
@@ -231,7 +291,9 @@ def _as_text(result: dict[str, Any]) -> str:
 
 def _check_plot(arguments: argparse.Namespace) -> None:
     if arguments.identity or arguments.export:
-        raise InputError("--plot draws the costs of preparing and training: leave out --identity and --export")
+        raise InputError(
+            "--plot draws the costs of preparing and training, or losses: leave out --identity and --export"
+        )
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError("--plot needs matplotlib, which is not installed: pip install 'kbitwrap[plot]'")
     from ..bench.plot import SUFFIXES
@@ -241,10 +303,10 @@ def _check_plot(arguments: argparse.Namespace) -> None:
 
 
 def _plot(result: dict[str, Any], path: Path) -> None:
-    from ..bench.plot import draw
+    from ..bench.plot import draw, draw_losses
 
     try:
-        draw(result, path)
+        (draw_losses if "losses" in result else draw)(result, path)
     except OSError as error:
         raise _cannot_write(path, error) from error
 
@@ -256,7 +318,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise InputError(f"--from: cannot read {str(path)!r}: {error.strerror}") from error
     except ValueError as error:
         raise InputError(f"--from: {str(path)!r} is not JSON: {error}") from error
-    if not isinstance(result, dict) or not result.keys() & {"cases", "combinations"}:
+    if not isinstance(result, dict) or not result.keys() & {"cases", "combinations", "losses"}:
         raise InputError(f"--from: {str(path)!r} is not what --json prints")
     return result
 
@@ -278,6 +340,16 @@ def _positive(text: str) -> int:
 
 def _natural(text: str) -> int:
     return _at_least(0, text)
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a positive number, found {text!r}")
+    return value
 
 
 def _at_least(least: int, text: str) -> int:

@@ -70,6 +70,19 @@ def test_none_trains_exactly_as_trl_alone(kind: str, source: str, tmp_path: Path
     assert outcome(train(kind, source, tmp_path, "norms")) != alone
 
 
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_adapters_made_float32_again_are_trained_in_float32(kind: str, tmp_path: Path) -> None:
+    trainer = trainer_for(kind, "model", tmp_path)
+    exec(runs.block(PAGE, "parameter.data.float()"), {"trainer": trainer})
+    with leaving_nothing(trainer), prepared_trainer(trainer, precision="none") as prepared:
+        trainer.train()
+        assert not prepared.verify()
+    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    assert {parameter.dtype for parameter in trained} == {torch.float32}
+    assert any(not torch.equal(parameter, parameter.bfloat16()) for parameter in trained)
+    assert len(set(trainer.losses)) == NUM_STEPS
+
+
 def forbidden(*args: Any, **kwargs: Any) -> None:
     raise AssertionError("TRL called PEFT's preparation")
 

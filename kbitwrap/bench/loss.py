@@ -1,0 +1,365 @@
+"""Trains the same LoRA under several arithmetics, and compares the losses with each other and with exact ones.
+
+The loop is plain PyTorch with the defaults of TRL's trainers: bfloat16 autocast and adapters, checkpointing, fused
+AdamW without decay, a linear schedule, gradients clipped to a norm of 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import itertools
+import statistics
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from bitsandbytes.functional import dequantize_4bit
+from bitsandbytes.nn import Linear4bit
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from torch import nn
+from torch.nn import functional as F
+from tqdm.auto import tqdm
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+from .. import KbitPreparedModel
+from .report import environment
+from .settings import FLOAT64, LAST_STEPS, PEFT, BenchError, LossSettings
+
+NUM_BYTES = 256
+"""The vocabulary: a token is a byte."""
+COMPARED_WITH = {
+    "norms": "none",
+    "none-float32": "none",
+    "norms-float32": "none-float32",
+    PEFT: "none-float32",
+    FLOAT64: "none",
+}
+"""For each case, the one that it differs from in one respect."""
+
+# Modules of the standard library whose source is the text that adapters are trained on.
+_TRAINING_MODULES = ("argparse", "dataclasses", "difflib", "doctest", "inspect", "pathlib", "tarfile", "typing")
+_HELD_OUT_MODULES = ("configparser", "optparse", "zipfile")
+_PRETRAINING_RATE = 3e-3
+_WARMUP_STEPS = 20
+_HEAD_SIZE = 32
+_IN_FLOAT32 = "-float32"  # how the name of a case ends whose adapters are in float32
+_DISTANCES = ("logits_distance", "gradient_distance")
+
+
+@dataclass(frozen=True)
+class Text:
+    """Bytes, as tokens.
+
+    Attributes:
+        pretraining: ``(num_bytes,)``, int64: English, the help texts of Python.
+        training: ``(num_blocks, length + 1)``, int64: source code of the standard library.
+        held_out: ``(num_held_out, length + 1)``, int64: source code of other modules of it.
+    """
+
+    pretraining: torch.Tensor
+    training: torch.Tensor
+    held_out: torch.Tensor
+
+
+def read_text(settings: LossSettings) -> Text:
+    """Read the text that every Python carries.
+
+    Args:
+        settings: The length of a block, the number of those held out, and the device.
+
+    Returns:
+        The text.
+
+    Raises:
+        BenchError: The standard library has no source code here, or too little.
+    """
+    from pydoc_data.topics import topics
+
+    try:
+        sources = [
+            "\n".join(inspect.getsource(importlib.import_module(name)) for name in names)
+            for names in (_TRAINING_MODULES, _HELD_OUT_MODULES)
+        ]
+    except OSError as error:
+        raise BenchError(f"--loss trains on the source code of the standard library: {error}") from error
+    training, held_out = (
+        _tokens(source, settings).unfold(0, settings.length + 1, settings.length) for source in sources
+    )
+    if len(held_out) < settings.num_held_out or len(training) < settings.batch_size:
+        raise BenchError(f"--loss: the standard library's source has only {len(training)} and {len(held_out)} blocks")
+    kept = torch.linspace(0, len(held_out) - 1, settings.num_held_out).long()
+    return Text(_tokens("\n".join(topics[name] for name in sorted(topics)), settings), training, held_out[kept])
+
+
+def _tokens(text: str, settings: LossSettings) -> torch.Tensor:
+    return torch.tensor(list(text.encode()), device=settings.device)
+
+
+def run_loss(settings: LossSettings, cases: Sequence[str], show: Callable[[str], None]) -> dict[str, Any]:
+    """Train each case with each seed.
+
+    Args:
+        settings: What to train.
+        cases: Names out of ``LOSS_CASES``.
+        show: Called with a line of progress before each part.
+
+    Returns:
+        ``{"environment", "settings", "losses"}``, ready for JSON. ``"losses"`` has a part for each case.
+
+    Raises:
+        BenchError: There is no text to train on.
+    """
+    text = read_text(settings)
+    names = list(dict.fromkeys(cases))
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    with torch.random.fork_rng(), tempfile.TemporaryDirectory(prefix="kbitwrap-bench-") as folder:
+        for number, seed in enumerate(range(settings.seed, settings.seed + settings.repeats), 1):
+            show(f"seed {number} of {settings.repeats}: pretraining")
+            _pretrain(text, settings, seed).bfloat16().save_pretrained(folder)
+            exact = _adapt(_exact(folder, settings), settings)
+            for name in names:
+                show(f"seed {number} of {settings.repeats}: {name}")
+                runs[name].append(_Run(name, settings, seed, folder, exact).train(text))
+    return {
+        "environment": environment(settings.device),
+        "settings": {**dataclasses.asdict(settings), "has_bfloat16": _has_bfloat16(settings.device)},
+        "losses": [_summary(name, runs) for name in names],
+    }
+
+
+def _has_bfloat16(device: str) -> bool:
+    """Whether the device has instructions for bfloat16, as far as torch knows."""
+    has_it: bool = (
+        torch.cuda.is_bf16_supported(including_emulation=False)
+        if torch.device(device).type == "cuda"
+        else torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+    return has_it
+
+
+def _summary(name: str, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """A case over the seeds, and its differences, seed by seed, from the case that it is compared with."""
+    own = runs[name]
+    summary: dict[str, Any] = {"case": name, "adapters": str(_adapter_dtype(name)).removeprefix("torch.")}
+    for key in ("base_loss", "held_out_loss", "end_loss"):
+        summary[key] = _spread([run[key] for run in own])
+    for key in _DISTANCES:
+        summary[key] = {when: _spread([run[key][when] for run in own]) for when in own[0][key]}
+    summary["train_loss"] = [
+        statistics.fmean(losses) for losses in zip(*(run["train_loss"] for run in own), strict=True)
+    ]
+    other = COMPARED_WITH.get(name)
+    if other in runs:
+        pairs = list(zip(own, runs[other], strict=True))
+        differences: dict[str, Any] = {"case": other}
+        for key in ("held_out_loss", "end_loss"):
+            differences[key] = _spread([run[key] - its[key] for run, its in pairs])
+        curves = [
+            [loss - its_loss for loss, its_loss in zip(run["train_loss"], its["train_loss"], strict=True)]
+            for run, its in pairs
+        ]
+        steps = [_spread(list(losses)) for losses in zip(*curves, strict=True)]
+        differences["train_loss"] = {key: [step[key] for step in steps] for key in ("mean", "error")}
+        summary["difference"] = differences
+    return summary
+
+
+def _spread(values: list[float]) -> dict[str, Any]:
+    """Their mean, their standard deviation and the standard error of the mean; one value has neither of the two."""
+    deviation = statistics.stdev(values) if len(values) > 1 else None
+    error = None if deviation is None else deviation / len(values) ** 0.5
+    return {"mean": statistics.fmean(values), "deviation": deviation, "error": error, "all": values}
+
+
+def _pretrain(text: Text, settings: LossSettings, seed: int) -> Any:
+    """Train a Llama from nothing, in float32 under bfloat16 autocast."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=NUM_BYTES,
+        hidden_size=settings.hidden_size,
+        intermediate_size=3 * settings.hidden_size,
+        num_hidden_layers=settings.num_layers,
+        num_attention_heads=settings.hidden_size // _HEAD_SIZE,
+        max_position_embeddings=settings.length,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model: Any = LlamaForCausalLM(config).train()
+    model.to(settings.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_PRETRAINING_RATE)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / _WARMUP_STEPS, 1 - step / settings.pretraining_steps)
+    )
+    tokens, offsets = text.pretraining, torch.arange(settings.length + 1)
+    for _ in _bar(settings.pretraining_steps, "pretrain"):
+        starts = torch.randint(len(tokens) - settings.length, (2 * settings.batch_size, 1))
+        blocks = tokens[(starts + offsets).to(settings.device)]
+        _step(model, blocks, optimizer, schedule, is_autocast=True)
+    return model
+
+
+def _adapter_dtype(name: str) -> torch.dtype:
+    if name == FLOAT64:
+        return torch.float64
+    return torch.float32 if name == PEFT or name.endswith(_IN_FLOAT32) else torch.bfloat16
+
+
+class _Run:
+    """A LoRA that is trained in one case with one seed.
+
+    Args:
+        name: The case.
+        settings: What to train.
+        seed: Seed of the adapters and of the order of the data: the same in all cases.
+        folder: The base's checkpoint.
+        exact: The quantized base in float64, with adapters; their values are written over.
+    """
+
+    def __init__(self, name: str, settings: LossSettings, seed: int, folder: str, exact: PeftModel) -> None:
+        self.settings = settings
+        self.seed = seed
+        self.exact = exact
+        self.model = exact if name == FLOAT64 else _adapt(self._prepared(name, folder), settings)
+        self.is_exact = self.model is exact
+        generator = torch.Generator().manual_seed(seed)
+        for fqn, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                values = torch.zeros(parameter.shape)
+                if "lora_A" in fqn:
+                    bound = parameter.shape[1] ** -0.5  # PEFT's own
+                    values.uniform_(-bound, bound, generator=generator)
+                parameter.data = values.to(parameter.device, _adapter_dtype(name))
+
+    def _prepared(self, name: str, folder: str) -> Any:
+        base: Any = _load(folder, self.settings)
+        checkpointing = {"use_reentrant": False}
+        if name == PEFT:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # transformers renamed what PEFT calls
+                return prepare_model_for_kbit_training(base, gradient_checkpointing_kwargs=checkpointing)
+        precision = name.removesuffix(_IN_FLOAT32)
+        return KbitPreparedModel(base, precision=precision, gradient_checkpointing_kwargs=checkpointing).prepare().model
+
+    def train(self, text: Text) -> dict[str, Any]:
+        """Train it.
+
+        Args:
+            text: What on.
+
+        Returns:
+            The losses of each step and of what is held out, and the distances from exact arithmetic.
+        """
+        settings = self.settings
+        generator = torch.Generator().manual_seed(self.seed)
+        orders = (torch.randperm(len(text.training), generator=generator) for _ in itertools.count())
+        batches = (batch for order in orders for batch in order.split(settings.batch_size))
+        result: dict[str, Any] = {"base_loss": self._held_out_loss(text)}
+        probe = text.training[: 2 * settings.batch_size]
+        distances = {"start": self._distances(probe)}
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=0, fused=True)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / settings.steps)
+        losses = []
+        for _ in _bar(settings.steps, "train"):
+            blocks = text.training[next(batches).to(settings.device)]
+            losses.append(_step(self.model, blocks, optimizer, schedule, is_autocast=not self.is_exact))
+        distances["end"] = self._distances(probe)
+        return {
+            **result,
+            "train_loss": losses,
+            "end_loss": statistics.fmean(losses[-LAST_STEPS:]),
+            "held_out_loss": self._held_out_loss(text),
+            **{key: {when: found[key] for when, found in distances.items()} for key in _DISTANCES},
+        }
+
+    def _held_out_loss(self, text: Text) -> float:
+        """The loss in the case's own arithmetic, and in train mode: nothing drops out."""
+        with torch.no_grad():
+            parts = text.held_out.split(2 * self.settings.batch_size)
+            losses = [
+                _loss(self.model, blocks, is_autocast=not self.is_exact)[0].item() * len(blocks) for blocks in parts
+            ]
+        return sum(losses) / len(text.held_out)
+
+    def _distances(self, blocks: torch.Tensor) -> dict[str, float]:
+        """How far logits and the adapters' gradients are from those of the same model and adapters in float64."""
+        found = []
+        for model in (self.model, self.exact):
+            if model is not self.model:  # the model in float64 gets the adapters as they are
+                own = dict(self.model.named_parameters())
+                for name, parameter in model.named_parameters():
+                    if parameter.requires_grad:
+                        parameter.data = own[name].detach().double()
+            loss, logits = _loss(model, blocks, is_autocast=model is not self.exact)
+            loss.backward()
+            gradients = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+            model.zero_grad(set_to_none=True)
+            found.append(
+                (logits.detach().double(), torch.cat([gradients[name].flatten() for name in sorted(gradients)]))
+            )
+        return {
+            key: ((ours - exact).norm() / exact.norm()).item()
+            for key, ours, exact in zip(_DISTANCES, *found, strict=True)
+        }
+
+
+def _adapt(base: Any, settings: LossSettings) -> PeftModel:
+    """Put a LoRA on a base. Its values are drawn later: PEFT draws other ones for another dtype."""
+    rank = settings.rank
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    return cast(PeftModel, get_peft_model(base, config)).train()
+
+
+def _load(folder: str, settings: LossSettings) -> nn.Module:
+    """The base, quantized, in train mode: in eval mode some CPUs repack its weights, and have no backward then."""
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+    )
+    model: nn.Module = LlamaForCausalLM.from_pretrained(
+        folder, quantization_config=quantization, dtype=torch.bfloat16, device_map={"": settings.device}
+    )
+    return model.train()
+
+
+def _exact(folder: str, settings: LossSettings) -> nn.Module:
+    """The quantized base in float64: its weights are those that the quantized layers multiply with."""
+    exact: nn.Module = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64, device_map={"": settings.device})
+    for name, module in _load(folder, settings).named_modules():
+        if isinstance(module, Linear4bit):
+            weight: Any = module.weight
+            exact.get_submodule(name).weight.data = dequantize_4bit(weight.data, weight.quant_state).double()
+        elif hasattr(module, "variance_epsilon"):
+            norm: Any = exact.get_submodule(name)
+            norm.forward = functools.partial(
+                F.rms_norm, normalized_shape=norm.weight.shape, weight=norm.weight, eps=norm.variance_epsilon
+            )
+    return exact
+
+
+def _step(model: nn.Module, blocks: torch.Tensor, optimizer: Any, schedule: Any, *, is_autocast: bool) -> float:
+    loss, _ = _loss(model, blocks, is_autocast=is_autocast)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def _loss(model: nn.Module, blocks: torch.Tensor, *, is_autocast: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean loss of a byte, in float32 or, where logits are float64, in that; and the logits."""
+    with torch.autocast(blocks.device.type, torch.bfloat16, enabled=is_autocast):
+        logits = model(input_ids=blocks[:, :-1], use_cache=False).logits
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(wide.flatten(0, 1), blocks[:, 1:].flatten()), logits
+
+
+def _bar(num_steps: int, what: str) -> Any:
+    return tqdm(range(num_steps), desc=what, unit="step", leave=False, disable=None)
