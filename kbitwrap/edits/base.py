@@ -62,6 +62,11 @@ class HeldOriginal(ChangeBase):
     was_altered = False  # whether the last undo put back another value than the original
     was_trained = False  # whether the last undo found that the value had changed while it was stored upcast
 
+    @property
+    def fqn(self) -> str:
+        """The name of the parameter."""
+        return self.record.fqn
+
     def originals(self) -> tuple[HeldOriginal, ...]:
         """Return this one."""
         return (self,)

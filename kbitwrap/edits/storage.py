@@ -280,11 +280,6 @@ class CopyChange(HeldOriginal):
     is_base: bool = False
     is_resized: bool = False
 
-    @property
-    def fqn(self) -> str:
-        """The name of the parameter."""
-        return self.record.fqn
-
     def undo(self, tree: ModelTree) -> None:
         """Round the value to the original dtype; the Parameter object stays."""
         self.write(self.parameter, self.parameter.data.to(self.dtype))

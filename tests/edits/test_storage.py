@@ -426,6 +426,25 @@ def test_one_of_two_parameters_over_one_memory_can_be_trained() -> None:
     assert torch.equal(bits(model.p1), bits(numbered(4, 6)))
 
 
+def test_a_failing_restore_names_each_parameter_that_it_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Holder(numbered(4), numbered(5), numbered(6))
+    prepared = full(model)
+
+    def fails(change: StorageChange, current: torch.Tensor) -> Any:
+        if change.record.fqn != "p1":
+            raise MemoryError("no room")
+        return find(change, current)
+
+    find = StorageChange._find_original
+    monkeypatch.setattr(StorageChange, "_find_original", fails)
+    with pytest.raises(RestoreError, match="p0: no room") as caught:
+        prepared.restore()
+    assert set(caught.value.failures) == {"p0", "p2"}
+    monkeypatch.undo()
+    prepared.restore()
+    assert all(torch.equal(bits(p), bits(numbered(n))) for p, n in zip(model.parameters(), (4, 5, 6), strict=True))
+
+
 def test_the_error_policy_names_the_trained_one_of_two_over_one_memory() -> None:
     base = numbered(4, 6)
     model = Holder(base, base.detach())
