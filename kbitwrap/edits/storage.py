@@ -180,6 +180,9 @@ class StorageChange(HeldOriginal):
         current = parameter.data
         dtype = current.dtype
         found = self._find_original(current)
+        if self.kept is not None and _is_same_tensor(found.original, self.kept):
+            # What is written into it meanwhile is not what is kept.
+            found = found._replace(original=Layout.place([(found.original, self.layout)])[0])
         self._ready = current, found
         # A value that the original gives exactly is made from it again; only others are held twice.
         saved = None if dtype == torch.float32 and found.is_exact else current
