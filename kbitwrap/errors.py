@@ -19,8 +19,9 @@ Each error is also the builtin exception that a caller who does not know kbitwra
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
@@ -28,7 +29,14 @@ from typing import Any
 class KbitWrapError(Exception):
     """The base class of all errors that kbitwrap raises; ``message`` says what is wrong and what to do."""
 
-    message: str
+    message: str = ""
+
+    def __post_init__(self) -> None:
+        self.args = (self.message,)
+
+    def __reduce__(self) -> Any:
+        """Copy and unpickle by the fields: an exception's own way passes ``args`` alone."""
+        return functools.partial(type(self), **{f.name: vars(self)[f.name] for f in fields(self)}), (), vars(self)
 
 
 class ConfigError(KbitWrapError, ValueError):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
+import pickle
 from decimal import Decimal
 from typing import Any
 
@@ -13,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from kbitwrap import ConfigError, KbitPreparedModel, Precision, PrepareConfig, build_plan
+from kbitwrap import ConfigError, KbitPreparedModel, Precision, PrepareConfig, build_plan, errors
 from kbitwrap.config import parse_bytes
 
 FIELDS = [field.name for field in dataclasses.fields(PrepareConfig)]
@@ -213,3 +215,20 @@ def test_everything_else_is_refused(value: Any) -> None:
     assume(not number.replace(".", "", 1).isdecimal())
     with pytest.raises(ConfigError, match="expected a number of bytes"):
         parse_bytes(value)
+
+
+ERRORS = [error for error in vars(errors).values() if isinstance(error, type) and issubclass(error, Exception)]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_says_its_message_and_survives_copies_and_other_processes(error: type[errors.KbitWrapError]) -> None:
+    fields = {field.name: field.name for field in dataclasses.fields(error)}
+    made = error(**fields)
+    for found in (made, copy.copy(made), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert str(found) == "message"
+        assert vars(found) == fields
+
+
+def test_an_error_may_be_raised_without_a_message() -> None:
+    with pytest.raises(ConfigError, match=r"^$"):
+        raise ConfigError

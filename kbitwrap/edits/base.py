@@ -63,6 +63,11 @@ class HeldOriginal(ChangeBase):
     was_altered = False  # whether the last undo put back another value than the original
     was_trained = False  # whether the last undo found that the value had changed while it was stored upcast
 
+    @property
+    def fqn(self) -> str:
+        """The name of the parameter."""
+        return self.record.fqn
+
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
         """The value that ``restore(trained="keep")`` would put back, to be read only; maybe the parameter itself."""
         raise NotImplementedError

@@ -176,6 +176,9 @@ class StorageChange(HeldOriginal):
         current = parameter.data
         dtype = current.dtype
         found = self._find_original(current)
+        if self.kept is not None and _is_same_tensor(found.original, self.kept):
+            # What is written into it meanwhile is not what is kept.
+            found = found._replace(original=Layout.place([(found.original, self.layout)])[0])
         self._ready = current, found
         # A value that the original gives exactly is made from it again; only others are held twice.
         saved = None if dtype == torch.float32 and found.is_exact else current
@@ -266,11 +269,6 @@ class CopyChange(HeldOriginal):
     dtype: torch.dtype
     is_base: bool = False
     is_resized: bool = False
-
-    @property
-    def fqn(self) -> str:
-        """The name of the parameter."""
-        return self.record.fqn
 
     def undo(self, tree: ModelTree) -> None:
         """Round the value to the original dtype; the Parameter object stays."""

@@ -84,8 +84,20 @@ def merged_weights(
         twin = build_twin(tree, preparation)
         merge_into(twin, [adapters] if isinstance(adapters, str) else adapters)
         collector = _Collector(Path(folder))
-        save_model(twin.model, collector, sys.maxsize)
+        with _refusing(twin.model, "the model is as it was"):
+            save_model(twin.model, collector, sys.maxsize)
     return _computed(collector.tensors, moment, moment())
+
+
+@contextlib.contextmanager
+def _refusing(model: Any, state: str) -> Iterator[None]:
+    """Turn whatever a model's own saving raises into `ExportError`."""
+    try:
+        yield
+    except (ExportError, OSError):
+        raise
+    except Exception as error:
+        raise ExportError(f"{type(model).__name__} could not be saved: {error}; {state}") from error
 
 
 class _Collector(CheckpointWriter):
@@ -135,14 +147,9 @@ def export_twin(
     """Write a twin as a checkpoint, whole or not at all; its config gets the fields that ``save_pretrained`` sets."""
     start = time.perf_counter()
     split_into_files({}, max_shard_size)  # refuses an invalid size before anything is written
-    with checkpoint_writer(path, "export", overwrite=overwrite, disable=not progress) as writer:
-        try:
-            save_model(twin.model, writer, max_shard_size)
-        except (ExportError, OSError):
-            raise
-        except Exception as error:
-            name = type(twin.model).__name__
-            raise ExportError(f"{name} could not be saved: {error}; {os.fspath(path)} is as it was") from error
+    refusing = _refusing(twin.model, f"{os.fspath(path)} is as it was")
+    with checkpoint_writer(path, "export", overwrite=overwrite, disable=not progress) as writer, refusing:
+        save_model(twin.model, writer, max_shard_size)
     seconds = time.perf_counter() - start
     return ExportReport(Path(path), writer.files, writer.num_tensors, writer.num_bytes, twin.converted, merged, seconds)
 

@@ -426,6 +426,41 @@ def test_one_of_two_parameters_over_one_memory_can_be_trained() -> None:
     assert torch.equal(bits(model.p1), bits(numbered(4, 6)))
 
 
+def test_a_failing_restore_names_each_parameter_that_it_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Holder(numbered(4), numbered(5), numbered(6))
+    prepared = full(model)
+
+    def fails(change: StorageChange, current: torch.Tensor) -> Any:
+        if change.record.fqn != "p1":
+            raise MemoryError("no room")
+        return find(change, current)
+
+    find = StorageChange._find_original
+    monkeypatch.setattr(StorageChange, "_find_original", fails)
+    with pytest.raises(RestoreError, match="p0: no room") as caught:
+        prepared.restore()
+    assert set(caught.value.failures) == {"p0", "p2"}
+    monkeypatch.undo()
+    prepared.restore()
+    assert all(torch.equal(bits(p), bits(numbered(n))) for p, n in zip(model.parameters(), (4, 5, 6), strict=True))
+
+
+@pytest.mark.parametrize("policy", ["keep", "discard"])
+def test_what_is_written_into_a_suspended_model_is_not_taken_for_the_original(policy: str) -> None:
+    base = numbered(4, 6)
+    model = Holder(base, base.t(), numbered(6))
+    prepared = full(model, keep_originals=True, freeze=False)
+    with prepared.suspended(), torch.no_grad():
+        model.p0.add_(1.0)
+        assert torch.equal(model.p1, model.p0.t())
+        model.p2.add_(1.0)
+    trained = [bits(parameter.detach().to(torch.bfloat16)).clone() for parameter in model.parameters()]
+    report = prepared.restore(policy)
+    assert set(report.trained) == {"p0", "p1", "p2"}
+    expected = trained if policy == "keep" else [bits(t) for t in (numbered(4, 6), numbered(4, 6).t(), numbered(6))]
+    assert all(torch.equal(bits(p), value) for p, value in zip(model.parameters(), expected, strict=True))
+
+
 def test_the_error_policy_names_the_trained_one_of_two_over_one_memory() -> None:
     base = numbered(4, 6)
     model = Holder(base, base.detach())

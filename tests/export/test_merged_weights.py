@@ -329,3 +329,14 @@ def test_modules_without_save_pretrained_are_handed_out_too(tmp_path: Path) -> N
     wrapper = KbitPreparedModel(model, gradient_checkpointing=False).prepare()
     assert isinstance(model, nn.Sequential)
     assert_as_exported(wrapper, tmp_path / "merged", wrapper.merged_weights())
+
+
+def test_a_model_that_cannot_be_saved_is_refused_as_by_export(tmp_path: Path) -> None:
+    model = zoo.load("llama")
+    layers = model.model.layers
+    layers[1].input_layernorm = layers[0].input_layernorm  # transformers saves no ties that the class does not declare
+    prepared = KbitPreparedModel(model, precision="norms").prepare()
+    for refused in (prepared.merged_weights, lambda: prepared.export(tmp_path / "export", merge_adapters=True)):
+        with pytest.raises(ExportError, match=r"(?s)LlamaForCausalLM could not be saved: .*is as it was") as caught:
+            refused()
+        assert caught.value.__cause__ is not None
