@@ -92,7 +92,8 @@ def merge_checkpoint(
     start, folder = time.perf_counter(), Path(adapter)
     config, saved = read_adapter(folder)
     split_into_files({}, max_shard_size)  # refuses an invalid size before anything is computed
-    with checkpoint_writer(dst, "merge", overwrite=overwrite, disable=None if progress else True) as writer:
+    writing = checkpoint_writer(dst, "merge", overwrite=overwrite, disable=None if progress else True)
+    with torch.random.fork_rng(devices=[]), writing as writer:  # loading draws numbers
         if manifest is None and (folder / MANIFEST_NAME).is_file():
             manifest = folder / MANIFEST_NAME
         record = manifest if manifest is None or isinstance(manifest, Manifest) else Manifest.load(manifest)
@@ -126,6 +127,9 @@ def merge_checkpoint(
 
 def _quantization(base: Any, given: Any, manifest: Manifest | None, trust_remote_code: bool) -> Any:
     """The quantization config to load the base with; ``None`` where it has its own, or none."""
+    if given not in (None, False) and not isinstance(given, dict) and not hasattr(given, "to_dict"):
+        wanted = "a config of transformers such as BitsAndBytesConfig, False for none, or None"
+        raise ConfigError(f"quantization_config: expected {wanted}, found {given!r}")
     own = getattr(read_config(base, trust_remote_code), "quantization_config", None)
     if own is not None:  # loading takes this one, whatever else is given
         asked = given.to_dict() if hasattr(given, "to_dict") else given or {}

@@ -147,6 +147,7 @@ def test_a_base_that_is_saved_quantized_keeps_its_own_quantization(tmp_path: Pat
         (transformers.BitsAndBytesConfig(load_in_8bit=True), r"load_in_8bit: False, given: True"),
         ({"bnb_4bit_use_double_quant": True}, r"\(bnb_4bit_use_double_quant: False, given: True\): leave that out"),
         (False, r"not the one given \(none\)"),
+        ("nf4", r"quantization_config: expected a config of transformers .*, found 'nf4'"),
     ):
         with pytest.raises(ConfigError, match=message):
             merge_checkpoint(tmp_path / "quantized", run.adapter, tmp_path / "merged", quantization_config=given)
