@@ -31,7 +31,7 @@ from ..tensors.lazy import LazyTensor, keeping_last, materialize
 from .merge import merge_into
 from .sharding import Gathering
 from .twin import Twin, build_twin
-from .writer import CheckpointWriter, by_lineage, checkpoint_writer, read_header, split_into_files
+from .writer import CheckpointWriter, checkpoint_writer, read_header, split_into_files
 
 _METADATA = {"format": "pt"}
 _SAVE_FILE = "safe_save_file"  # safetensors.torch.save_file, as transformers' own save_pretrained calls it
@@ -116,7 +116,7 @@ def _computed(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Each tensor by its name, in memory of its own. Modes of torch and of lazy tensors end before it is handed out."""
     kept: dict[LazyTensor, torch.Tensor] = {}
-    for fqn in by_lineage(tensors, tensors):  # what is cut from one merged stack of experts is computed once
+    for fqn in [*tensors]:
         if any(now is not then for now, then in zip(moment(), before, strict=True)):
             raise StateError(
                 f"merged_weights() began while the wrapper was {before[0]}, and it was suspended, resumed or restored "
