@@ -96,7 +96,8 @@ class PrepareConfig:
         audit: Record a whole digest of every unquantized tensor when preparing, so that ``verify``, ``export``,
             ``manifest`` and ``restore`` know of every change to it. Without it they compare a sampled fingerprint.
         keep_originals: Keep a host copy of every parameter that is cast, so that ``restore(trained="discard")`` can
-            put values back that training changed. Costs the parameters' original bytes in host memory.
+            put values back that training changed. Costs the parameters' original bytes in host memory; on a CPU
+            twice while suspended, because a suspended model may be written to.
         empty_cache: Return freed blocks to the device after preparing and restoring.
         progress: Show a progress bar over long work, on standard error.
 

@@ -98,6 +98,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--repeats", type=_positive, default=3, help="runs of each timing; with --loss, seeds (default: %(default)s)"
     )
     parser.add_argument("--seed", type=_natural, default=0, help="random seed (default: %(default)s)")
+    _add_settings(parser)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the output to this file")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the figures to this file, such as bench.svg; needs matplotlib"
+    )
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the models and of their training."""
     size = parser.add_argument_group("model")
     size.add_argument("--layers", type=_positive, metavar="N", help="decoder layers")
     size.add_argument(
@@ -143,10 +152,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=_rate,
         metavar="RATE",
         help=f"of the LoRA, at the first step (default: {LossSettings.learning_rate:g})",
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the output to this file")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw the figures to this file, such as bench.svg; needs matplotlib"
     )
 
 

@@ -36,7 +36,7 @@ class EditBase:
     reason: str = ""  # why it is not done in the precision's leaner way
 
     def to_dict(self) -> dict[str, Any]:
-        """What a plan shows, as plain values; what a kind of edit adds is left out."""
+        """The fields that a plan shows, as plain values, without those that a kind of edit adds."""
         shown = {field.name: getattr(self, field.name) for field in fields(EditBase)}
         return {**shown, "fqns": list(self.fqns), "role": None if self.role is None else self.role.value}
 

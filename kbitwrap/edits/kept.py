@@ -65,10 +65,10 @@ class _Kept(NamedTuple):
 class KeptChange(ChangeBase):
     """The plain values, plain tensors, caches and buffers of the base's modules, as they were.
 
-    What differs in the end goes back. But a plain value that appeared goes only with a tensor that did: alone, it may
-    tell of a hook that stays. A child without parameters that appeared goes with a buffer: it is a kernel. A buffer of
-    the checkpoint that has its dtype and shape is trained or moved, and stays, as does all of a module whose parameters
-    others replaced.
+    Values that differ in the end are put back. A new plain value is removed only where a new tensor is removed too:
+    alone, it may belong to a hook that stays. A new child without parameters is a kernel, and is removed with a buffer.
+    A buffer of the checkpoint with its dtype and shape was trained or moved, and stays, as does all of a module whose
+    parameters others replaced.
     """
 
     def __init__(self, tree: ModelTree) -> None:

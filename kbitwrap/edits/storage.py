@@ -91,7 +91,7 @@ class StorageChange(HeldOriginal):
         return torch.stack([is_changed, is_other, differ(kept, current)])
 
     def _find_original(self, current: torch.Tensor) -> _Found:
-        """What to put back of a value, in one read of its device. An untrained value is in the original layout."""
+        """Find the value to put back, in one read of the device. An untrained value is in the original layout."""
         is_resized = tuple(current.shape) != self.layout.shape
         rounded = self._rounded(current) if self.kept is None else None
         if rounded is not None:

@@ -70,7 +70,7 @@ class ParameterRecord:
         return _key_of(parameter) in self._memories
 
     def at_places(self) -> list[nn.Parameter]:
-        """What is at its places now."""
+        """The parameters at its places now."""
         return [parameter for ref in self.refs if (parameter := ref()) is not None]
 
     def live(self) -> nn.Parameter | None:

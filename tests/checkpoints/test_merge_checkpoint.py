@@ -92,6 +92,7 @@ def _plain(path: Path) -> Any:
 )
 def test_it_is_the_live_export_bit_for_bit(name: str, quant: str | None, shard: int | str, tmp_path: Path) -> None:
     run = train(name, quant, tmp_path, shard=shard)
+    drawn = torch.get_rng_state()
     report = merge_checkpoint(
         zoo.checkpoint(name),
         run.adapter,
@@ -104,6 +105,7 @@ def test_it_is_the_live_export_bit_for_bit(name: str, quant: str | None, shard: 
     assert report.merged
     assert report.num_tensors == len(tensors_of(run.merged))
     assert set(report.files) == {*read(tmp_path / "merged")}
+    assert torch.equal(torch.get_rng_state(), drawn)
 
 
 @pytest.mark.parametrize("beside", [True, False])
