@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from .checkpoints.inspection import CheckpointReport, inspect_checkpoint
     from .checkpoints.merge import merge_checkpoint
     from .drop_in import patch_peft, patched, prepare_model_for_kbit_training, prepared_of, restore
+    from .foresight.memory import StepMemory
+    from .foresight.predict import predict_step
+    from .foresight.tracker import StepTracker
     from .manifest.diff import ManifestDiff
     from .manifest.manifest import Manifest
     from .manifest.schema import TensorRecord
@@ -46,6 +49,9 @@ _HOMES = {
     "checkpoints.inspection": ("CheckpointReport", "inspect_checkpoint"),
     "checkpoints.merge": ("merge_checkpoint",),
     "drop_in": ("patch_peft", "patched", "prepare_model_for_kbit_training", "prepared_of", "restore"),
+    "foresight.memory": ("StepMemory",),
+    "foresight.predict": ("predict_step",),
+    "foresight.tracker": ("StepTracker",),
     "manifest.diff": ("ManifestDiff",),
     "manifest.manifest": ("Manifest",),
     "manifest.schema": ("TensorRecord",),
@@ -80,6 +86,8 @@ __all__ = [
     "ShardingReport",
     "StateDiff",
     "StateError",
+    "StepMemory",
+    "StepTracker",
     "TensorRecord",
     "UnsupportedModelError",
     "build_plan",
@@ -90,6 +98,7 @@ __all__ = [
     "merge_checkpoint",
     "patch_peft",
     "patched",
+    "predict_step",
     "prepare_model_for_kbit_training",
     "prepared_of",
     "restore",

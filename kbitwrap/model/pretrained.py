@@ -215,7 +215,8 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
 
 
 def _pack(parameter: Any) -> None:
-    """Give an unquantized meta weight the shape and dtype of its quantized storage."""
+    """Give an unquantized meta weight the shape and dtype of its quantized storage; what it was stays with it."""
+    parameter.unpacked = torch.empty_like(parameter.data)
     storage: torch.dtype | None = getattr(parameter, "quant_storage", None)
     if storage is not None:  # two values a byte, in one column of the storage dtype
         rows = (parameter.numel() + 1) // (2 * storage.itemsize)

@@ -30,7 +30,10 @@ def fingerprint_and(tensor: torch.Tensor, question: torch.Tensor) -> tuple[bytes
 
     It is a SHA-256 of the sums, modulo 2**64, of the rows and of the columns of int64 words laid out in rows of 4096,
     and of the words left over. Only changes of at least four words that cancel in every row and column are missed.
+    A tensor on the meta device has no bits: the fingerprint is empty, and the answer is no.
     """
+    if tensor.is_meta:
+        return b"", False
     flat = tensor.detach().reshape(-1)
     if flat.stride() != (1,) or flat.storage_offset() % 4:
         flat = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device).copy_(flat)

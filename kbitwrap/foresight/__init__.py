@@ -1,0 +1,1 @@
+"""What a training step will take of a device's memory, before it is taken."""

@@ -1,0 +1,126 @@
+"""The memory of a step, written down: every storage that was made or freed, in order, and what it is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+WEIGHTS = "weights"
+STATISTICS = "quantization_statistics"
+ADAPTERS = "adapters"
+OPTIMIZER = "optimizer"
+INPUTS = "inputs"
+ACTIVATIONS = "activations"
+LOGITS = "logits_and_loss"
+DEQUANTIZED = "dequantized_weights"
+GRADIENTS = "gradients"
+KINDS = (WEIGHTS, STATISTICS, ADAPTERS, OPTIMIZER, INPUTS, ACTIVATIONS, LOGITS, DEQUANTIZED, GRADIENTS)
+"""What memory is held for, in the order in which it is shown."""
+FORWARD, BACKWARD, OPTIMIZER_STEP = PHASES = ("forward", "backward", "optimizer")
+
+Mark = tuple[str, Hashable]
+"""Where in a step it is: the phase, and the part of the model that runs, ``None`` outside all parts."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What happened between two marks: what was left by kind, and the highest level above the start, by kind too."""
+
+    mark: Mark
+    net: Counter[str]
+    at_peak: Counter[str]
+
+    @property
+    def rise_bytes(self) -> int:
+        """The highest level above the start, in bytes; at least 0."""
+        return self.at_peak.total()
+
+
+@dataclass
+class Ledger:
+    """Storages by number, with their bytes and kinds; and the events: ``i`` was made, ``~i`` was freed."""
+
+    sizes: list[int] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+    events: list[int] = field(default_factory=list)
+    marks: list[tuple[int, Mark]] = field(default_factory=list)  # with the number of events before
+
+    def made(self, num_bytes: int, kind: str) -> int:
+        """Write down a new storage, and return its number."""
+        number = len(self.sizes)
+        self.sizes.append(num_bytes)
+        self.kinds.append(kind)
+        self.events.append(number)
+        return number
+
+    def freed(self, number: int) -> None:
+        """Write down that a storage was freed."""
+        self.events.append(~number)
+
+    def mark(self, phase: str, part: Hashable) -> None:
+        """Begin a run, unless it is the same one that goes on."""
+        if not self.marks or self.marks[-1][1] != (phase, part):
+            self.marks.append((len(self.events), (phase, part)))
+
+    @property
+    def start(self) -> int:
+        """The number of events before the first run: what was held when the step began."""
+        return self.marks[0][0] if self.marks else len(self.events)
+
+    def held(self) -> Counter[str]:
+        """The bytes by kind that were held when the step began."""
+        return self._run(("", None), 0, self.start).net
+
+    def runs(self) -> list[Run]:
+        """The runs of the step, in order."""
+        ends = [start for start, _ in self.marks[1:]] + [len(self.events)]
+        return [self._run(mark, start, end) for (start, mark), end in zip(self.marks, ends, strict=True)]
+
+    def _run(self, mark: Mark, start: int, end: int) -> Run:
+        net: Counter[str] = Counter()
+        level = peak = 0
+        at_peak: Counter[str] = Counter()
+        rising = False
+        for event in self.events[start:end]:
+            number = event if event >= 0 else ~event
+            size = self.sizes[number]
+            if event >= 0:
+                level += size
+                net[self.kinds[number]] += size
+                rising = rising or level > peak
+                peak = max(peak, level)
+            else:
+                if rising:
+                    at_peak, rising = net.copy(), False
+                level -= size
+                net[self.kinds[number]] -= size
+        return Run(mark, net, net.copy() if rising else at_peak)
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """The levels that a step reaches: the highest of each phase in bytes, and the highest of all by kind."""
+
+    by_phase: dict[str, int]
+    by_kind: dict[str, int]
+
+    @classmethod
+    def of(cls, held: Counter[str], runs: Sequence[Run]) -> Peaks:
+        """Add up the runs of a step, one after the other, on top of what was held."""
+        level, highest = Counter(held), Counter(held)
+        by_phase: dict[str, int] = {}
+        for run in runs:
+            total = level.total() + run.rise_bytes
+            phase = run.mark[0]
+            by_phase[phase] = max(by_phase.get(phase, 0), total)
+            if total > highest.total():
+                highest = level.copy()
+                highest.update(run.at_peak)
+            level.update(run.net)
+        return cls(by_phase, {kind: highest[kind] for kind in KINDS if highest[kind]})
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest level of all, in bytes."""
+        return sum(self.by_kind.values())

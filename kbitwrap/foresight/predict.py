@@ -1,0 +1,152 @@
+"""``predict_step``: the memory of a training step, without a weight and without a device."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import Precision
+from ..errors import ConfigError, KbitWrapError, UnsupportedModelError
+from ..tensors.dtypes import parse_dtype
+from .fakes import FakeModel
+from .ledger import Peaks
+from .memory import StepMemory
+from .optimizers import make_optimizer
+from .subject import PEFT, Subject
+from .trace import trace
+
+
+def predict_step(
+    model_or_name_or_config: Any,
+    *,
+    precision: Precision | str = Precision.NORMS,
+    batch_size: int,
+    seq_len: int,
+    inputs: Mapping[str, Any] | None = None,
+    lora: Any = None,
+    quantization_config: Any = None,
+    dtype: Any = None,
+    optimizer: Any = "adamw_torch",
+    autocast: Any = None,
+    kernels: str = "cuda",
+    exact: bool = False,
+    **fields: Any,
+) -> StepMemory:
+    """Predict the memory of one training step, from a config alone: no weight is loaded, nothing is changed.
+
+    The step is one after the first: the optimizer's state exists, gradients are ``None`` at its start. It runs on
+    tensors without values, through the model's own code, and every storage that it makes is counted until it is freed.
+
+    Args:
+        model_or_name_or_config: A model, which is not prepared; or a name, folder, ``config.json`` or config object, as
+            for ``Plan.for_pretrained``.
+        precision: A ``Precision`` or its value, or ``"peft"`` for PEFT's own ``prepare_model_for_kbit_training``.
+        batch_size: Sequences in the batch.
+        seq_len: Tokens in a sequence.
+        inputs: What the model is called with, where ``input_ids`` and ``labels``, two int64 tensors of shape
+            ``(batch_size, seq_len)``, do not describe it: by name a ``(shape, dtype)`` or a tensor of integers.
+        lora: A config of PEFT; ``None`` for the adapters that the model has, or else LoRA of rank 16 on every linear
+            layer.
+        quantization_config: As for ``from_pretrained``; ``None`` for the config's own.
+        dtype: The dtype to load in; ``None`` for the config's.
+        optimizer: A name of ``TrainingArguments.optim``, or a function that makes an optimizer of the parameters.
+        autocast: The dtype of autocast in the forward pass, as of ``TrainingArguments(bf16=True)``; ``None`` for none.
+        kernels: ``"cuda"`` to follow the operations of a CUDA device, ``"cpu"`` those of a CPU.
+        exact: Run every block, and not a few of each kind whose memory the others repeat.
+        **fields: Fields of ``PrepareConfig``.
+
+    Returns:
+        The prediction.
+
+    Raises:
+        ConfigError: There is no such config, or a setting is invalid.
+        StateError: The model is prepared.
+        UnsupportedModelError: The model cannot be prepared or run without values; the message names the operation.
+
+    Example:
+        >>> from transformers import BitsAndBytesConfig, LlamaConfig
+        >>> from kbitwrap import predict_step
+        >>> config = LlamaConfig(num_hidden_layers=2, architectures=["LlamaForCausalLM"])
+        >>> nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        >>> step = predict_step(config, quantization_config=nf4, batch_size=1, seq_len=128)
+        >>> step.peak_bytes == max(step.forward_bytes, step.backward_bytes, step.optimizer_bytes)
+        True
+    """
+    _check(batch_size, seq_len, kernels)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of a preparation are not those of a prediction
+        subject = Subject(
+            model_or_name_or_config,
+            precision=precision,
+            lora=lora,
+            quantization_config=quantization_config,
+            dtype=dtype,
+            fields=fields,
+        )
+        fakes = FakeModel(subject.model)
+        with fakes.mode:
+            trained = [parameter for parameter in fakes.model.parameters() if parameter.requires_grad]
+            made = make_optimizer(optimizer, trained, kernels)
+        batch = _batch(fakes, batch_size, seq_len, inputs)
+        cast = None if autocast is None else parse_dtype(autocast, is_floating=True)
+        ledger = _traced(fakes, made, batch, cast)
+    peaks = Peaks.of(ledger.held(), ledger.runs())
+    return StepMemory(
+        precision=PEFT if precision == PEFT else Precision(precision).value,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        kernels=kernels,
+        static_by_kind=dict(ledger.held()),
+        phases=peaks.by_phase,
+        by_kind=peaks.by_kind,
+    )
+
+
+def _check(batch_size: Any, seq_len: Any, kernels: Any) -> None:
+    for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{name}: expected a positive number, found {value!r}")
+    if kernels not in ("cuda", "cpu"):
+        raise ConfigError(f"kernels: expected 'cuda' or 'cpu', found {kernels!r}")
+
+
+def _batch(
+    fakes: FakeModel, batch_size: int, seq_len: int, inputs: Mapping[str, Any] | None
+) -> dict[str, torch.Tensor]:
+    """The inputs of the step: real where they are integers, so that a model may look at them, and else fake."""
+    shape = (batch_size, seq_len)
+    if inputs is None:
+        ordinary = _ordinary_token(fakes.model)
+        return {name: torch.full(shape, ordinary, dtype=torch.int64) for name in ("input_ids", "labels")}
+    batch = {}
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor):
+            given = value.detach().to("meta" if value.is_floating_point() else "cpu")
+        else:
+            size, kind = value
+            kind = parse_dtype(kind) if isinstance(kind, str) else kind
+            given = torch.zeros(size, dtype=kind, device="meta" if kind.is_floating_point else "cpu")
+        with fakes.mode:
+            batch[name] = fakes.fake(given) if given.is_meta else given
+    return batch
+
+
+def _ordinary_token(model: nn.Module) -> int:
+    """A token that means nothing special to a model, such as padding."""
+    special = {value for key, value in vars(model.config).items() if key.endswith("_token_id")}
+    special |= {getattr(model.config, "padding_idx", None)}
+    return next(token for token in range(len(special) + 1) if token not in special)
+
+
+def _traced(fakes: FakeModel, optimizer: Any, batch: dict[str, torch.Tensor], autocast: torch.dtype | None) -> Any:
+    try:
+        return trace(fakes, optimizer, batch, autocast)
+    except KbitWrapError:
+        raise
+    except Exception as error:  # whatever a model's code raises for tensors without values
+        name, reason = type(fakes.model).__name__, f"{type(error).__name__}: {error}"
+        raise UnsupportedModelError(f"the step of {name} cannot be followed without values: {reason}") from error

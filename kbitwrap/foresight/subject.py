@@ -1,0 +1,148 @@
+"""The model whose step is predicted: built or copied on the meta device, prepared, and given its adapters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ..config import PrepareConfig
+from ..errors import ConfigError, StateError, UnsupportedModelError
+from ..model.checks import tree_of
+from ..model.pretrained import meta_model
+from ..model.tree import ModelTree
+from ..preparation.plan import build_plan
+from ..preparation.preparation import Preparation
+
+PEFT = "peft"
+"""The precision that stands for PEFT's own preparation."""
+
+
+class _Holder:
+    """What a preparation asks of its wrapper."""
+
+
+class _CopiesWithoutValues(TorchFunctionMode):
+    """Makes ``copy.deepcopy`` put a tensor of the meta device in place of a copy."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Copy a tensor's shape alone."""
+        if func is torch.Tensor.__deepcopy__:
+            tensor, memo = args
+            memo[id(tensor)] = made = _without_values(tensor)
+            return made
+        return func(*args, **(kwargs or {}))
+
+
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def without_values(model: nn.Module) -> nn.Module:
+    """Copy a model onto the meta device; nothing of it changes, and no value is read."""
+    memo: dict[int, Any] = {}
+    with _CopiesWithoutValues():
+        for parameter in model.parameters():
+            data = _without_values(parameter.data)
+            made = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
+            memo[id(parameter)] = made
+            vars(made).update({name: copy.deepcopy(value, memo) for name, value in vars(parameter).items()})
+        copied: nn.Module = copy.deepcopy(model, memo)
+    return copied
+
+
+def base_of(source: Any, quantization_config: Any, dtype: Any) -> nn.Module:
+    """The model of a step, on the meta device: copied from a live one, or built from a config."""
+    if not isinstance(source, nn.Module):
+        return meta_model(source, quantization_config, dtype)
+    if quantization_config is not None or dtype is not None:
+        raise ConfigError(
+            "quantization_config and dtype are for a model that is built from a config; this one is loaded already"
+        )
+    preparation = Preparation.tree_of(source)[1]
+    if preparation is not None:
+        raise StateError(
+            f"this {type(source).__name__} is prepared; predict its step before prepare(), or after restore()",
+            state=getattr(preparation.holder(), "state", None),
+            expected=(),
+        )
+    return without_values(source)
+
+
+def default_lora() -> Any:
+    """QLoRA's choice of layers (Dettmers et al. 2023): adapters on every linear layer, here of rank 16."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=16, target_modules="all-linear")
+
+
+class Subject:
+    """A prepared model with adapters, on the meta device; it is thrown away after the prediction.
+
+    Args:
+        source: A model, or a name, folder or config of one.
+        precision: A ``Precision``, or ``"peft"`` for PEFT's own preparation.
+        lora: The adapters' config; ``None`` for those that the model has, or else `default_lora`.
+        fields: Fields of ``PrepareConfig``.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        precision: Any,
+        lora: Any,
+        quantization_config: Any,
+        dtype: Any,
+        fields: Mapping[str, Any],
+    ) -> None:
+        base = base_of(source, quantization_config, dtype)
+        has_adapters = bool(ModelTree(base).adapter_ids)
+        if has_adapters and lora is not None:
+            raise ConfigError("lora: the model has adapters already; give a model without, or no lora")
+        self._holder = _Holder()
+        preparation = None
+        if precision == PEFT:
+            base = _prepared_by_peft(base, fields)
+        else:
+            config = PrepareConfig.of(None, {**fields, "precision": precision, "progress": False})
+            preparation = Preparation(self._holder)
+            preparation.apply(build_plan(base, config), tree_of(base))
+        model = base if has_adapters else _with_adapters(base, lora or default_lora())
+        if preparation is not None:
+            preparation.adopt(model)
+        self.model = model.train()
+
+
+def _prepared_by_peft(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
+    from peft import prepare_model_for_kbit_training
+
+    names = {"gradient_checkpointing": "use_gradient_checkpointing"}
+    known = {*names, "gradient_checkpointing_kwargs"}
+    if unknown := {*fields} - known:
+        raise ConfigError(
+            f"precision 'peft' knows no {', '.join(sorted(unknown))}; it takes {', '.join(sorted(known))}"
+        )
+    with torch.device("meta"):
+        prepared: nn.Module = prepare_model_for_kbit_training(model, **{names.get(k, k): v for k, v in fields.items()})
+    return prepared
+
+
+def _with_adapters(model: nn.Module, lora: Any) -> nn.Module:
+    import peft
+
+    if not isinstance(lora, peft.PeftConfig):
+        raise ConfigError(f"lora: expected a config of PEFT such as LoraConfig(r=16), found {type(lora).__name__}")
+    lora = copy.deepcopy(lora)
+    if isinstance(getattr(lora, "init_lora_weights", True), str):
+        lora.init_lora_weights = True  # the values do not matter here, and to make them takes weights
+    try:
+        with torch.device("meta"):
+            adapted: nn.Module = peft.get_peft_model(model, lora)
+    except Exception as error:  # whatever PEFT raises for a config that does not suit the model
+        raise UnsupportedModelError(f"PEFT cannot put these adapters on the model: {error}") from error
+    return adapted

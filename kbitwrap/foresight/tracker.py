@@ -1,0 +1,254 @@
+"""Counts the memory that a training step holds, by operation: each storage once, from its making to its end."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..errors import UnsupportedModelError
+from ..model.checks import tree_of
+from ..model.tree import ModelTree
+from ..tensors.bits import parts_of
+from .ledger import (
+    ACTIVATIONS,
+    ADAPTERS,
+    BACKWARD,
+    DEQUANTIZED,
+    FORWARD,
+    GRADIENTS,
+    INPUTS,
+    LOGITS,
+    OPTIMIZER,
+    OPTIMIZER_STEP,
+    STATISTICS,
+    WEIGHTS,
+    Ledger,
+    Peaks,
+)
+from .quantization import DECOMPOSED, statistics_of
+
+_OF_WEIGHTS = {WEIGHTS, STATISTICS, ADAPTERS, DEQUANTIZED}
+
+
+class Watch(TorchDispatchMode):
+    """Writes down each storage that an operation makes, and when it is freed; ``rounding`` is an allocator's, in bytes.
+
+    The operations of tensor subclasses are seen as those of the tensors inside them.
+    """
+
+    def __init__(self, vocabulary_size: int = 0, rounding: int = 1) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ledger = Ledger()
+        self.phase = FORWARD
+        self._vocabulary_size = vocabulary_size
+        self._rounding = rounding
+        self._live: dict[int, tuple[int, Any]] = {}
+
+    def hold(self, tensor: torch.Tensor, kind: str) -> None:
+        """Count a tensor that is there before the step."""
+        for part in parts_of(tensor):
+            self._count(part, lambda: kind)
+
+    def _count(self, tensor: torch.Tensor, kind: Callable[[], str]) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._live:
+            size = -(-storage.nbytes() // self._rounding) * self._rounding
+            number = self.ledger.made(size, kind())
+            self._live[key] = number, weakref.ref(storage, functools.partial(self._freed, key, number))
+
+    def _freed(self, key: int, number: int, _: Any) -> None:
+        del self._live[key]
+        self.ledger.freed(number)
+
+    def relabel(self, tensor: torch.Tensor, kind: str) -> None:
+        """Say what a tensor is, once that is known."""
+        if (found := self._live.get(tensor.untyped_storage()._cdata)) is not None:
+            self.ledger.kinds[found[0]] = kind
+
+    def follow_phase(self) -> None:
+        """Note the phase that the step is in: autograd says when it runs."""
+        if self.phase != OPTIMIZER_STEP:
+            phase = BACKWARD if torch._C._current_graph_task_id() != -1 else FORWARD
+            if phase != self.phase or not self.ledger.marks:
+                self.enter(phase)
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase."""
+        self.phase = phase
+        self.ledger.mark(phase, None)
+
+    def _kind(self, inputs: Iterable[Any], output: torch.Tensor) -> str:
+        """What an operation made: a copy of weights is what is computed of weights alone."""
+        if self.phase == OPTIMIZER_STEP:
+            return OPTIMIZER
+        found = [self._live.get(t.untyped_storage()._cdata) for t in inputs if isinstance(t, torch.Tensor)]
+        kinds = {"" if one is None else self.ledger.kinds[one[0]] for one in found}
+        if kinds and kinds <= _OF_WEIGHTS:
+            return DEQUANTIZED
+        if output.ndim > 1 and output.shape[-1] == self._vocabulary_size:
+            return LOGITS
+        # Autograd computes with gradients switched off; a checkpoint that runs again switches them on.
+        return ACTIVATIONS if self.phase == FORWARD or torch.is_grad_enabled() else GRADIENTS
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation, and count what it makes."""
+        kwargs = kwargs or {}
+        if any(_has_own_operations(cls) for cls in types):
+            return NotImplemented
+        self.follow_phase()
+        if (parts := DECOMPOSED.get(func.name())) is not None:
+            with self:
+                return parts()(*args, **kwargs)
+        output = func(*args, **kwargs)
+        made = (output,) if isinstance(output, torch.Tensor) else tree_leaves(output)
+        for tensor in made:
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor, lambda tensor=tensor: self._kind(tree_leaves((args, kwargs)), tensor))  # type: ignore[misc]
+        return output
+
+
+@functools.cache
+def _has_own_operations(cls: type) -> bool:
+    """Whether tensors of a class take operations apart themselves: those of torch and fake ones do not."""
+    return not (cls in (torch.Tensor, nn.Parameter) or cls.__name__ == "FakeTensor") and (
+        cls.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
+    )
+
+
+def held_tensors(tree: ModelTree) -> Iterator[tuple[torch.Tensor, str, nn.Module]]:
+    """The tensors that a model holds, each with its kind and the module that it lies in; some more than once."""
+    adapters = tree.adapter_ids
+    for tensor in tree.all_tensors:
+        yield tensor.parameter, ADAPTERS if id(tensor.parameter) in adapters else WEIGHTS, tensor.module
+    for node in tree.nodes:
+        for value in tree_leaves([*node.module._buffers.values(), *vars(node.module).values()]):
+            if isinstance(value, torch.Tensor):
+                yield value, WEIGHTS, node.module
+        for value in statistics_of(node.module):
+            yield value, STATISTICS, node.module
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """The tensors of an optimizer's state."""
+    for value in tree_leaves(list(optimizer.state.values())):
+        if isinstance(value, torch.Tensor):
+            yield value
+
+
+class StepTracker:
+    """Counts the bytes that tensors hold during a real training step, on a CPU or on CUDA.
+
+    Each storage counts once, from when an operation made it until it is freed; parameters, buffers, quantization
+    statistics, the optimizer's state and the inputs count from the start. What an operation allocates inside itself and
+    frees before it returns is not seen, with one exception: the weight that a 4-bit layer dequantizes, also where the
+    layer's forward is one operation. ``kbitwrap.predict_step`` predicts the same figures; a step after the first one
+    is what it predicts.
+
+    Args:
+        model: The model, prepared or not, with adapters or without.
+        optimizer: The optimizer, whose ``step`` is the third phase.
+        inputs: The tensors of the batch: a mapping or a sequence.
+
+    Attributes:
+        peak_bytes: The most bytes held at any moment.
+        phases: The most bytes held in each phase: ``{"forward": ..., "backward": ..., "optimizer": ...}``, without
+            those that did not run.
+        by_kind: The bytes held at the peak, by kind.
+        static_bytes: The bytes held at the start.
+
+    Raises:
+        UnsupportedModelError: ``model`` is not a ``torch.nn.Module``.
+
+    Example:
+        >>> import torch
+        >>> from kbitwrap import StepTracker
+        >>> model, inputs = torch.nn.Linear(64, 64), torch.zeros(2, 64)
+        >>> with StepTracker(model, inputs=[inputs]) as tracker:
+        ...     model(inputs).sum().backward()
+        >>> tracker.static_bytes == (64 * 64 + 64 + 2 * 64) * 4
+        True
+        >>> tracker.phases["backward"] > tracker.static_bytes
+        True
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, inputs: Any = None) -> None:
+        tree_of(model)
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise UnsupportedModelError(
+                f"optimizer: expected a torch.optim.Optimizer, found {type(optimizer).__name__}"
+            )
+        self._model, self._optimizer, self._inputs = model, optimizer, inputs
+        self._watch: Watch | None = None
+        self._peaks: Peaks | None = None
+        self.static_bytes = 0
+
+    def __enter__(self) -> StepTracker:
+        watch = self._watch = Watch(vocabulary_size(self._model))
+        hold_all(watch, tree_of(self._model), self._optimizer, self._inputs)
+        self.static_bytes = watch.ledger.held().total()
+        self._hooks = []
+        if self._optimizer is not None:
+            begin = self._optimizer.register_step_pre_hook(lambda *_: watch.enter(OPTIMIZER_STEP))
+            end = self._optimizer.register_step_post_hook(lambda *_: watch.enter(FORWARD))
+            self._hooks = [begin, end]
+        watch.follow_phase()
+        watch.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        assert self._watch is not None
+        self._watch.__exit__(*exc)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+        self._peaks = Peaks.of(self._watch.ledger.held(), self._watch.ledger.runs())
+        self._watch = None
+
+    def _found(self) -> Peaks:
+        if self._peaks is None:
+            raise RuntimeError("nothing was tracked yet: run a step inside `with StepTracker(...) as tracker:` first")
+        return self._peaks
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes held at any moment."""
+        return self._found().peak_bytes
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """The most bytes held in each phase."""
+        return dict(self._found().by_phase)
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """The bytes held at the peak, by kind."""
+        return dict(self._found().by_kind)
+
+
+def hold_all(watch: Watch, tree: ModelTree, optimizer: torch.optim.Optimizer | None, inputs: Any) -> None:
+    """Count what is there before a step."""
+    for tensor, kind, _ in held_tensors(tree):
+        watch.hold(tensor, kind)
+    for tensor in () if optimizer is None else optimizer_tensors(optimizer):
+        watch.hold(tensor, OPTIMIZER)
+    for tensor in tree_leaves(dict(inputs) if isinstance(inputs, Mapping) else inputs):
+        if isinstance(tensor, torch.Tensor):
+            watch.hold(tensor, INPUTS)
+
+
+def vocabulary_size(model: nn.Module) -> int:
+    """The width of a model's logits, if it says where they are made; else 0."""
+    find = getattr(model, "get_output_embeddings", None)
+    try:
+        head = None if find is None else find()
+    except (AttributeError, NotImplementedError):
+        head = None
+    weight = getattr(head, "weight", None)
+    return int(weight.shape[0]) if isinstance(weight, torch.Tensor) and weight.ndim == 2 else 0

@@ -1,0 +1,54 @@
+"""A predicted step holds, to the byte, what a tracker counts of the real one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peft import get_peft_model, prepare_model_for_kbit_training
+
+import zoo
+from kbitwrap import KbitPreparedModel, Precision, StepMemory, StepTracker, predict_step
+
+REENTRANT = {"use_reentrant": True}  # as PEFT's function by default, and without its warning
+WAYS = (*(precision.value for precision in Precision), "peft")
+
+
+def tracked(name: str, way: str, batch: zoo.Batch, **lora: Any) -> StepTracker:
+    """A real second step."""
+    model: Any = zoo.load(name, quant="nf4")
+    prepared = None
+    if way == "peft":
+        model = prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs=REENTRANT)
+    else:
+        prepared = KbitPreparedModel(model, precision=way).prepare()
+    model = get_peft_model(model, zoo.lora_config(name, **lora))
+    if prepared is not None:
+        prepared.adopt(model)
+    model.train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    zoo.loss(name, model, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with StepTracker(model, optimizer, batch) as tracker:
+        zoo.loss(name, model, batch).backward()
+        optimizer.step()
+    return tracker
+
+
+def figures(memory: StepMemory | StepTracker) -> tuple[int, int, dict[str, int], dict[str, int]]:
+    return memory.static_bytes, memory.peak_bytes, memory.phases, memory.by_kind
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["llama"])
+def test_a_predicted_step_equals_the_real_one_to_the_byte(name: str, way: str) -> None:
+    model = zoo.load(name, quant="nf4")
+    batch = zoo.inputs(name, model)
+    fields = {"gradient_checkpointing_kwargs": REENTRANT} if way == "peft" else {}
+    lora = zoo.lora_config(name)
+    predicted = predict_step(
+        model, precision=way, batch_size=2, seq_len=12, inputs=batch, lora=lora, kernels="cpu", **fields
+    )
+    assert figures(predicted) == figures(tracked(name, way, batch))
