@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 WEIGHTS = "weights"
@@ -43,6 +43,7 @@ class Ledger:
 
     sizes: list[int] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
+    origins: list[Mark | None] = field(default_factory=list)  # where each was made; ``None`` before the step
     events: list[int] = field(default_factory=list)
     marks: list[tuple[int, Mark]] = field(default_factory=list)  # with the number of events before
 
@@ -51,6 +52,7 @@ class Ledger:
         number = len(self.sizes)
         self.sizes.append(num_bytes)
         self.kinds.append(kind)
+        self.origins.append(self.marks[-1][1] if self.marks else None)
         self.events.append(number)
         return number
 
@@ -70,14 +72,28 @@ class Ledger:
 
     def held(self) -> Counter[str]:
         """The bytes by kind that were held when the step began."""
-        return self._run(("", None), 0, self.start).net
+        return self._run(("", None), 0, self.start, {}).net
 
-    def runs(self) -> list[Run]:
-        """The runs of the step, in order."""
+    def spans(self) -> list[tuple[Mark, int, int]]:
+        """The runs of the step, in order: where each is, its first event, and the one after its last."""
         ends = [start for start, _ in self.marks[1:]] + [len(self.events)]
-        return [self._run(mark, start, end) for (start, mark), end in zip(self.marks, ends, strict=True)]
+        return [(mark, start, end) for (start, mark), end in zip(self.marks, ends, strict=True)]
 
-    def _run(self, mark: Mark, start: int, end: int) -> Run:
+    def runs(self, times: Mapping[tuple[Mark, Mark | None], int] | None = None) -> list[Run]:
+        """The runs of the step, in order.
+
+        What one run made and another frees is freed as many times as ``times`` says for (the other, the one), or once.
+        """
+        return [self._run(*span, times or {}) for span in self.spans()]
+
+    def freed_origins(self) -> dict[Mark, set[Mark | None]]:
+        """The runs that made what each run frees."""
+        return {
+            mark: {self.origins[~event] for event in self.events[start:end] if event < 0}
+            for mark, start, end in self.spans()
+        }
+
+    def _run(self, mark: Mark, start: int, end: int, times: Mapping[tuple[Mark, Mark | None], int]) -> Run:
         net: Counter[str] = Counter()
         level = peak = 0
         at_peak: Counter[str] = Counter()
@@ -93,6 +109,7 @@ class Ledger:
             else:
                 if rising:
                     at_peak, rising = net.copy(), False
+                size *= times.get((mark, self.origins[number]), 1)
                 level -= size
                 net[self.kinds[number]] -= size
         return Run(mark, net, net.copy() if rising else at_peak)

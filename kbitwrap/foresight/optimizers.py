@@ -22,7 +22,7 @@ def make_optimizer(
     parameters: Sequence[nn.Parameter],
     kernels: str,
 ) -> torch.optim.Optimizer:
-    """Make an optimizer, by its name or by a function of the parameters, whose state is there already."""
+    """Make an optimizer, by its name or by a function of the parameters."""
     if callable(optimizer):
         made = optimizer(parameters)
     elif optimizer in _NAMES:
@@ -33,8 +33,4 @@ def make_optimizer(
         raise ConfigError(
             f"optimizer: expected one of {', '.join(map(repr, _NAMES))} or a function, found {optimizer!r}"
         )
-    for parameter in parameters:
-        parameter.grad = torch.empty_like(parameter)
-    made.step()
-    made.zero_grad(set_to_none=True)
     return made

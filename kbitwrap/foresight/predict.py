@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -12,12 +13,13 @@ from torch import nn
 from ..config import Precision
 from ..errors import ConfigError, KbitWrapError, UnsupportedModelError
 from ..tensors.dtypes import parse_dtype
+from .blocks import Blocks
 from .fakes import FakeModel
-from .ledger import Peaks
+from .ledger import KINDS
 from .memory import StepMemory
 from .optimizers import make_optimizer
 from .subject import PEFT, Subject
-from .trace import trace
+from .trace import Step, trace
 
 
 def predict_step(
@@ -76,42 +78,96 @@ def predict_step(
         >>> step.peak_bytes == max(step.forward_bytes, step.backward_bytes, step.optimizer_bytes)
         True
     """
-    _check(batch_size, seq_len, kernels)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # those of a preparation are not those of a prediction
-        subject = Subject(
-            model_or_name_or_config,
+    predictor = Predictor(
+        model_or_name_or_config,
+        precision=precision,
+        inputs=inputs,
+        lora=lora,
+        quantization_config=quantization_config,
+        dtype=dtype,
+        optimizer=optimizer,
+        autocast=autocast,
+        kernels=kernels,
+        exact=exact,
+        fields=fields,
+    )
+    return predictor(batch_size, seq_len)
+
+
+class Predictor:
+    """A model whose step is predicted, for one batch after another; the arguments are those of ``predict_step``."""
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        precision: Precision | str,
+        inputs: Mapping[str, Any] | None,
+        lora: Any,
+        quantization_config: Any,
+        dtype: Any,
+        optimizer: Any,
+        autocast: Any,
+        kernels: str,
+        exact: bool,
+        fields: Mapping[str, Any],
+    ) -> None:
+        if kernels not in ("cuda", "cpu"):
+            raise ConfigError(f"kernels: expected 'cuda' or 'cpu', found {kernels!r}")
+        self._subject = functools.partial(
+            Subject,
+            source,
             precision=precision,
             lora=lora,
             quantization_config=quantization_config,
             dtype=dtype,
             fields=fields,
         )
-        fakes = FakeModel(subject.model)
-        with fakes.mode:
-            trained = [parameter for parameter in fakes.model.parameters() if parameter.requires_grad]
-            made = make_optimizer(optimizer, trained, kernels)
-        batch = _batch(fakes, batch_size, seq_len, inputs)
-        cast = None if autocast is None else parse_dtype(autocast, is_floating=True)
-        ledger = _traced(fakes, made, batch, cast)
-    peaks = Peaks.of(ledger.held(), ledger.runs())
-    return StepMemory(
-        precision=PEFT if precision == PEFT else Precision(precision).value,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        kernels=kernels,
-        static_by_kind=dict(ledger.held()),
-        phases=peaks.by_phase,
-        by_kind=peaks.by_kind,
-    )
+        self.precision = PEFT if precision == PEFT else Precision(precision).value
+        self._inputs, self._kernels, self._exact = inputs, kernels, exact
+        self._optimizer = functools.partial(make_optimizer, optimizer, kernels=kernels)
+        self._autocast = None if autocast is None else parse_dtype(autocast, is_floating=True)
+        self._made: tuple[Subject, FakeModel, Blocks] | None = None
 
+    def __call__(self, batch_size: int, seq_len: int) -> StepMemory:
+        """Predict the step of one batch; see ``predict_step``."""
+        for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name}: expected a positive number, found {value!r}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # those of a preparation are not those of a prediction
+            step, (num_run, num_blocks) = self._step(batch_size, seq_len)
+        peaks = step.peaks
+        return StepMemory(
+            precision=self.precision,
+            batch_size=batch_size,
+            seq_len=seq_len,
+            kernels=self._kernels,
+            static_by_kind={kind: step.held[kind] for kind in KINDS if step.held[kind]},
+            phases=peaks.by_phase,
+            by_kind=peaks.by_kind,
+            traced_blocks=num_run,
+            num_blocks=num_blocks,
+        )
 
-def _check(batch_size: Any, seq_len: Any, kernels: Any) -> None:
-    for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{name}: expected a positive number, found {value!r}")
-    if kernels not in ("cuda", "cpu"):
-        raise ConfigError(f"kernels: expected 'cuda' or 'cpu', found {kernels!r}")
+    def _step(self, batch_size: int, seq_len: int) -> tuple[Step, tuple[int, int]]:
+        _, fakes, blocks = self._made = self._made or self._make()
+        batch = _batch(fakes, batch_size, seq_len, self._inputs)
+        try:
+            return trace(fakes, blocks, self._optimizer, batch, self._autocast), blocks.counts
+        except KbitWrapError:
+            raise
+        except Exception as error:  # whatever a model's code raises, for tensors without values or with fewer blocks
+            if not self._exact and blocks.counts[0] < blocks.counts[1]:
+                self._exact, self._made = True, None
+                return self._step(batch_size, seq_len)
+            name, reason = type(fakes.model).__name__, f"{type(error).__name__}: {error}"
+            raise UnsupportedModelError(f"the step of {name} cannot be followed without values: {reason}") from error
+
+    def _make(self) -> tuple[Subject, FakeModel, Blocks]:
+        subject = self._subject()
+        blocks = Blocks(subject.model, is_exact=self._exact)
+        return subject, FakeModel(subject.model), blocks
 
 
 def _batch(
@@ -140,13 +196,3 @@ def _ordinary_token(model: nn.Module) -> int:
     special = {value for key, value in vars(model.config).items() if key.endswith("_token_id")}
     special |= {getattr(model.config, "padding_idx", None)}
     return next(token for token in range(len(special) + 1) if token not in special)
-
-
-def _traced(fakes: FakeModel, optimizer: Any, batch: dict[str, torch.Tensor], autocast: torch.dtype | None) -> Any:
-    try:
-        return trace(fakes, optimizer, batch, autocast)
-    except KbitWrapError:
-        raise
-    except Exception as error:  # whatever a model's code raises for tensors without values
-        name, reason = type(fakes.model).__name__, f"{type(error).__name__}: {error}"
-        raise UnsupportedModelError(f"the step of {name} cannot be followed without values: {reason}") from error

@@ -115,6 +115,9 @@ class Subject:
         model = base if has_adapters else _with_adapters(base, lora or default_lora())
         if preparation is not None:
             preparation.adopt(model)
+        self._preparation = (
+            preparation  # weights that are upcast at use follow what is done to the model while it lives
+        )
         self.model = model.train()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -51,27 +51,32 @@ class Watch(TorchDispatchMode):
         self._rounding = rounding
         self._live: dict[int, tuple[int, Any]] = {}
 
-    def hold(self, tensor: torch.Tensor, kind: str) -> None:
-        """Count a tensor that is there before the step."""
-        for part in parts_of(tensor):
-            self._count(part, lambda: kind)
+    def hold(self, tensor: torch.Tensor, kind: str) -> list[int]:
+        """Count a tensor that is there before the step; returns the numbers of its storages."""
+        return [self._count(part, lambda: kind) for part in parts_of(tensor)]
 
-    def _count(self, tensor: torch.Tensor, kind: Callable[[], str]) -> None:
+    def _count(self, tensor: torch.Tensor, kind: Callable[[], str]) -> int:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._live:
             size = -(-storage.nbytes() // self._rounding) * self._rounding
             number = self.ledger.made(size, kind())
             self._live[key] = number, weakref.ref(storage, functools.partial(self._freed, key, number))
+        return self._live[key][0]
 
     def _freed(self, key: int, number: int, _: Any) -> None:
         del self._live[key]
         self.ledger.freed(number)
 
-    def relabel(self, tensor: torch.Tensor, kind: str) -> None:
-        """Say what a tensor is, once that is known."""
-        if (found := self._live.get(tensor.untyped_storage()._cdata)) is not None:
-            self.ledger.kinds[found[0]] = kind
+    def close(self) -> Ledger:
+        """Stop writing down what is freed, and return what was written."""
+        self._live.clear()
+        return self.ledger
+
+    def size(self, tensor: torch.Tensor) -> int:
+        """The bytes counted for the storages of a tensor; 0 where it is not counted."""
+        found = [self._live.get(part.untyped_storage()._cdata) for part in parts_of(tensor)]
+        return sum(self.ledger.sizes[one[0]] for one in found if one is not None)
 
     def follow_phase(self) -> None:
         """Note the phase that the step is in: autograd says when it runs."""
@@ -85,11 +90,17 @@ class Watch(TorchDispatchMode):
         self.phase = phase
         self.ledger.mark(phase, None)
 
-    def _kind(self, inputs: Iterable[Any], output: torch.Tensor) -> str:
+    def enter_part(self, part: Hashable) -> None:
+        """Begin a part of the model, in the phase that the step is in."""
+        self.follow_phase()
+        self.ledger.mark(self.phase, part)
+
+    def _kind(self, arguments: Any, output: torch.Tensor) -> str:
         """What an operation made: a copy of weights is what is computed of weights alone."""
         if self.phase == OPTIMIZER_STEP:
             return OPTIMIZER
-        found = [self._live.get(t.untyped_storage()._cdata) for t in inputs if isinstance(t, torch.Tensor)]
+        inputs = [value for value in tree_leaves(arguments) if isinstance(value, torch.Tensor)]
+        found = [self._live.get(tensor.untyped_storage()._cdata) for tensor in inputs]
         kinds = {"" if one is None else self.ledger.kinds[one[0]] for one in found}
         if kinds and kinds <= _OF_WEIGHTS:
             return DEQUANTIZED
@@ -111,7 +122,7 @@ class Watch(TorchDispatchMode):
         made = (output,) if isinstance(output, torch.Tensor) else tree_leaves(output)
         for tensor in made:
             if isinstance(tensor, torch.Tensor):
-                self._count(tensor, lambda tensor=tensor: self._kind(tree_leaves((args, kwargs)), tensor))  # type: ignore[misc]
+                self._count(tensor, functools.partial(self._kind, (args, kwargs), tensor))
         return output
 
 

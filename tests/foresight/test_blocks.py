@@ -1,0 +1,97 @@
+"""A few blocks of each kind tell what all of a model's blocks take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig
+from transformers import BitsAndBytesConfig
+
+from kbitwrap import StepMemory, predict_step
+
+NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+WIDTHS = {
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 64,
+    "vocab_size": 96,
+    "dtype": "bfloat16",
+}
+
+
+def config(name: str, **fields: Any) -> Any:
+    """A config of the architecture with more blocks than have to be run."""
+    cls = getattr(transformers, f"{name}Config")
+    architecture = "T5ForConditionalGeneration" if name == "T5" else f"{name.removesuffix('Text')}ForCausalLM"
+    return cls(architectures=[architecture], **{**WIDTHS, **fields})
+
+
+MODELS = {
+    "one kind": lambda: config("Llama", num_hidden_layers=7),
+    "two kinds in turn": lambda: config("Gemma2", num_hidden_layers=12, sliding_window=8),
+    "two of one kind and one of another": lambda: config(
+        "Gemma3Text",
+        num_hidden_layers=15,
+        sliding_window=8,
+        layer_types=[*["sliding_attention"] * 2, "full_attention"] * 5,
+    ),
+    "a few of one kind, then another": lambda: config(
+        "Qwen2Moe",
+        num_hidden_layers=11,
+        mlp_only_layers=[0, 1, 2],
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+    ),
+    "an encoder and a decoder": lambda: config(
+        "T5", num_layers=7, num_decoder_layers=8, d_model=32, d_kv=16, d_ff=64, num_heads=2, decoder_start_token_id=0
+    ),
+}
+
+
+def both(model: Any, **settings: Any) -> list[StepMemory]:
+    """The prediction from a few blocks, and that from all."""
+    settings = {"quantization_config": NF4, "kernels": "cpu", "batch_size": 2, "seq_len": 24, **settings}
+    return [predict_step(model, exact=exact, **settings) for exact in (False, True)]
+
+
+def figures(step: StepMemory) -> tuple[Any, ...]:
+    return step.static_by_kind, step.phases, step.by_kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "checkpointing"),
+    [
+        ("one kind", "norms", True),
+        ("one kind", "compute", False),
+        ("two kinds in turn", "peft", True),
+        ("two of one kind and one of another", "norms", True),
+        ("a few of one kind, then another", "none", False),
+        ("an encoder and a decoder", "norms", False),
+        ("an encoder and a decoder", "full", True),
+    ],
+)
+def test_a_few_blocks_of_each_kind_tell_the_bytes_of_all(kind: str, precision: str, checkpointing: bool) -> None:
+    few, all_ = both(MODELS[kind](), precision=precision, gradient_checkpointing=checkpointing)
+    assert few.traced_blocks < all_.traced_blocks == few.num_blocks == all_.num_blocks
+    assert figures(few) == figures(all_)
+
+
+def test_all_blocks_are_run_where_something_grows_with_their_number() -> None:
+    # Without checkpointing the model fills a cache, which allocates for each block with a sliding window beforehand.
+    few, all_ = both(MODELS["two kinds in turn"](), gradient_checkpointing=False)
+    assert few.traced_blocks == all_.traced_blocks == 12
+    assert figures(few) == figures(all_)
+
+
+def test_adapters_on_some_blocks_alone_make_kinds_of_their_own() -> None:
+    lora = LoraConfig(target_modules=["q_proj"], layers_to_transform=[3, 4, 5, 6, 7, 8, 9])
+    few, all_ = both(config("Llama", num_hidden_layers=16), lora=lora)
+    assert few.traced_blocks < all_.traced_blocks == 16
+    assert figures(few) == figures(all_)
