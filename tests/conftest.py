@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and the command line honours it
 
 import pytest
 import torch

@@ -13,7 +13,6 @@ from matplotlib.ticker import MaxNLocator
 
 # What of a file's metadata differs from run to run or version to version, by the formats that can be drawn.
 _STAMPS = {".svg": "Date", ".png": "Software", ".pdf": "CreationDate"}
-SUFFIXES = tuple(_STAMPS)
 _MIB = 1024**2
 _PANEL_SIZE = (3.4, 2.3)  # inches
 _ROOM_FOR_LABELS = 1.35  # of the longest bar
@@ -73,7 +72,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
     Args:
         result: The result.
-        path: Where to; its suffix, one of ``SUFFIXES``, says the format.
+        path: Where to; its suffix, one of ``PLOT_SUFFIXES``, says the format.
 
     Raises:
         OSError: The file cannot be written.
@@ -99,7 +98,7 @@ def draw_losses(result: dict[str, Any], path: Path) -> None:
 
     Args:
         result: The result.
-        path: Where to; its suffix, one of ``SUFFIXES``, says the format.
+        path: Where to; its suffix, one of ``PLOT_SUFFIXES``, says the format.
 
     Raises:
         OSError: The file cannot be written.

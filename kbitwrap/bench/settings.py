@@ -11,6 +11,7 @@ PEFT_UNCLEARED = "peft-uncleared"
 """PEFT's function with ``auto_clear_cache=False``: as it was when huggingface/peft#3265 was reported."""
 CHUNKED = "compute-chunked"
 """``"compute"`` with ``head_chunk_bytes``."""
+PLOT_SUFFIXES = (".svg", ".png", ".pdf")
 CASES = (PEFT, PEFT_UNCLEARED, "full", "compute", CHUNKED, "norms", "adapted", "none")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError, ManifestMismatchError
-from ..export.writer import checkpoint_writer, split_into_files
+from ..export.writer import Progress, checkpoint_writer, split_into_files
 from ..manifest.manifest import Manifest
 from ..model.quantization import is_of_another_library
 from ..model.wrappers import canonical_fqn
@@ -38,7 +38,7 @@ def convert_checkpoint(
     dtype: torch.dtype | str | None = None,
     max_shard_size: int | str | None = None,
     overwrite: bool = False,
-    progress: bool = False,
+    progress: bool | Progress = False,
 ) -> ExportReport:
     """Write a checkpoint again, with the dtypes from before a preparation made some tensors float32.
 
@@ -59,7 +59,7 @@ def convert_checkpoint(
         max_shard_size: The maximum size of a file in bytes, or a string such as ``"5GB"``; ``None`` keeps the files of
             ``src``.
         overwrite: Replace a folder that is not empty.
-        progress: Show a bar of the bytes written, on a terminal.
+        progress: Show a bar of the bytes written, on a terminal; or a function that is called with each number of them.
 
     Returns:
         The report of what was written.
@@ -97,8 +97,8 @@ def convert_checkpoint(
     index_name = checkpoint.index if files.keys() == checkpoint.files.keys() else None
     index = read_json(checkpoint.folder / checkpoint.index) if checkpoint.index else None
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    disable = None if progress else True
-    with checkpoint_writer(dst, "convert", overwrite=overwrite, num_bytes=num_bytes, disable=disable) as writer:
+    shown = None if progress is True else progress
+    with checkpoint_writer(dst, "convert", overwrite=overwrite, num_bytes=num_bytes, progress=shown) as writer:
         if checkpoint.path.is_dir():
             _copy_rest(checkpoint, writer.folder, chosen)
         writer.save(tensors, files, metadata, index_name, index)

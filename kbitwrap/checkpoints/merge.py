@@ -17,7 +17,7 @@ from ..errors import ConfigError, ExportError
 from ..export.export import save_model
 from ..export.merge import merge_into
 from ..export.twin import build_twin
-from ..export.writer import checkpoint_writer, split_into_files
+from ..export.writer import Progress, checkpoint_writer, split_into_files
 from ..manifest.contents import versions
 from ..manifest.manifest import Manifest
 from ..model.pretrained import load_pretrained, read_config
@@ -46,7 +46,7 @@ def merge_checkpoint(
     dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
-    progress: bool = False,
+    progress: bool | Progress = False,
     device: torch.device | str | None = None,
     trust_remote_code: bool = False,
 ) -> ExportReport:
@@ -69,7 +69,7 @@ def merge_checkpoint(
         dtype: The dtype of what is not quantized; ``None`` for the manifest's, or else the config's.
         max_shard_size: The maximum size of a file in bytes, or a string such as ``"5GB"``.
         overwrite: Replace a folder that is not empty.
-        progress: Show a bar of the bytes written, on a terminal.
+        progress: Show a bar of the bytes written, on a terminal; or a function that is called with each number of them.
         device: The device to quantize and merge on; ``None`` for CUDA if there is one, else the CPU.
         trust_remote_code: Run the code that the base's folder brings along.
 
@@ -92,7 +92,7 @@ def merge_checkpoint(
     start, folder = time.perf_counter(), Path(adapter)
     config, saved = read_adapter(folder)
     split_into_files({}, max_shard_size)  # refuses an invalid size before anything is computed
-    writing = checkpoint_writer(dst, "merge", overwrite=overwrite, disable=None if progress else True)
+    writing = checkpoint_writer(dst, "merge", overwrite=overwrite, progress=None if progress is True else progress)
     with torch.random.fork_rng(devices=[]), writing as writer:  # loading draws numbers
         if manifest is None and (folder / MANIFEST_NAME).is_file():
             manifest = folder / MANIFEST_NAME

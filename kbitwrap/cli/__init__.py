@@ -1,57 +1,67 @@
 """The command line: ``kbitwrap COMMAND``.
 
-Each command is a module with ``add_parser(subparsers)`` and ``run(arguments) -> int``. Its heavy imports happen inside
-``run``, so that ``--help`` does not wait for them.
+Each command is a function that Typer calls with what was typed; it returns the exit status. Whatever needs torch is
+imported in functions, after all that was typed has been looked at, so that neither help nor a usage error waits for it.
 
 Exit status: 0 done, 1 the answer is no, 2 bad usage or bad input; of ``run``, the script's.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import NoReturn
+from typing import Annotated, Any
+
+import typer
 
 from . import bench, convert, demo, doctor, inspect, merge, plan, run
 from .console import EXIT_BAD_INPUT, EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, InputError
+from .usage import Command, Group, UsageError, line
 
+PROGRAM = "kbitwrap"
+_COMPLETION = "_KBITWRAP_COMPLETE"  # by which a shell asks for words
 _COMMANDS = (demo, plan, inspect, doctor, merge, convert, bench, run)
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose error is one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_BAD_INPUT, f"{self.prog}: error: {message} (see '{self.prog} --help')\n")
-
-
-class _PrintVersion(argparse.Action):
-    """Looks the version up only when it is asked for."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+def _print_version(is_asked: bool) -> None:
+    """Look the version up only when it is asked for."""
+    if is_asked:
         try:
             found = version("kbitwrap")
         except PackageNotFoundError:
             found = "(not installed, run from its source)"
-        print(f"kbitwrap {found}")
-        parser.exit()
+        print(f"{PROGRAM} {found}")
+        raise typer.Exit
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of the whole command line.
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Reversible preparation of quantized models for training."""
+
+
+def build_command() -> Any:
+    """Build the whole command line.
 
     Returns:
-        The parser; a parsed command leaves its ``run`` in the namespace.
+        The command that Typer makes of it.
     """
-    parser = _Parser(prog="kbitwrap", description="Reversible preparation of quantized models for training.")
-    parser.add_argument("--version", action=_PrintVersion, nargs=0, help="print the version and exit")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for command in _COMMANDS:
-        command.add_parser(subparsers)
-    return parser
+    names = {"help_option_names": ["-h", "--help"]}
+    app = typer.Typer(cls=Group, context_settings=names, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.callback()(_options)
+    for module in _COMMANDS:
+        name = module.__name__.rpartition(".")[2]
+        settings = {**names, **getattr(module, "SETTINGS", {})}
+        app.command(name, cls=Command, help=module.HELP, short_help=module.SUMMARY, context_settings=settings)(
+            module.command
+        )
+    app.command(convert.OLD_NAME, cls=Command, help=convert.HELP, hidden=True, context_settings=names)(convert.command)
+    return typer.main.get_command(app)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,29 +71,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments without the program's name; ``None`` takes the process's.
 
     Returns:
-        The exit status: 0 done, 1 the answer is no, 2 bad input.
+        The exit status: 0 done, 1 the answer is no, 2 bad usage or bad input.
 
     Raises:
-        SystemExit: From argparse: 0 after ``--help`` and ``--version``, 2 for bad usage. From the script of ``run``.
+        SystemExit: From the script of ``run``.
 
     Example:
         >>> from kbitwrap.cli import main
         >>> main(["demo", "--model", "/no/such/model"])
         2
     """
-    parser = build_parser()
-    arguments = parser.parse_args(argv)
-    if not hasattr(arguments, "run"):
-        parser.print_help(sys.stderr)
-        return EXIT_BAD_INPUT
+    arguments = [*(sys.argv[1:] if argv is None else argv)]
+    command = build_command()
+    if argv is None and _COMPLETION in os.environ:
+        command.main(arguments, prog_name=PROGRAM)
     try:
-        status: int = arguments.run(arguments)
+        if not arguments:
+            with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(typer.Exit):
+                command.make_context(PROGRAM, ["--help"])
+            return EXIT_BAD_INPUT
+        with command.make_context(PROGRAM, arguments) as context:
+            status: int = command.invoke(context)
         sys.stdout.flush()
+    except typer.Exit as asked:
+        return asked.exit_code
+    except UsageError as error:
+        print(line(error), file=sys.stderr)
+        return EXIT_BAD_INPUT
     except InputError as error:
-        print(f"kbitwrap: error: {error}", file=sys.stderr)
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
-        print("kbitwrap: interrupted", file=sys.stderr)
+        print(f"{PROGRAM}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # What is left in the buffer has nowhere to go when Python flushes it at its exit.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib.util
 import json
-import math
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+import typer
 
 from ..bench.settings import (
     CASES,
@@ -18,6 +19,7 @@ from ..bench.settings import (
     LOSS_CASES,
     MERGED,
     MISTRAL_7B,
+    PLOT_SUFFIXES,
     SMALL,
     BenchError,
     LossSettings,
@@ -25,7 +27,9 @@ from ..bench.settings import (
     Shape,
     default_cases,
 )
-from .console import EXIT_DONE, EXIT_NO, InputError, add_command, format_table, quiet_libraries
+from .console import EXIT_DONE, EXIT_NO, InputError, as_text, check_file, hanging, joined, progress, quiet_libraries
+from .tables import table
+from .usage import Json, at_most_one, choice, device, integer, option, path, rate
 
 _SIZE_MULTIPLE = 256  # of the width: heads, feed-forward part and 4-bit blocks then divide it
 _STEP_TOKENS = 128
@@ -35,255 +39,293 @@ _OF_STEPS = ("autocast", "reentrant", "modules_to_save")
 _LOSS_SIZE_MULTIPLE = 64  # of 4-bit blocks
 _NOT_OF_LOSS = ("vocab_size", "tied", "tokens", "compute_dtype", *_OF_STEPS)
 _OF_LOSS = ("steps", "pretraining_steps", "learning_rate")
+_HEADER_INDENT = 10  # of the lines before the tables: their first word stands alone
+_ALL_CASES = tuple(dict.fromkeys((*CASES, MERGED, *LOSS_CASES)))
+_SMALL = f"by default on {SMALL.num_layers} layers of width {SMALL.hidden_size}"
+_WHAT, _MODEL, _STEP, _LOSS = "What to measure (one of these)", "Model", "Training steps", "Losses"
+
+SUMMARY = "Measure PEFT's preparation and each precision on the same model."
+HELP = """Measure PEFT's preparation and each precision on the same model.
+
+A model with random quantized weights is built, by default with the exact shapes of Mistral-7B-v0.3, and PEFT's
+preparation and each precision are measured on it, each in a process of its own: time, live bytes, peaks; with --step,
+training steps on a smaller model; with --identity, whether compute gives PEFT's numbers. With --loss, a small model is
+trained on text that Python carries, and a LoRA on it as TRL does by default, and the losses of none and norms are
+compared. Needs no network. The default needs 6 GB of memory.
+
+Exit status: 0 done, 1 with --identity a number differs, 2 bad usage or bad input."""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the command line.
-
-    Args:
-        subparsers: What ``ArgumentParser.add_subparsers`` returned.
-    """
-    parser = add_command(
-        subparsers,
-        "bench",
-        run,
-        summary="measure PEFT's preparation and each precision on the same model",
-        description="Build a model with random quantized weights, by default with the exact shapes of Mistral-7B-v0.3, "
-        "and measure PEFT's preparation and each precision on it, each in a process of its own: time, live bytes, "
-        "peaks; with --step, training steps on a smaller model; with --identity, whether compute gives PEFT's numbers. "
-        "With --loss, train a small model on text that Python carries, and a LoRA on it as TRL does by default, and "
-        "compare the losses of none and norms. "
-        "Needs no network. The default needs 6 GB of memory. "
-        "Exit status: 0 done, 1 with --identity a number differs, 2 bad usage or bad input.",
-    )
-    what = parser.add_argument_group("what to measure").add_mutually_exclusive_group()
-    small = f"by default on {SMALL.num_layers} layers of width {SMALL.hidden_size}"
-    what.add_argument("--step", action="store_true", help=f"take training steps too, {small}")
-    what.add_argument(
-        "--identity",
-        action="store_true",
-        help="compare loss and gradients with PEFT's, with and without autocast, reentrant checkpointing, "
-        f"a trained head and a tied head, {small}",
-    )
-    what.add_argument(
-        "--export",
-        action="store_true",
-        help="export the base while it is prepared, and a LoRA merged into it, beside safetensors' save_file with the "
-        f"same bytes, by default of {_EXPORT_LAYERS} layers",
-    )
-    what.add_argument(
-        "--loss",
-        action="store_true",
-        help="train a LoRA under TRL's defaults on a byte-level Llama that is trained first, with each precision and "
-        "--repeats seeds, and compare the losses; minutes for each seed",
-    )
-    what.add_argument(
-        "--from",
-        dest="source",
-        type=Path,
-        metavar="FILE",
-        help="measure nothing: show the results that --json saved to this file",
-    )
-    parser.add_argument(
-        "--case",
-        action="append",
-        choices=tuple(dict.fromkeys((*CASES, MERGED, *LOSS_CASES))),
-        metavar="CASE",
-        help=f"one of {', '.join(CASES)}; with --export, of {', '.join(EXPORTED)}; "
-        f"with --loss, of {', '.join(LOSS_CASES)}; may be repeated "
-        "(default: all that matter; with --identity, compute)",
-    )
-    parser.add_argument("--device", metavar="DEVICE", default="cpu", help="such as cuda (default: %(default)s)")
-    parser.add_argument(
-        "--repeats", type=_positive, default=3, help="runs of each timing; with --loss, seeds (default: %(default)s)"
-    )
-    parser.add_argument("--seed", type=_natural, default=0, help="random seed (default: %(default)s)")
-    _add_settings(parser)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the output to this file")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw the figures to this file, such as bench.svg; needs matplotlib"
-    )
+def _number(name: str, least: int, help: str, panel: str | None = None, metavar: str = "N") -> Any:
+    return typer.Option(name, metavar=metavar, parser=integer(least), help=help, rich_help_panel=panel)
 
 
-def _add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the models and of their training."""
-    size = parser.add_argument_group("model")
-    size.add_argument("--layers", type=_positive, metavar="N", help="decoder layers")
-    size.add_argument(
-        "--hidden-size",
-        type=_positive,
-        metavar="N",
-        help=f"width, a multiple of {_SIZE_MULTIPLE}; with --loss, of {_LOSS_SIZE_MULTIPLE}",
-    )
-    size.add_argument("--vocab-size", type=_positive, metavar="N", help="tokens in the vocabulary")
-    size.add_argument("--tied", action="store_true", help="the head's weight is the embeddings'")
-    step = parser.add_argument_group("training steps")
-    step.add_argument(
-        "--tokens",
-        type=_positive,
-        nargs="+",
-        metavar="N",
-        help=f"tokens in a batch, one or several numbers (default: {_STEP_TOKENS}; "
-        f"with --identity, {_IDENTITY_TOKENS})",
-    )
-    step.add_argument(
-        "--compute-dtype",
-        choices=("bfloat16", "float32"),
-        help="compute dtype of quantized layers (default: bfloat16; on a CPU float32, which is faster there)",
-    )
-    step.add_argument("--autocast", action="store_true", help="under bfloat16 autocast")
-    step.add_argument("--reentrant", action="store_true", help="with reentrant checkpointing")
-    step.add_argument("--modules-to-save", action="store_true", help="train a copy of the head beside the LoRA")
-    step.add_argument(
-        "--head-chunk-bytes",
-        type=_positive,
-        metavar="BYTES",
-        default=8 << 20,
-        help=f"size of the head's pieces in the case {CHUNKED} (default: %(default)s)",
-    )
-    loss = parser.add_argument_group("losses")
-    for name, what_for in (("steps", "of the LoRA"), ("pretraining_steps", "of the model before it")):
-        default = getattr(LossSettings, name)
-        loss.add_argument(
-            _option(name), type=_positive, metavar="N", help=f"training steps {what_for} (default: {default})"
-        )
-    loss.add_argument(
-        "--learning-rate",
-        type=_rate,
-        metavar="RATE",
-        help=f"of the LoRA, at the first step (default: {LossSettings.learning_rate:g})",
-    )
+def _flag(name: str, help: str, panel: str) -> Any:
+    return typer.Option(name, help=help, rich_help_panel=panel)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def command(
+    step: Annotated[bool, _flag("--step", f"Take training steps too, {_SMALL}.", _WHAT)] = False,
+    identity: Annotated[
+        bool,
+        _flag(
+            "--identity",
+            "Compare loss and gradients with PEFT's, with and without autocast, reentrant checkpointing, a trained "
+            f"head and a tied head, {_SMALL}.",
+            _WHAT,
+        ),
+    ] = False,
+    export: Annotated[
+        bool,
+        _flag(
+            "--export",
+            "Export the base while it is prepared, and a LoRA merged into it, beside safetensors' save_file with the "
+            f"same bytes, by default of {_EXPORT_LAYERS} layers.",
+            _WHAT,
+        ),
+    ] = False,
+    loss: Annotated[
+        bool,
+        _flag(
+            "--loss",
+            "Train a LoRA under TRL's defaults on a byte-level Llama that is trained first, with each precision and "
+            "--repeats seeds, and compare the losses; minutes for each seed.",
+            _WHAT,
+        ),
+    ] = False,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            parser=path,
+            help="Measure nothing: show the results that --json saved to this file.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    case: Annotated[
+        list[str] | None,
+        choice(
+            "--case",
+            choices=_ALL_CASES,
+            metavar="CASE...",
+            help=f"Any of {', '.join(CASES)}; with --export, of {', '.join(EXPORTED)}; with --loss, of "
+            f"{', '.join(LOSS_CASES)}. All that matter, if left out; with --identity, compute.",
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option("--device", metavar="DEVICE", parser=device, help="Such as cuda.")] = "cpu",
+    repeats: Annotated[int, _number("--repeats", 1, "Runs of each timing; with --loss, seeds.")] = 3,
+    seed: Annotated[int, _number("--seed", 0, "Random seed.")] = 0,
+    layers: Annotated[int | None, _number("--layers", 1, "Decoder layers.", _MODEL)] = None,
+    hidden_size: Annotated[
+        int | None,
+        _number(
+            "--hidden-size",
+            1,
+            f"Width, a multiple of {_SIZE_MULTIPLE}; with --loss, of {_LOSS_SIZE_MULTIPLE}.",
+            _MODEL,
+        ),
+    ] = None,
+    vocab_size: Annotated[int | None, _number("--vocab-size", 1, "Tokens in the vocabulary.", _MODEL)] = None,
+    tied: Annotated[bool, _flag("--tied", "The head's weight is the embeddings'.", _MODEL)] = False,
+    tokens: Annotated[
+        list[int] | None,
+        _number(
+            "--tokens",
+            1,
+            f"Tokens in a batch, one or several numbers; {_STEP_TOKENS}, if left out; with --identity, "
+            f"{_IDENTITY_TOKENS}.",
+            _STEP,
+            "N...",
+        ),
+    ] = None,
+    compute_dtype: Annotated[
+        str | None,
+        choice(
+            "--compute-dtype",
+            choices=("bfloat16", "float32"),
+            help="Compute dtype of quantized layers; bfloat16, or on a CPU float32, which is faster there, if left "
+            "out.",
+            rich_help_panel=_STEP,
+        ),
+    ] = None,
+    autocast: Annotated[bool, _flag("--autocast", "Under bfloat16 autocast.", _STEP)] = False,
+    reentrant: Annotated[bool, _flag("--reentrant", "With reentrant checkpointing.", _STEP)] = False,
+    modules_to_save: Annotated[
+        bool, _flag("--modules-to-save", "Train a copy of the head beside the LoRA.", _STEP)
+    ] = False,
+    head_chunk_bytes: Annotated[
+        int,
+        _number("--head-chunk-bytes", 1, f"Size of the head's pieces in the case {CHUNKED}.", _STEP, "BYTES"),
+    ] = 8 << 20,
+    steps: Annotated[
+        int | None,
+        _number("--steps", 1, f"Training steps of the LoRA; {LossSettings.steps}, if left out.", _LOSS),
+    ] = None,
+    pretraining_steps: Annotated[
+        int | None,
+        _number(
+            "--pretraining-steps",
+            1,
+            f"Training steps of the model before it; {LossSettings.pretraining_steps}, if left out.",
+            _LOSS,
+        ),
+    ] = None,
+    learning_rate: Annotated[
+        float | None,
+        typer.Option(
+            "--learning-rate",
+            metavar="RATE",
+            parser=rate,
+            help=f"Of the LoRA, at the first step; {LossSettings.learning_rate:g}, if left out.",
+            rich_help_panel=_LOSS,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="FILE", parser=path, help="Also write the output to this file."),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot",
+            metavar="FILE",
+            parser=path,
+            help="Draw the figures to this file, such as bench.svg; needs matplotlib.",
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the files of --output and --plot if they exist.")
+    ] = False,
+    json_: Json = False,
+) -> int:
     """Run the benchmark, or read what was saved of one, and print what was measured.
 
-    Args:
-        arguments: The parsed options.
-
-    Returns:
-        0; 1 where numbers that are to be identical differ.
+    Returns 0; 1 where numbers that are to be identical differ.
 
     Raises:
         InputError: The options, the device or a file cannot be used, or a case failed.
     """
-    if arguments.plot is not None:
-        _check_plot(arguments)
-    result = _measure(arguments) if arguments.source is None else _read(arguments.source)
+    given = SimpleNamespace(**locals())
+    at_most_one(step=step, identity=identity, export=export, loss=loss, **{"from": source})
+    if plot is not None:
+        _check_plot(given)
+    settings = None if source is not None else _loss_settings(given) if loss else _settings(given)
+    for file, name in ((output, "--output"), (plot, "--plot")):
+        if file is not None:
+            check_file(file, name, overwrite=overwrite)
+    result = _read(source) if source is not None else _measure(given, settings)
     try:
-        text = json.dumps(result, indent=2) if arguments.json else _as_text(result)
-        print(text)
-        if arguments.output is not None:
-            _write(arguments.output, f"{text}\n")
-        if arguments.plot is not None:
-            _plot(result, arguments.plot)
+        text = f"{json.dumps(result, indent=2)}\n" if json_ else _as_text(result)
+        print(text, end="")
+        if output is not None:
+            _write(output, text)
+        if plot is not None:
+            _plot(result, plot)
         from ..bench.runner import is_identical
 
         return EXIT_NO if "combinations" in result and not is_identical(result) else EXIT_DONE
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        if arguments.source is None:
+        if source is None:
             raise
-        raise InputError(f"--from: {str(arguments.source)!r} is not what --json prints: {error!r}") from error
+        raise InputError(f"--from: {str(source)!r} is not what --json prints: {error!r}") from error
 
 
-def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    settings = _loss_settings(arguments) if arguments.loss else _settings(arguments)
+def _measure(given: SimpleNamespace, settings: Settings | LossSettings | None) -> dict[str, Any]:
     for name in ("bitsandbytes", "peft", "transformers"):
         if importlib.util.find_spec(name) is None:
             raise InputError(f"the benchmark needs {name}, which is not installed")
-    from ..bench import runner
-    from .loading import choose_device
+    with progress("importing torch") as doing:
+        from ..bench import runner
+        from .loading import choose_device
 
-    choose_device(settings.device)
-    for path in (arguments.output, arguments.plot):
-        if path is not None:
-            _write(path, "")  # better to fail before minutes of measuring than after
-    try:
-        if isinstance(settings, LossSettings):
-            with quiet_libraries():
-                from ..bench.loss import run_loss
+        choose_device(given.device)
+        doing.now("measuring")
 
-                return run_loss(settings, arguments.case or LOSS_CASES, _show)
-        if arguments.identity:
-            return runner.run_identity(settings, arguments.case or ("compute",), _show)
-        return runner.run_benchmark(settings, arguments.case or default_cases(settings), _show)
-    except BenchError as error:
-        raise InputError(str(error)) from error
+        def say(line: str) -> None:
+            with doing.aside():
+                print(line, file=sys.stderr)
+
+        try:
+            if isinstance(settings, LossSettings):
+                with quiet_libraries():
+                    from ..bench.loss import run_loss
+
+                    return run_loss(settings, given.case or LOSS_CASES, say)
+            assert settings is not None
+            if given.identity:
+                return runner.run_identity(settings, given.case or ("compute",), say)
+            return runner.run_benchmark(settings, given.case or default_cases(settings), say)
+        except BenchError as error:
+            raise InputError(str(error)) from error
 
 
-def _show(line: str) -> None:
-    print(line, file=sys.stderr)
-
-
-def _settings(arguments: argparse.Namespace) -> Settings:
+def _settings(given: SimpleNamespace) -> Settings:
     for name in _OF_LOSS:
-        if getattr(arguments, name) is not None:
-            raise InputError(f"{_option(name)} applies to losses only: add --loss")
+        if getattr(given, name) is not None:
+            raise InputError(f"{option(name)} applies to losses only: add --loss")
     for name in _OF_STEPS:
-        if getattr(arguments, name) and arguments.identity:
-            raise InputError(f"--identity measures with and without {_option(name)}: leave {_option(name)} out")
-        if getattr(arguments, name) and not arguments.step and name != "reentrant":
-            raise InputError(f"{_option(name)} applies to training steps only: add --step")
-    if arguments.tied and arguments.identity:
+        if getattr(given, name) and given.identity:
+            raise InputError(f"--identity measures with and without {option(name)}: leave {option(name)} out")
+        if getattr(given, name) and not given.step and name != "reentrant":
+            raise InputError(f"{option(name)} applies to training steps only: add --step")
+    if given.tied and given.identity:
         raise InputError("--identity measures with and without --tied: leave --tied out")
-    if arguments.export and not {*(arguments.case or ())} <= {*EXPORTED}:
+    if given.export and not {*(given.case or ())} <= {*EXPORTED}:
         raise InputError(f"--export: expected a --case among {', '.join(EXPORTED)}")
-    if MERGED in (arguments.case or ()) and not arguments.export:
+    if MERGED in (given.case or ()) and not given.export:
         raise InputError(f"--case {MERGED} applies to exports only: add --export")
-    for case in {*(arguments.case or ())} - {*CASES, MERGED}:
+    for case in {*(given.case or ())} - {*CASES, MERGED}:
         raise InputError(f"--case {case} applies to losses only: add --loss")
-    default_tokens = _IDENTITY_TOKENS if arguments.identity else _STEP_TOKENS
+    default_tokens = _IDENTITY_TOKENS if given.identity else _STEP_TOKENS
     return Settings(
-        shape=_shape(arguments),
-        device=arguments.device,
-        repeats=arguments.repeats,
-        seed=arguments.seed,
-        step=arguments.step or arguments.identity,
-        export=arguments.export,
-        tokens=tuple(dict.fromkeys(arguments.tokens or [default_tokens])),
-        compute_dtype=arguments.compute_dtype or ("float32" if arguments.device == "cpu" else "bfloat16"),
-        autocast=arguments.autocast,
-        reentrant=arguments.reentrant,
-        modules_to_save=arguments.modules_to_save,
-        head_chunk_bytes=arguments.head_chunk_bytes,
+        shape=_shape(given),
+        device=given.device,
+        repeats=given.repeats,
+        seed=given.seed,
+        step=given.step or given.identity,
+        export=given.export,
+        tokens=tuple(dict.fromkeys(given.tokens or [default_tokens])),
+        compute_dtype=given.compute_dtype or ("float32" if given.device == "cpu" else "bfloat16"),
+        autocast=given.autocast,
+        reentrant=given.reentrant,
+        modules_to_save=given.modules_to_save,
+        head_chunk_bytes=given.head_chunk_bytes,
     )
 
 
-def _loss_settings(arguments: argparse.Namespace) -> LossSettings:
+def _loss_settings(given: SimpleNamespace) -> LossSettings:
     for name in _NOT_OF_LOSS:
-        if getattr(arguments, name):
-            raise InputError(f"--loss has a model and steps of its own: leave {_option(name)} out")
-    if not {*(arguments.case or ())} <= {*LOSS_CASES}:
+        if getattr(given, name):
+            raise InputError(f"--loss has a model and steps of its own: leave {option(name)} out")
+    if not {*(given.case or ())} <= {*LOSS_CASES}:
         raise InputError(f"--loss: expected a --case among {', '.join(LOSS_CASES)}")
-    if (arguments.hidden_size or 0) % _LOSS_SIZE_MULTIPLE:
-        raise InputError(f"--hidden-size: expected a multiple of {_LOSS_SIZE_MULTIPLE}, found {arguments.hidden_size}")
-    given = {"hidden_size": arguments.hidden_size, "num_layers": arguments.layers}
-    given |= {name: getattr(arguments, name) for name in _OF_LOSS}
-    sizes = {name: value for name, value in given.items() if value is not None}
-    return LossSettings(device=arguments.device, repeats=arguments.repeats, seed=arguments.seed, **sizes)
+    if (given.hidden_size or 0) % _LOSS_SIZE_MULTIPLE:
+        raise InputError(f"--hidden-size: expected a multiple of {_LOSS_SIZE_MULTIPLE}, found {given.hidden_size}")
+    sizes = {"hidden_size": given.hidden_size, "num_layers": given.layers}
+    sizes |= {name: getattr(given, name) for name in _OF_LOSS}
+    sizes = {name: value for name, value in sizes.items() if value is not None}
+    return LossSettings(device=given.device, repeats=given.repeats, seed=given.seed, **sizes)
 
 
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _shape(arguments: argparse.Namespace) -> Shape:
-    if arguments.hidden_size is not None and arguments.hidden_size % _SIZE_MULTIPLE:
-        raise InputError(f"--hidden-size: expected a multiple of {_SIZE_MULTIPLE}, found {arguments.hidden_size}")
-    shape = (SMALL if arguments.step or arguments.identity else MISTRAL_7B).resized(
-        hidden_size=arguments.hidden_size,
-        num_layers=arguments.layers or (_EXPORT_LAYERS if arguments.export else None),
-        vocab_size=arguments.vocab_size,
+def _shape(given: SimpleNamespace) -> Shape:
+    if given.hidden_size is not None and given.hidden_size % _SIZE_MULTIPLE:
+        raise InputError(f"--hidden-size: expected a multiple of {_SIZE_MULTIPLE}, found {given.hidden_size}")
+    shape = (SMALL if given.step or given.identity else MISTRAL_7B).resized(
+        hidden_size=given.hidden_size,
+        num_layers=given.layers or (_EXPORT_LAYERS if given.export else None),
+        vocab_size=given.vocab_size,
     )
-    return dataclasses.replace(shape, is_tied=arguments.tied)
+    return dataclasses.replace(shape, is_tied=given.tied)
 
 
 def _as_text(result: dict[str, Any]) -> str:
     from ..bench import report
 
+    header = report.loss_header if "losses" in result else report.header
     if "losses" in result:
-        return f"{report.loss_header(result)}\n\n{format_table(report.loss_rows(result))}"
-    if "cases" in result and result["settings"]["export"]:
+        tables = [report.loss_rows(result)]
+    elif "cases" in result and result["settings"]["export"]:
         tables = [report.export_rows(result)]
     elif "cases" in result:
         tables = [report.preparation_rows(result), report.allocator_rows(result)]
@@ -291,20 +333,21 @@ def _as_text(result: dict[str, Any]) -> str:
             tables.append(report.step_rows(result))
     else:
         tables = [report.identity_rows(result)]
-    return "\n\n".join([report.header(result), *(format_table(rows) for rows in tables if rows)])
+    lines = joined(hanging(line, _HEADER_INDENT) for line in header(result).splitlines())
+    return as_text(lines, *(table(rows, keys=1 + (rows[0][0] == "tokens")) for rows in tables if rows))
 
 
-def _check_plot(arguments: argparse.Namespace) -> None:
-    if arguments.identity or arguments.export:
+def _check_plot(given: SimpleNamespace) -> None:
+    if given.identity or given.export:
         raise InputError(
             "--plot draws the costs of preparing and training, or losses: leave out --identity and --export"
         )
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError("--plot needs matplotlib, which is not installed: pip install 'kbitwrap[plot]'")
-    from ..bench.plot import SUFFIXES
-
-    if arguments.plot.suffix not in SUFFIXES:
-        raise InputError(f"--plot: expected a name that ends in {' or '.join(SUFFIXES)}, found {str(arguments.plot)!r}")
+    if given.plot.suffix not in PLOT_SUFFIXES:
+        raise InputError(
+            f"--plot: expected a name that ends in {' or '.join(PLOT_SUFFIXES)}, found {str(given.plot)!r}"
+        )
 
 
 def _plot(result: dict[str, Any], path: Path) -> None:
@@ -337,31 +380,3 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise _cannot_write(path, error) from error
-
-
-def _positive(text: str) -> int:
-    return _at_least(1, text)
-
-
-def _natural(text: str) -> int:
-    return _at_least(0, text)
-
-
-def _rate(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a positive number, found {text!r}")
-    return value
-
-
-def _at_least(least: int, text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected an integer, found {text!r}") from None
-    if value < least:
-        raise argparse.ArgumentTypeError(f"expected an integer of at least {least}, found {value}")
-    return value

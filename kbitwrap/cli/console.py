@@ -1,18 +1,21 @@
-"""Shared by the commands: exit statuses, checks, tables, and quiet libraries."""
+"""Shared by the commands: exit statuses, checks, what is printed, a line of progress, and quiet libraries."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import logging
+import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from .. import ConfigError, ExportError, ExportReport, ManifestError, ManifestMismatchError, UnsupportedModelError
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Column
+from rich.text import Text
 
 EXIT_DONE = 0
 EXIT_NO = 1
@@ -20,95 +23,12 @@ EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130  # as a shell reports a process that SIGINT ended
 EXIT_BROKEN_PIPE = 141  # as it reports one that SIGPIPE ended
 
+_UNBOUNDED = 1_000_000  # columns
+_LEAST_COLUMNS = 20
+
 
 class InputError(Exception):
     """The user's input cannot be used. The message is one line and is all that the user sees."""
-
-
-def add_command(
-    subparsers: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    *,
-    summary: str,
-    description: str,
-    aliases: Sequence[str] = (),
-) -> argparse.ArgumentParser:
-    """Add a command that prints a result, as text or with ``--json`` as one object.
-
-    Args:
-        subparsers: What ``ArgumentParser.add_subparsers`` returned.
-        name: The command.
-        run: Runs it on the parsed options, and returns the exit status.
-        summary: What it does, in half a line.
-        description: What it does, and what its exit statuses mean.
-        aliases: Other names of the command.
-
-    Returns:
-        Its parser, for its own options.
-    """
-    parser = subparsers.add_parser(name, help=summary, description=description, aliases=aliases)
-    parser.add_argument("--json", action="store_true", help="print one JSON object in place of text")
-    parser.set_defaults(run=run)
-    return parser
-
-
-def add_destination(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say where a checkpoint is written.
-
-    Args:
-        parser: The parser of a command that writes one.
-    """
-    parser.add_argument("--out", metavar="DST", required=True, type=_folder, help="the folder to make")
-    parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists and contains no folders")
-
-
-def _folder(text: str) -> str:
-    # The empty path is the working directory, which nobody means to replace.
-    if not text:
-        raise argparse.ArgumentTypeError("expected a folder, found nothing")
-    return text
-
-
-def write(arguments: argparse.Namespace, call: Callable[[], ExportReport]) -> int:
-    """Write a checkpoint, and print what was written.
-
-    Args:
-        arguments: The parsed options.
-        call: Writes it.
-
-    Returns:
-        0 if it was written, 1 if what was read is not what the manifest records.
-
-    Raises:
-        InputError: There is nothing usable to read, or the destination cannot be written.
-    """
-    try:
-        with quiet_libraries():
-            report = call()
-    except ManifestMismatchError as error:
-        print(f"kbitwrap: {first_line(error)}", file=sys.stderr)
-        if arguments.json:
-            result = {"matches": False, "unexpected": error.unexpected, "different": error.different}
-            print(json.dumps(result, indent=2, default=str))
-        return EXIT_NO
-    except (ConfigError, ExportError, ManifestError, UnsupportedModelError) as error:
-        raise InputError(first_line(error)) from error
-    print(json.dumps(report.to_dict(), indent=2) if arguments.json else report)
-    return EXIT_DONE
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an exception's message that says something, for a message that has to fit in one.
-
-    Args:
-        error: The exception.
-
-    Returns:
-        The line, or the exception's class name where there is no message.
-    """
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
 
 
 @dataclass(frozen=True)
@@ -130,25 +50,180 @@ class Check:
         return asdict(self)
 
 
-def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Lay rows out in left-aligned columns, a rule under the first row.
+# ----------------------------------------------------------------------------------------------------
+# What is printed.
+# ----------------------------------------------------------------------------------------------------
+
+
+def num_columns() -> int:
+    """The width of what is printed: ``COLUMNS``, else that of the terminal; a pipe or a file without it has no end."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns):
+        return max(int(columns), _LEAST_COLUMNS)
+    return Console().width if sys.stdout.isatty() else _UNBOUNDED
+
+
+def show(*parts: str | Text) -> None:
+    """Print texts and tables, a blank line between each two; in color on a terminal only.
 
     Args:
-        rows: The header and the rows, of equal lengths.
+        *parts: Strings, as they are and not as markup, and texts of Rich.
+    """
+    print(_captured(_console(), parts), end="")  # not by Rich, which has a status of its own for a closed pipe
+
+
+def as_text(*parts: str | Text) -> str:
+    """Lay texts and tables out as ``show`` prints them, without color.
+
+    Args:
+        *parts: As for ``show``.
 
     Returns:
-        The table, without a line break at its end.
-
-    Example:
-        >>> print(format_table([("check", "result"), ("loss", "pass")]))
-        check  result
-        -----  ------
-        loss   pass
+        The lines.
     """
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
+    return _captured(_console(no_color=True, force_terminal=False), parts)
+
+
+def styled(width: int, *parts: str | Text) -> str:
+    """Lay texts and tables out, with color if standard output is a terminal.
+
+    Args:
+        width: The columns to use.
+        *parts: As for ``show``.
+
+    Returns:
+        The lines.
+    """
+    return _captured(_console(width), parts)
+
+
+def joined(lines: Iterable[str | Text]) -> Text:
+    """Put lines below one another, as one part of what is shown.
+
+    Args:
+        lines: The lines.
+
+    Returns:
+        The text for ``show``.
+    """
+    return Text("\n").join(Text(line) if isinstance(line, str) else line for line in lines)
+
+
+def hanging(text: str, indent: int, by: int = 0) -> Text:
+    """Indent a text, and its further lines by more.
+
+    Args:
+        text: The text, one paragraph.
+        indent: The indentation of further lines.
+        by: That of the first line.
+
+    Returns:
+        The text for ``show``.
+    """
+    lines = Text(text).wrap(Console(), max(num_columns() - indent, 1), overflow="fold")
+    return Text("\n").join([Text(" " * (indent if n else by)) + line for n, line in enumerate(lines)])
+
+
+def printable(text: str) -> str:
+    """A text from a file of others, which may hold what moves a terminal's cursor.
+
+    Args:
+        text: The text.
+
+    Returns:
+        It, with such characters escaped.
+    """
+    return text if text.isprintable() else ascii(text)
+
+
+def _console(width: int | None = None, **fields: Any) -> Console:
+    return Console(
+        width=num_columns() if width is None else width, height=25, markup=False, emoji=False, highlight=False, **fields
+    )
+
+
+def _captured(console: Console, parts: tuple[str | Text, ...]) -> str:
+    with console.capture() as captured:
+        for number, part in enumerate(parts):
+            if number:
+                console.print()
+            for line in (Text(part) if isinstance(part, str) else part).wrap(console, console.width, overflow="fold"):
+                line.rstrip()
+                console.print(line)
+    return captured.get()
+
+
+# ----------------------------------------------------------------------------------------------------
+# What is said meanwhile, on standard error.
+# ----------------------------------------------------------------------------------------------------
+
+
+def say(text: str) -> None:
+    """Say something on standard error, in one line.
+
+    Args:
+        text: What is said.
+    """
+    print(f"kbitwrap: {text}", file=sys.stderr)
+
+
+class Doing:
+    """A line that says what is being done."""
+
+    def __init__(self, progress: Progress | None, what: str) -> None:
+        self._progress = progress
+        self._task = None if progress is None else progress.add_task(what)
+        self._num_bytes = 0
+        self._what = what
+
+    def now(self, what: str) -> None:
+        """Say what is being done now.
+
+        Args:
+            what: It, in a few words.
+        """
+        self._what = what
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, description=what)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Take the line away while something else is printed."""
+        if self._progress is not None:
+            self._progress.stop()
+        yield
+        if self._progress is not None:
+            self._progress.start()
+
+    def written(self, num_bytes: int) -> None:
+        """Count bytes that were written.
+
+        Args:
+            num_bytes: How many more.
+        """
+        self._num_bytes += num_bytes
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, description=f"{self._what}: {self._num_bytes / 2**20:,.0f} MiB written")
+
+
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[Doing]:
+    """Show what is being done and for how long, on standard error and only if that is a terminal.
+
+    Args:
+        what: What is being done, in a few words.
+
+    Yields:
+        The line.
+    """
+    console = Console(stderr=True, markup=False, emoji=False, highlight=False)
+    if not (sys.stderr.isatty() and console.is_interactive):
+        yield Doing(None, what)
+        return
+    words = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
+    columns = (SpinnerColumn(), words, TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False) as bar:
+        yield Doing(bar, what)
 
 
 @contextlib.contextmanager
@@ -178,3 +253,58 @@ def quiet_libraries() -> Iterator[None]:
         if had_bars:
             transformers_logging.enable_progress_bar()
         bitsandbytes_logger.setLevel(level)
+
+
+# ----------------------------------------------------------------------------------------------------
+# What is refused before anything is computed.
+# ----------------------------------------------------------------------------------------------------
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message that says something, for a message that has to fit in one.
+
+    Args:
+        error: The exception.
+
+    Returns:
+        The line, or the exception's class name where there is no message.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def check_folder(path: Path, *, overwrite: bool) -> None:
+    """Refuse a folder that cannot be made, before anything is computed for it.
+
+    Args:
+        path: The folder.
+        overwrite: Whether one that is not empty is to be replaced.
+
+    Raises:
+        InputError: Something is there.
+    """
+    if os.path.lexists(path) and not path.is_dir():
+        raise InputError(f"--out: expected a folder or nothing at {str(path)!r}, found a file; nothing was written")
+    if not overwrite and path.is_dir() and any(path.iterdir()):
+        raise InputError(f"--out: {str(path)!r} exists and is not empty; choose another folder, or add --overwrite")
+
+
+def check_file(path: Path, option: str, *, overwrite: bool) -> None:
+    """Refuse a file that cannot be written, before anything is computed for it.
+
+    Args:
+        path: The file.
+        option: The option that named it.
+        overwrite: Whether one that exists is to be replaced.
+
+    Raises:
+        InputError: Something is there, or there is no folder to write to.
+    """
+    if path.is_dir():
+        raise InputError(f"{option}: expected a file, found the folder {str(path)!r}")
+    if path.exists() and not overwrite:
+        raise InputError(f"{option}: {str(path)!r} exists; choose another name, or add --overwrite")
+    folder = path.absolute().parent
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        why = "cannot be written to" if folder.is_dir() else "is not there"
+        raise InputError(f"{option}: cannot write {str(path)!r}: the folder {str(folder)!r} {why}")

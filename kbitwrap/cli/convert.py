@@ -2,80 +2,139 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
 
-from .console import add_command, add_destination, write
+import typer
 
+from .. import ConfigError, ExportError, ExportReport, ManifestError, ManifestMismatchError, UnsupportedModelError
+from .console import (
+    EXIT_DONE,
+    EXIT_NO,
+    InputError,
+    check_folder,
+    first_line,
+    hanging,
+    progress,
+    quiet_libraries,
+    say,
+    show,
+)
+from .usage import HALF_DTYPES, Json, Out, Overwrite, at_most_one, choice, file_size, path
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the command line.
+OLD_NAME = "export"
+SUMMARY = "Rewrite a checkpoint that was saved while prepared, with its original dtypes."
+HELP = """Rewrite a checkpoint that was saved while prepared, with its original dtypes.
 
-    Args:
-        subparsers: What ``ArgumentParser.add_subparsers`` returned.
-    """
-    parser = add_command(
-        subparsers,
-        "convert",
-        run,
-        aliases=("export",),
-        summary="rewrite a checkpoint that was saved while prepared, with its original dtypes",
-        description="Read a checkpoint that was saved while prepared (float32 where the model was half) and write it "
-        "with its original dtypes, one tensor at a time. 'kbitwrap inspect' says whether one needs it. Exit status: "
-        "0 written, 1 the checkpoint is not of the manifest's model, 2 bad usage, bad input, or it cannot be written; "
-        "unless it is 0, nothing is left at DST.",
-    )
-    parser.add_argument(
-        "--from",
-        dest="source",
-        metavar="SRC",
-        required=True,
-        help="a folder with safetensors files or pytorch_model.bin, or one such file",
-    )
-    add_destination(parser)
-    dtypes = parser.add_mutually_exclusive_group()
-    dtypes.add_argument("--manifest", metavar="M", help="take the original dtypes from this manifest")
-    dtypes.add_argument(
-        "--like", metavar="REFERENCE", help="... from this checkpoint of the original model, or from its config.json"
-    )
-    dtypes.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float16"),
-        help="... from the model loaded in this dtype (default: the dtype that the config of SRC names)",
-    )
-    parser.add_argument(
-        "--max-shard-size",
-        metavar="SIZE",
-        help="maximum size of a file, such as 5GB (default: keep the files of SRC)",
-    )
+A checkpoint that was saved while prepared is float32 where the model was half; 'kbitwrap inspect' says whether one is.
+It is read and written one tensor at a time. The dtypes come from --manifest, --like or --dtype, or from the config of
+SRC.
+
+Exit status: 0 written, 1 the checkpoint is not of the manifest's model, 2 bad usage, bad input, or it cannot be
+written; unless it is 0, nothing is left at DST."""
 
 
-def run(arguments: argparse.Namespace) -> int:
+def command(
+    context: typer.Context,
+    source: Annotated[
+        Path,
+        typer.Option(
+            "--from",
+            metavar="SRC",
+            parser=path,
+            help="A folder with safetensors files or pytorch_model.bin, or one such file.",
+        ),
+    ],
+    out: Out,
+    overwrite: Overwrite = False,
+    manifest: Annotated[
+        Path | None,
+        typer.Option("--manifest", metavar="FILE", parser=path, help="Take the original dtypes from this manifest."),
+    ] = None,
+    like: Annotated[
+        Path | None,
+        typer.Option(
+            "--like",
+            metavar="REFERENCE",
+            parser=path,
+            help="... from this checkpoint of the original model, or from its config.json.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        choice(
+            "--dtype",
+            choices=HALF_DTYPES,
+            help="... from the model loaded in this dtype; the one that the config of SRC names, if left out.",
+        ),
+    ] = None,
+    max_shard_size: Annotated[
+        int | None,
+        typer.Option(
+            "--max-shard-size",
+            metavar="SIZE",
+            parser=file_size,
+            help="The maximum size of a file, such as 5GB; the files of SRC are kept, if left out.",
+        ),
+    ] = None,
+    json_: Json = False,
+) -> int:
     """Convert, and print what was written.
-
-    Args:
-        arguments: The parsed options.
-
-    Returns:
-        0 if it was written, 1 if the checkpoint does not match the manifest.
 
     Raises:
         InputError: There is no usable checkpoint, manifest or destination.
     """
-    from .. import convert_checkpoint
+    at_most_one(manifest=manifest, like=like, dtype=dtype)
+    if context.info_name == OLD_NAME:
+        say("'kbitwrap export' is called 'kbitwrap convert' now")
+    check_folder(out, overwrite=overwrite)
 
-    if arguments.command == "export":
-        print("kbitwrap: 'kbitwrap export' is called 'kbitwrap convert' now", file=sys.stderr)
-    return write(
-        arguments,
-        lambda: convert_checkpoint(
-            arguments.source,
-            arguments.out,
-            arguments.manifest,
-            like=arguments.like,
-            dtype=arguments.dtype,
-            max_shard_size=arguments.max_shard_size,
-            overwrite=arguments.overwrite,
-            progress=True,
-        ),
-    )
+    def convert(written: Callable[[int], None]) -> ExportReport:
+        from .. import convert_checkpoint
+
+        return convert_checkpoint(
+            source,
+            out,
+            manifest,
+            like=like,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            overwrite=overwrite,
+            progress=written,
+        )
+
+    return write(convert, f"converting {source}", as_json=json_)
+
+
+def write(call: Callable[[Callable[[int], None]], ExportReport], doing: str, *, as_json: bool) -> int:
+    """Write a checkpoint, and print what was written.
+
+    Args:
+        call: Writes it, and calls what it is given with each number of bytes written.
+        doing: What it does, in a few words.
+        as_json: Print it as JSON.
+
+    Returns:
+        0 if it was written, 1 if what was read is not what the manifest records.
+
+    Raises:
+        InputError: There is nothing usable to read, or the destination cannot be written.
+    """
+    try:
+        with progress(doing) as line, quiet_libraries():
+            report = call(line.written)
+    except ManifestMismatchError as error:
+        say(first_line(error))
+        if as_json:
+            result = {"matches": False, "unexpected": error.unexpected, "different": error.different}
+            print(json.dumps(result, indent=2, default=str))
+        return EXIT_NO
+    except (ConfigError, ExportError, ManifestError, UnsupportedModelError) as error:
+        raise InputError(first_line(error)) from error
+    if as_json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        show(hanging(str(report), 2))
+    return EXIT_DONE

@@ -2,81 +2,84 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
+from typing import Annotated
+
+import typer
 
 from .. import Precision, PrepareConfig
-from .console import EXIT_DONE, EXIT_NO, InputError, add_command, format_table, quiet_libraries
+from .console import EXIT_DONE, EXIT_NO, InputError, progress, quiet_libraries, show
+from .hub import models
+from .tables import table
+from .usage import PRECISIONS, QUANTS, Json, TrustRemoteCode, choice, device, integer
 
 _MAX_SEED = 2**63 - 1
+SUMMARY = "Prepare, train and restore a small quantized model, and check each step."
+HELP = """Prepare, train and restore a small quantized model, and check each step.
+
+A small model is built, loaded quantized and prepared, a LoRA is trained on it, text is generated from it while it is
+suspended, it is restored, and the LoRA is merged; the model is checked after each step. Needs no network.
+
+Exit status: 0 every check passed, 1 one failed, 2 bad usage or bad input."""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the command line.
-
-    Args:
-        subparsers: What ``ArgumentParser.add_subparsers`` returned.
-    """
-    parser = add_command(
-        subparsers,
-        "demo",
-        run,
-        summary="prepare, train and restore a small quantized model, and check each step",
-        description="Build a small model, load it quantized, prepare it, train a LoRA on it, generate from it while "
-        "suspended, restore it and merge the LoRA; check the model after each step. "
-        "Needs no network. Exit status: 0 every check passed, 1 one failed, 2 bad usage or bad input.",
-    )
-    parser.add_argument(
-        "--model", metavar="NAME_OR_PATH", help="a causal language model to use in place of the small built-in one"
-    )
-    parser.add_argument("--quant", choices=("nf4", "int8"), default="nf4", help="quantization (default: %(default)s)")
-    parser.add_argument(
-        "--precision",
-        choices=[precision.value for precision in Precision],
-        default=PrepareConfig().precision.value,
-        help="where float32 is used (default: %(default)s)",
-    )
-    parser.add_argument("--device", metavar="DEVICE", help="such as cpu or cuda:1 (default: cuda if there is one)")
-    parser.add_argument("--steps", type=_positive, default=30, help="training steps (default: %(default)s)")
-    parser.add_argument("--seed", type=_seed, default=0, help="random seed (default: %(default)s)")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Run the demonstration and print what was measured.
-
-    Args:
-        arguments: The parsed options.
-
-    Returns:
-        0 if every check passed, else 1.
+def command(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", metavar="MODEL", help="A causal language model to use in place of the small built-in one."
+        ),
+    ] = None,
+    quant: Annotated[str, choice("--quant", choices=QUANTS[:2], help="Quantization.")] = "nf4",
+    precision: Annotated[
+        str, choice("--precision", choices=PRECISIONS, help="Where float32 is used.")
+    ] = PrepareConfig().precision.value,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", metavar="DEVICE", parser=device, help="Such as cpu or cuda:1; cuda, if there is one."),
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", parser=integer(1), help="Training steps.")] = 30,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", parser=integer(0, _MAX_SEED), help="Random seed.")] = 0,
+    trust_remote_code: TrustRemoteCode = False,
+    json_: Json = False,
+) -> int:
+    """Run the demonstration and print what was measured. 0 if every check passed, else 1.
 
     Raises:
         InputError: The model or the device cannot be used.
     """
     _expect_installed()
-    with quiet_libraries():
+    with models(model, trust_remote_code=trust_remote_code), progress("importing torch") as doing, quiet_libraries():
         from .demo_run import Demo
 
-        show = (lambda text: None) if arguments.json else print
-        demo = Demo(
-            model=arguments.model,
-            quant=arguments.quant,
-            precision=Precision(arguments.precision),
-            device=arguments.device,
-            steps=arguments.steps,
-            seed=arguments.seed,
-            show=show,
-        )
-        result = demo.run()
-    if arguments.json:
+        def say(*parts: str) -> None:
+            if not json_:
+                with doing.aside():
+                    show(*parts)
+                    print()
+
+        result = Demo(
+            model=model,
+            quant=quant,
+            precision=Precision(precision),
+            device=device,
+            steps=steps,
+            seed=seed,
+            show=say,
+            doing=doing.now,
+            trust_remote_code=trust_remote_code,
+        ).run()
+    if json_:
         print(json.dumps(result, indent=2))
     else:
         rows = [(row["name"], row["measured"], "pass" if row["passed"] else "FAIL") for row in result["checks"]]
         seconds = ", ".join(f"{name} {value:.1f}" for name, value in result["seconds"].items())
         num_passed = sum(row["passed"] for row in result["checks"])
-        print(f"\n{format_table([('check', 'measured', 'result'), *rows])}")
-        print(f"\n{num_passed} of {len(rows)} checks passed. Seconds: {seconds}")
+        show(
+            table([("check", "measured", "result"), *rows]),
+            f"{num_passed} of {len(rows)} checks passed. Seconds: {seconds}",
+        )
     return EXIT_DONE if result["passed"] else EXIT_NO
 
 
@@ -84,22 +87,3 @@ def _expect_installed() -> None:
     for name in ("bitsandbytes", "peft", "transformers"):
         if importlib.util.find_spec(name) is None:
             raise InputError(f"the demonstration needs {name}, which is not installed")
-
-
-def _positive(text: str) -> int:
-    return _integer(text, 1, None)
-
-
-def _seed(text: str) -> int:
-    return _integer(text, 0, _MAX_SEED)
-
-
-def _integer(text: str, least: int, most: int | None) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected an integer, found {text!r}") from None
-    if value < least or (most is not None and value > most):
-        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise argparse.ArgumentTypeError(f"expected an integer {bounds}, found {value}")
-    return value

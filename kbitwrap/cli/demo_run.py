@@ -13,7 +13,6 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.nn import functional as F
-from tqdm.auto import tqdm
 
 from .. import (
     ConfigError,
@@ -53,7 +52,9 @@ class Demo:
         device: The device's name, or ``None``.
         steps: Training steps.
         seed: Seed of the weights, the adapter, the text and the generation.
-        show: Called with each text to print during the run.
+        show: Called with the texts to print during the run.
+        doing: Called with what is being done.
+        trust_remote_code: Run the code that the model brings along.
         checks: What was checked so far.
         seconds: How long each part took.
         measured: Further figures, ready for JSON.
@@ -65,7 +66,9 @@ class Demo:
     device: str | None
     steps: int
     seed: int
-    show: Callable[[str], object]
+    show: Callable[..., object]
+    doing: Callable[[str], object]
+    trust_remote_code: bool
     checks: list[Check] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     measured: dict[str, Any] = field(default_factory=dict)
@@ -103,7 +106,7 @@ class Demo:
     def _load(self, device: torch.device) -> LoadedModel:
         if self.model is None:
             return load_builtin(self.quant, device)
-        return load_named(self.model, self.quant, device)
+        return load_named(self.model, self.quant, device, self.trust_remote_code)
 
     def _prepare_train_restore(self, loaded: LoadedModel, blocks: Blocks) -> None:
         with self._timed("digests"):
@@ -163,15 +166,14 @@ class Demo:
         before = _evaluate(model, blocks.held_out)
         model.train()
         losses = []
-        bar = tqdm(range(self.steps), desc="train", unit="step", disable=None)
-        for step in bar:
+        for step in range(self.steps):
             loss = _block_losses(model, _batch(blocks, step)).mean()
             loss.backward()
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-            bar.set_postfix(loss=f"{losses[-1]:.2f}")
+            self.doing(f"train: step {step + 1} of {self.steps}, loss {losses[-1]:.2f}")
         falls = before - _evaluate(model, blocks.held_out)
         start, fall = before.mean().item(), falls.mean().item()
         error = falls.std().item() / len(falls) ** 0.5
@@ -216,7 +218,7 @@ class Demo:
             "text": loaded.tokens.decode(output[0, _NUM_PROMPT:].tolist()),
         }
         self.measured["generation"] = texts
-        self.show(f"\ngenerated while suspended\n  prompt: {texts['prompt']!r}\n  text:   {texts['text']!r}")
+        self.show(f"generated while suspended\n  prompt: {texts['prompt']!r}\n  text:   {texts['text']!r}")
         training_after, held_out_after = figures()
         self._check(
             "after a suspension: the same training loss",
@@ -271,6 +273,7 @@ class Demo:
 
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:
+        self.doing(name)
         started = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - started

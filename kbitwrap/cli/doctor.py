@@ -2,74 +2,91 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
-from .console import EXIT_DONE, EXIT_NO, InputError, add_command, first_line, quiet_libraries
+import typer
+
+from .console import (
+    EXIT_DONE,
+    EXIT_NO,
+    InputError,
+    first_line,
+    hanging,
+    joined,
+    printable,
+    progress,
+    quiet_libraries,
+    show,
+)
+from .hub import models
+from .usage import Json, path
+
+SUMMARY = "Look for faults of a saved run that raise no error."
+HELP = """Look for faults of a saved run that raise no error.
+
+What is looked at is a checkpoint, an adapter or a Trainer's output folder; what is looked for: float32 left by a
+preparation, another base than the manifest's, adapters that are zero, not finite or of another dtype, layers and
+experts that were never quantized, tied weights that came apart, use_cache left off, idle devices, a merge into 4-bit
+weights, an optimizer that trained what was not saved. No code in a file is run.
+
+Exit status: 0 no fault was found, 1 one was, 2 bad input."""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the command line.
-
-    Args:
-        subparsers: What ``ArgumentParser.add_subparsers`` returned.
-    """
-    parser = add_command(
-        subparsers,
-        "doctor",
-        run,
-        summary="look for faults of a saved run that raise no error",
-        description="Look for what is wrong with a checkpoint, an adapter or a Trainer's output folder and raises no "
-        "error: float32 left by a preparation, another base than the manifest's, adapters that are zero, not finite or "
-        "of another dtype, layers and experts that were never quantized, tied weights that came apart, use_cache left "
-        "off, idle devices, a merge into 4-bit weights, an optimizer that trained what was not saved. No code in a "
-        "file is run. Exit status: 0 no fault was found, 1 one was, 2 bad input.",
-    )
-    parser.add_argument("path", metavar="PATH", help="the folder, or a file of weights")
-    parser.add_argument(
-        "--base", metavar="BASE", help="the base that was trained on, to compare with the manifest; it is loaded"
-    )
-    parser.add_argument(
-        "--adapter", metavar="ADAPTER", help="the adapter that was merged: with --base, how much of it survived"
-    )
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Examine, and print what was found.
-
-    Args:
-        arguments: The parsed options.
-
-    Returns:
-        1 if a fault was found, else 0.
+def command(
+    path: Annotated[Path, typer.Argument(metavar="PATH", parser=path, help="The folder, or a file of weights.")],
+    base: Annotated[
+        str | None,
+        typer.Option(
+            "--base",
+            metavar="BASE",
+            help="The base that was trained on, to compare with the manifest; it is loaded.",
+        ),
+    ] = None,
+    adapter: Annotated[
+        Path | None,
+        typer.Option(
+            "--adapter",
+            metavar="ADAPTER",
+            parser=path,
+            help="The adapter that was merged: with --base, how much of it survived.",
+        ),
+    ] = None,
+    json_: Json = False,
+) -> int:
+    """Examine, and print what was found. 1 if that was a fault, else 0.
 
     Raises:
         InputError: There is nothing to examine, or it is damaged.
     """
-    from .. import KbitWrapError, doctor  # not before: they load torch
+    if not path.exists():
+        raise InputError(f"there is nothing at {str(path)!r}")
+    with models(base), progress(f"examining {path}"):
+        from .. import KbitWrapError, doctor  # not before: they load torch
 
-    try:
-        with quiet_libraries():
-            report = doctor(arguments.path, base=arguments.base, adapter=arguments.adapter)
-    except (KbitWrapError, OSError) as error:
-        raise InputError(first_line(error)) from error
+        try:
+            with quiet_libraries():
+                report = doctor(path, base=base, adapter=adapter)
+        except (KbitWrapError, OSError) as error:
+            raise InputError(first_line(error)) from error
     result = report.to_dict()
-    print(json.dumps(result, indent=2) if arguments.json else _describe(result))
+    if json_:
+        print(json.dumps(result, indent=2))
+    else:
+        show(*_describe(result))
     return EXIT_NO if report else EXIT_DONE
 
 
-def _describe(result: dict[str, Any]) -> str:
+def _describe(result: dict[str, Any]) -> list[Any]:
     findings = result["findings"]
-    lines = [f"{_printable(result['subject'])}: {len(findings) or 'no'} fault{'s' * (len(findings) != 1)} found"]
+    parts: list[Any] = [
+        f"{printable(result['subject'])}: {len(findings) or 'no'} fault{'s' * (len(findings) != 1)} found"
+    ]
     for finding in findings:
-        lines += ["", _printable(finding["what"])]
-        lines += [f"  {name}: {_printable(finding[name])}" for name in ("where", "evidence", "remedy")]
+        lines = [hanging(printable(finding["what"]), 0)]
+        lines += [hanging(f"{name}: {printable(finding[name])}", 4, 2) for name in ("where", "evidence", "remedy")]
+        parts.append(joined(lines))
     if result["not_measured"]:
-        lines += ["", "not measured:", *(f"  {_printable(line)}" for line in result["not_measured"])]
-    return "\n".join(lines)
-
-
-def _printable(text: str) -> str:
-    # Names come from files of others, and may hold what moves a terminal's cursor.
-    return text if text.isprintable() else ascii(text)
+        parts.append(joined(["not measured:", *(hanging(printable(line), 4, 2) for line in result["not_measured"])]))
+    return parts

@@ -2,71 +2,85 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import shlex
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
 
 from .. import ConfigError, ManifestError
-from .console import EXIT_DONE, EXIT_NO, InputError, add_command, first_line, format_table, quiet_libraries
+from .console import (
+    EXIT_DONE,
+    EXIT_NO,
+    InputError,
+    first_line,
+    hanging,
+    joined,
+    num_columns,
+    printable,
+    progress,
+    quiet_libraries,
+    show,
+)
+from .tables import table
+from .usage import Json, path
 
 if TYPE_CHECKING:
     from .. import CheckpointReport, Manifest
 
+SUMMARY = "Show what a manifest records, or find float32 tensors left in a checkpoint."
+HELP = """Show what a manifest records, or find float32 tensors left in a checkpoint.
+
+Of a manifest: which model was prepared, and how. Of a checkpoint: the float32 tensors that a preparation left in a
+half-precision model, and how to get rid of them. Headers are read, no tensor, and nothing in a file is run.
+
+Exit status: 0 a manifest, or nothing is left over, 1 something is, 2 bad input."""
+
 _SHOWN = 2  # names in a row
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the command line.
-
-    Args:
-        subparsers: What ``ArgumentParser.add_subparsers`` returned.
-    """
-    parser = add_command(
-        subparsers,
-        "inspect",
-        run,
-        summary="show what a manifest records, or find float32 tensors left in a checkpoint",
-        description="Of a manifest: which model was prepared, and how. Of a checkpoint: the float32 tensors that a "
-        "preparation left in a half-precision model, and how to get rid of them. Headers are read, no tensor, and "
-        "nothing in a file is run. Exit status: 0 a manifest, or nothing is left over, 1 something is, 2 bad input.",
-    )
-    parser.add_argument("path", metavar="PATH", help="a manifest, a folder with a checkpoint, or one of its files")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Inspect, and print what was found.
-
-    Args:
-        arguments: The parsed options.
-
-    Returns:
-        1 if a preparation left something in the checkpoint, else 0.
+def command(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH", parser=path, help="A manifest, a folder with a checkpoint, or one of its files."
+        ),
+    ],
+    json_: Json = False,
+) -> int:
+    """Inspect, and print what was found. 1 if a preparation left something in the checkpoint, else 0.
 
     Raises:
         InputError: It is neither a checkpoint nor a manifest.
     """
-    from .. import Manifest, inspect_checkpoint
-
-    path = Path(arguments.path)
     try:
-        if os.path.isdir(path) or path.suffix == ".safetensors" or not os.path.exists(path):
-            with quiet_libraries():
-                report = inspect_checkpoint(path)
-            result: dict[str, Any] = {"kind": "checkpoint", **report.to_dict(), "suggestion": _suggestion(report)}
-            text = _describe_checkpoint(report)
-            status = EXIT_NO if report else EXIT_DONE
-        else:
-            manifest = Manifest.load(path)
-            result = {"kind": "manifest", **_summary(manifest)}
-            text = _describe_manifest(manifest)
-            status = EXIT_DONE
+        if not path.exists():
+            raise InputError(f"there is nothing at {str(path)!r}")
+        with progress(f"reading {path}"):
+            from .. import Manifest, inspect_checkpoint
+
+            if path.is_dir() or path.suffix == ".safetensors":
+                with quiet_libraries():
+                    report = inspect_checkpoint(path)
+                result: dict[str, Any] = {"kind": "checkpoint", **report.to_dict(), "suggestion": _suggestion(report)}
+                parts = _describe_checkpoint(report)
+                status = EXIT_NO if report else EXIT_DONE
+            else:
+                manifest = Manifest.load(path)
+                result = {"kind": "manifest", **_summary(manifest)}
+                parts = [_describe_manifest(manifest)]
+                status = EXIT_DONE
     except (ConfigError, ManifestError) as error:
         raise InputError(first_line(error)) from error
-    print(json.dumps(result, indent=2) if arguments.json else text)
+    except OSError as error:  # a name that is too long for the system
+        raise InputError(f"cannot read {str(path)!r}: {error.strerror}") from error
+    if json_:
+        print(json.dumps(result, indent=2))
+    else:
+        show(*parts)
     return status
 
 
@@ -77,7 +91,7 @@ def _suggestion(report: CheckpointReport) -> str | None:
     return f"kbitwrap convert --from {shlex.quote(str(report.path))} --out DST {how}"
 
 
-def _describe_checkpoint(report: CheckpointReport) -> str:
+def _describe_checkpoint(report: CheckpointReport) -> list[Text]:
     dtypes = ", ".join(f"{row['count']} {name} ({row['bytes']:,} bytes)" for name, row in report.dtypes.items())
     quantized = "quantized" if report.is_quantized else "not quantized"
     lines = [
@@ -90,28 +104,35 @@ def _describe_checkpoint(report: CheckpointReport) -> str:
     if report.use_cache is False:
         lines.append("use_cache is false in the config, as trainers leave it: generation is slower without the cache")
     if not report:
-        return "\n".join([*lines, "no tensor was left in float32 by a preparation"])
-    rows = [("left in float32", "tensors", "wasted bytes", "names")]
-    for kind, tensors in report.leftovers.items():
-        rows.append((kind, str(len(tensors)), f"{sum(tensors.values()):,}", _some(tuple(tensors))))
-    return "\n".join(
-        [
-            *lines,
-            "",
-            format_table(rows),
-            "",
-            f"{report.wasted_bytes:,} bytes are wasted: a preparation upcast these, and the model was saved before "
-            "it was undone. To get the original dtypes back:",
-            f"  {_suggestion(report)}",
-            "or with --manifest M or --like ORIGINAL, which know each tensor's dtype.",
-        ]
-    )
+        lines.append("no tensor was left in float32 by a preparation")
+    parts = [joined(hanging(line, 2) for line in lines)]
+    if report:
+        rows = [("left in float32", "tensors", "wasted bytes", "names")]
+        for kind, tensors in report.leftovers.items():
+            rows.append((kind, str(len(tensors)), f"{sum(tensors.values()):,}", _some(tuple(tensors))))
+        wasted = (
+            f"{report.wasted_bytes:,} bytes are wasted: a preparation upcast these, and the model was saved before it "
+            "was undone. To get the original dtypes back:"
+        )
+        other = "or with --manifest M or --like ORIGINAL, which know each tensor's dtype."
+        parts += [table(rows), joined([hanging(wasted, 0), *_command_lines(_suggestion(report) or ""), other])]
+    return parts
+
+
+def _command_lines(command: str) -> list[str]:
+    """A command as lines that a shell takes together; only a word that is longer than a line makes a longer one."""
+    lines = [""]
+    for word in shlex.split(command):
+        word = shlex.quote(word)
+        if len(lines[-1]) + len(word) + 5 > num_columns() and lines[-1].strip():
+            lines.append("  ")
+        lines[-1] += f" {word}"
+    return [f" {line} \\" if n < len(lines) - 1 else f" {line}" for n, line in enumerate(lines)]
 
 
 def _some(names: tuple[str, ...]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    # Names come from files of others, and may hold what moves a terminal's cursor.
-    return ", ".join(name if name.isprintable() else ascii(name) for name in names[:_SHOWN]) + more
+    return ", ".join(printable(name) for name in names[:_SHOWN]) + more
 
 
 def _summary(manifest: Manifest) -> dict[str, Any]:
@@ -129,7 +150,7 @@ def _summary(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _describe_manifest(manifest: Manifest) -> str:
+def _describe_manifest(manifest: Manifest) -> Text:
     found = _summary(manifest)
     model, config = found["model"], found["config"]
     defaults = ("freeze", "gradient_checkpointing", "input_require_grads", "norm_modules", "keep_originals")
@@ -148,4 +169,4 @@ def _describe_manifest(manifest: Manifest) -> str:
         ("stored upcast", _some(tuple(found["stored_in_another_dtype"])) or "none"),
         ("added bytes", f"{found['plan']['added_bytes']:,} planned, {found['measured_added_bytes']:,} measured"),
     ]
-    return format_table(rows)
+    return table(rows)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,7 +51,14 @@ def choose_device(name: str | None) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device).sum().item()  # raises on a device that is not there, or cannot compute
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise InputError(f"device {name!r} is not available: {first_line(error)}") from error
+        why, count = "torch cannot compute on it here", torch.cuda.device_count()
+        if name.startswith("cuda") and not count:
+            why = (
+                "torch finds no GPU" if torch.version.cuda or torch.version.hip else "this torch is built without CUDA"
+            )
+        elif name.startswith("cuda"):
+            why = f"there are {count}, cuda:0 to cuda:{count - 1}" if count > 1 else "there is one, cuda:0"
+        raise InputError(f"--device: device {name!r} is not available: {why}; leave it out, or give cpu") from error
     return device
 
 
@@ -86,13 +91,14 @@ def load_builtin(quant: str, device: torch.device) -> LoadedModel:
     return LoadedModel("built-in byte-level Llama", model, ByteTokens(), 2e-3, ["lm_head"])
 
 
-def load_named(name: str, quant: str, device: torch.device) -> LoadedModel:
+def load_named(name: str, quant: str, device: torch.device, trust_remote_code: bool = False) -> LoadedModel:
     """Load a causal language model, and its tokenizer if it has one.
 
     Args:
         name: What ``from_pretrained`` takes.
         quant: ``"nf4"`` or ``"int8"``.
         device: The device.
+        trust_remote_code: Run the code that it brings along; otherwise a model that has some is refused.
 
     Returns:
         The model.
@@ -100,15 +106,12 @@ def load_named(name: str, quant: str, device: torch.device) -> LoadedModel:
     Raises:
         InputError: It cannot be loaded, or its vocabulary has no room for bytes and it has no tokenizer.
     """
-    path = Path(name)
-    if (path.is_absolute() or name.startswith(".")) and not os.path.exists(path):
-        raise InputError(f"there is no model at {name!r}")
     try:
-        model = _from_pretrained(name, quant, device)
+        model = _from_pretrained(name, quant, device, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever transformers, safetensors and the network raise, the input was at fault
         raise InputError(f"cannot load the model {name!r}: {first_line(error)}") from error
     try:
-        tokens: Tokens = TokenizerTokens(AutoTokenizer.from_pretrained(name))
+        tokens: Tokens = TokenizerTokens(AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code))
     except (OSError, ValueError, KeyError, ImportError):
         tokens = ByteTokens()
         if model.get_input_embeddings().weight.shape[0] < NUM_BYTES:

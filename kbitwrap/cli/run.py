@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import builtins
 import contextlib
 import importlib.machinery
@@ -10,50 +9,42 @@ import os
 import sys
 import types
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from .. import Precision
 from .console import EXIT_DONE, EXIT_INTERRUPTED, EXIT_NO, InputError
+from .usage import PRECISIONS, choice
+
+SUMMARY = "Run a script in which PEFT's prepare_model_for_kbit_training is kbitwrap's."
+HELP = """Run a script in which PEFT's prepare_model_for_kbit_training is kbitwrap's.
+
+It is run as 'python SCRIPT ...' does, with kbitwrap's drop-in in the place of PEFT's function from the moment that PEFT
+is imported. Processes that the script starts are not affected. Options before SCRIPT are kbitwrap's, those after it the
+script's.
+
+Exit status: that of the script; 2 if it cannot be read."""
+SETTINGS = {"allow_interspersed_args": False}
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the command line.
-
-    Args:
-        subparsers: What ``ArgumentParser.add_subparsers`` returned.
-    """
-    parser = subparsers.add_parser(
-        "run",
-        help="run a script in which PEFT's prepare_model_for_kbit_training is kbitwrap's",
-        description="Run a Python script as 'python SCRIPT ...' does, with kbitwrap's drop-in in the place of PEFT's "
-        "prepare_model_for_kbit_training from the moment that PEFT is imported. Processes that the script starts are "
-        "not affected. Exit status: that of the script; 2 if it cannot be read.",
-    )
-    parser.add_argument(
-        "--precision",
-        choices=[precision.value for precision in Precision],
-        default=Precision.FULL.value,
-        help="what the drop-in prepares with (default: %(default)s, which is PEFT's)",
-    )
-    parser.add_argument("script", metavar="SCRIPT", help="a Python file")
-    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="the script's own arguments")
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Run the script.
-
-    Args:
-        arguments: The parsed options.
-
-    Returns:
-        0 if it ended, 1 if it raised, 130 if it was interrupted; the traceback was printed.
+def command(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="The script's own arguments and options.")
+    ] = None,
+    precision: Annotated[
+        str,
+        choice("--precision", choices=PRECISIONS, help="What the drop-in prepares with; 'full' is PEFT's way."),
+    ] = Precision.FULL.value,
+) -> int:
+    """Run the script. 0 if it ended, 1 if it raised, 130 if it was interrupted; the traceback was printed.
 
     Raises:
         InputError: The script cannot be read.
         SystemExit: From the script.
     """
-    path = os.path.abspath(arguments.script)
+    path = os.path.abspath(script)
     loader = importlib.machinery.SourceFileLoader("__main__", path)
     try:
         source = loader.get_data(path)
@@ -61,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"cannot read the script {path!r}: {error.strerror}") from error
     main = types.ModuleType("__main__")
     vars(main).update(__file__=path, __loader__=loader, __builtins__=builtins, __cached__=None)
-    with _process_of(main, [arguments.script, *arguments.arguments]), _patched_when_imported(arguments.precision):
+    with _process_of(main, [script, *(arguments or [])]), _patched_when_imported(precision):
         try:
             exec(loader.source_to_code(source, path), vars(main))
         except SystemExit:

@@ -148,7 +148,7 @@ def export_twin(
     start = time.perf_counter()
     split_into_files({}, max_shard_size)  # refuses an invalid size before anything is written
     refusing = _refusing(twin.model, f"{os.fspath(path)} is as it was")
-    with checkpoint_writer(path, "export", overwrite=overwrite, disable=not progress) as writer, refusing:
+    with checkpoint_writer(path, "export", overwrite=overwrite, progress=progress) as writer, refusing:
         save_model(twin.model, writer, max_shard_size)
     seconds = time.perf_counter() - start
     return ExportReport(Path(path), writer.files, writer.num_tensors, writer.num_bytes, twin.converted, merged, seconds)

@@ -32,6 +32,8 @@ _SMALL = 1 << 20  # fewer bytes take less time to write than to hand over to ano
 
 Progress = Callable[[int], object]
 """Called with a number of bytes each time that as many were written."""
+Reported = Progress | bool | None
+"""How to tell of the bytes written: by a function, by a bar or not at all, or (``None``) by a bar on a terminal."""
 
 
 @dataclass
@@ -79,12 +81,13 @@ class CheckpointWriter:
 
 @contextlib.contextmanager
 def checkpoint_writer(
-    path: str | os.PathLike[str], task: str, *, overwrite: bool, num_bytes: int | None = None, disable: bool | None
+    path: str | os.PathLike[str], task: str, *, overwrite: bool, num_bytes: int | None = None, progress: Reported
 ) -> Iterator[CheckpointWriter]:
-    """Write a checkpoint as `staged` writes a folder, with a bar of the bytes (``disable`` is tqdm's)."""
+    """Write a checkpoint as `staged` writes a folder, and tell of the bytes."""
+    disable = None if progress is None else progress is not True
     with staged(path, overwrite=overwrite) as folder:
         with tqdm(total=num_bytes, desc=task, unit="B", unit_scale=True, disable=disable, leave=False) as bar:
-            writer = CheckpointWriter(folder, bar.update)
+            writer = CheckpointWriter(folder, progress if callable(progress) else bar.update)
             yield writer
         writer.files = tuple(sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()))
 

@@ -280,9 +280,7 @@ def test_bad_input_is_one_line(
     ],
 )
 def test_bad_usage(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as error:
-        main(["convert", *options])
-    assert error.value.code == 2
+    assert main(["convert", *options]) == 2
     assert capsys.readouterr().err.startswith("kbitwrap convert: error: ")
 
 
@@ -338,8 +336,7 @@ def test_merge_needs_a_base_that_the_manifest_records(
         ({"base": "none"}, "there is no model at"),
         ({"adapter": "none"}, "no adapter_config.json"),
         ({"--manifest": "none.json"}, "none.json"),
-        ({"--device": "tpu"}, "device 'tpu' is not available"),
-        ({"--max-shard-size": "much"}, "max_shard_size"),
+        ({"--device": "mps"}, "device 'mps' is not available"),
     ],
 )
 def test_bad_input_to_merge_is_one_line(

@@ -407,16 +407,20 @@ def test_the_budget_decides(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "required: MODEL"),
-        (["MODEL", "--quant", "int3"], "argument --quant: invalid choice: 'int3'"),
-        (["MODEL", "--dtype", "float32"], "argument --dtype: invalid choice: 'float32'"),
-        (["MODEL", "--precision", "half"], "argument --precision: invalid choice: 'half'"),
-        (["MODEL", "--precision"], "argument --precision: expected at least one argument"),
-        (["MODEL", "--memory-budget", "much"], "argument --memory-budget: expected a number of bytes"),
+        ([], "kbitwrap plan: error: MODEL is missing"),
+        (["MODEL", "--quant", "int3"], "--quant: expected one of nf4, int8, none, found 'int3'"),
+        (["MODEL", "--dtype", "float32"], "--dtype: expected one of bfloat16, float16, found 'float32'"),
+        (
+            ["MODEL", "--precision", "half"],
+            "--precision: expected one of full, compute, norms, adapted, none, found 'half'",
+        ),
+        (["MODEL", "--precision"], "--precision: expected PRECISION..., found nothing"),
+        (["MODEL", "--memory-budget", "much"], "--memory-budget: expected a number of bytes"),
         (["MODEL", "--memory-budget", "50%"], "found '50%'"),
-        (["MODEL", "--memory-budget=-1"], "argument --memory-budget: expected a number of bytes"),
+        (["MODEL", "--memory-budget", "-5MiB"], "found '-5MiB'"),
+        (["MODEL", "--memory-budget=-1"], "--memory-budget: expected a number of bytes"),
         (["/no/such/model"], "there is no model at '/no/such/model'"),
-        (["no such model!"], "cannot read a config from 'no such model!'"),
+        (["no such model!"], "there is no model at 'no such model!'"),
     ],
 )
 def test_bad_usage_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:

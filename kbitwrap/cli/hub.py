@@ -1,0 +1,92 @@
+"""Models by name: one that is nowhere is refused at once, before torch is imported and without retries."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+from .console import InputError, say
+
+_TIMEOUT = 3.0  # seconds for a hub to answer
+_OFFLINE = "HF_HUB_OFFLINE"
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+@contextlib.contextmanager
+def models(*names: str | None, trust_remote_code: bool = False) -> Iterator[None]:
+    """See that each model is here, in the cache, or on a hub that answers; while none does, nothing asks it again.
+
+    Args:
+        *names: Folders, files or names; ``None`` for none.
+        trust_remote_code: Whether the code that they bring along is run: that is said.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        InputError: A model is nowhere.
+    """
+    given = [name for name in names if name is not None]
+    wanted = [name for name in given if not _is_here(name)]
+    if trust_remote_code:
+        for name in given:
+            say(f"--trust-remote-code: code that {name!r} brings along is run")
+    if not wanted:
+        yield
+        return
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    why = f"{_OFFLINE} is set" if constants.HF_HUB_OFFLINE else None
+    if why is None and not _answers(constants.ENDPOINT):
+        why = f"{constants.ENDPOINT} cannot be reached"
+    for name in wanted if why else ():
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            raise InputError(f"there is no model {name!r}: no folder here, nothing in the cache of the hub, and {why}")
+    before = os.environ.get(_OFFLINE), constants.HF_HUB_OFFLINE
+    try:
+        if why:  # read when libraries are imported, or at every use: both
+            os.environ[_OFFLINE], constants.HF_HUB_OFFLINE = "1", True
+        yield
+    finally:
+        os.environ.pop(_OFFLINE, None)
+        os.environ.update({} if before[0] is None else {_OFFLINE: before[0]})
+        constants.HF_HUB_OFFLINE = before[1]
+
+
+def _is_here(name: str) -> bool:
+    """Whether a model is a folder or a file; raises where it can be neither, nor a name on the hub."""
+    if not name or "\0" in name:
+        raise InputError(f"expected a folder, a config.json or a name on the hub such as org/model, found {name!r}")
+    if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
+        raise InputError(f"there is no config.json in {name!r}")
+    if os.path.exists(name):
+        return True
+    if _NAME.fullmatch(name) is None or name.endswith(".json"):
+        raise InputError(f"there is no model at {name!r}")
+    return False
+
+
+def _answers(endpoint: str) -> bool:
+    """Whether there is a hub, whatever it answers: one attempt of a few seconds, through a proxy if there is one."""
+    found: list[bool] = []
+
+    def ask() -> None:
+        try:
+            with urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_TIMEOUT):
+                found.append(True)
+        except urllib.error.HTTPError:
+            found.append(True)
+        except (OSError, ValueError) as error:
+            # A certificate that only the hub's own client knows, say, is an answer too.
+            reason = getattr(error, "reason", error)
+            found.append("SSL" in type(reason).__name__)
+
+    thread = threading.Thread(target=ask, daemon=True)  # looking a name up has no time limit of its own
+    thread.start()
+    thread.join(_TIMEOUT + 1)
+    return any(found)

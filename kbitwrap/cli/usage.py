@@ -1,0 +1,312 @@
+"""What was typed on the command line: parsed by Typer; where it cannot be used, told in one line, without torch."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from .. import ConfigError, Precision, PrepareConfig
+from .help import of_command
+
+# The error that all others of Typer's parser are; Typer has no public name for it.
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+PRECISIONS = tuple(precision.value for precision in Precision)
+HALF_DTYPES = ("bfloat16", "float16")
+QUANTS = ("nf4", "int8", "none")
+_DEVICES = ("cpu", "cuda", "mps", "xpu", "npu", "hpu")
+
+Parser = Callable[[Any], Any]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Values. A parser takes what was typed, or a default, which it returns as it is.
+# ----------------------------------------------------------------------------------------------------
+
+
+def one_of(choices: Sequence[str]) -> Parser:
+    """Make a parser of one of a few words.
+
+    Args:
+        choices: The words.
+
+    Returns:
+        The parser.
+    """
+
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise typer.BadParameter(f"expected one of {', '.join(choices)}, found {text!r}{_meant(text, choices)}")
+        return text
+
+    return parse
+
+
+def integer(least: int, most: int | None = None) -> Parser:
+    """Make a parser of an integer.
+
+    Args:
+        least: The least that is accepted.
+        most: The most, or ``None``.
+
+    Returns:
+        The parser.
+    """
+    bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+
+    def parse(text: str | int) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise typer.BadParameter(f"expected an integer {bounds}, found {text!r}") from None
+        if value < least or (most is not None and value > most):
+            raise typer.BadParameter(f"expected an integer {bounds}, found {value}")
+        return value
+
+    return parse
+
+
+def rate(text: str | float) -> float:
+    """Parse a positive number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise typer.BadParameter(f"expected a positive number, found {text!r}")
+    return value
+
+
+def num_bytes(text: str | int) -> int:
+    """Parse a number of bytes, such as ``512MiB``."""
+    try:
+        value = PrepareConfig(memory_budget=text).memory_budget_bytes
+    except ConfigError as error:
+        raise typer.BadParameter(str(error).removeprefix("memory_budget: ")) from None
+    assert value is not None
+    return value
+
+
+def file_size(text: str | int) -> int:
+    """Parse the size of a file, such as ``5GB``, in bytes."""
+    value = num_bytes(text)
+    if value < 1:
+        raise typer.BadParameter(f"expected a size such as '5GB', found {text!r}")
+    return value
+
+
+def device(text: str) -> str:
+    """Parse a device's name; whether there is one, only torch knows."""
+    if not re.fullmatch(rf"({'|'.join(_DEVICES)})(:\d+)?", text):
+        raise typer.BadParameter(
+            f"expected one of {', '.join(_DEVICES)}, with a number where there are several, as cuda:1, found {text!r}"
+        )
+    return text
+
+
+def path(text: str | Path) -> Path:
+    """Parse a path: of a file, or of a folder. An option in its place was hardly meant."""
+    name = os.fspath(text)
+    # The empty path is the working directory, which nobody means to replace.
+    if not name or "\0" in name:
+        raise typer.BadParameter(f"expected a path, found {name!r}" if name else "expected a path, found nothing")
+    if name.startswith("--"):
+        raise typer.BadParameter(f"expected a path, found the option {name!r} (of a file of this name: './{name}')")
+    return Path(text)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Options of several commands.
+# ----------------------------------------------------------------------------------------------------
+
+
+def choice(*names: str, choices: Sequence[str], help: str, **fields: Any) -> Any:
+    """Make an option whose value is one of a few words, which a shell completes.
+
+    Args:
+        *names: Its names.
+        choices: The words.
+        help: What it is for.
+        **fields: Further fields of ``typer.Option``.
+
+    Returns:
+        The option.
+    """
+
+    def complete(incomplete: str) -> list[str]:
+        return [word for word in choices if word.startswith(incomplete)]
+
+    metavar = fields.pop("metavar", "|".join(choices))
+    return typer.Option(*names, parser=one_of(choices), metavar=metavar, help=help, autocompletion=complete, **fields)
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object in place of text.")]
+Out = Annotated[Path, typer.Option("--out", metavar="DST", parser=path, help="The folder to make.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace DST if it exists, and contains no folders itself.")
+]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Run the code that the model's folder brings along; without it, none is run."
+    ),
+]
+
+
+def at_most_one(**given: object) -> None:
+    """Refuse options that exclude one another.
+
+    Args:
+        **given: Their values by name; those that are false were not given.
+
+    Raises:
+        typer.BadParameter: Two of them were given.
+    """
+    options = {option(name): value for name, value in given.items()}
+    named = [name for name, value in options.items() if value]
+    if len(named) > 1:
+        raise typer.BadParameter(f"expected at most one of {', '.join(options)}, found {' and '.join(named)}")
+
+
+def option(name: str) -> str:
+    """The option that gives an argument.
+
+    Args:
+        name: The argument's name.
+
+    Returns:
+        The option's.
+    """
+    return f"--{name.replace('_', '-')}"
+
+
+# ----------------------------------------------------------------------------------------------------
+# Parsing, and what is said of it.
+# ----------------------------------------------------------------------------------------------------
+
+
+class Command(TyperCommand):
+    """A command. An option that may be repeated takes several values after it, too: ``--tokens 512 1024``."""
+
+    def format_help(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
+        """Write the help."""
+        formatter.write(of_command(self, ctx))
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Parse what was typed after the command's name."""
+        with _told_of(ctx):
+            return self._parse(ctx, args)
+
+    def _parse(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        several = {name: one for one in self.params if getattr(one, "multiple", False) for name in one.opts}
+        ctx.allow_extra_args = True  # they get a line of ours
+        rest = super().parse_args(ctx, args if ctx.resilient_parsing else _repeated(ctx, args, several))
+        if ctx.args and not ctx.resilient_parsing:
+            found = ctx.args[0]
+            raise typer.BadParameter(f"unexpected argument {found!r}{_meant(found, _options(ctx))}")
+        return rest
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        """Run the command."""
+        with _told_of(ctx):
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _told_of(ctx: typer.Context) -> Iterator[None]:
+    """Let what is refused name the command."""
+    try:
+        yield
+    except UsageError as error:
+        vars(error).update(ctx=ctx)
+        raise
+
+
+class Group(TyperGroup):
+    """The commands together."""
+
+    def format_help(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
+        """Write the help."""
+        formatter.write(of_command(self, ctx))
+
+    def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
+        """Find the command that was typed."""
+        if not ctx.resilient_parsing and args[0] not in self.commands:
+            shown = [name for name, command in self.commands.items() if not command.hidden]
+            wanted = _meant(args[0], shown) or f"; the commands are {', '.join(shown)}"
+            raise typer.BadParameter(f"no command {args[0]!r}{wanted}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+def line(error: Any) -> str:
+    """Say in one line what was wrong with what was typed.
+
+    Args:
+        error: What Typer raised.
+
+    Returns:
+        The line: what was expected, what was found, what to do.
+    """
+    context, parameter = error.ctx, getattr(error, "param", None)
+    program = context.command_path if context else "kbitwrap"
+    what, kind = error.message, type(error).__name__
+    if kind == "NoSuchOption":
+        what = f"no option {error.option_name!r}{_meant(error.option_name, _options(context))}"
+    elif kind == "MissingParameter":
+        about = str(getattr(parameter, "help", None) or "").rstrip(".")
+        about = f" ({about[:1].lower()}{about[1:]})" if about else ""
+        what = f"{_name(parameter, with_metavar=True)} is missing{about}"
+    elif kind == "BadOptionUsage":
+        (parameter,) = [one for one in context.command.params if error.option_name in one.opts]
+        expected = "no value" if parameter.is_flag else f"{parameter.metavar}, found nothing"
+        what = f"{error.option_name}: expected {expected}"
+    elif parameter is not None:
+        what = f"{_name(parameter)}: {what}"
+    what = " ".join(what.split())
+    return f"{program}: error: {what if what.isprintable() else ascii(what)} (see '{program} --help')"
+
+
+def _name(parameter: Any, *, with_metavar: bool = False) -> str:
+    metavar = parameter.metavar or parameter.name.upper()
+    if parameter.param_type_name == "argument":
+        return str(metavar)
+    return " ".join([parameter.opts[0], *([metavar] if with_metavar else [])])
+
+
+def _options(context: Any) -> list[str]:
+    return [name for parameter in context.command.get_params(context) for name in parameter.opts if name[:1] == "-"]
+
+
+def _meant(text: str, known: Iterable[str]) -> str:
+    """A suggestion, or nothing."""
+    names = {name.strip("-"): name for name in known}
+    typed = text.strip("-")
+    found = [name for name in names if len(typed) > 1 and name.startswith(typed)]
+    found = found or get_close_matches(typed, names, n=1, cutoff=0.72)
+    return f"; did you mean {names[found[0]]!r}?" if found else ""
+
+
+def _repeated(ctx: typer.Context, args: Sequence[str], several: dict[str, Any]) -> list[str]:
+    """The arguments, with such an option once more before each further value that it takes."""
+    result: list[str] = []
+    name = ""
+    for arg in args:
+        if name and result[-1] != name:
+            try:
+                several[name].process_value(ctx, [arg])
+                result.append(name)
+            except UsageError:
+                name = ""
+        if arg in several or arg.startswith("-"):
+            name = arg if arg in several and "--" not in result else ""
+        result.append(arg)
+    return result
