@@ -51,11 +51,11 @@ def section(name: str, *, is_saved: bool) -> str:
     FIGURES.mkdir(exist_ok=True)
     saved = FIGURES / f"{name}.json"
     if not is_saved:
-        bench(*BENCHMARKS[name], "--json", "--output", str(saved))
+        bench(*BENCHMARKS[name], "--json", "--output", str(saved), "--overwrite")
     lines = ["```text", bench("--from", str(saved)), "```"]
     if not {"--identity", "--export"} & {*BENCHMARKS[name]}:
         plot = FIGURES / f"{name}.svg"
-        bench("--from", str(saved), "--plot", str(plot))
+        bench("--from", str(saved), "--plot", str(plot), "--overwrite")
         lines += ["", f"![The figures of this run]({FIGURES.name}/{plot.name})"]
     return "\n".join(lines)
 

@@ -120,8 +120,10 @@ def hanging(text: str, indent: int, by: int = 0) -> Text:
     Returns:
         The text for ``show``.
     """
-    lines = Text(text).wrap(Console(), max(num_columns() - indent, 1), overflow="fold")
-    return Text("\n").join([Text(" " * (indent if n else by)) + line for n, line in enumerate(lines)])
+    console, width = Console(), num_columns()
+    first = Text(text).wrap(console, max(width - by, 1), overflow="fold")[0].plain
+    others = Text(text[len(first) :].strip()).wrap(console, max(width - indent, 1), overflow="fold")
+    return joined([" " * by + first.rstrip(), *(Text(" " * indent) + line for line in others if line.plain)])
 
 
 def printable(text: str) -> str:

@@ -52,9 +52,10 @@ def _named(parameter: Any, is_argument: bool) -> str:
 
 def _described(parameter: Any, is_argument: bool) -> str:
     text = parameter.help or ""
-    if is_argument or parameter.default is None or parameter.default is False:
-        return text + " Required." * (parameter.required and not is_argument)
-    return f"{text} [default: {parameter.default}]"
+    if parameter.required:
+        return text if is_argument else f"{text} Required."
+    has_default = not is_argument and not parameter.is_flag and parameter.default is not None
+    return f"{text} [default: {parameter.default}]" if has_default else text
 
 
 def _section(title: str, rows: Iterable[tuple[str, str]], width: int) -> Text:

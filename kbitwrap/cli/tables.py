@@ -62,10 +62,11 @@ def _widths(columns: Sequence[Sequence[str]], width: int) -> list[int] | None:
             widths[i] = widest[i]
     texts = [i for i, column in enumerate(columns) if not all(map(_FIGURE.fullmatch, column[1:]))]
     for _ in range(sum(widths) - room):
-        longest = max(texts, key=lambda i: widths[i], default=None)
-        if longest is None or widths[longest] <= _LEAST_TEXT:
+        texts = [i for i in texts if widths[i] > _LEAST_TEXT]
+        if not texts:
             return None
-        widths[longest] -= 1
+        # The column in which the fewest cells are folded for it, or else the widest.
+        widths[min(texts, key=lambda i: (sum(cell_len(c) >= widths[i] for c in columns[i]), -widths[i]))] -= 1
     return widths
 
 

@@ -1,0 +1,200 @@
+"""What is printed fits the width, has color on a terminal only, and a line of progress there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+
+import zoo
+from kbitwrap import KbitPreparedModel
+from kbitwrap.cli import main
+from kbitwrap.cli.console import as_text, hanging, progress, show
+from kbitwrap.cli.tables import table
+
+if sys.platform != "win32":
+    import pty
+
+ROOT = Path(__file__).parents[2]
+SPREAD = "17.280 (17.021 - 18.293)"
+ROWS = [
+    ("case", "step s", "live MiB added", "peak MiB preparing", "ratio", "what was found"),
+    ("peft", SPREAD, "128.02", "191.9", "1.000", "a longer text, of which a part may be on the next line"),
+    ("norms", SPREAD, "0.00", "0.0", "0.062", "-"),
+]
+
+
+def test_a_table_that_fits_has_a_rule_under_its_header() -> None:
+    assert as_text(table([("check", "result"), ("a longer name", "pass")])) == (
+        "check          result\n-------------  ------\na longer name  pass\n"
+    )
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 100, 200])
+def test_no_line_of_a_table_is_longer_than_the_width_and_no_figure_is_broken(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = as_text(table(ROWS)).splitlines()
+    assert max(map(cell_len, lines)) <= columns
+    assert sum(SPREAD in line for line in lines) == 2
+    for word in " ".join(" ".join(row) for row in ROWS).split():
+        assert any(word in line for line in lines), word
+    # Each part names its rows.
+    rules = [number for number, line in enumerate(lines) if line.startswith("---")]
+    assert [lines[number + 1].split()[0] for number in rules] == ["peft"] * len(rules)
+
+
+def test_a_column_is_folded_where_the_fewest_cells_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    rows = [("name", "text"), *[("a name of thirty-one characters", "short")] * 3, ("b", "much " * 8)]
+    lines = as_text(table(rows)).splitlines()
+    assert sum("a name of thirty-one characters" in line for line in lines) == 3
+
+
+def test_wide_characters_count_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    text = as_text(table([("name", "text"), ("模型" * 9, "x" * 25)]), hanging("模型 " * 20, 4))
+    assert max(map(cell_len, text.splitlines())) <= 30
+
+
+def test_markup_in_a_text_is_text(capsys: pytest.CaptureFixture[str]) -> None:
+    show("[bold]x[/bold] :smile: [1/2]")
+    assert capsys.readouterr().out == "[bold]x[/bold] :smile: [1/2]\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    model = zoo.load("llama", "nf4")
+    with KbitPreparedModel(model, precision="full") as prepared:
+        prepared.manifest().save(folder / "kbitwrap.json")
+        model.save_pretrained(folder / "m")
+    return folder
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100])
+@pytest.mark.parametrize(
+    "arguments",
+    [["plan", "m", "--memory-budget", "1KiB"], ["inspect", "m"], ["inspect", "kbitwrap.json"], ["doctor", "m"]],
+    ids=" ".join,
+)
+def test_no_line_of_a_command_is_longer_than_columns(
+    arguments: list[str],
+    columns: int,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(arguments) in (0, 1)
+    out = capsys.readouterr().out
+    assert max(map(cell_len, out.splitlines())) <= columns
+    assert "\x1b" not in out
+    assert not re.search(r" $", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100])
+@pytest.mark.parametrize("command", [[], ["demo"], ["plan"], ["merge"], ["convert"], ["bench"], ["run"]], ids=" ".join)
+def test_no_line_of_help_is_longer_than_columns(
+    command: list[str], columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main([*command, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= columns
+    assert "\x1b" not in out
+
+
+def test_a_command_to_copy_is_one_for_a_shell(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("COLUMNS", "50")
+    assert main(["inspect", "m"]) == 1
+    command = re.search(r"^  kbitwrap convert (?:.*\\\n)+.*", capsys.readouterr().out, re.MULTILINE)
+    assert command is not None
+    words = subprocess.run(["bash", "-c", f"printf '%s ' {command[0]}"], capture_output=True, text=True).stdout
+    assert words == "kbitwrap convert --from m --out DST --dtype bfloat16 "
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no pseudo-terminals")
+@pytest.mark.parametrize("no_color", [False, True])
+def test_color_is_for_terminals(no_color: bool) -> None:
+    out = on_terminal("from kbitwrap.cli import main; main(['--help'])", **({"NO_COLOR": "1"} if no_color else {}))
+    assert "Commands" in out
+    assert bool(re.search(r"\x1b\[[\d;]*3\dm", out)) == (not no_color)
+
+
+PROGRESS = (
+    "import time\nfrom kbitwrap.cli.console import progress\n"
+    "with progress('planning [b]m[/b]') as doing:\n    time.sleep(0.3); doing.now('merging'); doing.written(5 << 20)\n"
+    "    time.sleep(0.3)\n    with doing.aside(): print('seen')\n"
+)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no pseudo-terminals")
+def test_a_line_of_progress_is_for_terminals(capsys: pytest.CaptureFixture[str]) -> None:
+    out = on_terminal(PROGRESS)
+    assert "planning [b]m[/b]" in out
+    assert "merging: 5 MiB written" in out
+    assert "seen" in out
+    with progress("planning") as doing, doing.aside():
+        doing.now("more")
+        doing.written(3)
+    assert capsys.readouterr() == ("", "")
+
+
+def on_terminal(program: str, **variables: str) -> str:
+    """What a program prints, on both streams, to a terminal."""
+    ours, its = pty.openpty()
+    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
+    environment = {**kept, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", **variables}
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=its, stdout=its, stderr=its, env=environment
+    ) as process:
+        os.close(its)
+        parts = []
+        while True:
+            try:
+                part = os.read(ours, 1 << 16)
+            except OSError:  # Linux says so where the other end was closed
+                break
+            if not part:
+                break
+            parts.append(part)
+    os.close(ours)
+    assert process.returncode == 0
+    return b"".join(parts).decode()
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [("kbitwrap pl", ["plan"]), ("kbitwrap plan m --quant ", ["nf4", "int8", "none"]), ("kbitwrap plan --me", None)],
+)
+def test_a_shell_completes(typed: str, words: list[str] | None) -> None:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "_KBITWRAP_COMPLETE": "complete_bash",
+        "COMP_WORDS": typed,
+        "COMP_CWORD": str(len(typed.split(" ")) - 1),
+    }
+    found = subprocess.run([sys.executable, "-m", "kbitwrap"], capture_output=True, text=True, env=environment)
+    assert found.stdout.split() == (words or ["--memory-budget"])
+
+
+def test_the_demonstrations_table_fits_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["demo", "--steps", "3", "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(cell_len, lines)) <= 80
+    assert not [line for line in lines if line.split() == ["pass"]]

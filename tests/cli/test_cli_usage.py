@@ -1,0 +1,189 @@
+"""What was typed and cannot be used: one line that says what to do, at once, and nothing imported for it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from kbitwrap.cli import hub, main
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = ("demo", "plan", "inspect", "doctor", "merge", "convert", "export", "bench", "run")
+HELP = [["--help"], ["-h"], ["--version"], *([command, "--help"] for command in COMMANDS)]
+# What was typed, and what is said of it.
+WRONG = {
+    "plna m": "kbitwrap: error: no command 'plna'; did you mean 'plan'?",
+    "frobnicate": "no command 'frobnicate'; the commands are demo, plan, ",
+    "--verison": "no option '--verison'; did you mean '--version'?",
+    "plan": "kbitwrap plan: error: MODEL is missing (a folder, a config.json, or a name on the hub)",
+    "plan m extra": "unexpected argument 'extra'",
+    "plan m json": "unexpected argument 'json'; did you mean '--json'?",
+    "plan m --memory": "no option '--memory'; did you mean '--memory-budget'?",
+    "plan m --json=1": "--json: expected no value",
+    "plan m --quant": "--quant: expected nf4|int8|none, found nothing",
+    "plan m --precision norm": "found 'norm'; did you mean 'norms'?",
+    "plan m --precision full half": "unexpected argument 'half'",
+    "plan m --memory-budget -5MiB": "--memory-budget: expected a number of bytes such as 536870912 or '512MiB'",
+    "plan /no/such": "there is no model at '/no/such'",
+    "plan .": "there is no config.json in '.'",
+    "demo --device tpu": "--device: expected one of cpu, cuda, ",
+    "demo --device cuda:x": "found 'cuda:x'",
+    "demo --model ./absent": "there is no model at './absent'",
+    "demo --steps 1.5": "--steps: expected an integer of at least 1, found '1.5'",
+    "inspect": "PATH is missing",
+    "inspect absent": "there is nothing at 'absent'",
+    "doctor absent": "there is nothing at 'absent'",
+    "doctor . --adapter --json": "--adapter: expected a path, found the option '--json'",
+    "merge m": "ADAPTER is missing (the folder of a saved adapter)",
+    "merge m a": "--out DST is missing",
+    "merge m a --out --overwrite": "--out: expected a path, found the option '--overwrite'",
+    "merge m a --out .": "--out: '.' exists and is not empty; choose another folder, or add --overwrite",
+    "merge m a --out typed.txt": "--out: expected a folder or nothing at 'typed.txt', found a file",
+    "merge m a --out b --max-shard-size much": "--max-shard-size: expected a number of bytes",
+    "merge m a --out b --max-shard-size 0": "expected a size such as '5GB', found '0'",
+    "convert --out b": "--from SRC is missing",
+    "convert --from a --out .": "'.' exists and is not empty",
+    "convert --from a --out b --like c --dtype float16": "expected at most one of --manifest, --like, --dtype",
+    "bench --step --loss": "found --step and --loss",
+    "bench --case half": "--case: expected one of peft, ",
+    "bench --tokens 8 many": "unexpected argument 'many'",
+    "bench --tokens many": "--tokens: expected an integer of at least 1, found 'many'",
+    "bench --learning-rate fast": "--learning-rate: expected a positive number",
+    "bench --hidden-size 100": "--hidden-size: expected a multiple of 256, found 100",
+    "bench --autocast": "--autocast applies to training steps only: add --step",
+    "bench --plot plot.txt": "--plot: expected a name that ends in .svg or .png or .pdf",
+    "bench --plot no/such/plot.svg": "the folder 'FOLDER/no/such' is not there",
+    "bench --output typed.txt": "--output: 'typed.txt' exists; choose another name, or add --overwrite",
+    "bench --output .": "--output: expected a file, found the folder '.'",
+    "bench --from absent.json": "--from: cannot read 'absent.json'",
+    "run": "kbitwrap run: error: SCRIPT is missing (a Python file)",
+    "run --precision half s.py": "--precision: expected one of ",
+    "run --precison full s.py": "no option '--precison'; did you mean '--precision'?",
+    "run absent.py": "cannot read the script 'FOLDER/absent.py'",
+}
+PROGRAM = """
+import contextlib, io, json, resource, sys
+
+def seconds():
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+def ask(arguments):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        status = main(arguments)
+    return [status, out.getvalue(), err.getvalue(), seconds()]
+
+from kbitwrap.cli import main
+answers = [ask(arguments) for arguments in json.loads(sys.argv[1])]
+heavy = sorted({"torch", "transformers", "peft", "bitsandbytes", "matplotlib"} & sys.modules.keys())
+print(json.dumps({"answers": answers, "heavy": heavy}))
+"""
+
+
+def test_help_and_usage_errors_are_one_line_and_do_not_wait_for_torch(tmp_path: Path) -> None:
+    (tmp_path / "typed.txt").touch()
+    typed = [*HELP, *(text.split() for text in WRONG)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    found = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(typed)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+        env=environment,
+    )
+    result = json.loads(found.stdout)
+    assert result["heavy"] == []
+    answers = result["answers"]
+    for arguments, (status, out, err, _) in zip(HELP, answers, strict=False):
+        assert (status, err) == (0, ""), arguments
+        assert out.startswith("kbitwrap " if "--version" in arguments else "Usage: kbitwrap")
+    for (text, message), (status, out, err, _) in zip(WRONG.items(), answers[len(HELP) :], strict=True):
+        assert (status, out) == (2, ""), text
+        assert message in err.replace(str(tmp_path), "FOLDER")
+        assert err.startswith("kbitwrap")
+        assert err.count("\n") == 1
+    # The first has the imports in it; each of the others would on its own.
+    assert answers[0][3] < 0.5
+    assert max(after[3] - before[3] for before, after in itertools.pairwise(answers)) < 0.25
+    assert {path.name for path in tmp_path.iterdir()} == {"typed.txt"}
+
+
+def test_values_may_follow_one_another_and_an_argument_may_follow_them(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--precision", "full", "norms", "/no/such"], ["/no/such", "--precision=full", "--json"]):
+        assert main(["plan", *arguments]) == 2
+        assert "there is no model at '/no/such'" in capsys.readouterr().err
+
+
+def test_an_unexpected_error_has_a_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(hub, "_is_here", lambda name: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["plan", str(tmp_path)])
+
+
+@pytest.mark.parametrize("arguments", [["plan", "{}"], ["demo", "--model", "{}"], ["merge", "{}", "a", "--out", "b"]])
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_name_that_cannot_be_had_is_said_without_a_retry(
+    arguments: list[str], is_told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_told)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nothing listens
+    started = time.perf_counter()
+    assert main([word.replace("{}", "nobody/nothing") for word in arguments]) == 2
+    assert time.perf_counter() - started < 2
+    why = "HF_HUB_OFFLINE is set" if is_told else "http://127.0.0.1:9 cannot be reached"
+    assert capsys.readouterr().err == (
+        "kbitwrap: error: there is no model 'nobody/nothing': no folder here, nothing in the cache of the hub, "
+        f"and {why}\n"
+    )
+
+
+def test_while_no_hub_answers_the_libraries_do_not_ask_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: f"/cache/{file}")
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    with hub.models("nobody/cached"):
+        assert (constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"]) == (True, "1")
+    assert (constants.HF_HUB_OFFLINE, "HF_HUB_OFFLINE" in os.environ) == (False, False)
+
+
+CODE = """
+from pathlib import Path
+Path({!r}).touch()
+from transformers import LlamaConfig as Mine, LlamaForCausalLM as Its
+"""
+
+
+@pytest.mark.parametrize("arguments", [["demo", "--model"], ["plan"], ["doctor"], ["inspect"]])
+def test_code_in_a_folder_is_not_run_and_nothing_is_asked(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, ran, asked = tmp_path / "model", tmp_path / "it ran", []
+    model.mkdir()
+    (model / "mine.py").write_text(CODE.format(str(ran)))
+    config = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.Its"}}
+    (model / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("builtins.input", lambda *prompt: asked.append(prompt) or "y")
+    assert main([*arguments, str(model)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, asked, ran.exists()) == ("", [], False)
+    assert err.count("\n") == 1
+
+
+def test_code_that_is_trusted_is_run_and_that_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    ran = tmp_path / "it ran"
+    (tmp_path / "mine.py").write_text(CODE.format(str(ran)) + "raise ImportError('seen')\n")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}))
+    assert main(["demo", "--model", str(tmp_path), "--trust-remote-code"]) == 2
+    said = f"kbitwrap: --trust-remote-code: code that {str(tmp_path)!r} brings along is run\n"
+    assert capsys.readouterr().err.startswith(said)
+    assert ran.exists()
