@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .checkpoints.merge import merge_checkpoint
     from .drop_in import patch_peft, patched, prepare_model_for_kbit_training, prepared_of, restore
     from .foresight.memory import StepMemory
-    from .foresight.predict import predict_step
+    from .foresight.predict import StepPredictor, predict_step
     from .foresight.tracker import StepTracker
     from .manifest.diff import ManifestDiff
     from .manifest.manifest import Manifest
@@ -50,7 +50,7 @@ _HOMES = {
     "checkpoints.merge": ("merge_checkpoint",),
     "drop_in": ("patch_peft", "patched", "prepare_model_for_kbit_training", "prepared_of", "restore"),
     "foresight.memory": ("StepMemory",),
-    "foresight.predict": ("predict_step",),
+    "foresight.predict": ("StepPredictor", "predict_step"),
     "foresight.tracker": ("StepTracker",),
     "manifest.diff": ("ManifestDiff",),
     "manifest.manifest": ("Manifest",),
@@ -87,6 +87,7 @@ __all__ = [
     "StateDiff",
     "StateError",
     "StepMemory",
+    "StepPredictor",
     "StepTracker",
     "TensorRecord",
     "UnsupportedModelError",

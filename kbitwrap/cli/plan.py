@@ -14,18 +14,25 @@ from .. import ConfigError, Precision, UnsupportedModelError
 from .console import EXIT_DONE, EXIT_NO, InputError, first_line, hanging, progress, quiet_libraries, show
 from .hub import models
 from .tables import table
-from .usage import HALF_DTYPES, PRECISIONS, QUANTS, Json, choice, num_bytes
+from .usage import HALF_DTYPES, PRECISIONS, QUANTS, Json, choice, integer, num_bytes
 
 if TYPE_CHECKING:
     from .. import Plan
 
 SUMMARY = "Show what preparing a model costs, from its config alone."
-HELP = """Show what preparing a model costs, from its config alone.
+PEFT = "peft"
+HELP = """Show what preparing a model costs, from its config alone; with --step, what a training step takes.
 
-No weight is read; what each precision adds is printed by role.
+No weight is read. Without --step, what each precision adds is printed by role. With it, the most that a step with LoRA
+holds in each phase and what it is held for, for each precision and for PEFT's own preparation ("peft"); with --budget
+also which fit, and for each the longest sequence and the largest batch that do.
 
-Exit status: 0 every precision asked for fits the memory budget (or there is none), 1 one does not, 2 bad usage or bad
+Exit status: 0 every precision asked for fits the budget (or there is none), 1 one does not, 2 bad usage or bad
 input."""
+
+
+def _count(name: str, help: str) -> Any:
+    return typer.Option(name, metavar="NUMBER", parser=integer(1), help=help)
 
 
 def command(
@@ -40,9 +47,9 @@ def command(
         list[str] | None,
         choice(
             "--precision",
-            choices=PRECISIONS,
+            choices=(*PRECISIONS, PEFT),
             metavar="PRECISION...",
-            help=f"Any of {', '.join(PRECISIONS)}. All, if left out.",
+            help=f"Any of {', '.join(PRECISIONS)}, with --step also {PEFT}. All, if left out.",
         ),
     ] = None,
     memory_budget: Annotated[
@@ -54,6 +61,26 @@ def command(
             help="The largest peak allowed while preparing, such as 512MiB.",
         ),
     ] = None,
+    step: Annotated[bool, typer.Option("--step", help="Predict a training step.")] = False,
+    seq: Annotated[int, _count("--seq", "Tokens in a sequence, with --step.")] = 2048,
+    batch: Annotated[int, _count("--batch", "Sequences in a batch, with --step.")] = 1,
+    budget: Annotated[
+        int | None,
+        typer.Option(
+            "--budget", metavar="BYTES", parser=num_bytes, help="The most that a step may hold, such as 8GiB."
+        ),
+    ] = None,
+    rank: Annotated[int, _count("--rank", "LoRA's rank, on every linear layer, with --step.")] = 16,
+    optimizer: Annotated[
+        str, typer.Option("--optimizer", metavar="NAME", help="A name of TrainingArguments.optim, with --step.")
+    ] = "adamw_torch",
+    autocast: Annotated[
+        str | None,
+        choice("--autocast", choices=HALF_DTYPES, help="The dtype of autocast in the forward pass, with --step."),
+    ] = None,
+    kernels: Annotated[
+        str, choice("--kernels", choices=("cuda", "cpu"), help="The device that the step is predicted for.")
+    ] = "cuda",
     json_: Json = False,
 ) -> int:
     """Plan, and print what was planned.
@@ -61,7 +88,16 @@ def command(
     Raises:
         InputError: The model cannot be planned for.
     """
+    if not step and (budget is not None or PEFT in (precision or ())):
+        raise InputError(f"--budget and the precision {PEFT!r} are for --step; --memory-budget is for preparing")
+    if step and memory_budget is not None:
+        raise InputError("--memory-budget is for preparing; with --step give --budget")
     _expect_installed(quant)
+    if step:
+        from .step import StepRequest, plan_steps
+
+        request = StepRequest(model, quant, dtype, seq, batch, rank, optimizer, autocast, kernels, budget)
+        return plan_steps(request, precision or (*PRECISIONS, PEFT), json_)
     with models(model), progress(f"planning for {model}"):
         plans = _plans(model, quant, dtype, None if memory_budget is not None else precision)
     fitting = [name for name, plan in plans.items() if memory_budget is None or plan.peak_bytes <= memory_budget]

@@ -10,16 +10,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import Precision
+from ..config import Precision, parse_bytes
 from ..errors import ConfigError, KbitWrapError, UnsupportedModelError
 from ..tensors.dtypes import parse_dtype
 from .blocks import Blocks
+from .budget import largest
 from .fakes import FakeModel
 from .ledger import KINDS
 from .memory import StepMemory
 from .optimizers import make_optimizer
 from .subject import PEFT, Subject
 from .trace import Step, trace
+
+_MOST = 1 << 20  # tokens or sequences, where a model sets no limit
 
 
 def predict_step(
@@ -78,7 +81,7 @@ def predict_step(
         >>> step.peak_bytes == max(step.forward_bytes, step.backward_bytes, step.optimizer_bytes)
         True
     """
-    predictor = Predictor(
+    predictor = StepPredictor(
         model_or_name_or_config,
         precision=precision,
         inputs=inputs,
@@ -89,34 +92,48 @@ def predict_step(
         autocast=autocast,
         kernels=kernels,
         exact=exact,
-        fields=fields,
+        **fields,
     )
     return predictor(batch_size, seq_len)
 
 
-class Predictor:
-    """A model whose step is predicted, for one batch after another; the arguments are those of ``predict_step``."""
+class StepPredictor:
+    """Predicts the steps of one model, for one batch after another: the model is built once.
+
+    A step of a batch is predicted by a call with ``(batch_size, seq_len)``, as by ``predict_step``, whose arguments and
+    errors these are.
+
+    Example:
+        >>> from transformers import BitsAndBytesConfig, LlamaConfig
+        >>> from kbitwrap import StepPredictor
+        >>> config = LlamaConfig(num_hidden_layers=2, architectures=["LlamaForCausalLM"])
+        >>> nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        >>> predict = StepPredictor(config, quantization_config=nf4)
+        >>> longest = predict.longest_sequence("2GiB", batch_size=1)
+        >>> predict(1, longest).peak_bytes <= 2 * 2**30 < predict(1, longest + 1).peak_bytes
+        True
+    """
 
     def __init__(
         self,
-        source: Any,
+        model_or_name_or_config: Any,
         *,
-        precision: Precision | str,
-        inputs: Mapping[str, Any] | None,
-        lora: Any,
-        quantization_config: Any,
-        dtype: Any,
-        optimizer: Any,
-        autocast: Any,
-        kernels: str,
-        exact: bool,
-        fields: Mapping[str, Any],
+        precision: Precision | str = Precision.NORMS,
+        inputs: Mapping[str, Any] | None = None,
+        lora: Any = None,
+        quantization_config: Any = None,
+        dtype: Any = None,
+        optimizer: Any = "adamw_torch",
+        autocast: Any = None,
+        kernels: str = "cuda",
+        exact: bool = False,
+        **fields: Any,
     ) -> None:
         if kernels not in ("cuda", "cpu"):
             raise ConfigError(f"kernels: expected 'cuda' or 'cpu', found {kernels!r}")
         self._subject = functools.partial(
             Subject,
-            source,
+            model_or_name_or_config,
             precision=precision,
             lora=lora,
             quantization_config=quantization_config,
@@ -149,6 +166,36 @@ class Predictor:
             traced_blocks=num_run,
             num_blocks=num_blocks,
         )
+
+    def longest_sequence(self, budget: int | str, batch_size: int = 1) -> int:
+        """The longest sequence, in tokens, whose step fits a budget: at most the model's own longest.
+
+        Args:
+            budget: Bytes, or a string such as ``"8GiB"``, for all that the step holds.
+            batch_size: Sequences in the batch.
+
+        Returns:
+            The number of tokens; 0 where not even one fits.
+        """
+        limit = getattr(self._config(), "max_position_embeddings", None) or _MOST
+        return largest(lambda n: self(batch_size, n).peak_bytes, parse_bytes(budget), min(2048, limit), limit)
+
+    def largest_batch(self, budget: int | str, seq_len: int) -> int:
+        """The largest batch whose step fits a budget.
+
+        Args:
+            budget: Bytes, or a string such as ``"8GiB"``, for all that the step holds.
+            seq_len: Tokens in a sequence.
+
+        Returns:
+            The number of sequences; 0 where not even one fits.
+        """
+        return largest(lambda n: self(n, seq_len).peak_bytes, parse_bytes(budget), 1, _MOST)
+
+    def _config(self) -> Any:
+        self._made = self._made or self._make()
+        config: Any = getattr(self._made[1].model, "config", None)
+        return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
     def _step(self, batch_size: int, seq_len: int) -> tuple[Step, tuple[int, int]]:
         _, fakes, blocks = self._made = self._made or self._make()
