@@ -1,4 +1,4 @@
-"""Models by name: one that is nowhere is refused at once, before torch is imported and without retries."""
+"""Models by name, and how they are quantized: one that is nowhere is refused at once, without torch and retries."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
 from .console import InputError, say
 
@@ -90,3 +91,20 @@ def _answers(endpoint: str) -> bool:
     thread.start()
     thread.join(_TIMEOUT + 1)
     return any(found)
+
+
+def quantization_config(quant: str, dtype: str | None) -> Any:
+    """Make the config of a kind of quantization.
+
+    Args:
+        quant: ``"nf4"``, ``"int8"`` or ``"none"``.
+        dtype: The dtype that 4-bit layers compute in; ``None`` for the library's default.
+
+    Returns:
+        The config for ``from_pretrained``; ``None`` for ``"none"``.
+    """
+    from transformers import BitsAndBytesConfig
+
+    if quant == "nf4":
+        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    return BitsAndBytesConfig(load_in_8bit=True) if quant == "int8" else None

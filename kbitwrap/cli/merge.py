@@ -12,7 +12,7 @@ import typer
 from .. import ExportReport
 from .console import EXIT_DONE, check_folder
 from .convert import write
-from .hub import models
+from .hub import models, quantization_config
 from .usage import HALF_DTYPES, QUANTS, Json, Out, Overwrite, TrustRemoteCode, choice, device, file_size, path
 
 SUMMARY = "Merge a saved adapter into the base that it was trained on, in half precision."
@@ -82,7 +82,6 @@ def command(
     def merge(written: Callable[[int], None]) -> ExportReport:
         from .. import merge_checkpoint
         from .loading import choose_device
-        from .plan import quantization_config
 
         return merge_checkpoint(
             base,

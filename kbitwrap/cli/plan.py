@@ -12,7 +12,7 @@ import typer
 
 from .. import ConfigError, Precision, UnsupportedModelError
 from .console import EXIT_DONE, EXIT_NO, InputError, first_line, hanging, progress, quiet_libraries, show
-from .hub import models
+from .hub import models, quantization_config
 from .tables import table
 from .usage import HALF_DTYPES, PRECISIONS, QUANTS, Json, choice, integer, num_bytes
 
@@ -143,23 +143,6 @@ def _plans(model: str, quant: str, dtype: str, precisions: Sequence[str] | None)
             raise InputError(first_line(error)) from error
         except UnsupportedModelError as error:
             raise InputError(f"the model {model!r} cannot be prepared: {first_line(error)}") from error
-
-
-def quantization_config(quant: str, dtype: str | None) -> Any:
-    """Make the config of a kind of quantization.
-
-    Args:
-        quant: ``"nf4"``, ``"int8"`` or ``"none"``.
-        dtype: The dtype that 4-bit layers compute in; ``None`` for the library's default.
-
-    Returns:
-        The config for ``from_pretrained``; ``None`` for ``"none"``.
-    """
-    from transformers import BitsAndBytesConfig
-
-    if quant == "nf4":
-        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
-    return BitsAndBytesConfig(load_in_8bit=True) if quant == "int8" else None
 
 
 def _figures(plan: Plan) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import ConfigError, StepPredictor, UnsupportedModelError
 from .console import EXIT_DONE, EXIT_NO, InputError, first_line, hanging, progress, quiet_libraries, show
-from .hub import models
+from .hub import models, quantization_config
 from .tables import table
 
 if TYPE_CHECKING:
@@ -105,8 +105,6 @@ def _say(doing: Any, precision: str, what: str) -> None:
 
 def _predict(request: StepRequest, precision: str, say: Any) -> Prediction:
     from peft import LoraConfig
-
-    from .plan import quantization_config
 
     try:
         with warnings.catch_warnings():

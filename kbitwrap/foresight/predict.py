@@ -109,8 +109,8 @@ class StepPredictor:
         >>> config = LlamaConfig(num_hidden_layers=2, architectures=["LlamaForCausalLM"])
         >>> nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
         >>> predict = StepPredictor(config, quantization_config=nf4)
-        >>> longest = predict.longest_sequence("2GiB", batch_size=1)
-        >>> predict(1, longest).peak_bytes <= 2 * 2**30 < predict(1, longest + 1).peak_bytes
+        >>> longest = predict.longest_sequence("1200MiB", batch_size=1)
+        >>> predict(1, longest).peak_bytes <= 1200 * 2**20 < predict(1, longest + 1).peak_bytes
         True
     """
 
