@@ -117,25 +117,32 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Peaks:
-    """The levels that a step reaches: the highest of each phase in bytes, and the highest of all by kind."""
+    """The highest level that a step reaches in each phase, in bytes by kind."""
 
-    by_phase: dict[str, int]
-    by_kind: dict[str, int]
+    by_phase: dict[str, dict[str, int]]
 
     @classmethod
     def of(cls, held: Counter[str], runs: Sequence[Run]) -> Peaks:
         """Add up the runs of a step, one after the other, on top of what was held."""
-        level, highest = Counter(held), Counter(held)
-        by_phase: dict[str, int] = {}
+        level = Counter(held)
+        highest: dict[str, Counter[str]] = {}
         for run in runs:
-            total = level.total() + run.rise_bytes
             phase = run.mark[0]
-            by_phase[phase] = max(by_phase.get(phase, 0), total)
-            if total > highest.total():
-                highest = level.copy()
-                highest.update(run.at_peak)
+            if phase not in highest or level.total() + run.rise_bytes > highest[phase].total():
+                highest[phase] = level.copy()
+                highest[phase].update(run.at_peak)
             level.update(run.net)
-        return cls(by_phase, {kind: highest[kind] for kind in KINDS if highest[kind]})
+        return cls({phase: {kind: found[kind] for kind in KINDS if found[kind]} for phase, found in highest.items()})
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """The bytes of each phase."""
+        return {phase: sum(found.values()) for phase, found in self.by_phase.items()}
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """The bytes by kind at the highest level of all, the first one reached."""
+        return max(self.by_phase.values(), key=lambda found: sum(found.values()), default={})
 
     @property
     def peak_bytes(self) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import format_bytes
 from ..reports import table
-from .ledger import KINDS, PHASES
+from .ledger import KINDS, PHASES, Peaks
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,7 @@ class StepMemory:
         seq_len: Tokens in a sequence.
         kernels: ``"cuda"`` or ``"cpu"``: the device whose operations were followed.
         static_by_kind: The bytes held when the step begins, by kind.
-        phases: The most bytes held in each phase: ``"forward"``, ``"backward"``, ``"optimizer"``.
-        by_kind: The bytes held at the peak of all, by kind.
+        peaks: The bytes by kind at the highest level of each phase: ``"forward"``, ``"backward"``, ``"optimizer"``.
         traced_blocks: The blocks that were run, and ``num_blocks`` those that the model has: the others do the same.
     """
 
@@ -31,17 +32,31 @@ class StepMemory:
     batch_size: int
     seq_len: int
     kernels: str
-    static_by_kind: dict[str, int]
-    phases: dict[str, int]
-    by_kind: dict[str, int]
+    static_by_kind: dict[str, int] = field(repr=False)
+    peaks: Peaks = field(repr=False)
     traced_blocks: int = 0
     num_blocks: int = 0
     notes: tuple[str, ...] = field(default=())
 
     @property
+    def levels(self) -> dict[str, dict[str, int]]:
+        """The bytes by kind at the highest level of each phase."""
+        return self.peaks.by_phase
+
+    @property
     def static_bytes(self) -> int:
         """The bytes held when the step begins: weights, statistics, adapters, the optimizer's state, the inputs."""
         return sum(self.static_by_kind.values())
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """The most bytes held in each phase."""
+        return self.peaks.phases
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """The bytes held at the peak of all, by kind."""
+        return dict(self.peaks.by_kind)
 
     @property
     def forward_bytes(self) -> int:
@@ -61,21 +76,51 @@ class StepMemory:
     @property
     def peak_bytes(self) -> int:
         """The most bytes held at any moment."""
-        return max(self.phases.values())
+        return self.peaks.peak_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """The prediction as plain values, ready for JSON."""
         names = ("precision", "batch_size", "seq_len", "kernels", "static_bytes", "static_by_kind")
-        peaks = (*(f"{phase}_bytes" for phase in PHASES), "peak_bytes", "by_kind", "traced_blocks", "num_blocks")
+        peaks = (
+            *(f"{phase}_bytes" for phase in PHASES),
+            "peak_bytes",
+            "by_kind",
+            "levels",
+            "traced_blocks",
+            "num_blocks",
+        )
         return {name: getattr(self, name) for name in (*names, *peaks)} | {"notes": list(self.notes)}
 
     def __str__(self) -> str:
-        rows = [("held for", "before the step", "at the peak")]
+        rows: list[Sequence[str]] = [("held for", "before", *self.levels)]
         for kind in KINDS:
-            before, peak = self.static_by_kind.get(kind, 0), self.by_kind.get(kind, 0)
-            if before or peak:
-                rows.append((kind.replace("_", " "), format_bytes(before), format_bytes(peak)))
-        rows.append(("total", format_bytes(self.static_bytes), format_bytes(self.peak_bytes)))
-        phases = ", ".join(f"{phase} {format_bytes(num_bytes)}" for phase, num_bytes in self.phases.items())
-        head = f"precision {self.precision!r}, batch {self.batch_size}, {self.seq_len} tokens, on {self.kernels}"
-        return "\n".join([head, table(rows), f"peaks: {phases}", *(f"note: {note}" for note in self.notes)])
+            found = [level.get(kind, 0) for level in (self.static_by_kind, *self.levels.values())]
+            if any(found):
+                rows.append((kind.replace("_", " "), *map(format_bytes, found)))
+        rows.append(("total", *map(format_bytes, (self.static_bytes, *self.phases.values()))))
+        head = f"precision {self.precision!r}, batch {self.batch_size}, {self.seq_len} tokens, on {self.kernels}: "
+        peak = f"{format_bytes(self.peak_bytes)} at the peak"
+        return "\n".join([head + peak, table(rows), *(f"note: {note}" for note in self.notes)])
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the levels before the step and at the peak of each phase, by kind; needs matplotlib.
+
+        Args:
+            path: The file to write, in a format of matplotlib such as ``.png`` or ``.svg``.
+        """
+        import matplotlib.figure
+
+        figure = matplotlib.figure.Figure(figsize=(7, 3.2), layout="constrained")
+        axes = figure.subplots()
+        levels = {"before": self.static_by_kind, **self.levels}
+        start = [0.0] * len(levels)
+        for kind in KINDS:
+            sizes = [level.get(kind, 0) / 2**30 for level in levels.values()]
+            if any(sizes):
+                axes.barh(list(levels), sizes, left=start, label=kind.replace("_", " "))
+                start = [left + size for left, size in zip(start, sizes, strict=True)]
+        axes.invert_yaxis()
+        axes.set_xlabel("GiB")
+        axes.set_title(f"{self.precision}, {self.batch_size} x {self.seq_len:,} tokens on {self.kernels}")
+        figure.legend(loc="outside right upper", frameon=False, fontsize="small")
+        figure.savefig(path)

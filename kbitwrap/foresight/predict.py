@@ -161,8 +161,7 @@ class StepPredictor:
             seq_len=seq_len,
             kernels=self._kernels,
             static_by_kind={kind: step.held[kind] for kind in KINDS if step.held[kind]},
-            phases=peaks.by_phase,
-            by_kind=peaks.by_kind,
+            peaks=peaks,
             traced_blocks=num_run,
             num_blocks=num_blocks,
         )

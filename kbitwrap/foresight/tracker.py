@@ -235,7 +235,7 @@ class StepTracker:
     @property
     def phases(self) -> dict[str, int]:
         """The most bytes held in each phase."""
-        return dict(self._found().by_phase)
+        return self._found().phases
 
     @property
     def by_kind(self) -> dict[str, int]:
