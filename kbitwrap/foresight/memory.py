@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..config import format_bytes
 from ..reports import table
 from .ledger import KINDS, PHASES, Peaks
+from .unknown import Unknown
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class StepMemory:
         kernels: ``"cuda"`` or ``"cpu"``: the device whose operations were followed.
         static_by_kind: The bytes held when the step begins, by kind.
         peaks: The bytes by kind at the highest level of each phase: ``"forward"``, ``"backward"``, ``"optimizer"``.
+        unknown: What a device's allocator may count beside the figures, and what is not known before; it is in none of
+            them.
         traced_blocks: The blocks that were run, and ``num_blocks`` those that the model has: the others do the same.
     """
 
@@ -37,6 +40,7 @@ class StepMemory:
     traced_blocks: int = 0
     num_blocks: int = 0
     notes: tuple[str, ...] = field(default=())
+    unknown: tuple[Unknown, ...] = ()
 
     @property
     def levels(self) -> dict[str, dict[str, int]]:
@@ -78,6 +82,11 @@ class StepMemory:
         """The most bytes held at any moment."""
         return self.peaks.peak_bytes
 
+    @property
+    def unknown_bytes(self) -> tuple[int, int]:
+        """The least and the most that the peak of the allocator may differ from ``peak_bytes``."""
+        return sum(part.least_bytes for part in self.unknown), sum(part.most_bytes for part in self.unknown)
+
     def to_dict(self) -> dict[str, Any]:
         """The prediction as plain values, ready for JSON."""
         names = ("precision", "batch_size", "seq_len", "kernels", "static_bytes", "static_by_kind")
@@ -89,7 +98,9 @@ class StepMemory:
             "traced_blocks",
             "num_blocks",
         )
-        return {name: getattr(self, name) for name in (*names, *peaks)} | {"notes": list(self.notes)}
+        unknown = [asdict(part) for part in self.unknown]
+        values = {name: getattr(self, name) for name in (*names, *peaks)}
+        return values | {"unknown_bytes": list(self.unknown_bytes), "unknown": unknown, "notes": list(self.notes)}
 
     def __str__(self) -> str:
         rows: list[Sequence[str]] = [("held for", "before", *self.levels)]
@@ -100,7 +111,11 @@ class StepMemory:
         rows.append(("total", *map(format_bytes, (self.static_bytes, *self.phases.values()))))
         head = f"precision {self.precision!r}, batch {self.batch_size}, {self.seq_len} tokens, on {self.kernels}: "
         peak = f"{format_bytes(self.peak_bytes)} at the peak"
-        return "\n".join([head + peak, table(rows), *(f"note: {note}" for note in self.notes)])
+        lines = [head + peak, table(rows)]
+        if self.unknown:
+            least, most = map(format_bytes, self.unknown_bytes)
+            lines += [f"unknown, beside the peak: {least} to {most}", *(f"  {part}" for part in self.unknown)]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the levels before the step and at the peak of each phase, by kind; needs matplotlib.

@@ -19,8 +19,10 @@ from .fakes import FakeModel
 from .ledger import KINDS
 from .memory import StepMemory
 from .optimizers import make_optimizer
+from .quantization import follow_cuda, unlogged
 from .subject import PEFT, Subject
 from .trace import Step, trace
+from .unknown import Unknown, sampled_bytes, unknowns
 
 _MOST = 1 << 20  # tokens or sequences, where a model sets no limit
 
@@ -151,10 +153,11 @@ class StepPredictor:
         for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name}: expected a positive number, found {value!r}")
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), unlogged():
             warnings.simplefilter("ignore")  # those of a preparation are not those of a prediction
             step, (num_run, num_blocks) = self._step(batch_size, seq_len)
         peaks = step.peaks
+        on_cuda = self._kernels == "cuda"
         return StepMemory(
             precision=self.precision,
             batch_size=batch_size,
@@ -164,6 +167,7 @@ class StepPredictor:
             peaks=peaks,
             traced_blocks=num_run,
             num_blocks=num_blocks,
+            unknown=self._unknown(step, batch_size * seq_len) if on_cuda else (),
         )
 
     def longest_sequence(self, budget: int | str, batch_size: int = 1) -> int:
@@ -191,6 +195,12 @@ class StepPredictor:
         """
         return largest(lambda n: self(n, seq_len).peak_bytes, parse_bytes(budget), 1, _MOST)
 
+    def _unknown(self, step: Step, tokens: int) -> tuple[Unknown, ...]:
+        assert self._made is not None
+        _, fakes, blocks = self._made
+        sampled = 0 if self.precision == PEFT else sampled_bytes(fakes.model, blocks)
+        return unknowns(step, tokens, sampled, has_int8=follow_cuda(fakes.model))
+
     def _config(self) -> Any:
         self._made = self._made or self._make()
         config: Any = getattr(self._made[1].model, "config", None)
@@ -200,7 +210,7 @@ class StepPredictor:
         _, fakes, blocks = self._made = self._made or self._make()
         batch = _batch(fakes, batch_size, seq_len, self._inputs)
         try:
-            return trace(fakes, blocks, self._optimizer, batch, self._autocast), blocks.counts
+            return trace(fakes, blocks, self._optimizer, batch, self._autocast, self._kernels), blocks.counts
         except KbitWrapError:
             raise
         except Exception as error:  # whatever a model's code raises, for tensors without values or with fewer blocks
@@ -213,7 +223,10 @@ class StepPredictor:
     def _make(self) -> tuple[Subject, FakeModel, Blocks]:
         subject = self._subject()
         blocks = Blocks(subject.model, is_exact=self._exact)
-        return subject, FakeModel(subject.model), blocks
+        fakes = FakeModel(subject.model)
+        if self._kernels == "cuda":
+            follow_cuda(fakes.model)
+        return subject, fakes, blocks
 
 
 def _batch(

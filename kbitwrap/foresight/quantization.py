@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..model.quantization import is_quantized_parameter, quantized_stacks, state_owners
 
@@ -18,7 +22,20 @@ def _parts_of_product() -> Callable[..., torch.Tensor]:
     return operations._gemm_4bit_default_impl  # type: ignore[no-any-return]
 
 
-DECOMPOSED = {"bitsandbytes::gemm_4bit": _parts_of_product}
+def _parts_of_int8_product() -> Callable[..., torch.Tensor]:
+    """The 8-bit matrix product and its scaling, with the int32 result between them."""
+    parts: Any = torch.ops.bitsandbytes
+
+    def product(a: Any, b: Any, rows: Any, columns: Any, bias: Any = None, dtype: Any = None) -> torch.Tensor:
+        return parts.int8_mm_dequant(parts.int8_linear_matmul(a, b), rows, columns, dtype=dtype, bias=bias)  # type: ignore[no-any-return]
+
+    return product
+
+
+DECOMPOSED = {
+    "bitsandbytes::gemm_4bit": _parts_of_product,
+    "bitsandbytes::int8_scaled_mm": _parts_of_int8_product,
+}
 """The operations whose kernels allocate a dequantized weight, and the functions that make it in the open."""
 
 
@@ -77,6 +94,47 @@ def quantize_fakes(module: nn.Module, name: str, parameter: Any, fake: Callable[
     return result
 
 
+def int8_quantization_bytes(value: torch.Tensor, *_: Any, **__: Any) -> list[int]:
+    """What a search for outliers makes on CUDA: magnitudes, and where they are large."""
+    return [value.numel() * value.element_size(), value.numel()]
+
+
+def int8_scaling_bytes(product: torch.Tensor, *statistics: Any, dtype: Any = None, **_: Any) -> list[int]:
+    """The float16 result of scaling on CUDA, where another dtype is asked for."""
+    return [] if dtype in (None, torch.float16) else [product.numel() * 2]
+
+
+SCRATCH: dict[str, Callable[..., list[int]]] = {
+    "bitsandbytes::int8_vectorwise_quant": int8_quantization_bytes,
+    "bitsandbytes::int8_mm_dequant": int8_scaling_bytes,
+}
+"""The allocations that operations of bitsandbytes make inside themselves on CUDA and free before they return."""
+
+
+def follow_cuda(model: nn.Module) -> bool:
+    """Make the 8-bit layers of a throwaway model compute as on CUDA, as if nothing was an outlier; whether it has any.
+
+    In training, bitsandbytes computes them by another function on a CPU, but not in layers in evaluation mode.
+    """
+    found = ((module, getattr(module, "state", None)) for module in model.modules())
+    states: list[tuple[nn.Module, Any]] = [(m, state) for m, state in found if hasattr(state, "has_fp16_weights")]
+    for module, state in states:
+        module.training, state.threshold = False, 0.0
+    return bool(states)
+
+
+@contextlib.contextmanager
+def unlogged() -> Iterator[None]:
+    """Keep bitsandbytes from logging what its products do to each input."""
+    logger = logging.getLogger("bitsandbytes.autograd._functions")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def replace_tensors(owner: Any, fake: Callable[[Any], Any], depth: int = 4) -> None:
     """Replace the tensors in an object's fields, and in those of the objects in them, in place."""
     for name, value in list(vars(owner).items()):
@@ -91,3 +149,15 @@ def warm_tables() -> None:
     functional: Any = sys.modules.get("bitsandbytes.functional")
     if functional is not None:
         functional.quantize_blockwise(torch.zeros(256))
+
+
+def eight_bit_optimizer(parameters: Any, bits: int, is_paged: bool) -> Any:
+    """The AdamW of bitsandbytes: small states stay in float32, and large paged ones lie in managed memory."""
+    optimizers = importlib.import_module("bitsandbytes.optim")
+    with _disable_current_modes():  # it computes its tables of codes
+        return optimizers.AdamW(parameters, lr=1e-4, optim_bits=bits, is_paged=is_paged)
+
+
+def is_managed(optimizer: Any, tensor: torch.Tensor) -> bool:
+    """Whether a state of a paged optimizer lies in managed memory: ``get_state_buffer``, from 100,000 elements."""
+    return getattr(optimizer, "is_paged", False) and tensor.numel() >= 1e5

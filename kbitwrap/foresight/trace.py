@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..model.tree import ModelTree
+from . import cuda
 from .blocks import Blocks, Part, add_up
 from .fakes import FakeModel, HostIntegers
 from .ledger import GRADIENTS, INPUTS, OPTIMIZER, OPTIMIZER_STEP, Ledger, Peaks, Run
@@ -21,10 +23,11 @@ from .tracker import Watch, held_tensors, hold_all, optimizer_tensors, vocabular
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the whole model: what is held before it by kind, and its runs."""
+    """A step of the whole model: what is held before it by kind, and its runs; and the most large blocks at a time."""
 
     held: Counter[str]
     runs: list[Run]
+    most_blocks: int
 
     @property
     def peaks(self) -> Peaks:
@@ -38,25 +41,28 @@ def trace(
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     inputs: Mapping[str, torch.Tensor],
     autocast: torch.dtype | None,
+    kernels: str = "cpu",
 ) -> Step:
     """Run a forward, a backward and an optimizer step; ``inputs`` are real integers or fake floats."""
     model = fakes.model
+    on_cuda = kernels == "cuda"
+    functions = cuda.CudaFunctions() if on_cuda else contextlib.nullcontext()
 
     def forward() -> torch.Tensor:
         context = contextlib.nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
-        with context:
+        with functions, context:
             return _loss_of(model(**inputs))
 
     def run() -> Ledger:
         for parameter in model.parameters():
             parameter.grad = None
-        watch = Watch(vocabulary_size(model))
+        watch = _watch(on_cuda, vocabulary_size(model))
         hold_all(watch, ModelTree(model), None, inputs)
         hooks = blocks.announce(watch)
         watch.follow_phase()
         try:
             with watch:
-                forward().backward()
+                _backward(forward(), functions)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -69,10 +75,32 @@ def trace(
         if blocks.is_cut and not blocks.is_tried:
             ledger = blocks.expect_repeated(ledger, run)
         runs = blocks.whole_step(ledger)
-        held = add_up(blocks.whole(_held(ModelTree(model), blocks)))
+        watch = _watch(on_cuda)
+        numbers = _held(ModelTree(model), blocks, watch)
+        held, num_held = (
+            add_up(blocks.whole(_by_kind(numbers, one))) for one in (watch.ledger, _counted(watch.ledger))
+        )
         held[INPUTS] = ledger.held()[INPUTS]
-    state, last = _optimizer_step(fakes, _trained(fakes, blocks), optimizer)
-    return Step(held + state, [*runs, last])
+        during = Peaks.of(num_held, blocks.whole_step(_counted(ledger))).peak_bytes
+    state, last = _optimizer_step(fakes, _trained(fakes, blocks), optimizer, on_cuda)
+    return Step(held + state.held(), [*runs, last], during + _counted(state).held().total())
+
+
+def _watch(on_cuda: bool, vocabulary_size: int = 0) -> Watch:
+    return Watch(vocabulary_size, cuda.ALLOCATION_BYTES, cuda.SCRATCH) if on_cuda else Watch(vocabulary_size)
+
+
+def _counted(ledger: Ledger) -> Ledger:
+    """The same storages, each large one counting as one and others as nothing."""
+    return dataclasses.replace(ledger, sizes=[int(size >= cuda.LARGE_BYTES) for size in ledger.sizes])
+
+
+def _backward(loss: torch.Tensor, functions: Any) -> None:
+    """Run a backward pass under a mode of functions, which `Tensor.backward` would turn off."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    gradient = torch.ones_like(loss)
+    with functions:
+        engine.run_backward((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _loss_of(output: Any) -> torch.Tensor:
@@ -82,17 +110,20 @@ def _loss_of(output: Any) -> torch.Tensor:
     return loss
 
 
-def _held(tree: ModelTree, blocks: Blocks) -> dict[Part | None, Counter[str]]:
-    """What a model holds, by block; what several share belongs to none."""
-    watch = Watch()
+def _held(tree: ModelTree, blocks: Blocks, watch: Watch) -> dict[int, Part | None]:
+    """The blocks whose storages a model holds, by their numbers; what several share belongs to none."""
     owners: dict[int, Part | None] = {}
     for tensor, kind, module in held_tensors(tree):
         owner = blocks.owner(module)
         for number in watch.hold(tensor, kind):
             owners[number] = owner if owners.get(number, owner) == owner else None
+    return owners
+
+
+def _by_kind(owners: Mapping[int, Part | None], ledger: Ledger) -> dict[Part | None, Counter[str]]:
     by_part: defaultdict[Part | None, Counter[str]] = defaultdict(Counter)
     for number, owner in owners.items():
-        by_part[owner][watch.ledger.kinds[number]] += watch.ledger.sizes[number]
+        by_part[owner][ledger.kinds[number]] += ledger.sizes[number]
     return dict(by_part)
 
 
@@ -113,15 +144,18 @@ def _trained(fakes: FakeModel, blocks: Blocks) -> list[nn.Parameter]:
 
 
 def _optimizer_step(
-    fakes: FakeModel, trained: list[nn.Parameter], optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-) -> tuple[Counter[str], Run]:
-    """The state that an optimizer keeps, by kind, and what each step takes beside it.
+    fakes: FakeModel,
+    trained: list[nn.Parameter],
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    on_cuda: bool,
+) -> tuple[Ledger, Run]:
+    """The state that an optimizer keeps on the device, and what each step takes beside it.
 
     Its first step makes the state, and then does what every step does.
     """
     with fakes.mode:
         made = optimizer(trained)
-        watch = Watch()
+        watch, kept = _watch(on_cuda), _watch(on_cuda)
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter)
             watch.hold(parameter, GRADIENTS)
@@ -130,7 +164,9 @@ def _optimizer_step(
         with watch:
             made.step()
     first = watch.ledger.runs()[0]
+    for tensor in optimizer_tensors(made, on_cuda):
+        kept.hold(tensor, OPTIMIZER)
     state = Counter({OPTIMIZER: sum(watch.size(tensor) for tensor in optimizer_tensors(made))})
     rise = Counter(first.at_peak)
     rise.subtract(state)
-    return state, Run(first.mark, first.net - state, rise)
+    return kept.close(), Run(first.mark, first.net - state, rise)

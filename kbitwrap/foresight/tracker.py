@@ -16,6 +16,7 @@ from ..errors import UnsupportedModelError
 from ..model.checks import tree_of
 from ..model.tree import ModelTree
 from ..tensors.bits import parts_of
+from .cuda import ALLOCATION_BYTES, SCRATCH
 from .ledger import (
     ACTIVATIONS,
     ADAPTERS,
@@ -32,7 +33,7 @@ from .ledger import (
     Ledger,
     Peaks,
 )
-from .quantization import DECOMPOSED, statistics_of
+from .quantization import DECOMPOSED, is_managed, statistics_of
 
 _OF_WEIGHTS = {WEIGHTS, STATISTICS, ADAPTERS, DEQUANTIZED}
 
@@ -40,27 +41,39 @@ _OF_WEIGHTS = {WEIGHTS, STATISTICS, ADAPTERS, DEQUANTIZED}
 class Watch(TorchDispatchMode):
     """Writes down each storage that an operation makes, and when it is freed; ``rounding`` is an allocator's, in bytes.
 
-    The operations of tensor subclasses are seen as those of the tensors inside them.
+    The operations of tensor subclasses are seen as those of the tensors inside them. ``scratch`` says, by operation,
+    what it allocates inside itself. Given a ``device``, only what lies there is counted.
     """
 
-    def __init__(self, vocabulary_size: int = 0, rounding: int = 1) -> None:
+    def __init__(
+        self,
+        vocabulary_size: int = 0,
+        rounding: int = 1,
+        scratch: Mapping[str, Callable[..., list[int]]] | None = None,
+        device: str | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
         self.phase = FORWARD
         self._vocabulary_size = vocabulary_size
         self._rounding = rounding
+        self._scratch = scratch or {}
+        self._device = device
         self._live: dict[int, tuple[int, Any]] = {}
 
     def hold(self, tensor: torch.Tensor, kind: str) -> list[int]:
         """Count a tensor that is there before the step; returns the numbers of its storages."""
-        return [self._count(part, lambda: kind) for part in parts_of(tensor)]
+        found = [part for part in parts_of(tensor) if self._device in (None, part.device.type)]
+        return [self._count(part, lambda: kind) for part in found]
+
+    def _rounded(self, num_bytes: int) -> int:
+        return -(-num_bytes // self._rounding) * self._rounding
 
     def _count(self, tensor: torch.Tensor, kind: Callable[[], str]) -> int:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._live:
-            size = -(-storage.nbytes() // self._rounding) * self._rounding
-            number = self.ledger.made(size, kind())
+            number = self.ledger.made(self._rounded(storage.nbytes()), kind())
             self._live[key] = number, weakref.ref(storage, functools.partial(self._freed, key, number))
         return self._live[key][0]
 
@@ -121,8 +134,11 @@ class Watch(TorchDispatchMode):
         output = func(*args, **kwargs)
         made = (output,) if isinstance(output, torch.Tensor) else tree_leaves(output)
         for tensor in made:
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and self._device in (None, tensor.device.type):
                 self._count(tensor, functools.partial(self._kind, (args, kwargs), tensor))
+        if (scratch := self._scratch.get(func.name())) is not None:
+            for number in [self.ledger.made(self._rounded(size), ACTIVATIONS) for size in scratch(*args, **kwargs)]:
+                self.ledger.freed(number)
         return output
 
 
@@ -147,11 +163,14 @@ def held_tensors(tree: ModelTree) -> Iterator[tuple[torch.Tensor, str, nn.Module
             yield value, STATISTICS, node.module
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """The tensors of an optimizer's state."""
-    for value in tree_leaves(list(optimizer.state.values())):
-        if isinstance(value, torch.Tensor):
-            yield value
+def optimizer_tensors(optimizer: torch.optim.Optimizer, on_cuda: bool = False) -> Iterator[torch.Tensor]:
+    """The tensors of an optimizer's state on its device; torch counts steps on the host, unless it is fused."""
+    for group in optimizer.param_groups:
+        on_host = on_cuda and not (group.get("fused") or group.get("capturable"))
+        for state in (optimizer.state[parameter] for parameter in group["params"] if parameter in optimizer.state):
+            for value in tree_leaves([value for name, value in state.items() if not (on_host and name == "step")]):
+                if isinstance(value, torch.Tensor) and not (on_cuda and is_managed(optimizer, value)):
+                    yield value
 
 
 class StepTracker:
@@ -160,8 +179,9 @@ class StepTracker:
     Each storage counts once, from when an operation made it until it is freed; parameters, buffers, quantization
     statistics, the optimizer's state and the inputs count from the start. What an operation allocates inside itself and
     frees before it returns is not seen, with one exception: the weight that a 4-bit layer dequantizes, also where the
-    layer's forward is one operation. ``kbitwrap.predict_step`` predicts the same figures; a step after the first one
-    is what it predicts.
+    layer's forward is one operation. On CUDA only what lies there counts, rounded up to the allocator's 512 bytes, with
+    what attention's operations are known to make inside. ``kbitwrap.predict_step`` predicts the same figures; a step
+    after the first one is what it predicts.
 
     Args:
         model: The model, prepared or not, with adapters or without.
@@ -202,8 +222,10 @@ class StepTracker:
         self.static_bytes = 0
 
     def __enter__(self) -> StepTracker:
-        watch = self._watch = Watch(vocabulary_size(self._model))
-        hold_all(watch, tree_of(self._model), self._optimizer, self._inputs)
+        on_cuda = any(parameter.is_cuda for parameter in self._model.parameters())
+        device = (ALLOCATION_BYTES, SCRATCH, "cuda") if on_cuda else ()
+        watch = self._watch = Watch(vocabulary_size(self._model), *device)
+        hold_all(watch, tree_of(self._model), self._optimizer, self._inputs, on_cuda)
         self.static_bytes = watch.ledger.held().total()
         self._hooks = []
         if self._optimizer is not None:
@@ -243,11 +265,13 @@ class StepTracker:
         return dict(self._found().by_kind)
 
 
-def hold_all(watch: Watch, tree: ModelTree, optimizer: torch.optim.Optimizer | None, inputs: Any) -> None:
+def hold_all(
+    watch: Watch, tree: ModelTree, optimizer: torch.optim.Optimizer | None, inputs: Any, on_cuda: bool = False
+) -> None:
     """Count what is there before a step."""
     for tensor, kind, _ in held_tensors(tree):
         watch.hold(tensor, kind)
-    for tensor in () if optimizer is None else optimizer_tensors(optimizer):
+    for tensor in () if optimizer is None else optimizer_tensors(optimizer, on_cuda):
         watch.hold(tensor, OPTIMIZER)
     for tensor in tree_leaves(dict(inputs) if isinstance(inputs, Mapping) else inputs):
         if isinstance(tensor, torch.Tensor):

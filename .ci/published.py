@@ -1,0 +1,243 @@
+"""Predicts the published memory of training steps, and writes prediction and measurement side by side.
+
+    python .ci/published.py [WORD ...]
+
+The measurements are those of published.csv, in this folder, by others; WORD picks the rows that have it in their
+source, model or settings. Models are built from their published shapes: nothing is downloaded. The result is the data
+of docs/benchmarks/published.json and a table, of all rows.
+
+A prediction follows the libraries that are installed. Where a run's version of transformers computed the loss
+otherwise, the row says so in its column `code`, and the same is written out here: in 4.39 to 4.45 the logits became
+float32 at once, and were copied without their last position; in 4.48 the loss did both, with the logits still there;
+4.39 kept tables of rotary positions in every layer. Up to 4.45, Mistral's flash attention repeated keys and values for
+all heads (`flash-expanded`). `keeps-output` are scripts that hold the model's output, and so its logits, to the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import (
+    BitsAndBytesConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+)
+
+from kbitwrap import StepMemory, predict_step
+from kbitwrap.model.pretrained import meta_model
+
+HERE = Path(__file__).parent
+RESULT = HERE.parent / "docs" / "benchmarks" / "published.json"
+SOURCES = {
+    "fitcheck": "https://github.com/Anassbzdd/fitcheck/tree/main/data/measurements",
+    "fms-acceleration": "https://github.com/foundation-model-stack/fms-acceleration/tree/main/scripts/benchmarks/refs",
+}
+
+
+def _shapes(
+    hidden: int, inner: int, layers: int, heads: int, groups: int, vocabulary: int, tied: bool
+) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": tied,
+    }
+
+
+def _config(cls: type[PretrainedConfig], *shapes: Any, **others: Any) -> PretrainedConfig:
+    name = cls.__name__.replace("Config", "ForCausalLM")
+    return cls(**_shapes(*shapes), architectures=[name], **others)
+
+
+# The trainer of fms-acceleration added a padding token: 32001 rows. Its flash attention takes the window, whole here.
+MODELS: dict[str, PretrainedConfig] = {
+    "Mistral-7B-v0.1": _config(
+        MistralConfig, 4096, 14336, 32, 32, 8, 32001, False, sliding_window=None, max_position_embeddings=32768
+    ),
+    "Llama-2-70b": _config(LlamaConfig, 8192, 28672, 80, 64, 8, 32001, False),
+    "PowerLM-3b": _config(GraniteConfig, 2304, 9216, 40, 36, 36, 49152, True),
+    "Qwen2.5-1.5B-Instruct": _config(Qwen2Config, 1536, 8960, 28, 12, 2, 151936, True),
+    "Qwen2.5-Coder-1.5B-Instruct": _config(Qwen2Config, 1536, 8960, 28, 12, 2, 151936, True),
+    "Qwen2.5-7B-Instruct": _config(Qwen2Config, 3584, 18944, 28, 28, 4, 152064, False),
+    "SmolLM2-135M": _config(LlamaConfig, 576, 1536, 30, 9, 3, 49152, True),
+    "SmolLM2-360M": _config(LlamaConfig, 960, 2560, 32, 15, 5, 49152, True),
+    "SmolLM2-1.7B": _config(LlamaConfig, 2048, 8192, 24, 32, 32, 49152, True),
+    "TinyLlama-1.1B-Chat-v1.0": _config(LlamaConfig, 2048, 5632, 22, 32, 4, 32000, False),
+    "Mistral-7B-Instruct-v0.3": _config(MistralConfig, 4096, 14336, 32, 32, 8, 32768, False, sliding_window=None),
+    "deepseek-coder-1.3b-instruct": _config(LlamaConfig, 2048, 5504, 24, 16, 16, 32256, False),
+    "Llama-3.2-1B-Instruct": _config(LlamaConfig, 2048, 8192, 16, 32, 8, 128256, True),
+    "Llama-3.2-3B-Instruct": _config(LlamaConfig, 3072, 8192, 28, 24, 8, 128256, True),
+}
+_held: dict[str, torch.Tensor] = {}
+
+
+def _shifted_loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_: Any) -> torch.Tensor:
+    logits = logits.float()
+    shifted = logits[..., :-1, :].contiguous()
+    wanted = labels[..., 1:].contiguous().view(-1)
+    return F.cross_entropy(shifted.view(-1, vocab_size), wanted)
+
+
+def _as_float(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output.float()
+
+
+def _keep_rotary_tables(model: Any) -> None:
+    """Tables of cosines and sines in every layer, for all positions that the config allows."""
+    shape = (model.config.max_position_embeddings, model.config.hidden_size // model.config.num_attention_heads)
+    for layer in model.model.layers:
+        for name in ("cos_cached", "sin_cached"):
+            layer.register_buffer(name, torch.empty(shape, dtype=model.dtype, device="meta"), persistent=False)
+
+
+def _hold(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    _held["logits"] = output
+
+
+def _let_go(module: nn.Module, args: Any) -> None:
+    _held.clear()
+
+
+def _model(row: dict[str, str]) -> nn.Module:
+    config = MODELS[row["model"]]
+    config._attn_implementation = "eager" if row["attention"] == "eager" else "sdpa"
+    dtype = getattr(torch, row["dtype"])
+    nf4 = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_use_double_quant=row["base"] == "nf4-double",
+    )
+    model: Any = meta_model(config, None if row["base"] == "half" else nf4, dtype)
+    if row["code"] in ("4.39", "4.45", "4.48"):
+        model.loss_function = _shifted_loss
+    if row["code"] == "4.39":
+        _keep_rotary_tables(model)
+    if row["code"] in ("4.39", "4.45"):
+        model.get_output_embeddings().register_forward_hook(_as_float)
+    if row["code"] == "keeps-output":
+        model.get_output_embeddings().register_forward_hook(_hold)
+        model.get_input_embeddings().register_forward_pre_hook(_let_go)
+    return model  # type: ignore[no-any-return]
+
+
+def _expanded(attention: Any) -> Any:
+    """Attention with keys and values repeated for all heads: by fitcheck's script, and Mistral's code up to 4.47."""
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if (groups := query.size(-3) // key.size(-3)) > 1:
+            key, value = key.repeat_interleave(groups, dim=-3), value.repeat_interleave(groups, dim=-3)
+            kwargs.pop("enable_gqa", None)
+        return attention(query, key, value, *args, **kwargs)  # type: ignore[no-any-return]
+
+    return attend
+
+
+@contextlib.contextmanager
+def _attention(kind: str) -> Iterator[None]:
+    if kind not in ("efficient", "flash-expanded"):
+        yield
+        return
+    kernel = SDPBackend.EFFICIENT_ATTENTION if kind == "efficient" else SDPBackend.FLASH_ATTENTION
+    functional: Any = torch.nn.functional
+    original = functional.scaled_dot_product_attention
+    functional.scaled_dot_product_attention = _expanded(original)
+    try:
+        with sdpa_kernel(kernel):
+            yield
+    finally:
+        functional.scaled_dot_product_attention = original
+
+
+def predict(row: dict[str, str]) -> StepMemory:
+    """The prediction for one row."""
+    model, way = _model(row), row["way"]
+    lora = peft.LoraConfig(
+        r=int(row["rank"]),
+        lora_dropout=float(row["dropout"]),
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        task_type="CAUSAL_LM",
+    )
+    reentrant = {"use_reentrant": row["source"].startswith("fms")}
+    if way == "norms-stored":  # PEFT's function, after which TRL casts embeddings and head back
+        tables = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[operator]
+        with torch.device("meta"):
+            model = peft.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs=reentrant)
+            for table in tables:
+                table.to(getattr(torch, row["dtype"]))
+        way = "none"
+    if row["base"] == "half":
+        model.gradient_checkpointing_enable(reentrant)  # type: ignore[operator]
+        model.enable_input_require_grads()  # type: ignore[operator]
+    with _attention(row["attention"]):
+        return predict_step(
+            model,
+            precision=way,
+            batch_size=int(row["batch"]),
+            seq_len=int(row["seq"]),
+            lora=lora,
+            autocast=row["autocast"] or None,
+            exact=True,
+            gradient_checkpointing_kwargs=reentrant,
+        )
+
+
+FIGURES = ("forward_bytes", "backward_bytes", "optimizer_bytes", "peak_bytes")
+
+
+def compared(row: dict[str, str]) -> dict[str, Any]:
+    """One row with its prediction, and the errors in percent."""
+    start = time.perf_counter()
+    step = predict(row)
+    _held.clear()
+    measured = {name: int(row[name]) for name in ("static_bytes", *FIGURES) if row[name]}
+    predicted = {name: getattr(step, name) for name in ("static_bytes", *FIGURES)}
+    if row["source"].startswith("fitcheck"):  # read before the optimizer has a state, and a batch
+        predicted["static_bytes"] -= sum(step.static_by_kind.get(kind, 0) for kind in ("optimizer", "inputs"))
+    errors = {name: round(100 * (predicted[name] / value - 1), 2) for name, value in measured.items()}
+    settings = {key: value for key, value in row.items() if key not in measured and value}
+    seconds = round(time.perf_counter() - start, 1)
+    return settings | {"measured": measured, "predicted": predicted, "error_percent": errors, "seconds": seconds}
+
+
+def main() -> None:
+    """Predict the rows asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("words", nargs="*")
+    words = parser.parse_args().words
+    with open(HERE / "published.csv", newline="") as file:
+        given = list(csv.DictReader(file))
+    rows = [row for row in given if all(any(word in cell for cell in row.values()) for word in words)]
+    results = []
+    for row in rows:
+        found = compared(row)
+        results.append(found)
+        print(*(row[key] for key in ("source", "model", "base", "way", "attention", "batch", "seq")), end=" ")
+        print(found["error_percent"], f"{found['seconds']} s", flush=True)
+    if not words:
+        versions = {module.__name__: module.__version__ for module in (torch, transformers, peft)}
+        RESULT.write_text(json.dumps({"versions": versions, "sources": SOURCES, "rows": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""What CUDA does otherwise than a CPU, where it changes what a step holds: for fake tensors, which stand on a CPU.
+
+Each rule names the source in PyTorch (``aten/src/ATen``) that it follows. Left out, as less than a thousandth of a
+step: the dtype of a layer norm's saved statistics, the indices that an embedding's backward sorts, and the split sums
+of flash attention for very few queries. What cannot be known, such as the workspaces of cuBLAS, is in `unknown`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.backends.cuda import flash_sdp_enabled, math_sdp_enabled, mem_efficient_sdp_enabled
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from ..errors import UnsupportedModelError
+from . import quantization
+
+ALLOCATION_BYTES = 512
+"""What the caching allocator rounds each request up to: ``kMinBlockSize`` of c10/cuda/CUDACachingAllocator.cpp."""
+
+LARGE_BYTES = 1 << 20
+"""A block from which less than this is left over is not split, if it is larger: ``should_split``, ``kSmallSize``."""
+
+_aten = torch.ops.aten
+_ATTENTION, _DROPOUT = F.scaled_dot_product_attention, F.dropout  # as they are, whatever others put in their place
+_HALF = (torch.float16, torch.bfloat16)
+
+# The lists of ATen/autocast_mode.h for CUDA; for a CPU they are shorter. `promote` changes no dtype that lives long.
+_FLOAT32 = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus layer_norm
+    native_layer_norm rms_norm group_norm cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss
+    hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
+    multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss cross_entropy
+    binary_cross_entropy_with_logits dist cdist renorm logsumexp interpolate __pow__ __rpow__
+"""
+_FLOAT32_RESULT = "prod softmax log_softmax cumprod cumsum sum norm"
+
+
+def _named(names: str) -> set[Any]:
+    spaces = (torch, torch.Tensor, F)
+    return {getattr(space, name) for name in names.split() for space in spaces if hasattr(space, name)}
+
+
+_IN_FLOAT32, _TO_FLOAT32 = _named(_FLOAT32), _named(_FLOAT32_RESULT)
+_SOFTMAX = dict.fromkeys(_named("softmax"), _aten._softmax)
+_SOFTMAX |= dict.fromkeys(_named("log_softmax"), _aten._log_softmax)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    is_lower = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
+    return value.to(dtype) if is_lower else value
+
+
+class CudaFunctions(TorchFunctionMode):
+    """Runs the functions of torch that CUDA computes by other operations, by those; each with its own backward."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one function."""
+        kwargs = kwargs or {}
+        if torch.is_autocast_enabled("cpu"):
+            args, kwargs = _autocast(func, args, kwargs)
+        if func is _ATTENTION:
+            return attention(*args, **kwargs)
+        if func is _DROPOUT:
+            return _dropout(*args, **kwargs)
+        if func in _SOFTMAX:
+            return _softmax(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _autocast(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Autocast's policies for CUDA, where those for a CPU leave a function alone: fp32 and fp32_set_opt_dtype."""
+    if func in _IN_FLOAT32:
+        cast = torch.float32
+        return tuple(_cast(value, cast) for value in args), {key: _cast(value, cast) for key, value in kwargs.items()}
+    if func in _TO_FLOAT32 and kwargs.get("dtype") is None:
+        given = args[0] if args else kwargs.get("input")
+        if isinstance(given, torch.Tensor) and given.dtype in _HALF:
+            kwargs = {**kwargs, "dtype": torch.float32}
+    return args, kwargs
+
+
+def _softmax(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """A float32 softmax of float16 is one operation, without a copy of its input: native/SoftMax.cpp, ``softmax``.
+
+    bfloat16 is copied to float32 first, as on a CPU.
+    """
+    names = ["input", "dim", "dtype"]
+    if func in (F.softmax, F.log_softmax):
+        names.insert(2, "_stacklevel")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    value, dim = given.get("input"), given.get("dim")
+    if given.get("dtype") != torch.float32 or dim is None or value is None or value.dtype != torch.float16:
+        return func(*args, **kwargs)  # type: ignore[no-any-return]
+    return _SOFTMAX[func](value, dim, True)  # type: ignore[no-any-return]
+
+
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """Dropout keeps a mask of one byte an element: native/Dropout.cpp, ``is_fused_kernel_acceptable``."""
+    if training and 0 < p < 1 and input.numel() and not inplace:
+        return _aten.native_dropout(input, p, True)[0]  # type: ignore[no-any-return]
+    return _DROPOUT(input, p, training, inplace)
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """The kernel that CUDA chooses, with what it keeps: flash, else memory-efficient, else plain products.
+
+    The order and the conditions are those of native/transformers/cuda/sdp_utils.cpp for compute capability 8.0 and up,
+    with the switches of ``torch.nn.attention.sdpa_kernel``. cuDNN's kernel, which newer devices take first, keeps
+    what flash keeps.
+    """
+    if torch.is_autocast_enabled("cpu"):
+        lower = torch.get_autocast_dtype("cpu")
+        query, key, value = (_cast(tensor, lower) for tensor in (query, key, value))
+        attn_mask = attn_mask if attn_mask is None else _cast(attn_mask, lower)
+    size, is_dense = query.shape[-1], query.ndim == key.ndim == value.ndim == 4
+    same_size = query.shape[-1] == key.shape[-1] == value.shape[-1]
+    ungrouped = is_dense and query.shape[1] == key.shape[1] == value.shape[1]
+    square = query.shape[-2] == key.shape[-2] or not is_causal
+    flash = flash_sdp_enabled() and attn_mask is None and query.dtype in _HALF and same_size and size <= 256 and square
+    if flash and is_dense and (ungrouped or enable_gqa):
+        # native/transformers/attention.cpp, `pad_last_dim`: heads are padded to a multiple of 8.
+        padded = [F.pad(tensor, (0, -size % 8)) if size % 8 else tensor for tensor in (query, key, value)]
+        scale = size**-0.5 if scale is None else scale
+        found = _aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[0]
+        return found[..., :size] if size % 8 else found  # type: ignore[no-any-return]
+    aligned = all(tensor.shape[-1] % (16 // tensor.element_size()) == 0 for tensor in (query, value))
+    efficient = mem_efficient_sdp_enabled() and query.dtype in (*_HALF, torch.float32) and ungrouped and aligned
+    if efficient:
+        keeps = query.requires_grad or key.requires_grad or value.requires_grad
+        bias = attn_mask if attn_mask is None else _bias(attn_mask, query, key)
+        return _aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
+            query, key, value, bias, keeps and torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+        )[0]
+    if not math_sdp_enabled():
+        raise UnsupportedModelError("no kernel of attention that is switched on takes these tensors on CUDA")
+    return _aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
+
+
+def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """A mask as the memory-efficient kernel takes it: of the query's dtype, its rows at multiples of 8 elements.
+
+    native/transformers/attention.cpp, ``convert_boolean_attn_mask`` and ``preprocess_mask``.
+    """
+    if mask.dtype == torch.bool:
+        mask = torch.where(mask.logical_not(), float("-inf"), torch.zeros((), dtype=query.dtype))
+    if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
+        width = mask.shape[-1]
+        mask = F.pad(mask, (0, 8 - width % 8))[..., :width]
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _copied_bytes(tensor: torch.Tensor) -> int:
+    """The bytes of what a kernel copies first: a tensor whose rows by token are not in order."""
+    is_in_order = tensor.transpose(1, 2).is_contiguous()
+    return 0 if is_in_order else tensor.numel() * tensor.element_size()
+
+
+def flash_backward_bytes(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    *_: Any,
+    **__: Any,
+) -> list[int]:
+    """What flash attention's backward holds beside its results: ``mha_bwd`` of cuda/flash_attn/flash_api.cpp.
+
+    The float32 sum of the query's gradient and its row sums, for 128 queries at a time, heads rounded to 32 (64 above
+    128); and where heads are grouped, the gradients of key and value for all heads.
+    """
+    batch, heads, length, size = query.shape
+    rows, rounded = _up(length, 128), _up(size, 32 if size <= 128 else 64)
+    held = [batch * heads * rows * 4, batch * heads * rows * rounded * 4, _copied_bytes(grad), _copied_bytes(out)]
+    if key.shape[1] != heads:
+        held += [batch * heads * key.shape[2] * size * key.element_size()] * 2
+    return held
+
+
+def efficient_forward_bytes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> list[int]:
+    """Heads above 128 are summed up in float32: ``kNeedsOutputAccumulatorBuffer`` of kernel_forward.h."""
+    wide = value.shape[-1] > 128 and value.dtype in _HALF
+    return [query.shape[0] * query.shape[1] * query.shape[2] * value.shape[-1] * 4] if wide else []
+
+
+def efficient_backward_bytes(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any
+) -> list[int]:
+    """What the memory-efficient backward holds beside its results: ``_efficient_attention_backward``.
+
+    Row sums, and ``workspace_size`` of mem_eff_attention/kernel_backward.h: the query's gradient in float32, in tiles
+    of 64 by 64 with 16 bytes each. A float32 product of output and gradient comes before, and is not more.
+    """
+    batch, heads, length, size = query.shape
+    tiles = -(-length // 64) * -(-size // 64)
+    return [batch * heads * length * 4, batch * heads * tiles * (64 * 64 * 4 + 16), _copied_bytes(grad)]
+
+
+def softmax_backward_bytes(grad: torch.Tensor, output: torch.Tensor, *_: Any, **__: Any) -> list[int]:
+    """The product of gradient and output: ``softmax_backward_cuda_out`` of native/cuda/SoftMax.cu."""
+    return [grad.numel() * max(grad.element_size(), output.element_size())]
+
+
+SCRATCH: Mapping[str, Callable[..., list[int]]] = {
+    **quantization.SCRATCH,
+    "aten::_scaled_dot_product_flash_attention_backward": flash_backward_bytes,
+    "aten::_scaled_dot_product_efficient_attention": efficient_forward_bytes,
+    "aten::_scaled_dot_product_efficient_attention_backward": efficient_backward_bytes,
+    "aten::_softmax_backward_data": softmax_backward_bytes,
+}
+"""The allocations that operations make inside themselves and free before they return, in bytes."""

@@ -1,0 +1,74 @@
+"""What a CUDA device's allocator may count beside a prediction, and cannot be known before: as ranges, with reasons."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ..config import format_bytes
+from ..model.quantization import is_quantized_parameter
+from .cuda import LARGE_BYTES
+from .ledger import DEQUANTIZED, FORWARD
+
+if TYPE_CHECKING:
+    from .blocks import Blocks, Part
+    from .trace import Step
+
+# Of cuBLAS, for each thread that multiplies, ATen/cuda/CublasHandlePool.cpp: ":4096:2:16:8", and from Hopper on 32 MiB.
+WORKSPACE_BYTES = (2 * 4096 * 1024 + 8 * 16 * 1024, 32 << 20)
+THREADS = 2  # the caller's, and that of autograd
+FUSED_TOKENS = 1536  # bitsandbytes/backends/cuda/ops.py, `_gemm_4bit_custom_max_m`
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """The least and the most bytes that something adds to the measured peak, and what it is."""
+
+    what: str
+    least_bytes: int
+    most_bytes: int
+
+    def __str__(self) -> str:
+        return f"{format_bytes(self.least_bytes)} to {format_bytes(self.most_bytes)}: {self.what}"
+
+
+def unknowns(step: Step, tokens: int, sampled: int, *, has_int8: bool) -> tuple[Unknown, ...]:
+    """The unknown parts of a step's peak on CUDA; ``sampled`` are the bytes of the samples that a preparation keeps."""
+    least, most = (THREADS * size for size in WORKSPACE_BYTES)
+    blocks, peaks = step.most_blocks, step.peaks
+    found = [
+        Unknown("workspaces of cuBLAS for two threads, the larger ones from compute capability 9.0", least, most),
+        Unknown(
+            f"{blocks} blocks of 1 MiB and more, each up to 1 MiB longer than what it holds", 0, blocks * LARGE_BYTES
+        ),
+    ]
+    dequantized = peaks.by_kind.get(DEQUANTIZED, 0) if peaks.phases.get(FORWARD) == peaks.peak_bytes else 0
+    if dequantized and tokens <= FUSED_TOKENS:
+        what = f"weights dequantized in the forward pass, which a fused kernel may spare up to {FUSED_TOKENS} tokens"
+        found.append(Unknown(what, -dequantized, 0))
+    if sampled:
+        found.append(Unknown("samples of parameters, by which kbitwrap tells what training changed", 0, 2 * sampled))
+    if has_int8:
+        found.append(Unknown("columns of outliers in 8-bit layers: none are assumed, and no bound is known", 0, 0))
+    return tuple(found)
+
+
+def sampled_bytes(model: nn.Module, blocks: Blocks) -> int:
+    """The bytes of a sample of every parameter that was there before the adapters, at most."""
+    by_part: defaultdict[Part | None, int] = defaultdict(int)
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and not parameter.requires_grad:
+                by_part[blocks.owner(module)] += _sampled_bytes(parameter)
+    return sum(blocks.whole(dict(by_part)))
+
+
+def _sampled_bytes(parameter: Any) -> int:
+    """At most 4096 elements of a parameter, and 512 of an 8-bit one; a 4-bit one is told by its statistics."""
+    if getattr(parameter, "quant_state", None) is not None:
+        return 0
+    most = 512 if is_quantized_parameter(parameter) or not parameter.is_floating_point() else 4096
+    return int(min(parameter.numel(), most)) * int(parameter.element_size())
