@@ -74,8 +74,8 @@ class StepMemory:
 
     @property
     def optimizer_bytes(self) -> int:
-        """The most bytes held in the optimizer's step."""
-        return self.phases["optimizer"]
+        """The most bytes held in the optimizer's step; 0 without an optimizer."""
+        return self.phases.get("optimizer", 0)
 
     @property
     def peak_bytes(self) -> int:

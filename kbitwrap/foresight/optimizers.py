@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
+from .ledger import GRADIENTS, OPTIMIZER, OPTIMIZER_STEP, Ledger, Run
 from .quantization import eight_bit_optimizer
+from .tracker import optimizer_tensors, watch_for
 
 _NAMES = ("adamw_torch", "adamw_torch_fused", "sgd", "adafactor")
 # By library: the bits of the state, and whether it lies in managed memory, which the device's allocator does not count.
@@ -33,6 +36,48 @@ def _made(name: str, parameters: Sequence[nn.Parameter], kernels: str) -> torch.
     options: dict[str, Any] = {"fused": True} if name.endswith("fused") else {"foreach": kernels == "cuda"}
     cls: Any = torch.optim.SGD if name == "sgd" else torch.optim.AdamW
     return cls(parameters, lr=1e-4, **options)  # type: ignore[no-any-return]
+
+
+Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
+"""The shapes and dtypes of parameters."""
+
+
+class OptimizerSteps:
+    """The steps of an optimizer, by what it trains. What was run once is known.
+
+    The optimizer is one of the names, a function of the parameters, or ``None`` for no step and no state.
+    """
+
+    def __init__(self, optimizer: Any, kernels: str) -> None:
+        self._optimizer, self._kernels = optimizer, kernels
+        self._known: dict[Shapes, tuple[Ledger, list[Run]]] = {}
+
+    def __call__(self, fakes: Any, shapes: Shapes) -> tuple[Ledger, list[Run]]:
+        """The state that is kept on the device, and the runs of a step; ``fakes`` is the mode of fake tensors."""
+        if shapes not in self._known:
+            self._known[shapes] = (Ledger(), []) if self._optimizer is None else self._run(fakes, shapes)
+        return self._known[shapes]
+
+    def _run(self, fakes: Any, shapes: Shapes) -> tuple[Ledger, list[Run]]:
+        """Run the first step, which makes the state, and then does what every step does."""
+        with fakes:
+            trained = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in shapes]
+            made = make_optimizer(self._optimizer, trained, self._kernels)
+            watch, kept = watch_for(self._kernels), watch_for(self._kernels)
+            for parameter in trained:
+                parameter.grad = torch.empty_like(parameter)
+                watch.hold(parameter, GRADIENTS)
+                watch.hold(parameter.grad, GRADIENTS)
+            watch.enter(OPTIMIZER_STEP)
+            with watch:
+                made.step()
+        first = watch.ledger.runs()[0]
+        for tensor in optimizer_tensors(made, self._kernels == "cuda"):
+            kept.hold(tensor, OPTIMIZER)
+        state = Counter({OPTIMIZER: sum(watch.size(tensor) for tensor in optimizer_tensors(made))})
+        rise = Counter(first.at_peak)
+        rise.subtract(state)
+        return kept.close(), [Run(first.mark, first.net - state, rise)]
 
 
 def make_optimizer(

@@ -18,7 +18,7 @@ from .budget import largest
 from .fakes import FakeModel
 from .ledger import KINDS
 from .memory import StepMemory
-from .optimizers import make_optimizer
+from .optimizers import OptimizerSteps
 from .quantization import follow_cuda, unlogged
 from .subject import PEFT, Subject
 from .trace import Step, trace
@@ -60,7 +60,8 @@ def predict_step(
             layer.
         quantization_config: As for ``from_pretrained``; ``None`` for the config's own.
         dtype: The dtype to load in; ``None`` for the config's.
-        optimizer: A name of ``TrainingArguments.optim``, or a function that makes an optimizer of the parameters.
+        optimizer: A name of ``TrainingArguments.optim``, a function that makes an optimizer of the parameters, or
+            ``None`` for a step that ends with the backward pass.
         autocast: The dtype of autocast in the forward pass, as of ``TrainingArguments(bf16=True)``; ``None`` for none.
         kernels: ``"cuda"`` to follow the operations of a CUDA device, ``"cpu"`` those of a CPU.
         exact: Run every block, and not a few of each kind whose memory the others repeat.
@@ -144,7 +145,7 @@ class StepPredictor:
         )
         self.precision = PEFT if precision == PEFT else Precision(precision).value
         self._inputs, self._kernels, self._exact = inputs, kernels, exact
-        self._optimizer = functools.partial(make_optimizer, optimizer, kernels=kernels)
+        self._optimizer = OptimizerSteps(optimizer, kernels)
         self._autocast = None if autocast is None else parse_dtype(autocast, is_floating=True)
         self._made: tuple[Subject, FakeModel, Blocks] | None = None
 

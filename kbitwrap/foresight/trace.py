@@ -5,20 +5,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..errors import ConfigError
 from ..model.tree import ModelTree
 from . import cuda
 from .blocks import Blocks, Part, add_up
 from .fakes import FakeModel, HostIntegers
-from .ledger import GRADIENTS, INPUTS, OPTIMIZER, OPTIMIZER_STEP, Ledger, Peaks, Run
-from .tracker import Watch, held_tensors, hold_all, optimizer_tensors, vocabulary_size
+from .ledger import INPUTS, Ledger, Peaks, Run
+from .optimizers import OptimizerSteps, Shapes
+from .tracker import Watch, held_tensors, hold_all, vocabulary_size, watch_for
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Step:
 def trace(
     fakes: FakeModel,
     blocks: Blocks,
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    optimizer: OptimizerSteps,
     inputs: Mapping[str, torch.Tensor],
     autocast: torch.dtype | None,
     kernels: str = "cpu",
@@ -56,7 +56,7 @@ def trace(
     def run() -> Ledger:
         for parameter in model.parameters():
             parameter.grad = None
-        watch = _watch(on_cuda, vocabulary_size(model))
+        watch = watch_for(kernels, vocabulary_size(model))
         hold_all(watch, ModelTree(model), None, inputs)
         hooks = blocks.announce(watch)
         watch.follow_phase()
@@ -75,19 +75,15 @@ def trace(
         if blocks.is_cut and not blocks.is_tried:
             ledger = blocks.expect_repeated(ledger, run)
         runs = blocks.whole_step(ledger)
-        watch = _watch(on_cuda)
+        watch = watch_for(kernels)
         numbers = _held(ModelTree(model), blocks, watch)
         held, num_held = (
             add_up(blocks.whole(_by_kind(numbers, one))) for one in (watch.ledger, _counted(watch.ledger))
         )
         held[INPUTS] = ledger.held()[INPUTS]
         during = Peaks.of(num_held, blocks.whole_step(_counted(ledger))).peak_bytes
-    state, last = _optimizer_step(fakes, _trained(fakes, blocks), optimizer, on_cuda)
-    return Step(held + state.held(), [*runs, last], during + _counted(state).held().total())
-
-
-def _watch(on_cuda: bool, vocabulary_size: int = 0) -> Watch:
-    return Watch(vocabulary_size, cuda.ALLOCATION_BYTES, cuda.SCRATCH) if on_cuda else Watch(vocabulary_size)
+    state, last = optimizer(fakes.mode, _trained(fakes, blocks))
+    return Step(held + state.held(), [*runs, *last], during + _counted(state).held().total())
 
 
 def _counted(ledger: Ledger) -> Ledger:
@@ -127,46 +123,12 @@ def _by_kind(owners: Mapping[int, Part | None], ledger: Ledger) -> dict[Part | N
     return dict(by_part)
 
 
-def _trained(fakes: FakeModel, blocks: Blocks) -> list[nn.Parameter]:
-    """Parameters like those of the whole model that have got gradients, which the model's own then lose."""
-    by_part: defaultdict[Part | None, list[nn.Parameter]] = defaultdict(list)
-    seen: set[int] = set()
+def _trained(fakes: FakeModel, blocks: Blocks) -> Shapes:
+    """The shapes and dtypes of the whole model's parameters that have got gradients; the gradients are gone then."""
+    by_part: defaultdict[Part | None, list[tuple[torch.Size, torch.dtype]]] = defaultdict(list)
     for module in fakes.model.modules():
         for parameter in module._parameters.values():
-            if parameter is not None and parameter.grad is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
-                by_part[blocks.owner(module)].append(parameter)
-    with fakes.mode:
-        made = [nn.Parameter(torch.empty_like(p)) for found in blocks.whole(dict(by_part)) for p in found]
-    for parameter in fakes.model.parameters():
-        parameter.grad = None
-    return made
-
-
-def _optimizer_step(
-    fakes: FakeModel,
-    trained: list[nn.Parameter],
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-    on_cuda: bool,
-) -> tuple[Ledger, Run]:
-    """The state that an optimizer keeps on the device, and what each step takes beside it.
-
-    Its first step makes the state, and then does what every step does.
-    """
-    with fakes.mode:
-        made = optimizer(trained)
-        watch, kept = _watch(on_cuda), _watch(on_cuda)
-        for parameter in trained:
-            parameter.grad = torch.empty_like(parameter)
-            watch.hold(parameter, GRADIENTS)
-            watch.hold(parameter.grad, GRADIENTS)
-        watch.enter(OPTIMIZER_STEP)
-        with watch:
-            made.step()
-    first = watch.ledger.runs()[0]
-    for tensor in optimizer_tensors(made, on_cuda):
-        kept.hold(tensor, OPTIMIZER)
-    state = Counter({OPTIMIZER: sum(watch.size(tensor) for tensor in optimizer_tensors(made))})
-    rise = Counter(first.at_peak)
-    rise.subtract(state)
-    return kept.close(), Run(first.mark, first.net - state, rise)
+            if parameter is not None and parameter.grad is not None:
+                parameter.grad = None
+                by_part[blocks.owner(module)].append((parameter.shape, parameter.dtype))
+    return tuple(shape for found in blocks.whole(dict(by_part)) for shape in found)

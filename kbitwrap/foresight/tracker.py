@@ -142,6 +142,11 @@ class Watch(TorchDispatchMode):
         return output
 
 
+def watch_for(kernels: str, vocabulary_size: int = 0) -> Watch:
+    """A watch that counts as a device's allocator does."""
+    return Watch(vocabulary_size, *((ALLOCATION_BYTES, SCRATCH) if kernels == "cuda" else ()))
+
+
 @functools.cache
 def _has_own_operations(cls: type) -> bool:
     """Whether tensors of a class take operations apart themselves: those of torch and fake ones do not."""

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import BitsAndBytesConfig, LlamaConfig
 
 from kbitwrap import predict_step
-from kbitwrap.foresight import cuda
+from kbitwrap.foresight import cuda, tracker
 from kbitwrap.foresight.ledger import Ledger
 from kbitwrap.foresight.tracker import Watch
 
@@ -216,8 +216,8 @@ def test_large_paged_states_are_not_of_the_devices_allocator() -> None:
 
 
 def test_where_cuda_computes_as_a_cpu_the_rules_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "ALLOCATION_BYTES", 1)
-    monkeypatch.setattr(cuda, "SCRATCH", {})
+    monkeypatch.setattr(tracker, "ALLOCATION_BYTES", 1)
+    monkeypatch.setattr(tracker, "SCRATCH", {})
     config = LlamaConfig(**(CONFIG.to_dict() | {"dtype": "float32"}), attn_implementation="eager")
     nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
     steps = [
