@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,8 @@ from .ledger import GRADIENTS, OPTIMIZER, OPTIMIZER_STEP, Ledger, Run
 from .quantization import eight_bit_optimizer
 from .tracker import optimizer_tensors, watch_for
 
-_NAMES = ("adamw_torch", "adamw_torch_fused", "sgd", "adafactor")
+_PLAIN = ("adamw_torch", "sgd")
+_NAMES = (*_PLAIN, "adamw_torch_fused", "adafactor")
 # By library: the bits of the state, and whether it lies in managed memory, which the device's allocator does not count.
 _OF_LIBRARY: dict[str, tuple[int, bool]] = {
     "adamw_bnb_8bit": (8, False),
@@ -60,8 +62,11 @@ class OptimizerSteps:
 
     def _run(self, fakes: Any, shapes: Shapes) -> tuple[Ledger, list[Run]]:
         """Run the first step, which makes the state, and then does what every step does."""
-        with fakes:
-            trained = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in shapes]
+        # torch's own loops over parameters compute on the meta device too, and much faster than with fake tensors.
+        is_plain = self._optimizer in _PLAIN
+        with contextlib.nullcontext() if is_plain else fakes:
+            device = "meta" if is_plain else "cpu"
+            trained = [nn.Parameter(torch.empty(shape, dtype=dtype, device=device)) for shape, dtype in shapes]
             made = make_optimizer(self._optimizer, trained, self._kernels)
             watch, kept = watch_for(self._kernels), watch_for(self._kernels)
             for parameter in trained:
