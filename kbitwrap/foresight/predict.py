@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..config import Precision, parse_bytes
+from ..config import Precision, PrepareConfig, parse_bytes
 from ..errors import ConfigError, KbitWrapError, UnsupportedModelError
 from ..tensors.dtypes import parse_dtype
 from .blocks import Blocks
@@ -24,6 +26,7 @@ from .subject import PEFT, Subject
 from .trace import Step, trace
 from .unknown import Unknown, sampled_bytes, unknowns
 
+_ONE_AT_A_TIME = threading.RLock()  # the default dtype, and what transformers is told, are those of the process
 _MOST = 1 << 20  # tokens or sequences, where a model sets no limit
 
 
@@ -134,6 +137,7 @@ class StepPredictor:
     ) -> None:
         if kernels not in ("cuda", "cpu"):
             raise ConfigError(f"kernels: expected 'cuda' or 'cpu', found {kernels!r}")
+        self._source = type(model_or_name_or_config).__name__
         self._subject = functools.partial(
             Subject,
             model_or_name_or_config,
@@ -143,10 +147,14 @@ class StepPredictor:
             dtype=dtype,
             fields=fields,
         )
-        self.precision = PEFT if precision == PEFT else Precision(precision).value
+        config = None if precision == PEFT else PrepareConfig.of(None, {"precision": precision})
+        self.precision = PEFT if config is None else config.precision.value
         self._inputs, self._kernels, self._exact = inputs, kernels, exact
         self._optimizer = OptimizerSteps(optimizer, kernels)
-        self._autocast = None if autocast is None else parse_dtype(autocast, is_floating=True)
+        try:
+            self._autocast = None if autocast is None else parse_dtype(autocast, is_floating=True)
+        except ConfigError as error:
+            raise ConfigError(f"autocast: {error}") from None
         self._made: tuple[Subject, FakeModel, Blocks] | None = None
 
     def __call__(self, batch_size: int, seq_len: int) -> StepMemory:
@@ -154,9 +162,9 @@ class StepPredictor:
         for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name}: expected a positive number, found {value!r}")
-        with warnings.catch_warnings(), unlogged():
+        with _ONE_AT_A_TIME, warnings.catch_warnings(), unlogged():
             warnings.simplefilter("ignore")  # those of a preparation are not those of a prediction
-            step, (num_run, num_blocks) = self._step(batch_size, seq_len)
+            step, (num_run, num_blocks), notes = self._step(batch_size, seq_len)
         peaks = step.peaks
         on_cuda = self._kernels == "cuda"
         return StepMemory(
@@ -169,6 +177,7 @@ class StepPredictor:
             traced_blocks=num_run,
             num_blocks=num_blocks,
             unknown=self._unknown(step, batch_size * seq_len) if on_cuda else (),
+            notes=notes,
         )
 
     def longest_sequence(self, budget: int | str, batch_size: int = 1) -> int:
@@ -207,27 +216,27 @@ class StepPredictor:
         config: Any = getattr(self._made[1].model, "config", None)
         return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
-    def _step(self, batch_size: int, seq_len: int) -> tuple[Step, tuple[int, int]]:
-        _, fakes, blocks = self._made = self._made or self._make()
+    def _step(self, batch_size: int, seq_len: int) -> tuple[Step, tuple[int, int], tuple[str, ...]]:
+        subject, fakes, blocks = self._made = self._made or self._make()
         batch = _batch(fakes, batch_size, seq_len, self._inputs)
         try:
-            return trace(fakes, blocks, self._optimizer, batch, self._autocast, self._kernels), blocks.counts
-        except KbitWrapError:
-            raise
-        except Exception as error:  # whatever a model's code raises, for tensors without values or with fewer blocks
-            if not self._exact and blocks.counts[0] < blocks.counts[1]:
-                self._exact, self._made = True, None
-                return self._step(batch_size, seq_len)
-            name, reason = type(fakes.model).__name__, f"{type(error).__name__}: {error}"
-            raise UnsupportedModelError(f"the step of {name} cannot be followed without values: {reason}") from error
+            with _explained(f"the step of {subject.name} cannot be followed", fakes):
+                step = trace(fakes, blocks, self._optimizer, batch, self._autocast, self._kernels)
+            return step, blocks.counts, fakes.notes
+        except UnsupportedModelError:
+            if self._exact or blocks.counts[0] == blocks.counts[1]:
+                raise
+        self._exact, self._made = True, None  # it may be that the model cannot run with fewer blocks
+        return self._step(batch_size, seq_len)
 
     def _make(self) -> tuple[Subject, FakeModel, Blocks]:
-        subject = self._subject()
-        blocks = Blocks(subject.model, is_exact=self._exact)
-        fakes = FakeModel(subject.model)
-        if self._kernels == "cuda":
-            follow_cuda(fakes.model)
-        return subject, fakes, blocks
+        with _ONE_AT_A_TIME, _explained(f"a {self._source} cannot be copied or prepared"):
+            subject = self._subject()
+            blocks = Blocks(subject.model, is_exact=self._exact)
+            fakes = FakeModel(subject.model)
+            if self._kernels == "cuda":
+                follow_cuda(fakes.model)
+            return subject, fakes, blocks
 
 
 def _batch(
@@ -238,21 +247,47 @@ def _batch(
     if inputs is None:
         ordinary = _ordinary_token(fakes.model)
         return {name: torch.full(shape, ordinary, dtype=torch.int64) for name in ("input_ids", "labels")}
+    if not isinstance(inputs, Mapping):
+        raise ConfigError(f"inputs: expected tensors or (shape, dtype) by name, found a {type(inputs).__name__}")
     batch = {}
     for name, value in inputs.items():
         if isinstance(value, torch.Tensor):
             given = value.detach().to("meta" if value.is_floating_point() else "cpu")
         else:
-            size, kind = value
-            kind = parse_dtype(kind) if isinstance(kind, str) else kind
-            given = torch.zeros(size, dtype=kind, device="meta" if kind.is_floating_point else "cpu")
+            given = _described(name, value)
         with fakes.mode:
             batch[name] = fakes.fake(given) if given.is_meta else given
     return batch
 
 
+def _described(name: str, value: Any) -> torch.Tensor:
+    """An input of a shape and a dtype: zeros, or on the meta device where its values cannot matter."""
+    try:
+        size, kind = value
+        kind = parse_dtype(kind) if isinstance(kind, str) else kind
+        return torch.zeros(size, dtype=kind, device="meta" if kind.is_floating_point else "cpu")
+    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise ConfigError(f"inputs: {name}: expected a tensor or (shape, dtype), found {value!r}") from error
+
+
 def _ordinary_token(model: nn.Module) -> int:
     """A token that means nothing special to a model, such as padding."""
-    special = {value for key, value in vars(model.config).items() if key.endswith("_token_id")}
-    special |= {getattr(model.config, "padding_idx", None)}
+    special: set[Any] = set()
+    config: Any = getattr(model, "config", None)
+    for part in () if config is None else (config, config.get_text_config()):
+        endings = ("_token_id", "_token_index", "padding_idx")
+        special |= {value for key, value in vars(part).items() if key.endswith(endings) and isinstance(value, int)}
     return next(token for token in range(len(special) + 1) if token not in special)
+
+
+@contextlib.contextmanager
+def _explained(what: str, fakes: FakeModel | None = None) -> Iterator[None]:
+    """Say of what libraries and models raise for tensors without values in which operation it was."""
+    try:
+        yield
+    except KbitWrapError:
+        raise
+    except Exception as error:
+        operation, raised = (fakes.failed if fakes is not None else None) or ("", None)
+        place = f"{operation}: " if raised is error else ""
+        raise UnsupportedModelError(f"{what} without values: {place}{type(error).__name__}: {error}") from error

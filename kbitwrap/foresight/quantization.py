@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..model.quantization import is_quantized_parameter, quantized_stacks, state_owners
@@ -62,36 +64,66 @@ def statistics_of(module: nn.Module) -> Iterator[torch.Tensor]:
         yield from _tensors_in(state)
 
 
-def quantize_fakes(module: nn.Module, name: str, parameter: Any, fake: Callable[[Any], Any]) -> Any:
+def quantize_fakes(module: nn.Module, parameter: Any, fake: Callable[[Any], Any]) -> Any:
     """A stand-in for a bitsandbytes weight: a plain parameter of its storage, with the statistics that go with it.
 
     ``fake`` makes a fake tensor on the CPU of any other. A weight that has statistics keeps them; one that was built
     from a config gets those that the library's own functions make.
     """
-    functional: Any = sys.modules["bitsandbytes.functional"]
-    state = getattr(parameter, "quant_state", None)
-    unpacked: Any = getattr(parameter, "unpacked", None)
+    is_built = getattr(parameter, "unpacked", None) is not None
     if parameter.dtype == torch.int8 and type(parameter).__name__ == "Int8Params":
-        scales = getattr(parameter, "SCB", None)
-        if unpacked is not None:
-            scales = functional.int8_vectorwise_quant(torch.empty(unpacked.shape, dtype=torch.float16))[1]
+        scales = _statistics(parameter, "cpu") if is_built else getattr(parameter, "SCB", None)
         data = fake(parameter.data)
-        result: Any = nn.Parameter(data, requires_grad=False)
+        result: Any = _of_name("Int8Params", data)
         result.CB, result.SCB = (None, None) if scales is None else (data, fake(scales))
+        replace_tensors(vars(module)["state"], fake)
         return result
-    if state is None and unpacked is None:
-        return None
+    state = _statistics(parameter, "cpu") if is_built else getattr(parameter, "quant_state", None)
     if state is None:
-        options = {key: getattr(parameter, key) for key in ("blocksize", "compress_statistics", "quant_type")}
-        options["quant_storage"] = parameter.quant_storage
-        data, state = functional.quantize_4bit(torch.empty(unpacked.shape, dtype=unpacked.dtype), **options)
-    else:
-        data = fake(parameter.data)
-        replace_tensors(state, fake)
-    result = nn.Parameter(data, requires_grad=False)
+        return None
+    replace_tensors(state, fake)
+    result = _of_name("Params4bit", fake(parameter.data))
     result.quant_state, result.bnb_quantized = state, True
     module.quant_state = state
     return result
+
+
+def _statistics(parameter: Any, device: str) -> Any:
+    """The statistics that the library's own function makes of a weight that was built from a config."""
+    functional: Any = sys.modules["bitsandbytes.functional"]
+    shape, dtype = parameter.unpacked.shape, parameter.unpacked.dtype
+    if parameter.dtype == torch.int8 and type(parameter).__name__ == "Int8Params":
+        return functional.int8_vectorwise_quant(torch.empty(shape, dtype=torch.float16, device=device))[1]
+    options = {key: getattr(parameter, key) for key in ("blocksize", "compress_statistics", "quant_type")}
+    options["quant_storage"] = parameter.quant_storage
+    return functional.quantize_4bit(torch.empty(shape, dtype=dtype, device=device), **options)[1]
+
+
+@contextlib.contextmanager
+def with_statistics(model: nn.Module) -> Iterator[None]:
+    """For a while, weights that were built from a config have statistics, of which PEFT computes the norms of DoRA."""
+    warm_tables()
+    built: list[Any] = [p for p in model.parameters() if getattr(p, "unpacked", None) is not None]
+    for parameter in built:
+        name = "SCB" if parameter.dtype == torch.int8 else "quant_state"
+        setattr(parameter, name, _statistics(parameter, "meta"))
+    try:
+        yield
+    finally:
+        for parameter in built:
+            parameter.SCB = parameter.quant_state = None
+
+
+def _of_name(name: str, data: torch.Tensor) -> nn.Parameter:
+    """A parameter of fake data under the name of a class, by which PEFT finds out how to compute the values."""
+    parameter = nn.Parameter(data, requires_grad=False)
+    parameter.__class__ = _named_class(name)
+    return parameter
+
+
+@functools.cache
+def _named_class(name: str) -> type:
+    return type(name, (FakeTensor,), {})
 
 
 def int8_quantization_bytes(value: torch.Tensor, *_: Any, **__: Any) -> list[int]:
@@ -136,19 +168,25 @@ def unlogged() -> Iterator[None]:
 
 
 def replace_tensors(owner: Any, fake: Callable[[Any], Any], depth: int = 4) -> None:
-    """Replace the tensors in an object's fields, and in those of the objects in them, in place."""
-    for name, value in list(vars(owner).items()):
+    """Replace the tensors in an object's fields, in place, and those in the objects, lists and dicts in them."""
+    places: Any = owner if isinstance(owner, (dict, list)) else vars(owner)
+    for key, value in list(places.items() if isinstance(places, dict) else enumerate(places)):
         if isinstance(value, torch.Tensor):
-            setattr(owner, name, fake(value))
-        elif depth and hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
+            places[key] = fake(value)
+        elif depth and not isinstance(value, (type, nn.Module)) and is_holder(value):
             replace_tensors(value, fake, depth - 1)
+
+
+def is_holder(value: Any) -> bool:
+    """Whether a value may hold tensors: a list, a dict, or an object of a quantization library."""
+    return isinstance(value, (dict, list)) or type(value).__module__.startswith("bitsandbytes.")
 
 
 def warm_tables() -> None:
     """Make the table that bitsandbytes keeps of 8-bit codes, so that it is not made of fake tensors."""
     functional: Any = sys.modules.get("bitsandbytes.functional")
     if functional is not None:
-        functional.quantize_blockwise(torch.zeros(256))
+        functional.quantize_blockwise(torch.zeros(256, device="cpu"))
 
 
 def eight_bit_optimizer(parameters: Any, bits: int, is_paged: bool) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ from ..model.pretrained import meta_model
 from ..model.tree import ModelTree
 from ..preparation.plan import build_plan
 from ..preparation.preparation import Preparation
+from .fakes import in_memory_of
+from .quantization import with_statistics
 
 PEFT = "peft"
 """The precision that stands for PEFT's own preparation."""
@@ -27,32 +30,47 @@ class _Holder:
 
 
 class _CopiesWithoutValues(TorchFunctionMode):
-    """Makes ``copy.deepcopy`` put a tensor of the meta device in place of a copy."""
+    """Makes ``copy.deepcopy`` put tensors of the meta device in place of copies; those of one memory share it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: dict[int, tuple[Any, Any]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Copy a tensor's shape alone."""
         if func is torch.Tensor.__deepcopy__:
             tensor, memo = args
-            memo[id(tensor)] = made = _without_values(tensor)
+            memo[id(tensor)] = made = in_memory_of(tensor, self.memory, "meta")
             return made
         return func(*args, **(kwargs or {}))
-
-
-def _without_values(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def without_values(model: nn.Module) -> nn.Module:
     """Copy a model onto the meta device; nothing of it changes, and no value is read."""
     memo: dict[int, Any] = {}
-    with _CopiesWithoutValues():
+    with _CopiesWithoutValues() as copies:
         for parameter in model.parameters():
-            data = _without_values(parameter.data)
+            data = in_memory_of(parameter.data, copies.memory, "meta")
             made = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
             memo[id(parameter)] = made
             vars(made).update({name: copy.deepcopy(value, memo) for name, value in vars(parameter).items()})
         copied: nn.Module = copy.deepcopy(model, memo)
+    for module, original in zip(copied.modules(), model.modules(), strict=True):
+        _leave_functions(module, original)
     return copied
+
+
+def _leave_functions(module: nn.Module, original: nn.Module) -> None:
+    """Take functions that were made for the original from a copy, which has its class's own instead."""
+    for name, value in list(vars(module).items()):
+        if isinstance(value, types.FunctionType) and value.__closure__ and value is vars(original).get(name):
+            if name == "forward":
+                raise UnsupportedModelError(
+                    f"the forward of this {type(module).__name__} is a function that was made for it, and cannot be "
+                    "run without values; undo what replaced it"
+                )
+            if hasattr(type(module), name):
+                delattr(module, name)
 
 
 def base_of(source: Any, quantization_config: Any, dtype: Any) -> nn.Module:
@@ -119,6 +137,7 @@ class Subject:
             preparation  # weights that are upcast at use follow what is done to the model while it lives
         )
         self.model = model.train()
+        self.name = type(base).__name__
 
 
 def _prepared_by_peft(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
@@ -130,8 +149,12 @@ def _prepared_by_peft(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
         raise ConfigError(
             f"precision 'peft' knows no {', '.join(sorted(unknown))}; it takes {', '.join(sorted(known))}"
         )
-    with torch.device("meta"):
-        prepared: nn.Module = prepare_model_for_kbit_training(model, **{names.get(k, k): v for k, v in fields.items()})
+    try:
+        with torch.device("meta"):
+            options = {names.get(k, k): v for k, v in fields.items()}
+            prepared: nn.Module = prepare_model_for_kbit_training(model, **options)
+    except Exception as error:  # whatever PEFT raises for a model that it cannot prepare
+        raise UnsupportedModelError(f"PEFT cannot prepare this {type(model).__name__}: {error}") from error
     return prepared
 
 
@@ -144,7 +167,7 @@ def _with_adapters(model: nn.Module, lora: Any) -> nn.Module:
     if isinstance(getattr(lora, "init_lora_weights", True), str):
         lora.init_lora_weights = True  # the values do not matter here, and to make them takes weights
     try:
-        with torch.device("meta"):
+        with with_statistics(model), torch.device("meta"):
             adapted: nn.Module = peft.get_peft_model(model, lora)
     except Exception as error:  # whatever PEFT raises for a config that does not suit the model
         raise UnsupportedModelError(f"PEFT cannot put these adapters on the model: {error}") from error

@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from ..model.tree import ModelTree
 from . import cuda
 from .blocks import Blocks, Part, add_up
-from .fakes import FakeModel, HostIntegers
+from .fakes import FakeModel
 from .ledger import INPUTS, Ledger, Peaks, Run
 from .optimizers import OptimizerSteps, Shapes
 from .tracker import Watch, held_tensors, hold_all, vocabulary_size, watch_for
@@ -68,7 +68,7 @@ def trace(
                 hook.remove()
         return watch.close()
 
-    with fakes.mode, HostIntegers(fakes.mode):
+    with fakes.running():
         with torch.no_grad():
             forward()  # what a first forward leaves on its modules is there in later steps
         ledger = run()
@@ -124,11 +124,16 @@ def _by_kind(owners: Mapping[int, Part | None], ledger: Ledger) -> dict[Part | N
 
 
 def _trained(fakes: FakeModel, blocks: Blocks) -> Shapes:
-    """The shapes and dtypes of the whole model's parameters that have got gradients; the gradients are gone then."""
-    by_part: defaultdict[Part | None, list[tuple[torch.Size, torch.dtype]]] = defaultdict(list)
+    """The shapes and dtypes of the whole model's parameters that have got gradients, in its order.
+
+    The gradients are gone then.
+    """
+    found: dict[Any, defaultdict[Part | None, list[tuple[torch.Size, torch.dtype]]]] = {}  # by stack, or alone
     for module in fakes.model.modules():
+        part = blocks.owner(module)
         for parameter in module._parameters.values():
             if parameter is not None and parameter.grad is not None:
                 parameter.grad = None
-                by_part[blocks.owner(module)].append((parameter.shape, parameter.dtype))
-    return tuple(shape for found in blocks.whole(dict(by_part)) for shape in found)
+                place = parameter if part is None else part[0]
+                found.setdefault(place, defaultdict(list))[part].append((parameter.shape, parameter.dtype))
+    return tuple(shape for by_part in found.values() for one in blocks.whole(by_part) for shape in one)

@@ -150,7 +150,7 @@ def watch_for(kernels: str, vocabulary_size: int = 0) -> Watch:
 @functools.cache
 def _has_own_operations(cls: type) -> bool:
     """Whether tensors of a class take operations apart themselves: those of torch and fake ones do not."""
-    return not (cls in (torch.Tensor, nn.Parameter) or cls.__name__ == "FakeTensor") and (
+    return not (cls in (torch.Tensor, nn.Parameter) or any(base.__name__ == "FakeTensor" for base in cls.__mro__)) and (
         cls.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
     )
 

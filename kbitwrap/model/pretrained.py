@@ -209,9 +209,9 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
         return
     # As in transformers, a pattern matches anywhere in the name.
     kept = re.compile("|".join(pattern.replace("*", ".*") for pattern in sorted(patterns)))
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.dtype in HALF_DTYPES and not is_quantized_parameter(parameter) and kept.search(name):
-            parameter.data = parameter.data.to(torch.float32)
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
+        if tensor.dtype in HALF_DTYPES and not is_quantized_parameter(tensor) and kept.search(name):
+            tensor.data = tensor.data.to(torch.float32)
 
 
 def _pack(parameter: Any) -> None:
