@@ -96,6 +96,12 @@ def test_float16_activations_are_taken_to_be_finite_where_a_model_asks() -> None
     assert "finite" in memory.notes[0]
 
 
+def test_buffers_that_an_architecture_keeps_in_float32_are_built_so_from_a_config() -> None:
+    cell = Cell("deepseek_v3", way="compute", dtype="fp16", source="folder")
+    tracker, batch = tracked(cell)
+    assert figures(predicted(cell, batch)) == figures(tracker)
+
+
 def test_experts_that_get_their_tokens_by_value_are_refused_by_the_operation() -> None:
     model = zoo.load("dbrx")
     with pytest.raises(UnsupportedModelError, match=r"the step of DbrxForCausalLM .* aten::nonzero"):
