@@ -6,20 +6,17 @@ is freed at once.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, fields
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from ..model.records import ParameterRecord
 from ..model.roles import Role
 from ..model.tree import ModelTree
 from .journal import MISSING, WayBack
 
-T = TypeVar("T")
 TrainedPolicy = Literal["keep", "discard", "error"]
 """The treatment of a value that changed while it was stored upcast."""
 
@@ -119,28 +116,6 @@ class Together(ChangeBase):
         return tuple(part for change in self.changes for part in change.parts())
 
 
-class ModuleRecord(Generic[T]):
-    """A value for each module of a model, found again through wrappers, copies and merges."""
-
-    def __init__(self, tree: ModelTree, read: Callable[[nn.Module], T]) -> None:
-        self._index = tree.index
-        self._values = [read(module) for _, module in self._index.live()]
-
-    def of(self, module: nn.Module) -> T | None:
-        """The value of a module; ``None`` where it was not there."""
-        number = self._index.number(module)
-        return None if number is None else self._values[number]
-
-    def affected(self, tree: ModelTree | None) -> list[tuple[nn.Module, T]]:
-        """The modules that an undo reaches, each with its value: the recorded ones that are alive, and substitutes.
-
-        A substitute is found in the tree, and has the name and class of a recorded module: PEFT's copies for
-        ``modules_to_save``.
-        """
-        found = self._index.live() + (self._index.substitutes(tree) if tree else [])
-        return [(module, self._values[number]) for number, module in found]
-
-
 def write_attribute(fields: dict[str, Any], name: str, value: Any) -> None:
     """Set an instance attribute, or remove it where it was ``MISSING``."""
     if value is MISSING:
@@ -150,29 +125,24 @@ def write_attribute(fields: dict[str, Any], name: str, value: Any) -> None:
 
 
 class AttributesChange(ChangeBase):
-    """Instance attributes as they were: restored by value, and absent again where they were absent."""
+    """Instance attributes of a model's modules as they were: restored by value, and absent again where they were."""
 
     def __init__(self, tree: ModelTree, names: tuple[str, ...]) -> None:
-        self.names, self._last = names, (MISSING,) * len(names)
-        self.record = ModuleRecord(tree, self._read)
-
-    def _read(self, module: nn.Module) -> tuple[Any, ...]:
-        fields = vars(module)
-        values = tuple([fields.get(name, MISSING) for name in self.names])
-        if not all(map(operator.is_, values, self._last)):
-            self._last = values
-        return self._last  # one object for modules that are alike spares the garbage collector
+        self.index = tree.index
+        fields = [vars(module) for _, module in self.index.live()]
+        self._values = {name: [of_module.get(name, MISSING) for of_module in fields] for name in names}
 
     def undo(self, tree: ModelTree | None, names: Collection[str] | None = None) -> None:
         """Write the recorded values back, of some of the attributes or of all, on the tree's substitutes too."""
-        slots = [(slot, name) for slot, name in enumerate(self.names) if names is None or name in names]
-        for module, values in self.record.affected(tree):
-            fields = vars(module)
-            for slot, name in slots:
-                if fields.get(name, MISSING) is not values[slot]:
-                    write_attribute(fields, name, values[slot])
+        reached = self.index.live() + (self.index.substitutes(tree) if tree else [])
+        fields = [(number, vars(module)) for number, module in reached]
+        for name in self._values if names is None else names:
+            values = self._values[name]
+            for number, of_module in fields:
+                if of_module.get(name, MISSING) is not values[number]:
+                    write_attribute(of_module, name, values[number])
 
     def now(self, tree: ModelTree) -> AttributesNow:
         """Record the current values, of modules that others added too."""
-        recorded = [module for module, _ in self.record.affected(None)]
-        return AttributesNow(dict.fromkeys([*recorded, *(node.module for node in tree.modules)]), self.names)
+        recorded = [module for _, module in self.index.live()]
+        return AttributesNow(dict.fromkeys([*recorded, *(node.module for node in tree.modules)]), [*self._values])

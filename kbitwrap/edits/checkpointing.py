@@ -80,12 +80,11 @@ class HooksChange(ChangeBase):
 
     def __init__(self, tree: ModelTree) -> None:
         self._index = tree.index
-        hooked = [m for _, _, m, _ in tree.modules if m._forward_hooks or m._forward_pre_hooks]
-        self.before = {key for module in hooked for key in preparation_hooks(module)}
+        self.before = {key for node in tree.modules for key in preparation_hooks(node.module)}
 
     def _affected(self, tree: ModelTree | None) -> dict[nn.Module, list[int]]:
         modules = [m for _, m in self._index.live()] + [node.module for node in (tree.modules if tree else ())]
-        hooked = (m for m in modules if m._forward_hooks or m._forward_pre_hooks)
+        hooked = dict.fromkeys(m for m in modules if m._forward_hooks or m._forward_pre_hooks)
         return {m: new for m in hooked if (new := [k for k in preparation_hooks(m) if k not in self.before])}
 
     def undo(self, tree: ModelTree) -> None:
@@ -204,7 +203,7 @@ class Checkpoint(EditBase):
             _enable_checkpointing(model, self.kwargs)
         if not change.hooks.remove_added(None, keep_one=self.hook_inputs):
             change.attributes.undo(None, _HOOK_ATTRIBUTES)
-        for block, _ in change.attributes.record.affected(None) if self.hook_blocks else ():
+        for _, block in change.attributes.index.live() if self.hook_blocks else ():
             if vars(block).get("gradient_checkpointing") is True and not input_gradient_hooks(block):
                 block.register_forward_pre_hook(make_block_input_require_grad)
         if self.hook_model and warn_of_sharding not in model._forward_pre_hooks.values():

@@ -12,8 +12,7 @@ from torch import nn
 
 from ..model.quantization import KERNEL, transposed_codes
 from ..model.tree import ModelTree, join, only_reading
-from ..model.wrappers import is_adapter_module
-from .base import ChangeBase, ModuleRecord, write_attribute
+from .base import ChangeBase, write_attribute
 from .journal import MISSING
 
 # The types of the plain attributes that a module computes with, and may replace when it runs; and those told by value.
@@ -72,9 +71,10 @@ class KeptChange(ChangeBase):
     """
 
     def __init__(self, tree: ModelTree) -> None:
-        base = {id(node.module) for node in tree.base if not is_adapter_module(node.module)}
+        self._index = tree.index
+        base = {id(node.module) for node in tree.base}
         with only_reading():
-            self._record = ModuleRecord(tree, lambda module: self._read(module) if id(module) in base else None)
+            self._kept = [self._read(module) if id(module) in base else None for _, module in self._index.live()]
         self.put_back: tuple[str, ...] = ()  # the names of what the last undo put back
 
     @staticmethod
@@ -97,10 +97,11 @@ class KeptChange(ChangeBase):
     def undo(self, tree: ModelTree) -> None:
         """Put back what changed, on substitutes too; values of other types that others put there stay."""
         found = {}
-        for module, kept in self._record.affected(tree):
-            if kept is not None:
-                is_substitute = self._record.of(module) is not kept
-                found[id(module)] = self._write(module, kept, is_substitute=is_substitute, is_shared=is_substitute)
+        for reached, is_substitute in ((self._index.live(), False), (self._index.substitutes(tree), True)):
+            for number, module in reached:
+                kept = self._kept[number]
+                if kept is not None:
+                    found[id(module)] = self._write(module, kept, is_substitute=is_substitute, is_shared=is_substitute)
         named = [(node.fqn, name) for node in tree.modules for name in found.get(id(node.module), ())]
         self.put_back = tuple([join(fqn, name) for fqn, name in named if name != KERNEL])  # which a preparation sets
 
@@ -110,7 +111,8 @@ class KeptChange(ChangeBase):
 
     def undo_on(self, shell: nn.Module, module: nn.Module) -> None:
         """Put back on a module's shell what undoing would put back on the module."""
-        kept = self._record.of(module)
+        number = self._index.number(module)
+        kept = None if number is None else self._kept[number]
         if kept is not None:
             self._write(shell, kept, is_substitute=False, is_shared=True)
 

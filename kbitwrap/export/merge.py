@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import ConfigError, ExportError
 from ..model.quantization import Rows, dequantizer, is_quantized_layer, is_quantized_parameter, quant_state_of
 from ..model.tree import ModelTree, named_modules, shallow_copy
-from ..model.wrappers import is_adapter_module
+from ..model.wrappers import is_adapter_class
 from ..tensors.bits import content_digest
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import LazyTensor, materialize, values_of
@@ -293,7 +293,7 @@ def _plan(twin: Twin, dtype: torch.dtype, rounded: set[int], chosen: Sequence[st
                     merge.layers.append((wrapper, active))
             elif (trained := trained_copy(peeled.fqn, wrapper, chosen)) is not None:
                 for name, module in named_modules(trained):
-                    if is_adapter_module(module):
+                    if is_adapter_class(type(module)):
                         raise refusal(peeled.fqn, module, (), "it is inside a module of modules_to_save")
                     fqn = ".".join(part for part in (peeled.fqn, name) if part)
                     merge_of(fqn, peeled.shell.get_submodule(name)).copy = module

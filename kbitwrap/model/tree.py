@@ -14,7 +14,7 @@ from torch import nn
 
 from .quantization import Quantization, detect, has_runtime_state
 from .records import ParameterRecord, Records
-from .wrappers import COPIES, is_adapter_module, wrapped_children
+from .wrappers import COPIES, is_adapter_class, wrapped_children
 
 
 def only_reading() -> Any:
@@ -67,25 +67,25 @@ class ModelTree:
         self._recorded: dict[int, ParameterRecord] = {}  # by ``id`` of parameters that the model holds
         self.known: dict[int, ParameterRecord] = {}  # those of parameters recorded earlier that were found again
         self.sharded: dict[int, ParameterRecord] = {}  # and of those found sharded: where they were, and no values
+        self.substitutes: dict[ModuleIndex, list[tuple[int, nn.Module]]] = {}  # found once for each index
 
     def again(self) -> ModelTree:
         """The same model, walked again unless it has the same modules and parameters under the same names."""
         return self if self._is_current() else ModelTree(self.model, self.records)
 
     def _is_current(self) -> bool:
-        if any(t.module._parameters.get(t.name) is not t.parameter for t in self.all_tensors):
+        named = [(n, id(p)) for node in self.nodes for n, p in node.module._parameters.items() if p is not None]
+        if named != [(name, id(parameter)) for _, _, name, parameter, _ in self.all_tensors]:
             return False
-        num_parameters, walked, stack = 0, iter(self.nodes), [("", self.model)]
+        walked, stack = iter(self.nodes), [("", self.model)]
         while stack:
             name, module = stack.pop()
             node = next(walked, None)
             if node is None or node.module is not module or not node.path.endswith(name):
                 return False
-            if module._parameters:
-                num_parameters += sum([parameter is not None for parameter in module._parameters.values()])
             if module._modules:
                 stack += [(key, child) for key, child in reversed(module._modules.items()) if child is not None]
-        return next(walked, None) is None and num_parameters == len(self.all_tensors)
+        return next(walked, None) is None
 
     @cached_property
     def nodes(self) -> list[Node]:
@@ -94,21 +94,26 @@ class ModelTree:
         stack = [("", "", self.model, True, False)]
         while stack:
             path, fqn, module, is_base, holds_copies = stack.pop()
+            children = module._modules
+            if not children:  # the most part
+                found.append(Node(path, fqn, module, is_base))
+                continue
             wrapped = wrapped_children(module)
-            self._has_wrappers |= bool(wrapped)
             found.append(Node(path, fqn, module, is_base and not wrapped))
-            is_adapter = bool(wrapped) and is_adapter_module(module)
             paths, fqns = path and f"{path}.", fqn and f"{fqn}."
-            for name, child in reversed(module._modules.items()):
-                if child is None:
-                    continue
-                if not wrapped and not holds_copies:  # nearly always
-                    stack.append((paths + name, fqns + name, child, is_base, False))
-                    continue
+            if not wrapped and not holds_copies:
+                for name, child in reversed(children.items()):
+                    if child is not None:
+                        stack.append((paths + name, fqns + name, child, is_base, False))
+                continue
+            self._has_wrappers |= bool(wrapped)
+            is_adapter = bool(wrapped) and is_adapter_class(type(module))
+            for name, child in reversed(children.items()):
                 is_wrapped = name in wrapped
                 copies = is_adapter and not is_wrapped and name in COPIES
                 inner = fqn if is_wrapped or holds_copies or copies else fqns + name
-                stack.append((paths + name, inner, child, is_base and (is_wrapped or not wrapped), copies))
+                if child is not None:
+                    stack.append((paths + name, inner, child, is_base and (is_wrapped or not wrapped), copies))
         return found
 
     @cached_property
@@ -121,9 +126,11 @@ class ModelTree:
 
     @cached_property
     def base(self) -> list[Node]:
-        """The places of the base's modules, without wrappers, adapters and copies."""
-        nodes = self.nodes
-        return [node for node in nodes if node.is_base] if self._has_wrappers else nodes
+        """The places of the base's modules, without wrappers, PEFT's own modules and copies."""
+        nodes, adapters = self.nodes, {id(node.module) for node in self.adapters}
+        if not (self._has_wrappers or adapters):
+            return nodes
+        return [node for node in nodes if node.is_base and id(node.module) not in adapters]
 
     @cached_property
     def owners(self) -> set[int]:
@@ -171,14 +178,13 @@ class ModelTree:
     @cached_property
     def base_tensors(self) -> list[NamedTensor]:
         """Every place of the base's parameters in the base."""
-        if self.base is self.nodes and not self.adapters:
-            return self.all_tensors
-        return _tensors_of([node for node in self.base if not is_adapter_module(node.module)])
+        return self.all_tensors if self.base is self.nodes else _tensors_of(self.base)
 
     @cached_property
     def adapters(self) -> list[Node]:
         """PEFT's own modules."""
-        return [node for node in self.modules if is_adapter_module(node.module)]
+        found = {cls for cls in {type(node.module) for node in self.nodes} if is_adapter_class(cls)}
+        return [node for node in self.modules if type(node.module) in found] if found else []
 
     @cached_property
     def adapter_ids(self) -> set[int]:
@@ -221,7 +227,7 @@ def _tensors_of(nodes: list[Node]) -> list[NamedTensor]:
     for path, fqn, module, _ in nodes:
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                full = join(fqn, name)
+                full = f"{fqn}.{name}" if fqn else name
                 place = full if path == fqn else join(path, name)
                 found.append(NamedTensor(full, module, name, parameter, place))
     return found
@@ -258,9 +264,16 @@ class ModuleIndex:
         return number if number is not None and self._references[number]() is module else None
 
     def substitutes(self, tree: ModelTree) -> list[tuple[int, nn.Module]]:
-        """The modules that were not there, each with the number of the one of the same name and class."""
-        new = [(self._by_fqn.get(node.fqn), node.module) for node in tree.modules if self.number(node.module) is None]
-        return [(n, module) for n, module in new if n is not None and self._classes[n] is type(module)]
+        """The modules that were not there, each with the number of the one of the same name and class.
+
+        PEFT's copies for ``modules_to_save`` are such.
+        """
+        if self not in tree.substitutes:
+            known = {id(module) for _, module in self.live()}
+            new = [(self._by_fqn.get(node.fqn), node.module) for node in tree.modules if id(node.module) not in known]
+            found = [(n, module) for n, module in new if n is not None and self._classes[n] is type(module)]
+            tree.substitutes[self] = found
+        return tree.substitutes[self]
 
     def live(self) -> list[tuple[int, nn.Module]]:
         """The modules that are still alive, each with its number."""

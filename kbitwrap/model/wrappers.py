@@ -84,9 +84,8 @@ def _owner(cls: Any) -> str:
     return "" if module.startswith("torch.nn.modules") else module.partition(".")[0]
 
 
-def is_adapter_module(module: nn.Module) -> bool:
+def is_adapter_class(cls: Any) -> bool:
     """Whether a module's class is PEFT's, so that its own parameters belong to an adapter."""
-    cls: Any = type(module)
     return _owner(cls) == "peft"
 
 
@@ -110,7 +109,7 @@ def unwrap(module: nn.Module) -> tuple[nn.Module, tuple[nn.Module, ...]]:
     """The module underneath wrappers, and PEFT's modules above it, the outermost first."""
     adapters: list[nn.Module] = []
     while names := wrapped_children(module):
-        if is_adapter_module(module):
+        if is_adapter_class(type(module)):
             adapters.append(module)
         module = module.get_submodule(names[0])
     return module, tuple(adapters)

@@ -20,7 +20,7 @@ from ..edits.storage import CopyChange, StorageChange
 from ..model.quantization import is_quantized_parameter, is_rewritten, quant_state_of, was_decompressed
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, NamedTensor, join, only_reading
-from ..model.wrappers import is_adapter_module, is_flattened, is_sharded_tensor
+from ..model.wrappers import is_flattened, is_sharded_tensor
 from ..tensors.bits import begin_digest, is_dense
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import values_of
@@ -116,8 +116,7 @@ class Original:
         self.records = tree.records
         self.before = read_moment(tree)
         with only_reading():
-            base = [node for node in tree.base if not is_adapter_module(node.module)]
-            self._modules = {node.fqn: weakref.ref(node.module) for node in base}
+            self._modules = {node.fqn: weakref.ref(node.module) for node in tree.base}
             records = [(tree.record(tensor), tensor) for tensor in tree.base_tensors]
             self.base = {tensor.fqn: record for record, tensor in records}
             self._inside: dict[str, dict[str, ParameterRecord]] = {}  # by the owner's fqn
@@ -200,7 +199,7 @@ class Original:
         What the journal holds of originals is ``held``, and so what a restore would give.
         """
         found = Changes()
-        live = {node.fqn: node.module for node in tree.base if not is_adapter_module(node.module)}
+        live = {node.fqn: node.module for node in tree.base}
         holders = {id(one.record): one for one in held}
         compared: dict[ParameterRecord, torch.Tensor] = {}
         for fqn, reference in self._modules.items():
