@@ -80,12 +80,15 @@ class HooksChange(ChangeBase):
 
     def __init__(self, tree: ModelTree) -> None:
         self._index = tree.index
-        self.before = {key for node in tree.modules for key in preparation_hooks(node.module)}
+        self.before = {key for module in self._hooked(tree) for key in preparation_hooks(module)}
+
+    def _hooked(self, tree: ModelTree | None) -> dict[nn.Module, None]:
+        modules = [m for _, m in self._index.live()] + [node.module for node in (tree.modules if tree else ())]
+        return dict.fromkeys([m for m in modules if m._forward_hooks or m._forward_pre_hooks])
 
     def _affected(self, tree: ModelTree | None) -> dict[nn.Module, list[int]]:
-        modules = [m for _, m in self._index.live()] + [node.module for node in (tree.modules if tree else ())]
-        hooked = dict.fromkeys(m for m in modules if m._forward_hooks or m._forward_pre_hooks)
-        return {m: new for m in hooked if (new := [k for k in preparation_hooks(m) if k not in self.before])}
+        found = {m: [key for key in preparation_hooks(m) if key not in self.before] for m in self._hooked(tree)}
+        return {module: keys for module, keys in found.items() if keys}
 
     def undo(self, tree: ModelTree) -> None:
         """Remove the hooks added since."""

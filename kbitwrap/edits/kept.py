@@ -40,6 +40,11 @@ def _is_same(value: Any, other: Any) -> bool:
     return value is other or (type(value) is type(other) and type(value) in _COMPARED and value == other)
 
 
+def _added(module: nn.Module) -> dict[str, Any]:
+    """The fields of a module beside those that every module has."""
+    return {name: value for name, value in module.__dict__.items() if name not in _OWN}
+
+
 def _members(cache: Any) -> Iterable[Any]:
     return cache.values() if isinstance(cache, dict) else cache or ()
 
@@ -79,19 +84,15 @@ class KeptChange(ChangeBase):
 
     @staticmethod
     def _read(module: nn.Module) -> _Kept:
-        held = module.__dict__
-        fields = {n: value if _is_plain[type(value)] else _OTHER for n, value in held.items() if n not in _OWN}
-        caches = {
-            name: (value, value.copy())
-            for name, was in fields.items()
-            if was is _OTHER
-            and type(value := held[name]) in _CACHES
-            and all(_is_plain[type(one)] for one in _members(value))
-        }
+        fields, caches = _added(module), _EMPTY
+        for name in [name for name, value in fields.items() if not _is_plain[type(value)]]:
+            value, fields[name] = fields[name], _OTHER
+            if type(value) in _CACHES and all(_is_plain[type(one)] for one in _members(value)):
+                caches = {**caches, name: (value, value.copy())}
         children, sizes = tuple(module._modules), _sizes(module)
         if not (caches or module._buffers):  # nearly always; and then nothing else is kept
             return _Kept(fields, _EMPTY, _EMPTY, (), children, sizes)
-        unsaved = tuple(held["_non_persistent_buffers_set"])
+        unsaved = tuple(module._non_persistent_buffers_set)
         return _Kept(fields, caches, dict(module._buffers), unsaved, children, sizes)
 
     def undo(self, tree: ModelTree) -> None:
@@ -125,9 +126,9 @@ class KeptChange(ChangeBase):
         fields, buffers, unsaved = module.__dict__, module._buffers, module._non_persistent_buffers_set
         before = kept.fields
         changed, cached = {}, {}
-        for name, found in fields.items():
+        for name, found in _added(module).items():
             was = before.get(name, MISSING)
-            if was is found or name in _OWN:
+            if was is found:
                 continue  # nearly always
             if type(found) in _CACHES:
                 was, contents = kept.caches.get(name, (was, None))
@@ -175,11 +176,9 @@ class KeptChange(ChangeBase):
 
 def lay_as_stored(tree: ModelTree) -> None:
     """Lay codes as a checkpoint has them that layers of aqlm transposed; a layer does it again when it next runs."""
-    for node in tree.modules:
-        codes = transposed_codes(node.module)
-        if codes is not None:
-            node.module.gemv_op = None  # type: ignore[assignment]
-            codes.data = codes.data.transpose(0, 1).contiguous()
+    for layer, codes in transposed_codes([node.module for node in tree.modules]):
+        vars(layer)["gemv_op"] = None
+        codes.data = codes.data.transpose(0, 1).contiguous()
 
 
 def _sizes(module: nn.Module) -> tuple[int, ...]:

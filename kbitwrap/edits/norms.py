@@ -14,6 +14,7 @@ from torch import nn
 
 from ..model.quantization import is_quantized_parameter
 from ..model.tree import ModelTree, shallow_copy
+from ..model.wrappers import class_before_sharding
 from ..tensors.dtypes import HALF_DTYPES
 from .base import ChangeBase, EditBase, write_attribute
 from .journal import MISSING, Call, WayBack
@@ -151,21 +152,20 @@ class ComputeChange(ChangeBase):
 
     def __init__(self) -> None:
         self._installed: list[weakref.ref[Float32Forward]] = []
-        self._kinds: set[type] = set()
+        self._classes: set[type] = set()  # of their modules, and of copies of these
 
     def install(self, forward: Float32Forward) -> None:
         """Replace a module's forward."""
         self._installed.append(weakref.ref(forward))
-        self._kinds.add(type(forward))
+        self._classes.add(class_before_sharding(forward.module))
         vars(forward.module)[forward_slot(forward.module)] = forward
 
     def _live(self, tree: ModelTree) -> list[Float32Forward]:
         """Every ``Float32Forward`` in the live model, and on modules that have left it."""
         found = {id(f): f for ref in self._installed if (f := ref()) is not None}
-        for _, _, module, _ in tree.modules:
-            fields = vars(module)
-            if not self._kinds.isdisjoint(map(type, fields.values())):
-                ours = [value for value in fields.values() if isinstance(value, Float32Forward)]
+        for module in [node.module for node in tree.modules]:
+            if class_before_sharding(module) in self._classes:
+                ours = [value for value in vars(module).values() if isinstance(value, Float32Forward)]
                 found.update({id(forward): forward for forward in ours if forward.module is module})
         return list(found.values())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -124,16 +126,14 @@ class RuntimeChange(HeldOriginal):
             return
         vars(module).update(self._attributes)
         weight = module._parameters.get("weight")
-        if weight is None or not self._state or not self.record.is_seen(weight):
+        all_owners = [] if weight is None else state_owners(module, weight)
+        owners = [o for o in all_owners if o[0] in self._state and not self._is_as_recorded(*o)]
+        if weight is None or not owners or not self.record.is_seen(weight):
             return
         quant_state = getattr(weight, "quant_state", None)
         was_repacked = is_repacked(self._state.get("quant_state", {}))
         if quant_state is not None and is_repacked(vars(quant_state)) != was_repacked:
             self.write(weight, in_other_layout(weight, quant_state))
-        all_owners = state_owners(module, weight)
-        owners = [o for o in all_owners if o[0] in self._state and not self._is_as_recorded(*o)]
-        if not owners:
-            return
         # All values are looked up before any is written: one field may be all that holds another's value.
         places = [vars(owner) for _, owner, _ in all_owners]
         values = [_values(self._state[name], vars(owner), places) for name, owner, _ in owners]
@@ -142,8 +142,8 @@ class RuntimeChange(HeldOriginal):
 
     def _is_as_recorded(self, name: str, owner: Any, keys: tuple[str, ...] | None) -> bool:
         recorded, fields = self._state[name], vars(owner)
-        num_fields = len(fields) if keys is None else sum([key in fields for key in keys])
-        return num_fields == len(recorded) and all(fields.get(k, MISSING) is v for k, v in recorded.items())
+        is_same = all(map(operator.is_, map(fields.get, recorded, itertools.repeat(MISSING)), recorded.values()))
+        return is_same and (keys is not None or len(fields) == len(recorded))
 
     def now(self, tree: ModelTree) -> RuntimeChange:
         """Record the layer as it is now; if it is gone, return this record."""
@@ -182,7 +182,7 @@ class _HeldWeakly:
 
 def _recorded(fields: dict[str, Any], keys: tuple[str, ...] | None) -> dict[str, Any]:
     """Record all fields of an object, or the ``keys``; large (int8) tensors, and those off the CPU, are held weakly."""
-    found = dict(fields) if keys is None else {key: fields[key] for key in keys if key in fields}
+    found = dict(fields) if keys is None else {key: fields.get(key, MISSING) for key in keys}
     for key, value in found.items():
         if isinstance(value, torch.Tensor) and not (value.is_cpu and value.dtype != torch.int8):
             found[key] = _HeldWeakly(value)
@@ -204,18 +204,7 @@ def _write(fields: dict[str, Any], values: dict[str, Any], keys: tuple[str, ...]
     """Replace all ``fields``, or those named in ``keys``, by these values, in their order."""
     for key in list(fields) if keys is None else keys:
         fields.pop(key, None)
-    fields.update(values)
-
-
-def _configs(tree: ModelTree) -> list[Any]:
-    """The configs of a model's modules, each once: the layers of a model share its config."""
-    configs = {
-        id(config): config
-        for node in tree.modules
-        for name in ("config", "generation_config")
-        if (config := node.module.__dict__.get(name)) is not None
-    }
-    return [config for config in configs.values() if hasattr(config, "__dict__")]
+    fields.update({key: value for key, value in values.items() if value is not MISSING})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +222,7 @@ class Record(EditBase):
             AttributesChange(tree, ("training",)),  # adapters keep theirs
             *{id(t.module): RuntimeChange(t.module, tree.record(t)) for t in weights}.values(),
             KeptChange(tree),
-            AttributesNow(_configs(tree), ["use_cache"]),
+            AttributesNow([config for config in tree.configs if hasattr(config, "__dict__")], ["use_cache"]),
         )
 
     def apply(self, change: Together) -> None:

@@ -96,8 +96,7 @@ class _Copier:
 
     def _shell(self, module: nn.Module) -> nn.Module:
         shell = shallow_copy(module)
-        cls: Any = type(module)
-        shell.__class__ = class_before_sharding(cls)
+        shell.__class__ = class_before_sharding(module)
         fields = shell.__dict__
         for change in self.rewritten:
             change.undo_on(shell, module)

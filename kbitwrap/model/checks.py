@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from ..errors import UnsupportedModelError
 from .quantization import has_kernel_without_backward
 from .tree import ModelTree, Node
-from .wrappers import is_flattened, loaded_class
+from .wrappers import is_d_tensor, is_flattened, loaded_class
 
 _BEFORE = "no dtype of a sharded parameter can be changed safely; prepare the model before it is sharded"
 _D_TENSOR = "a DTensor (FSDP2 or tensor parallelism)"
@@ -62,9 +62,8 @@ def refuse_unsupported_tensors(tree: ModelTree, *, allow_meta: bool, allow_shard
 
 
 def _refuse_sharded(tree: ModelTree, allow_sharded: bool = False) -> None:
-    d_tensor = loaded_class("torch.distributed.tensor", "DTensor")
     for tensor in tree.tensors:
-        sharding = _sharding_of(tensor.parameter, d_tensor)
+        sharding = _sharding_of(tensor.parameter)
         if sharding and not (allow_sharded and sharding in _GATHERED):
             raise UnsupportedModelError(f"{tensor.path} is {sharding}: {_BEFORE}", fqn=tensor.path)
     fsdp1 = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
@@ -118,11 +117,9 @@ def refuse_unreadable(tree: ModelTree, *, allow_sharded: bool) -> None:
         ) from error
 
 
-def _sharding_of(parameter: torch.Tensor, d_tensor: type | tuple[()]) -> str:
+def _sharding_of(parameter: torch.Tensor) -> str:
     marks = parameter.__dict__
-    if not marks and type(parameter) is nn.Parameter:
-        return ""  # the quick answer for nearly all
-    if isinstance(parameter, d_tensor):
+    if is_d_tensor(type(parameter)):
         return _D_TENSOR
     if marks.get("_is_flat_param", False):
         return "an FSDP1 flat parameter (use_orig_params=False)"

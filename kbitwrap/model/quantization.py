@@ -268,12 +268,12 @@ def has_runtime_state(module: nn.Module) -> bool:
     return _is_of_bitsandbytes(cls, "Linear4bit", "Linear8bitLt")
 
 
-def transposed_codes(module: nn.Module) -> torch.Tensor | None:
-    """The codes of a layer of aqlm with codebooks of 256 entries, which transposes them when it first runs on a CPU."""
-    fields, codes = vars(module), module._parameters.get("codes")
-    if codes is None or fields.get("gemv_op") is None or fields.get("codebook_size") != 256 or not codes.is_cpu:
-        return None
-    return codes if isinstance(module, loaded_class("aqlm.inference", "QuantizedLinear")) else None
+def transposed_codes(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, torch.Tensor]]:
+    """The layers of aqlm with codebooks of 256 entries, and their codes, that were transposed by a run on a CPU."""
+    cls = loaded_class("aqlm.inference", "QuantizedLinear")
+    layers = [(m, vars(m), m._parameters["codes"]) for m in modules if isinstance(m, cls)] if cls else []
+    ran = [(m, codes) for m, fields, codes in layers if fields.get("gemv_op") and fields.get("codebook_size") == 256]
+    return [(m, codes) for m, codes in ran if codes is not None and codes.is_cpu]
 
 
 def is_of_a_quantizer(conversion: Any) -> bool:

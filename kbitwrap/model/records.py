@@ -71,7 +71,8 @@ class ParameterRecord:
 
     def at_places(self) -> list[nn.Parameter]:
         """The parameters at its places now."""
-        return [parameter for ref in self.refs if (parameter := ref()) is not None]
+        live = [(module, name) for owner, name in self.refs if (module := owner()) is not None]
+        return [parameter for module, name in live if (parameter := module._parameters.get(name)) is not None]
 
     def live(self) -> nn.Parameter | None:
         """The parameter, if it is still at one of its places."""

@@ -30,6 +30,7 @@ class Role(str, Enum):
     OTHER = "other"
 
     __str__ = str.__str__
+    __hash__ = str.__hash__  # in a tenth of the time
 
 
 def is_norm(module: nn.Module, norm_modules: tuple[type | str, ...] = ()) -> bool:

@@ -17,6 +17,9 @@ from .records import ParameterRecord, Records
 from .wrappers import COPIES, is_adapter_class, wrapped_children
 
 
+CONFIG_ATTRIBUTES = ("config", "generation_config")
+
+
 def only_reading() -> Any:
     """A context in which the fields of tensors are read without asking their classes, which is slower."""
     return torch._C.DisableTorchFunctionSubclass()
@@ -131,6 +134,13 @@ class ModelTree:
         if not (self._has_wrappers or adapters):
             return nodes
         return [node for node in nodes if node.is_base and id(node.module) not in adapters]
+
+    @cached_property
+    def configs(self) -> list[Any]:
+        """The configs of its modules, each once: the layers of a model share its config."""
+        fields = [node.module.__dict__ for node in self.modules]
+        found = [of_module[name] for of_module in fields for name in CONFIG_ATTRIBUTES if name in of_module]
+        return [config for config in {id(config): config for config in found}.values() if config is not None]
 
     @cached_property
     def owners(self) -> set[int]:

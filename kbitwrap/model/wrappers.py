@@ -63,11 +63,16 @@ def loaded_class(module_name: str, attribute: str) -> type | tuple[()]:
     return found
 
 
+@functools.cache
+def is_d_tensor(cls: Any) -> bool:
+    """Whether a class is ``DTensor`` or made from it: then that was loaded when the class was made."""
+    return issubclass(cls, loaded_class("torch.distributed.tensor", "DTensor"))
+
+
 def is_sharded_tensor(tensor: Any) -> bool:
     """Whether a tensor is a ``DTensor``, or one that FSDP1 laid out flat: only a part of it need be on this rank."""
-    if type(tensor) is nn.Parameter and not tensor.__dict__:
-        return False  # the quick answer for nearly all that are not
-    return isinstance(tensor, loaded_class("torch.distributed.tensor", "DTensor")) or is_flattened(tensor)
+    cls: Any = type(tensor)
+    return is_flattened(tensor) or is_d_tensor(cls)
 
 
 def is_flattened(tensor: Any) -> bool:
@@ -89,9 +94,14 @@ def is_adapter_class(cls: Any) -> bool:
     return _owner(cls) == "peft"
 
 
-@functools.cache
-def class_before_sharding(cls: Any) -> Any:
+def class_before_sharding(module: nn.Module) -> Any:
     """A module's class, or the one that it had before ``fully_shard`` put one that it made in its place."""
+    cls: Any = type(module)
+    return _before_sharding(cls)
+
+
+@functools.cache
+def _before_sharding(cls: Any) -> Any:
     made = loaded_class("torch.distributed.fsdp", "FSDPModule")
     return next(base for base in cls.__mro__ if not issubclass(base, made))
 
@@ -100,8 +110,7 @@ def wrapped_children(module: nn.Module) -> tuple[str, ...]:
     """The children that hold the wrapped module, the one to follow first; none where a module is no wrapper."""
     if _CHILDREN.isdisjoint(module._modules):
         return ()
-    cls: Any = type(module)
-    names = _BY_OWNER.get(_owner(class_before_sharding(cls)), ())
+    names = _BY_OWNER.get(_owner(class_before_sharding(module)), ())
     return tuple(name for name in names if module._modules.get(name) is not None)
 
 

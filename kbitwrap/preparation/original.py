@@ -6,6 +6,7 @@ It holds no parameter, and no value but samples: see ``ParameterRecord`` and ``F
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from ..edits.checkpointing import input_gradient_hooks, preparation_hooks
 from ..edits.storage import CopyChange, StorageChange
 from ..model.quantization import is_quantized_parameter, is_rewritten, quant_state_of, was_decompressed
 from ..model.records import ParameterRecord
-from ..model.tree import ModelTree, NamedTensor, join, only_reading
+from ..model.tree import CONFIG_ATTRIBUTES, ModelTree, NamedTensor, join, only_reading
 from ..model.wrappers import is_flattened, is_sharded_tensor
 from ..tensors.bits import begin_digest, is_dense
 from ..tensors.dtypes import HALF_DTYPES
@@ -41,7 +42,7 @@ def signature(tree: ModelTree) -> int:
     """
     parts: list[Any] = []  # flat: hundreds of tuples would be work for the garbage collector
     for path, _, m, _ in tree.nodes:
-        parts += path, id(m), type(m), len(vars(m))
+        parts += path, id(m), type(m), len(m.__dict__)
     try:
         for _, _, name, p, _ in tree.all_tensors:
             parts += name, id(p), p.dtype, p.shape, p.device, p.requires_grad, 0 if p.is_meta else p.data_ptr()
@@ -85,13 +86,13 @@ def _memory(tree: ModelTree) -> MemoryRecord:
 
 def configs_of(module: nn.Module) -> list[tuple[str, Any]]:
     """The configs of a module that are saved with a checkpoint, each with its attribute's name."""
-    found, fields = [], vars(module)
-    for name in ("config", "generation_config"):
-        config = fields.get(name)
-        # Of the class first: asking a config of transformers takes many times as long.
-        if config is not None and (hasattr(type(config), "save_pretrained") or hasattr(config, "save_pretrained")):
-            found.append((name, config))
-    return found
+    found = [(name, vars(module).get(name)) for name in CONFIG_ATTRIBUTES]
+    return [(name, config) for name, config in found if _is_saved(config)]
+
+
+def _is_saved(config: Any) -> bool:
+    # Of the class first: asking a config of transformers takes many times as long.
+    return hasattr(type(config), "save_pretrained") or hasattr(config, "save_pretrained")
 
 
 @dataclass
@@ -119,10 +120,6 @@ class Original:
             self._modules = {node.fqn: weakref.ref(node.module) for node in tree.base}
             records = [(tree.record(tensor), tensor) for tensor in tree.base_tensors]
             self.base = {tensor.fqn: record for record, tensor in records}
-            self._inside: dict[str, dict[str, ParameterRecord]] = {}  # by the owner's fqn
-            for fqn, record in self.base.items():
-                owner, _, name = fqn.rpartition(".")
-                self._inside.setdefault(owner, {})[name] = record
             once = {record: tensor.parameter for record, tensor in records}
             self._records = list(once)
             self._fingerprints = Fingerprints(once.items(), audit)
@@ -133,17 +130,26 @@ class Original:
         self._configs: dict[int, Any] = {}  # by ``id``; the memo of ``deepcopy`` holds the configs
         self._hook_ids: set[int] = set()
         self._buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, Buffer]] = weakref.WeakKeyDictionary()
-        for node in tree.modules:
-            if _is_hooked(node.module):
-                self._hook_ids.update(key for name in _HOOK_DICTS for key in getattr(node.module, name))
-            if node.module._buffers:
-                self._buffers[node.module] = _read_buffers(node.module)
-        for node in tree.base:
-            for _, config in configs_of(node.module):
+        for module in _hooked(tree):
+            self._hook_ids.update(key for name in _HOOK_DICTS for key in getattr(module, name))
+        for module in [node.module for node in tree.modules if node.module._buffers]:
+            self._buffers[module] = _read_buffers(module)
+        for config in tree.configs:
+            if _is_saved(config):
                 copy.deepcopy(config, self._configs)
-        owners: dict[Any, ParameterRecord] = {}
-        sharing = ((record, owners.setdefault(record.memory, record)) for record in once)
-        self.sharing_memory = {one for record, first in sharing if first is not record for one in (record, first)}
+        owners: dict[Any, list[ParameterRecord]] = {}
+        for record in once:
+            owners.setdefault(record.memory, []).append(record)
+        self.sharing_memory = {record for group in owners.values() if len(group) > 1 for record in group}
+
+    @functools.cached_property
+    def _inside(self) -> dict[str, dict[str, ParameterRecord]]:
+        """The records of the base by their names in the modules that hold them, by these modules' fqns."""
+        found: dict[str, dict[str, ParameterRecord]] = {}
+        for fqn, record in self.base.items():
+            owner, _, name = fqn.rpartition(".")
+            found.setdefault(owner, {})[name] = record
+        return found
 
     def config(self, config: Any) -> Any:
         """A config as it was recorded; one that is new, as it is."""
@@ -170,24 +176,23 @@ class Original:
     def follow(self, tree: ModelTree) -> None:
         """Find every parameter again; of one that was moved or swapped, what is there holds the recorded values."""
         with only_reading():
-            sharded, live, lost = {}, {}, []
+            lost = []
             for record in self.flags:
                 found = record.at_places()
                 shard = next(filter(is_sharded_tensor, found), None)
+                seen = next(filter(record.is_seen, found), None)
                 if shard is not None:
-                    sharded[record] = shard
-                    continue
-                live[record] = next(filter(record.is_seen, found), None)
-                if live[record] is None and found and found[0].shape == record.shape and self._fingerprints.has(record):
+                    tree.sharded[id(shard)] = record
+                elif seen is not None:
+                    tree.known[id(seen)] = record
+                elif found and found[0].shape == record.shape and self._fingerprints.has(record):
                     lost.append((record, found[0]))
             changed = self._fingerprints.changed(lost) if lost else set()
         for record, there in lost:
             # A layer that rewrites a parameter moves it before training changes it.
             if record not in changed or any((m := ref.owner()) and is_rewritten(m, ref.name) for ref in record.refs):
                 record.saw(there)
-                live[record] = there
-        tree.known = {id(parameter): record for record, parameter in live.items() if parameter is not None}
-        tree.sharded = {id(parameter): record for record, parameter in sharded.items()}
+                tree.known[id(there)] = record
 
     def differs(self, record: ParameterRecord, value: torch.Tensor) -> bool:
         """Whether a value is not the recorded one, as far as was recorded."""
@@ -211,15 +216,15 @@ class Original:
             if inside and module is not reference():
                 found.replaced[fqn] = "was replaced"
                 continue
-            for name, parameter in module._parameters.items():
+            for name, current in module._parameters.items():
                 record = inside.get(name)
-                if parameter is None or record is None or not _is_recorded(record, module, parameter, tree):
-                    if self.is_alias(module, name):
-                        continue
-                    if parameter is not None or record is not None:
+                if current is None and record is None:
+                    continue
+                if current is None or record is None or not _is_recorded(record, module, current, tree):
+                    if not self.is_alias(module, name):
                         found.replaced[join(fqn, name)] = DECOMPRESSED if was_decompressed(module) else REPLACED
-                elif id(parameter) in tree.known:
-                    compared[record] = parameter
+                elif id(current) in tree.known:
+                    compared[record] = current
                 else:
                     found.not_compared.append(record.fqn)
             gone = [name for name in inside if name not in module._parameters]
@@ -230,9 +235,9 @@ class Original:
                 found.replaced[fqn] = "was added"
         unquantized = [(r, p) for r, p in compared.items() if r.quantized_class is None]
         kept = {}
-        for record, current in unquantized:
+        for record, value in unquantized:
             holder = holders.get(id(record))
-            if isinstance(holder, StorageChange) and holder.kept is not None and holder.converts(current):
+            if isinstance(holder, StorageChange) and holder.kept is not None and holder.converts(value):
                 kept[record] = holder
 
         def original_of(record: ParameterRecord, parameter: torch.Tensor) -> torch.Tensor:
@@ -300,19 +305,22 @@ class Original:
                 replaced.append(tensor.fqn)
             if is_new and (original is None or tensor.fqn != tensor.path):
                 foreign.append(tensor.path)
-        for node in tree.modules:
-            if not _is_hooked(node.module):
-                continue
-            ours = {*self._hook_ids, *preparation_hooks(node.module)}
+        for module, path in _hooked(tree).items():
+            ours = {*self._hook_ids, *preparation_hooks(module)}
             for name in _HOOK_DICTS:
-                hooks = [hook for key, hook in vars(node.module)[name].items() if key not in ours]
+                hooks = [hook for key, hook in vars(module)[name].items() if key not in ours]
                 kind = name.strip("_").replace("_", " ").removesuffix("s")
-                foreign += [f"{node.path}: {kind} {getattr(hook, '__name__', type(hook).__name__)}" for hook in hooks]
+                foreign += [f"{path}: {kind} {getattr(hook, '__name__', type(hook).__name__)}" for hook in hooks]
         return replaced, foreign
 
 
-def _is_hooked(m: nn.Module) -> bool:
-    return bool(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks)
+def _hooked(tree: ModelTree) -> dict[nn.Module, str]:
+    """The modules that have hooks, each with its path."""
+    return {
+        m: path
+        for path, _, m, _ in tree.modules
+        if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+    }
 
 
 def _is_recorded(record: ParameterRecord, module: nn.Module, parameter: torch.Tensor, tree: ModelTree) -> bool:

@@ -32,7 +32,6 @@ class PreparedState:
             self._by_record = {record: read for record, _, read in self._base}
             adapters = [t for t in tree.tensors if id(t.parameter) in tree.adapter_ids] if tree.adapter_ids else []
             self._by_record.update({tree.record(t): _read_parameter(t.parameter) for t in adapters})
-            # Most modules have nothing that a preparation sets.
             self._modules = {node.fqn: _read_module(node.module) for node in tree.base}
 
     def of(self, record: ParameterRecord) -> tuple[torch.dtype, bool] | None:
@@ -105,7 +104,7 @@ _UNMARKED: dict[str, Any] = {
 def _read_module(module: nn.Module) -> dict[str, Any]:
     """The attributes that a preparation sets on a module; most modules have none of them."""
     fields = vars(module)
-    if not module._forward_hooks and _MARKS.isdisjoint(fields):
+    if not module._forward_hooks and fields.keys().isdisjoint(_MARKS):
         return _UNMARKED
     forwards = [fields.get(slot) for slot in ("forward", "_old_forward")]
     state = {name: _plain(fields.get(name, MISSING)) for name in CHECKPOINTING_ATTRIBUTES}
