@@ -21,7 +21,8 @@ class FlagsChange(ChangeBase):
     def undo(self, tree: ModelTree) -> None:
         """Set the recorded flags back."""
         with only_reading():
-            live = [(record.there(), flag) for record, flag in self.flags.items()]
+            found = tree.live
+            live = [(found[r] if r in found else r.there(), flag) for r, flag in self.flags.items()]
             changed = [(p, flag) for p, flag in live if p is not None and p.requires_grad != flag]
         for parameter, flag in changed:
             if parameter.is_leaf:

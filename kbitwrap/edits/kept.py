@@ -85,10 +85,11 @@ class KeptChange(ChangeBase):
     @staticmethod
     def _read(module: nn.Module) -> _Kept:
         fields, caches = _added(module), _EMPTY
-        for name in [name for name, value in fields.items() if not _is_plain[type(value)]]:
-            value, fields[name] = fields[name], _OTHER
-            if type(value) in _CACHES and all(_is_plain[type(one)] for one in _members(value)):
-                caches = {**caches, name: (value, value.copy())}
+        if not _PLAIN.issuperset(map(type, fields.values())):
+            for name, value in [item for item in fields.items() if not _is_plain[type(item[1])]]:
+                fields[name] = _OTHER
+                if type(value) in _CACHES and all(_is_plain[type(one)] for one in _members(value)):
+                    caches = {**caches, name: (value, value.copy())}
         children, sizes = tuple(module._modules), _sizes(module)
         if not (caches or module._buffers):  # nearly always; and then nothing else is kept
             return _Kept(fields, _EMPTY, _EMPTY, (), children, sizes)

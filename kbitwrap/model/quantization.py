@@ -101,17 +101,17 @@ def quantized_stacks(module: nn.Module) -> dict[str, tuple[nn.Module, Any]]:
     return found
 
 
+_PARAMETERS = frozenset({"Params4bit", "Int8Params"})
+
+
 def is_quantized_parameter(parameter: torch.Tensor) -> bool:
     """Whether a parameter holds quantized storage, whatever its dtype.
 
     4-bit weights can be packed into a half dtype (``bnb_4bit_quant_storage``), whose bytes are not numbers.
     """
-    cls = type(parameter)
-    if cls is nn.Parameter:
-        return False  # the quick answer for nearly all that are not
+    cls: Any = type(parameter)
     # Subclasses that other libraries swap in (sharding, quanto, torchao) keep the class name but not the class.
-    names = ("Params4bit", "Int8Params")
-    return cls.__name__ in names or _is_of_bitsandbytes(cls, *names)
+    return cls is not nn.Parameter and (cls.__name__ in _PARAMETERS or _is_of_bitsandbytes(cls, *_PARAMETERS))
 
 
 def _method_of(model: nn.Module) -> str | None:
@@ -303,7 +303,7 @@ def state_owners(module: nn.Module, weight: torch.Tensor) -> list[tuple[str, Any
         ("state", vars(module).get("state"), None),
         ("quant_state", getattr(weight, "quant_state", None), None),
     ]
-    return [(name, owner, keys) for name, owner, keys in owners if owner is not None]
+    return [owner for owner in owners if owner[1] is not None]
 
 
 def quant_state_of(module: nn.Module, weight: torch.Tensor) -> Any:

@@ -16,7 +16,6 @@ from .quantization import Quantization, detect, has_runtime_state
 from .records import ParameterRecord, Records
 from .wrappers import COPIES, is_adapter_class, wrapped_children
 
-
 CONFIG_ATTRIBUTES = ("config", "generation_config")
 
 
@@ -160,6 +159,12 @@ class ModelTree:
             first.setdefault(id(tensor.parameter), tensor)
         return list(first.values())
 
+    @property
+    def live(self) -> dict[ParameterRecord, nn.Parameter]:
+        """The parameters that were recorded earlier and found again, by their records."""
+        found = [(self.known.get(id(tensor.parameter)), tensor.parameter) for tensor in self.tensors]
+        return {record: parameter for record, parameter in found if record is not None}
+
     @cached_property
     def _shared(self) -> dict[int, list[tuple[nn.Module, str]]]:
         """The places of parameters, by ``id``, where any of them has more than one."""
@@ -292,4 +297,5 @@ class ModuleIndex:
 
 def storage_key(tensor: torch.Tensor) -> int:
     """A key that two tensors share exactly when they share memory, on the meta device too."""
-    return int(tensor.untyped_storage()._cdata)
+    key: int = tensor.untyped_storage()._cdata
+    return key

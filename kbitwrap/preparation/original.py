@@ -209,6 +209,8 @@ class Original:
         compared: dict[ParameterRecord, torch.Tensor] = {}
         for fqn, reference in self._modules.items():
             module, inside = live.pop(fqn, None), self._inside.get(fqn, {})
+            if module is not None and not (inside or module._parameters):
+                continue
             if module is None:
                 if any(name.startswith(f"{fqn}.") for name in self.base):
                     found.replaced[fqn] = "is gone"
@@ -227,9 +229,9 @@ class Original:
                     compared[record] = current
                 else:
                     found.not_compared.append(record.fqn)
-            gone = [name for name in inside if name not in module._parameters]
-            what = DECOMPRESSED if gone and was_decompressed(module) else REPLACED
-            found.replaced.update({join(fqn, name): what for name in gone})
+            if not inside.keys() <= module._parameters.keys():
+                what = DECOMPRESSED if was_decompressed(module) else REPLACED
+                found.replaced.update({join(fqn, n): what for n in inside if n not in module._parameters})
         for fqn, module in live.items():
             if any(parameter is not None for parameter in module._parameters.values()):
                 found.replaced[fqn] = "was added"
@@ -297,14 +299,9 @@ class Original:
         Those are parameters, and hooks other than those that a restore removes.
         """
         known = {**tree.known, **tree.sharded}
-        replaced, foreign = [], []
-        for tensor in tree.tensors:
-            original = self.base.get(tensor.fqn)
-            is_new = id(tensor.parameter) not in known
-            if original is not None and is_new:
-                replaced.append(tensor.fqn)
-            if is_new and (original is None or tensor.fqn != tensor.path):
-                foreign.append(tensor.path)
+        new = [tensor for tensor in tree.tensors if id(tensor.parameter) not in known]
+        replaced = [tensor.fqn for tensor in new if tensor.fqn in self.base]
+        foreign = [tensor.path for tensor in new if tensor.fqn not in self.base or tensor.fqn != tensor.path]
         for module, path in _hooked(tree).items():
             ours = {*self._hook_ids, *preparation_hooks(module)}
             for name in _HOOK_DICTS:

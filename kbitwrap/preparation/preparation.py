@@ -191,7 +191,7 @@ class Preparation:
             with only_reading():
                 copies = self.copies(tree)
                 training = [t for t in tree.tensors if t.parameter.requires_grad]
-                trainable = {id(tree.known.get(id(t.parameter), tree.records.at(t.module, t.name))) for t in training}
+                trainable = {tree.known.get(id(t.parameter), tree.records.at(t.module, t.name)) for t in training}
                 self._num_turned_on += self.original.num_turned_on(tree)
                 replaced, foreign = self.original.added(tree)
             failures: dict[str, Exception] = {}
@@ -232,9 +232,9 @@ class Preparation:
                 stacklevel=3,
             )
         names = [copy.fqn for copy in copies if not copy.is_base and not copy.is_resized] + changes.trained
-        names += [one.record.fqn for one in held if one.was_trained and id(one.record) in trainable]
+        names += [one.record.fqn for one in held if one.was_trained and one.record in trainable]
         replaced += [*self.original.gone(changes), *changes.drifted]
-        replaced += [one.record.fqn for one in held if one.was_altered and id(one.record) not in trainable]
+        replaced += [one.record.fqn for one in held if one.was_altered and one.record not in trainable]
         lists = names, replaced, foreign, changes.not_compared, self._put_back
         return RestoreReport(*(tuple(dict.fromkeys(found)) for found in lists))
 
