@@ -73,10 +73,7 @@ def preparation_hooks(module: nn.Module, names: Collection[str] = _HOOKS) -> lis
 
 
 class HooksChange(ChangeBase):
-    """The hooks of a preparation as they were: undo removes every later one, whoever added it, and no other hook.
-
-    A hook keeps its id when its module is copied, so one set of ids tells old from new everywhere.
-    """
+    """The hooks of a preparation as they were; a hook keeps its id when its module is copied."""
 
     def __init__(self, tree: ModelTree) -> None:
         self._index = tree.index
@@ -95,10 +92,7 @@ class HooksChange(ChangeBase):
         self.remove_added(tree, keep_one=False)
 
     def remove_added(self, tree: ModelTree | None, *, keep_one: bool) -> bool:
-        """Remove the hooks added since, without a tree only those of recorded modules, and say whether one is left.
-
-        With ``keep_one`` each hooked module keeps one: an older one if it has any, else the newest.
-        """
+        """Remove later hooks, all or all but one of each hooked module, and say whether a later one is left."""
         is_left = False
         for module, keys in self._affected(tree).items():
             keeps_newest = keep_one and not self.before.intersection(module._forward_hooks)
@@ -141,10 +135,7 @@ class CheckpointingChange(Together):
 
 
 def checkpointing_method(model: nn.Module) -> tuple[Callable[..., Any], str | None] | None:
-    """The bound method that enables checkpointing, and its keyword for the checkpointing call's arguments, if any.
-
-    transformers 5 renamed the method and warns on the old name, which models that override it (remote code) still need.
-    """
+    """The bound method that enables checkpointing, and its keyword for arguments; an overridden old one comes first."""
     old = getattr(model, "gradient_checkpointing_enable", None)
     new = getattr(model, "activation_checkpointing_enable", None)
     is_overridden = getattr(model, "_is_overridden", None)

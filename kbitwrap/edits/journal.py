@@ -139,10 +139,7 @@ class Journal:
         return failures
 
     def suspend(self, view: Any, way_back: Journal, also: Sequence[Any] = ()) -> None:
-        """Put back the state from before all changes, and before the newer ones in ``also``, all or nothing.
-
-        ``way_back.resume`` ends the suspension; it is complete at every moment, whatever interrupts this call.
-        """
+        """Put back the state from before all changes and those in ``also``; ``way_back`` leads back at every moment."""
         try:
             for change in reversed([*self.changes, *also]):
                 way_back.changes.append(change.now(view))

@@ -120,10 +120,7 @@ class KeptChange(ChangeBase):
 
     @staticmethod
     def _write(module: nn.Module, kept: _Kept, *, is_substitute: bool, is_shared: bool) -> list[str]:
-        """Put back what differs, and return the names of it but for what was moved to another device.
-
-        With ``is_shared`` a list or dict is replaced rather than written, as another module has it too.
-        """
+        """Put back what differs, and return the names of it but for what was moved to another device."""
         fields, buffers, unsaved = module.__dict__, module._buffers, module._non_persistent_buffers_set
         before = kept.fields
         changed, cached = {}, {}

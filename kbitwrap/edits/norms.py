@@ -21,18 +21,12 @@ from .journal import MISSING, Call, WayBack
 
 
 def forward_slot(module: nn.Module) -> str:
-    """The instance attribute that holds the innermost ``forward`` of a module.
-
-    accelerate moves a module's own ``forward`` to ``_old_forward`` and calls it from there, between its hooks.
-    """
+    """The instance attribute of a module's innermost ``forward``: accelerate moves it to ``_old_forward``."""
     return "_old_forward" if "_old_forward" in vars(module) else "forward"
 
 
 def can_rebind_forward(module: nn.Module) -> bool:
-    """Whether a module's ``forward`` can be run on a shell, and once more to see what dtype it returns.
-
-    It must be the class's own or a method bound to the module, which must have no buffers: these may keep statistics.
-    """
+    """Whether a module has its class's ``forward``, or one bound to it, and no buffers, which may keep statistics."""
     if (module._buffers or module._modules) and any(True for _ in module.buffers()):
         return False
     forward = vars(module).get(forward_slot(module), MISSING)
@@ -82,11 +76,7 @@ class Float32Forward:
         return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
 
     def _unprepared_dtypes(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.dtype | None]:
-        """The dtypes that the unprepared module returns, measured by running it once for each kind of input.
-
-        They depend on autocast and the class: the weight's (T5's norm), promoted (Llama's) or the input's. A compiler
-        drops the unused computation.
-        """
+        """The dtypes that the unprepared module returns, measured once for each kind of input."""
         if torch.compiler.is_compiling():
             # A call that a kernel refuses must not be traced.
             first = args[0] if args else next(iter(kwargs.values()))

@@ -25,10 +25,7 @@ from .norms import Float32Forward, float32_shell, to_float32
 
 
 class HeadForward(Float32Forward):
-    """A head's own ``forward``, run with its half weight upcast as it is used; the output stays float32.
-
-    Autocast, which would round the product, does not reach it. A weight that is trained is upcast as a whole.
-    """
+    """A head's own ``forward`` without autocast, its half weight upcast at use; the output stays float32."""
 
     def __init__(self, module: nn.Module, chunk_bytes: int | None) -> None:
         super().__init__(module)
@@ -52,10 +49,7 @@ class HeadForward(Float32Forward):
 
 
 class Float32Copy:
-    """An instance's ``__deepcopy__``: the copy of a module with stand-ins stores its half weights in float32.
-
-    PEFT copies modules to train them (``modules_to_save``), and a trained weight is stored in float32.
-    """
+    """An instance's ``__deepcopy__``: PEFT trains such copies, and they store half weights in float32."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -113,11 +107,7 @@ class Float32First:
 
 
 def can_stand_in(module: nn.Module, name: str) -> bool:
-    """Whether an instance attribute can stand in for a module's parameter.
-
-    ``name`` must be free on the class (a parametrization has a property there), all three attributes on the instance;
-    and an embedding must not renormalize its rows in place.
-    """
+    """Whether an instance attribute can stand in for a parameter, which must not be renormalized in place."""
     is_renormalized = isinstance(module, nn.Embedding) and module.max_norm is not None
     is_taken = {name, "__deepcopy__", "__getstate__"} & vars(module).keys() or hasattr(type(module), name)
     return not (is_taken or is_renormalized)
@@ -145,10 +135,7 @@ class UpcastChange(ChangeBase):
         vars(module)["__getstate__"] = StandInState(module)
 
     def put_float32_first(self) -> None:
-        """Put a float32 parameter first in each module whose first floating-point parameter is one of the weights.
-
-        It is the first frozen one on the same device; where there is none, the half parameter stays first.
-        """
+        """Put a frozen float32 parameter first in each module that would begin with one of the weights."""
         model = self._model()
         assert model is not None
         tree = ModelTree(model)

@@ -43,10 +43,7 @@ class _Found(NamedTuple):
 
 
 class StorageChange(HeldOriginal):
-    """The original storage of one parameter: recorded before a cast, and put back by undo.
-
-    With ``keep`` the original itself is held: on the CPU, or on any device where ``on_device`` is set.
-    """
+    """The storage of a parameter before a cast; with ``keep`` the original itself, on the CPU or ``on_device``."""
 
     def __init__(
         self, record: ParameterRecord, parameter: nn.Parameter, *, keep: bool = False, on_device: bool = False
@@ -76,10 +73,7 @@ class StorageChange(HeldOriginal):
         return rounded
 
     def against_kept(self, current: torch.Tensor) -> torch.Tensor:
-        """Whether a value is another than the original held, in any dtype, in its own, and rounded to the original's.
-
-        Three booleans on the value's device, without a sync.
-        """
+        """Whether a value is not the original held: in any dtype, in its own, and rounded to the original's."""
         assert self.kept is not None
         if tuple(current.shape) != self.layout.shape:
             return torch.ones(3, dtype=torch.bool, device=current.device)
@@ -149,10 +143,7 @@ class StorageChange(HeldOriginal):
         return None if is_original else parameter
 
     def undo(self, tree: ModelTree) -> None:
-        """Put the original storage back, exactly where nothing was trained, else by the policy.
-
-        Under ``"error"`` a trained parameter is left as it is, and ``TrainedError`` raised.
-        """
+        """Put the original storage back, exactly where nothing was trained, else by the policy."""
         parameter = self._current()
         if parameter is None or self._is_undone:
             return
@@ -259,10 +250,7 @@ class Store(EditBase):
 
 @dataclass(eq=False)
 class CopyChange(HeldOriginal):
-    """PEFT's copy of an upcast parameter, or a base parameter that others cast (``is_base``): undo rounds it.
-
-    It is made for one restore or suspension, and holds the parameter meanwhile.
-    """
+    """PEFT's copy of an upcast parameter, or a base parameter that others cast (``is_base``): undo rounds it."""
 
     record: ParameterRecord
     parameter: nn.Parameter

@@ -106,10 +106,7 @@ class RuntimeChange(HeldOriginal):
         self._state = {name: _recorded(vars(owner), keys) for name, owner, keys in state_owners(module, weight)}
 
     def keep_unpacked(self) -> None:
-        """Keep the trainable layout in eval mode too.
-
-        Once ``Linear4bit`` is repacked, its kernel has no backward, in train mode either: gradients would end silently.
-        """
+        """Keep the trainable layout in eval mode too: the kernel for the other has no backward."""
         module = self._module()
         weight = None if module is None else module._parameters.get("weight")
         state = getattr(weight, "quant_state", None)

@@ -74,10 +74,7 @@ def export_model(
 def merged_weights(
     preparation: Preparation, adapters: str | Sequence[str] | None, moment: Callable[[], tuple[Any, ...]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Hand out what a merged export writes, as ``KbitPreparedModel.merged_weights`` documents it.
-
-    What ``moment`` returns has to stay the same objects; the first of them is the wrapper's state.
-    """
+    """Hand out what a merged export writes, as long as ``moment`` returns the same objects, a state first."""
     with plain_mode(), tempfile.TemporaryDirectory(prefix="kbitwrap-") as folder:
         tree = preparation.tree()
         refuse_unreadable(tree, allow_sharded=False)
@@ -189,10 +186,7 @@ def save_model(model: Any, writer: CheckpointWriter, max_shard_size: int | str) 
 
 
 def _settle(model: nn.Module, cls: Any) -> dict[str, Any]:
-    """Let the models of transformers in a twin be written by ``save_pretrained``; return the options that they need.
-
-    What nothing could write or load is refused: weights that no quantizer made, and a model in one without the method.
-    """
+    """Let a twin's models be written by ``save_pretrained``; return its options, and refuse what nothing could load."""
     modules = named_modules(model)
     is_quantizer_there = any(vars(module).get("hf_quantizer") is not None for _, module in modules)
     options: dict[str, Any] = {}
@@ -236,10 +230,7 @@ def _why_not_streamed(model_class: Any, cls: Any) -> str | None:
 
 
 def _streaming(function: Any, save_file: Callable[..., None]) -> Callable[..., None]:
-    """The library's ``save_pretrained`` with another ``save_file``, over a copy of its globals: nothing is patched.
-
-    It shows no bar of files, which takes no part of the time.
-    """
+    """The library's ``save_pretrained`` with another ``save_file`` and no bar, over a copy of its globals."""
     names = {**function.__globals__, _SAVE_FILE: save_file}
     logging = names["logging"]
     names["logging"] = types.SimpleNamespace(**{**vars(logging), "tqdm": lambda files, **_: files})

@@ -59,11 +59,7 @@ _Places = list[list[tuple[nn.Module, str]]]
 
 
 def merge_into(twin: Twin, adapters: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Make a twin, in place, the plain model that its live model computes; the live model is only read.
-
-    ``adapters`` are taken instead of the active ones. Returns the names of the modules that adapters were merged into,
-    or that a trained copy took the place of.
-    """
+    """Make a twin, in place, the plain model; return the names of the modules that an adapter or a copy changed."""
     chosen = None if adapters is None else tuple(dict.fromkeys(adapters))
     there = {name for one in twin.peeled for wrapper in one.wrappers for name in adapters_of(wrapper)}
     for name in chosen or ():
@@ -198,10 +194,7 @@ class _Merge:
     def blocks(
         self, name: str, readers: Mapping[str, _Reader], *, is_tried: bool = False
     ) -> Iterator[tuple[Rows, torch.Tensor]]:
-        """Compute a parameter in its original dtype, a few rows at a time, or whole where a merge needs the whole.
-
-        Where the plain module has its weight transposed, the rows are its columns. Tried, only the first block is.
-        """
+        """Compute a parameter in its original dtype, a few rows (of a transposed one, columns) at a time, or whole."""
         dtype, layers = self._dtype(name), self._layers_of(name)
         stored = self.source._parameters["weight"] if is_quantized_layer(self.source) else None
         every = self._blocks_of_rows([*readers], layers)[: 1 if is_tried else None]

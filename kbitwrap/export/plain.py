@@ -82,10 +82,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def plain_layer(module: nn.Module, *, as_linear: bool = False) -> nn.Module:
-    """The layer that a quantized one was made from, on the meta device.
-
-    With ``as_linear``, an ``nn.Linear`` instead of a ``Conv1D``: a quantized layer computes as that.
-    """
+    """The layer that a quantized one was made from, on the meta device; ``as_linear`` for a ``Conv1D`` too."""
     with torch.device("meta"):
         if isinstance(module, nn.Embedding):
             return nn.Embedding(module.num_embeddings, module.embedding_dim, module.padding_idx)
@@ -98,10 +95,7 @@ def plain_layer(module: nn.Module, *, as_linear: bool = False) -> nn.Module:
 
 
 def float32_module(plain: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:
-    """A plain float32 module over ``values``, in evaluation mode and without hooks, that computes what another does.
-
-    ``values`` has parameters by name, all rows or some, and is not copied; parameters that it lacks are ``None``.
-    """
+    """A plain float32 module in evaluation mode over ``values``, parameters by name, which are not copied."""
     made = shallow_copy(plain)
     fields = vars(made)
     fields |= {name: type(value)() for name, value in fields.items() if name.endswith("_hooks")}

@@ -178,10 +178,7 @@ def _whole_unit(unit: Any) -> Any:
 
 
 def _fsdp1_units(inside: nn.Module) -> tuple[nn.Module, dict[int, nn.Module]]:
-    """FSDP1's outermost wrapper around a module, and the innermost around each module in that, by ``id``.
-
-    No reference leads from a module to what is around it, so the outermost is looked for among all objects.
-    """
+    """FSDP1's outermost wrapper around a module, and the innermost around each module in that, by ``id``."""
     fsdp1: Any = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
     wrappers = [found for found in gc.get_objects() if issubclass(type(found), fsdp1)]
     modules = {id(wrapper): {id(module) for module in wrapper.modules()} for wrapper in wrappers}

@@ -74,10 +74,7 @@ def _check_replaceable(target: Path, destination: str | os.PathLike[str], overwr
 
 @contextlib.contextmanager
 def _beside(path: str | os.PathLike[str]) -> Iterator[tuple[Path, Path]]:
-    """Make a hidden folder beside a path, from which a rename is atomic, and remove it in the end.
-
-    It is locked while its process lives; an unlocked one was left by a killed process.
-    """
+    """Make a hidden folder beside a path, locked while its process lives, and remove it in the end."""
     where = os.fspath(path)
     if not where:
         raise ExportError("'': expected a path; '.' is the working directory")

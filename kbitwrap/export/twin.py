@@ -131,10 +131,7 @@ class _Copier:
 
 
 def build_twin(tree: ModelTree, preparation: Preparation | None = None, gathering: Gathering | None = None) -> Twin:
-    """Copy a live model's base as it was before its preparation; raise `ExportError` where that cannot be told.
-
-    ``gathering`` is needed where parameters were sharded since.
-    """
+    """Copy a live model's base as it was; raise `ExportError` where that cannot be told. ``gathering`` gets shards."""
     lay_as_stored(tree)
     held: _Held = {}
     promised: dict[int, torch.Tensor] = {}

@@ -54,10 +54,7 @@ def load_pretrained(
     class_name: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Any, set[str]]:
-    """Load a model on one device, quantized by its own config or else as told; with the names of what its files lack.
-
-    Its class is the one named, or the config's.
-    """
+    """Load a model on one device, of the class named or the config's; with the names of what its files lack."""
     import transformers
 
     config = read_config(name_or_path, trust_remote_code)

@@ -105,10 +105,7 @@ _PARAMETERS = frozenset({"Params4bit", "Int8Params"})
 
 
 def is_quantized_parameter(parameter: torch.Tensor) -> bool:
-    """Whether a parameter holds quantized storage, whatever its dtype.
-
-    4-bit weights can be packed into a half dtype (``bnb_4bit_quant_storage``), whose bytes are not numbers.
-    """
+    """Whether a parameter holds quantized storage, whatever its dtype: 4-bit weights can be packed into half."""
     cls: Any = type(parameter)
     # Subclasses that other libraries swap in (sharding, quanto, torchao) keep the class name but not the class.
     return cls is not nn.Parameter and (cls.__name__ in _PARAMETERS or _is_of_bitsandbytes(cls, *_PARAMETERS))
@@ -328,10 +325,7 @@ def is_repacked(fields: Mapping[str, Any]) -> bool:
 
 
 def was_ever_repacked(quant_state: Any) -> bool:
-    """Whether a layer has ever repacked its 4-bit weight.
-
-    ``Linear4bit.state_dict`` unpacks it and leaves its statistics rounded and, if they are not nested, transposed.
-    """
+    """Whether a layer has ever repacked its 4-bit weight: its statistics stay rounded when it is unpacked."""
     return quant_state is not None and "packing_format_for_cpu" in vars(quant_state)
 
 

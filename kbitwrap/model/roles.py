@@ -117,10 +117,7 @@ def heads(tree: ModelTree) -> list[Node]:
 
 
 def loses_gradients(weight: torch.Tensor) -> bool:
-    """Whether a linear layer's weight of a library's tensor class computes an output without a gradient for its input.
-
-    It is tried out on a row of zeros. A weight that refuses them is not asked: it says so when the model runs.
-    """
+    """Whether a linear layer computes an output without a gradient for its input: it is tried out on zeros."""
     with torch.inference_mode(False), torch.enable_grad(), torch._C._EnableTorchFunction():  # plans disable the last
         row = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device, requires_grad=True)
         try:

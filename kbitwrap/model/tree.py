@@ -25,10 +25,7 @@ def only_reading() -> Any:
 
 
 class Node(NamedTuple):
-    """A module at one of its places. ``is_base`` excludes wrappers, adapters and copies.
-
-    A copy that PEFT trains has the fqn of its original.
-    """
+    """A module at one of its places; ``is_base`` excludes wrappers, adapters and copies."""
 
     path: str
     fqn: str
@@ -279,10 +276,7 @@ class ModuleIndex:
         return number if number is not None and self._references[number]() is module else None
 
     def substitutes(self, tree: ModelTree) -> list[tuple[int, nn.Module]]:
-        """The modules that were not there, each with the number of the one of the same name and class.
-
-        PEFT's copies for ``modules_to_save`` are such.
-        """
+        """The modules that were not there, as PEFT's copies, with the numbers of those of their names and classes."""
         if self not in tree.substitutes:
             known = {id(module) for _, module in self.live()}
             new = [(self._by_fqn.get(node.fqn), node.module) for node in tree.modules if id(node.module) not in known]

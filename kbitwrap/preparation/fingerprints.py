@@ -17,10 +17,7 @@ _RUNS_OF_QUANTIZED = 8  # their samples tell whether a parameter is the recorded
 
 
 def _sampled(record: ParameterRecord, parameter: torch.Tensor) -> torch.Tensor | None:
-    """A sample of what a parameter holds, in the dtype that it had.
-
-    ``None`` of one without elements in memory, and of a 4-bit weight: its ``quant_state`` tells whether it is there.
-    """
+    """A sample in the recorded dtype; ``None`` without elements, and of a 4-bit weight, which its statistics tell."""
     if record.quant_state is not None:
         return None
     if record.quantized_class is not None:
@@ -36,10 +33,7 @@ def _sampled(record: ParameterRecord, parameter: torch.Tensor) -> torch.Tensor |
 
 
 class Fingerprints:
-    """A sample of every parameter, on its device, a few KiB each; with ``audit`` a digest of unquantized ones too.
-
-    A sample misses a change of a few elements: `kbitwrap.tensors.bits.sample`. A digest misses none by accident.
-    """
+    """A sample of every parameter, on its device, which may miss a few elements; with ``audit`` digests too."""
 
     def __init__(self, parameters: Iterable[tuple[ParameterRecord, torch.Tensor]], audit: bool) -> None:
         self._samples: dict[ParameterRecord, torch.Tensor] = {}

@@ -199,10 +199,7 @@ class Original:
         return bool(self._fingerprints.changed([(record, value)], lambda _, found: found))
 
     def changes(self, tree: ModelTree, held: Sequence[HeldOriginal]) -> Changes:
-        """Find what became of the base, in one read of each device. ``follow`` comes first.
-
-        What the journal holds of originals is ``held``, and so what a restore would give.
-        """
+        """Find what became of the base and what a restore gives, in one read of each device. ``follow`` comes first."""
         found = Changes()
         live = {node.fqn: node.module for node in tree.base}
         holders = {id(one.record): one for one in held}
@@ -294,10 +291,7 @@ class Original:
         return found
 
     def added(self, tree: ModelTree) -> tuple[list[str], list[str]]:
-        """The fqns at which another parameter is, beside the original or in its place, and the paths of what was added.
-
-        Those are parameters, and hooks other than those that a restore removes.
-        """
+        """The fqns of parameters that are not the original, and the paths of parameters and hooks that were added."""
         known = {**tree.known, **tree.sharded}
         new = [tensor for tensor in tree.tensors if id(tensor.parameter) not in known]
         replaced = [tensor.fqn for tensor in new if tensor.fqn in self.base]

@@ -117,10 +117,7 @@ class Preparation:
             raise EditError(f"could not prepare: {error}; the model is as it was", edit=None) from error
 
     def adopt(self, peft_model: nn.Module) -> bool:
-        """Compute the norms of blocks with new adapters as the precision says; return whether the plan has grown.
-
-        What accelerate may set on the model is recorded. Refuses another model, and one without an adapter.
-        """
+        """Compute the norms of blocks with new adapters as the precision says; return whether the plan has grown."""
         tree = self.tree()
         inside = peft_model.modules() if isinstance(peft_model, nn.Module) else ()
         if not any(id(module) in tree.owners for module in inside):
@@ -239,10 +236,7 @@ class Preparation:
         return RestoreReport(*(tuple(dict.fromkeys(found)) for found in lists))
 
     def suspend(self, way_back: Journal, *, hold: bool) -> None:
-        """Put back the state from before for a while, all or nothing; ``hold`` keeps the wrapper alive meanwhile.
-
-        ``way_back`` becomes the journal that leads back, complete at every moment, whatever interrupts this call.
-        """
+        """Put back the state from before for a while, all or nothing; ``hold`` keeps the wrapper alive meanwhile."""
         with plain_mode():
             tree = self.tree()
             refuse_sharded_since(tree, changes_dtypes=self._upcasts_all)

@@ -99,10 +99,7 @@ _HALF_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 
 
 def mixed_precision(device_type: str) -> MixedPrecision | None:
-    """The mixed-precision policy, if one is known: an autocast that is on, accelerate's state, or its launcher's.
-
-    ``Trainer(bf16=True)`` settles it only when it is made.
-    """
+    """The mixed-precision policy, if one is known: an autocast, accelerate's state, or its launcher's."""
     state: dict[str, Any] = {}
     accelerate = sys.modules.get("accelerate.state")
     if accelerate is not None:
@@ -122,10 +119,7 @@ def mixed_precision(device_type: str) -> MixedPrecision | None:
 
 
 def refuse_retyping_under_ddp(held: Sequence[HeldOriginal]) -> None:
-    """Raise where putting originals back would take a trained parameter out of ``DistributedDataParallel``.
-
-    A parameter that changes its dtype loses its gradient accumulator, and with it the hook that synchronizes it.
-    """
+    """Raise where a trained parameter would lose what ``DistributedDataParallel`` hooks, its accumulator."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
     for one in held:

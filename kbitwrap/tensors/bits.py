@@ -54,10 +54,7 @@ def has_nan(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class NanPayloads:
-    """The NaNs of a half tensor: ``n`` indices into the flattened tensor, and their bits as int16.
-
-    All of them are kept: whether float32 preserves a NaN's bits depends on the instruction that a CPU converts it by.
-    """
+    """The indices of a half tensor's NaNs, and their bits: which survive float32 depends on how a CPU converts."""
 
     positions: torch.Tensor
     bits: torch.Tensor
@@ -80,10 +77,7 @@ class NanPayloads:
 
 
 def differ(a: torch.Tensor, b: torch.Tensor, *, has_nans: bool = True) -> torch.Tensor:
-    """Whether two floating tensors of one shape hold other numbers in ``a``'s dtype, on its device, without a sync.
-
-    Signs of zeros count, and any NaN equals any; without ``has_nans``, in a third of the time, bits are compared.
-    """
+    """Whether two tensors hold other numbers in ``a``'s dtype, without a sync; any NaN equals any, zeros have signs."""
     left, right = a.detach().reshape(-1), b.detach().reshape(-1)
     found = [torch.zeros((), dtype=torch.uint8, device=left.device)]
     for start in range(0, left.numel(), _CHUNK):
@@ -156,10 +150,7 @@ def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def sample(tensor: torch.Tensor, num_runs: int = _RUNS) -> torch.Tensor:
-    """Some elements of a dense tensor in their order, flat, on its device: all of a small one, runs of a larger one.
-
-    The runs are evenly spread: little memory is touched, and a change of a few elements between them is missed.
-    """
+    """Some elements of a dense tensor, flat: all of a small one, evenly spread runs of a larger one."""
     data = tensor.detach()
     if data.numel() <= num_runs * _RUN:
         return data.reshape(-1)

@@ -64,10 +64,7 @@ _mode = _Mode()
 def keeping_last(
     kept: dict[LazyTensor, torch.Tensor] | None = None, device: torch.device | None = _CPU
 ) -> Iterator[None]:
-    """Keep the last values computed, and those they were made from, for the next piece of the same tensor.
-
-    They lie in ``kept`` afterwards, which may be given again. Without a ``device``, they stay where they are computed.
-    """
+    """Keep in ``kept`` the last values computed, and those they were made from, for the same tensor's next piece."""
     outer = _mode.kept, _mode.device
     _mode.kept, _mode.device = {} if kept is None else kept, device
     try:
@@ -130,10 +127,7 @@ class LazyTensor(torch.Tensor):
 
     @property
     def lineage(self) -> tuple[LazyTensor, ...]:
-        """The lazy tensors with storages of their own that its values are made from; the last has its storage.
-
-        Tensors whose lineages begin alike are best computed one after the other, under `keeping_last`.
-        """
+        """The lazy tensors with storages of their own that its values are made from; the last has its storage."""
         if self._view_of is not None:
             return self._view_of.lineage
         return (*(self._parent.lineage if self._parent is not None else ()), self)

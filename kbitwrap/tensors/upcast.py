@@ -26,10 +26,7 @@ _GATHERS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default
 
 @functools.cache
 def _is_composite(func: Any) -> bool:
-    """Whether an operation is made of others: only its parts say whether it returns a view or another dtype.
-
-    Autograd takes such an operation apart; in inference mode it arrives here whole.
-    """
+    """Whether an operation is made of others; only in inference mode it arrives here whole."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
@@ -118,10 +115,7 @@ class UpcastTensor(torch.Tensor):
 
     @property
     def half_storage(self) -> torch.Tensor:
-        """The stored tensor: half, or float32 once it was written to. Raises if it would silently not be trained.
-
-        For a whole weight it is the module's parameter itself, so that a compiler can follow it.
-        """
+        """The stored tensor: half, or float32 once it was written to; raises if it would silently not be trained."""
         if self.owner is None:
             assert self._half is not None
             return self._half
@@ -292,10 +286,7 @@ def _upcast(arguments: Any) -> Any:
 
 
 def _product(func: Any, args: Sequence[Any], weight: UpcastTensor) -> torch.Tensor:
-    """A matrix product with an upcast right-hand side ``(k, n)``, in pieces of whole columns.
-
-    Forward, the columns are rows of a head's weight, backward they are its columns; the sum over ``k`` is never split.
-    """
+    """A matrix product with an upcast right-hand side, in pieces of whole columns; no sum is split."""
     half = weight.half_storage
     if func is aten.mm.default and weight.owner is None and args[0].dtype == half.dtype:
         return aten.mm.dtype(*args, half, torch.float32)  # type: ignore[no-any-return]
