@@ -88,7 +88,8 @@ def convert_checkpoint(
     casts, chosen = _casts(checkpoint, manifest, like, dtype)
     tensors = {name: stored.lazy(casts.get(name)) for name, stored in checkpoint.tensors.items()}
     if max_shard_size is None:
-        files = {_as_safetensors(file): list(names) for file, names in checkpoint.files.items()}
+        held = checkpoint.files.items()
+        files = {re.sub(r"^(?:pytorch_)?(.*)\.bin$", r"\1.safetensors", file): list(names) for file, names in held}
     else:
         files = split_into_files(tensors, max_shard_size)
     first = next(iter(checkpoint.metadata.values()))
@@ -244,12 +245,6 @@ def _renamed(model: Any, originals: _Originals) -> dict[str, torch.Tensor]:
         return {}
     tensors = {fqn: torch.empty(known.shape, dtype=known.dtype, device="meta") for fqn, known in originals.items()}
     return dict(revert_weight_conversion(model, tensors))
-
-
-def _as_safetensors(file: str) -> str:
-    """The name of the safetensors file for the tensors of a file of either kind."""
-    stem = file.removesuffix(".bin")
-    return file if stem == file else f"{stem.removeprefix('pytorch_')}.safetensors"
 
 
 def _copy_rest(checkpoint: SavedCheckpoint, folder: Path, dtype: torch.dtype | None) -> None:

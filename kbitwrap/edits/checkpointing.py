@@ -25,11 +25,7 @@ def make_inputs_require_grad(module: nn.Module, args: Any, output: torch.Tensor)
 
 
 def make_block_input_require_grad(module: nn.Module, args: Any) -> Any:
-    """Forward pre-hook of a block with backward hooks: without it they run before the block is computed again.
-
-    An adapter may put hooks on a block for one step (PEFT's aLoRA), and take away in backward what recomputing needs.
-    torch runs a block's backward hooks when the gradient of its input is there, and if it takes none, at once.
-    """
+    """Forward pre-hook of a block with backward hooks, which would run before the block is computed again."""
     inputs = [x for x in args if isinstance(x, torch.Tensor) and x.is_floating_point()]
     if not (module._backward_hooks and inputs and torch.is_grad_enabled()) or any(x.requires_grad for x in inputs):
         return None

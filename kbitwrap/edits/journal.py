@@ -27,13 +27,6 @@ class Missing:
 MISSING = Missing()
 
 
-class View(Protocol):
-    """The edited thing as one operation sees it: a model, walked once."""
-
-    def again(self) -> Any:
-        """Walk the same thing again, after an edit that failed half-way."""
-
-
 class WayBack(Protocol):
     """A recorded state that can be put back."""
 
@@ -86,11 +79,8 @@ class Journal:
     def __init__(self) -> None:
         self.changes: list[Any] = []
 
-    def apply(self, edits: Iterable[Edit], view: View) -> None:
-        """Apply every edit, or none: where one fails, this call's edits are undone and ``EditError`` is raised.
-
-        ``KeyboardInterrupt`` and ``SystemExit`` pass unchanged, after the same undoing.
-        """
+    def apply(self, edits: Iterable[Edit], view: Any) -> None:
+        """Apply every edit, or none: where one fails, all are undone and ``EditError``, or the interrupt, is raised."""
         start = len(self.changes)
         edit: Edit | None = None
         try:
@@ -110,7 +100,7 @@ class Journal:
                 message = f"{message}, except that undoing failed: {'; '.join(map(str, failures))}"
             raise EditError(message, edit=edit) from error
 
-    def roll_back(self, start: int, view: View) -> Failures:
+    def roll_back(self, start: int, view: Any) -> Failures:
         """Undo what was recorded after the ``start`` oldest changes, and forget it."""
         failures = self.undo(view.again(), since=start)
         del self.changes[start:]

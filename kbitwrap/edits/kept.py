@@ -35,11 +35,6 @@ class _Classes(dict[type, bool]):
 _is_plain = _Classes()
 
 
-def _is_same(value: Any, other: Any) -> bool:
-    """Whether two values are one object, or equal values that hold no tensor."""
-    return value is other or (type(value) is type(other) and type(value) in _COMPARED and value == other)
-
-
 def _added(module: nn.Module) -> dict[str, Any]:
     """The fields of a module beside those that every module has."""
     return {name: value for name, value in module.__dict__.items() if name not in _OWN}
@@ -133,8 +128,9 @@ class KeptChange(ChangeBase):
                 if was is not _OTHER and any(a is not b for a, b in zip_longest(_tensors(found), _tensors(contents))):
                     cached[name] = contents
                     changed[name] = was if contents is None or not is_shared else contents.copy()
-            elif was is not _OTHER and _is_plain[type(found)] and not _is_same(found, was):
-                changed[name] = was
+            elif was is not _OTHER and _is_plain[type(found)]:
+                is_equal = type(found) is type(was) and type(found) in _COMPARED and found == was
+                changed |= {} if is_equal else {name: was}
         if not before.keys() <= fields.keys():
             changed |= {name: was for name, was in before.items() if name not in fields and was is not _OTHER}
         replaced = {

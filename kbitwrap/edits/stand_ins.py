@@ -84,11 +84,7 @@ class StandInState:
 
 
 class Float32First:
-    """An instance's ``parameters``: the same objects, with one that is stored in float32 before those upcast at use.
-
-    A model takes the dtype of its first parameter for its own, and casts masks, images and caches to it. The parameter
-    is looked up in ``owner`` at each call; a copy of the module has the same order.
-    """
+    """An instance's ``parameters``, one stored in float32 first: a model takes the dtype of its first for its own."""
 
     def __init__(self, module: nn.Module, owner: nn.Module, name: str) -> None:
         self.module = module
@@ -114,11 +110,7 @@ def can_stand_in(module: nn.Module, name: str) -> bool:
 
 
 class UpcastChange(ChangeBase):
-    """Instance attributes that stand in for the parameters of their names.
-
-    A weight is registered again when it is tied (``head.weight = embeddings.weight``), parametrized or loaded
-    (``load_state_dict(assign=True)``); the stand-in follows it by torch's hook on registration.
-    """
+    """Instance attributes that stand in for parameters, and follow weights that are tied, parametrized or loaded."""
 
     def __init__(self, tree: ModelTree, chunk_bytes: int | None) -> None:
         self._chunk_bytes = chunk_bytes

@@ -61,29 +61,21 @@ class AccelerateChange(ChangeBase):
 class FollowTrainMode(EditBase):
     """Give modules outside the base (adapters, wrappers, copies) the train mode of the module that contains them."""
 
-    def capture(self, tree: ModelTree) -> _Followers:
-        """Record their modes, each with the one to set."""
+    def capture(self, tree: ModelTree) -> AttributesNow:
+        """Record their modes, each module with the one to set."""
         modes = {"": tree.model.training}
-        followers: list[tuple[nn.Module, bool]] = []
+        followers: dict[nn.Module, bool] = {}
         for node in tree.nodes:
             is_follower = bool(node.path) and not node.is_base
             modes[node.path] = modes[node.path.rpartition(".")[0]] if is_follower else node.module.training
             if is_follower:
-                followers.append((node.module, modes[node.path]))
-        return _Followers(followers)
+                followers[node.module] = modes[node.path]
+        return AttributesNow(followers, ["training"])
 
-    def apply(self, change: _Followers) -> None:
+    def apply(self, change: AttributesNow) -> None:
         """Set the modes."""
-        for module, training in change.followers:
+        for module, training in dict(change.holders).items():
             module.training = training
-
-
-class _Followers(AttributesNow):
-    """Modules, each with the mode that it is to have."""
-
-    def __init__(self, followers: list[tuple[nn.Module, bool]]) -> None:
-        super().__init__([module for module, _ in followers], ["training"])
-        self.followers = followers
 
 
 class RuntimeChange(HeldOriginal):

@@ -132,12 +132,13 @@ class Merger:
 
     def run(self, plain: nn.Module) -> None:
         """Compute what the layers do over the sampled rows of a plain base; merged ones take the place of these."""
-        adapted = plain
-        if self._stored is not None and not _knows_quantization(self._layers[0].layer):
+        adapted, layer = plain, self._layers[0].layer
+        knows_it = type(layer).__module__.endswith(_QUANTIZED_MODULES) or layer.quantization_backend is not None
+        if self._stored is not None and not knows_it:
             adapted = _as_stored(plain, self._stored, self.sampled)
         with self._layers[-1].refusing():
-            for layer in self._layers:
-                adapted = layer.over(adapted, self.sampled)
+            for one in self._layers:
+                adapted = one.over(adapted, self.sampled)
             self._merged, self._probe = plain, _probe(plain)
             self._outputs = plain(self._probe), adapted(self._probe)
 
@@ -237,10 +238,6 @@ def parameter_name(layer: nn.Module) -> str | None:
     """The parameter that a layer of ``target_parameters`` adapts; ``None`` for a layer that adapts a module."""
     name: str | None = getattr(layer, "parameter_name", None)
     return name
-
-
-def _knows_quantization(layer: Any) -> bool:
-    return type(layer).__module__.endswith(_QUANTIZED_MODULES) or layer.quantization_backend is not None
 
 
 def _kind(layer: Any) -> str:

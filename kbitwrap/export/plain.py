@@ -19,10 +19,7 @@ HOOKED_FORWARD = ("forward", "_old_forward", "_hf_hook")
 
 
 def dequantized(twin: Twin, dtype: torch.dtype) -> tuple[Twin, set[int]]:
-    """A twin, whose model is changed in place, with weights that are not those of bitsandbytes' layers dequantized.
-
-    With the ``id`` of each module whose weight is computed in another dtype than ``dtype``, to be rounded at the end.
-    """
+    """A twin, changed in place, whose other libraries' weights are dequantized; and the ``id`` of modules to be rounded."""
     plains: dict[int, nn.Module] = {}  # what takes the place of a shell whose class is of the library
     tried: dict[tuple[type, type], torch.dtype] = {}
     rounded: set[int] = set()

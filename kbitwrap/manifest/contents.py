@@ -54,11 +54,7 @@ class Contents:
 
 
 def read_contents(tree: ModelTree, preparation: Preparation | None, *, progress: bool = False) -> Contents:
-    """Read the contents of a model that is as loaded, prepared or suspended, with adapters and wrappers or without.
-
-    Of one that was sharded since it was prepared, all ranks read it together. Raises ``ManifestError`` where weights
-    were merged or replaced, ``UnsupportedModelError`` where some cannot be read.
-    """
+    """Read the contents of a model, prepared or not; of one that was sharded since, all ranks read it together."""
     gathering = None if preparation is None else Gathering.of(tree, "make a manifest", ManifestError)
     with plain_mode():
         with contextlib.nullcontext() if gathering is None else gathering.agreeing():

@@ -31,11 +31,7 @@ def tree_of(model: Any) -> ModelTree:
 
 
 def refuse_unsupported_tensors(tree: ModelTree, *, allow_meta: bool, allow_sharded: bool = False) -> None:
-    """Raise for a model without parameters, or with sharded or meta ones, which cannot be edited one by one.
-
-    Planning allows meta ones, an export by all ranks those sharded by FSDP. Sparse, nested and uninitialized ones are
-    never allowed. The error's ``fqn`` is the path of the first one found.
-    """
+    """Raise for a model without parameters, or with any that is not dense, or is sharded or on meta, unless allowed."""
     if not tree.tensors:
         raise UnsupportedModelError(f"{type(tree.model).__name__} has no parameters: there is nothing to prepare")
     _refuse_sharded(tree, allow_sharded)

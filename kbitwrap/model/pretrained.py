@@ -29,11 +29,7 @@ _AUTO_CLASSES = (
 
 
 def meta_model(name_or_path: Any, quantization_config: Any = None, dtype: Any = None) -> nn.Module:
-    """Build the model that ``from_pretrained`` would load, in evaluation mode, without reading or allocating a weight.
-
-    The name may also be a folder, a ``config.json`` or a config object of transformers. The config's own quantization
-    wins over ``quantization_config``, as it does in loading. The dtype ``None`` or ``"auto"`` is the config's.
-    """
+    """Build the model that ``from_pretrained`` would load, in evaluation mode, without reading or allocating a weight."""
     config = read_config(name_or_path)
     chosen = _as_dtype(dtype, config)
     try:

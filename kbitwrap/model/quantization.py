@@ -48,14 +48,11 @@ PEFT_MODULES = ("awq", "bnb", "gptq", "hqq", "torchao")
 
 @dataclass(frozen=True)
 class Quantization:
-    """How a model is quantized, and whether half parameters outside the quantized layers may be cast (``casts``).
+    """How a model is quantized."""
 
-    The method is ``"bitsandbytes_4bit"``, ``"bitsandbytes_8bit"``, another one's name, or ``None``.
-    """
-
-    method: str | None
+    method: str | None  # "bitsandbytes_4bit", "bitsandbytes_8bit" or another one's name
     is_quantized: bool
-    casts: bool
+    casts: bool  # whether half parameters outside the quantized layers may be cast
 
     @property
     def is_known_to_peft(self) -> bool:

@@ -34,11 +34,7 @@ class Role(str, Enum):
 
 
 def is_norm(module: nn.Module, norm_modules: tuple[type | str, ...] = ()) -> bool:
-    """Whether a module is a norm that can compute in float32 while it stores half.
-
-    It is one of ``norm_modules``, as in ``PrepareConfig``, or a leaf whose class, or a base of it, is named a norm and
-    whose parameters have one dimension. Batch norms are none: their running statistics are buffers, never cast.
-    """
+    """Whether a module is one of ``norm_modules``, or a leaf of a class named a norm with vectors for parameters."""
     cls: Any = type(module)
     is_named = _is_named_norm(cls)
     dimensions = [p.dim() for p in module._parameters.values() if p is not None] if is_named or norm_modules else []

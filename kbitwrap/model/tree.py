@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .quantization import Quantization, detect, has_runtime_state
+from .quantization import Quantization, detect
 from .records import ParameterRecord, Records
 from .wrappers import COPIES, is_adapter_class, wrapped_children
 
@@ -227,11 +227,6 @@ class ModelTree:
     def quantization(self) -> Quantization:
         """How the model is quantized."""
         return detect(self.model, [node.module for node in self.modules])
-
-    @cached_property
-    def runtime_layers(self) -> list[Node]:
-        """The quantized layers that rewrite fields of their own when they run."""
-        return [node for node in self.modules if has_runtime_state(node.module)]
 
 
 def _tensors_of(nodes: list[Node]) -> list[NamedTensor]:

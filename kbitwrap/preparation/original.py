@@ -35,11 +35,7 @@ _HOOK_DICTS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_
 
 
 def signature(tree: ModelTree) -> int:
-    """A hash of what a plan depends on: modules, their attributes, parameters, their dtypes, devices and flags.
-
-    It is of this process and of these very objects, which whoever compares it holds. No model that can be planned has
-    that of one with a parameter without shape or address.
-    """
+    """A hash, good in this process, of what a plan depends on: modules, parameters, and what these are and where."""
     parts: list[Any] = []  # flat: hundreds of tuples would be work for the garbage collector
     for path, _, m, _ in tree.nodes:
         parts += path, id(m), type(m), len(m.__dict__)
@@ -47,7 +43,7 @@ def signature(tree: ModelTree) -> int:
         for _, _, name, p, _ in tree.all_tensors:
             parts += name, id(p), p.dtype, p.shape, p.device, p.requires_grad, 0 if p.is_meta else p.data_ptr()
     except RuntimeError:
-        return 0
+        return 0  # as of no model that can be planned
     return hash(tuple(parts))
 
 
@@ -106,11 +102,7 @@ class Changes:
 
 
 class Original:
-    """The base of a model before it was prepared: its parameters, flags, buffers, configs, hooks and modes.
-
-    A ``Trainer``, PEFT and a model's own forward write to configs and buffers, and none of it is the base's. With
-    ``audit`` every unquantized parameter is digested as a whole.
-    """
+    """The base of a model before it was prepared; with ``audit`` every unquantized parameter is digested as a whole."""
 
     def __init__(self, tree: ModelTree, *, audit: bool = False) -> None:
         self.model = weakref.ref(tree.model)
@@ -256,11 +248,7 @@ class Original:
         return [fqn for fqn in (*changes.replaced, *inside) if fqn in self.base]
 
     def copies(self, tree: ModelTree, cast: Iterable[ParameterRecord]) -> list[CopyChange]:
-        """Find parameters in float32 that stand, by name, for a half one: PEFT's copies, beside it or in its place.
-
-        A half parameter that was not cast and has another dtype now, such as one that was resized, is found as well;
-        what the preparation ``cast`` is not. Each change returned takes one to its original dtype.
-        """
+        """Find parameters in another dtype that stand, by name, for a half one: PEFT's copies, and what others cast."""
         known, skipped, base = tree.known, set(map(id, cast)), set(self._records)
         found = []
         for tensor in tree.tensors:

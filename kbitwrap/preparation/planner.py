@@ -20,7 +20,13 @@ from ..edits.storage import Store
 from ..edits.training import Record
 from ..errors import UnsupportedModelError
 from ..model.checks import refuse_without_backward
-from ..model.quantization import STACKS_QUANTIZED_BY, Quantization, is_quantized_parameter, is_rewritten
+from ..model.quantization import (
+    STACKS_QUANTIZED_BY,
+    Quantization,
+    has_runtime_state,
+    is_quantized_parameter,
+    is_rewritten,
+)
 from ..model.records import TensorRef
 from ..model.roles import Role, heads, is_norm, loses_gradients, parameter_roles, returns_float32
 from ..model.tree import ModelTree, NamedTensor, Node, storage_key
@@ -67,7 +73,7 @@ class Planner:
                 "returns to this state; prepare a model as from_pretrained returned it"
             )
             self.alarms += [] if self.freeze_adapters else self.warnings
-        layers = self.tree.runtime_layers
+        layers = [node for node in self.tree.modules if has_runtime_state(node.module)]
         refuse_without_backward(layers)
         references = tuple(weakref.ref(node.module) for node in layers)
         fqns = tuple(t.fqn for t in self.base)

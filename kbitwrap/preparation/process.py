@@ -56,11 +56,7 @@ def devices(tree: ModelTree) -> dict[str, int]:
 
 
 def reshard(tree: ModelTree) -> bool:
-    """Shard again what FSDP2 left whole after a forward, without communication; say whether it shards anything.
-
-    Its own hooks do that before ``state_dict()``. They are on the modules that hold the parameters, and the module that
-    was sharded may be outside of the tree. Nothing does it for FSDP1, whose parameters are out of reach meanwhile.
-    """
+    """Shard again what FSDP2 left whole after a forward, by its own hooks; say whether it shards anything."""
     wrapped = [node for node in tree.modules if "_fsdp_use_orig_params" in vars(node.module)]
     for path, name, p in [(node.path, *item) for node in wrapped for item in node.module._parameters.items()]:
         if p is not None and not isinstance(p, nn.Parameter):
