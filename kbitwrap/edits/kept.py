@@ -35,11 +35,6 @@ class _Classes(dict[type, bool]):
 _is_plain = _Classes()
 
 
-def _added(module: nn.Module) -> dict[str, Any]:
-    """The fields of a module beside those that every module has."""
-    return {name: value for name, value in module.__dict__.items() if name not in _OWN}
-
-
 def _members(cache: Any) -> Iterable[Any]:
     return cache.values() if isinstance(cache, dict) else cache or ()
 
@@ -79,11 +74,13 @@ class KeptChange(ChangeBase):
 
     @staticmethod
     def _read(module: nn.Module) -> _Kept:
-        fields, caches = _added(module), _EMPTY
-        if not _PLAIN.issuperset(map(type, fields.values())):
-            for name, value in [item for item in fields.items() if not _is_plain[type(item[1])]]:
-                fields[name] = _OTHER
-                if type(value) in _CACHES and all(_is_plain[type(one)] for one in _members(value)):
+        fields: dict[str, Any] = {}
+        caches: dict[str, Any] = _EMPTY
+        for name, value in module.__dict__.items():
+            if name not in _OWN:
+                is_plain = _is_plain[type(value)]
+                fields[name] = value if is_plain else _OTHER
+                if not is_plain and type(value) in _CACHES and all(_is_plain[type(one)] for one in _members(value)):
                     caches = {**caches, name: (value, value.copy())}
         children, sizes = tuple(module._modules), _sizes(module)
         if not (caches or module._buffers):  # nearly always; and then nothing else is kept
@@ -119,9 +116,8 @@ class KeptChange(ChangeBase):
         fields, buffers, unsaved = module.__dict__, module._buffers, module._non_persistent_buffers_set
         before = kept.fields
         changed, cached = {}, {}
-        for name, found in _added(module).items():
-            was = before.get(name, MISSING)
-            if was is found:
+        for name, found in fields.items():
+            if name in _OWN or (was := before.get(name, MISSING)) is found:
                 continue  # nearly always
             if type(found) in _CACHES:
                 was, contents = kept.caches.get(name, (was, None))

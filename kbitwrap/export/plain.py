@@ -19,7 +19,7 @@ HOOKED_FORWARD = ("forward", "_old_forward", "_hf_hook")
 
 
 def dequantized(twin: Twin, dtype: torch.dtype) -> tuple[Twin, set[int]]:
-    """A twin, changed in place, whose other libraries' weights are dequantized; and the ``id`` of modules to be rounded."""
+    """A twin, changed in place, with other libraries' weights dequantized, and the ``id`` of modules to be rounded."""
     plains: dict[int, nn.Module] = {}  # what takes the place of a shell whose class is of the library
     tried: dict[tuple[type, type], torch.dtype] = {}
     rounded: set[int] = set()

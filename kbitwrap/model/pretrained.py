@@ -29,7 +29,7 @@ _AUTO_CLASSES = (
 
 
 def meta_model(name_or_path: Any, quantization_config: Any = None, dtype: Any = None) -> nn.Module:
-    """Build the model that ``from_pretrained`` would load, in evaluation mode, without reading or allocating a weight."""
+    """Build the model that ``from_pretrained`` would load, in evaluation mode; no weight is read or allocated."""
     config = read_config(name_or_path)
     chosen = _as_dtype(dtype, config)
     try:

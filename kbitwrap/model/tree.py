@@ -146,7 +146,14 @@ class ModelTree:
     @cached_property
     def all_tensors(self) -> list[NamedTensor]:
         """Every place of every parameter."""
-        return _tensors_of(self.nodes)
+        found = []
+        for path, fqn, module, _ in self.nodes:
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    full = f"{fqn}.{name}" if fqn else name
+                    place = full if path == fqn else join(path, name)
+                    found.append(NamedTensor(full, module, name, parameter, place))
+        return found
 
     @cached_property
     def tensors(self) -> list[NamedTensor]:
@@ -190,7 +197,10 @@ class ModelTree:
     @cached_property
     def base_tensors(self) -> list[NamedTensor]:
         """Every place of the base's parameters in the base."""
-        return self.all_tensors if self.base is self.nodes else _tensors_of(self.base)
+        if self.base is self.nodes:
+            return self.all_tensors
+        inside = {node.path for node in self.base}
+        return [tensor for tensor in self.all_tensors if tensor.path[: -len(tensor.name) - 1] in inside]
 
     @cached_property
     def adapters(self) -> list[Node]:
@@ -227,17 +237,6 @@ class ModelTree:
     def quantization(self) -> Quantization:
         """How the model is quantized."""
         return detect(self.model, [node.module for node in self.modules])
-
-
-def _tensors_of(nodes: list[Node]) -> list[NamedTensor]:
-    found = []
-    for path, fqn, module, _ in nodes:
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                full = f"{fqn}.{name}" if fqn else name
-                place = full if path == fqn else join(path, name)
-                found.append(NamedTensor(full, module, name, parameter, place))
-    return found
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:

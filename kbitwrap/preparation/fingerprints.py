@@ -47,7 +47,7 @@ class Fingerprints:
                 self._digests[record] = begin_digest(parameter)
         for found in groups.values():
             together = torch.cat([taken for _, taken in found])  # one piece of memory, and nothing pinned
-            pieces = together.split([len(taken) for _, taken in found])
+            pieces = together.split([taken.numel() for _, taken in found])
             self._samples.update(zip((record for record, _ in found), pieces, strict=True))
 
     def has(self, record: ParameterRecord) -> bool:
@@ -84,7 +84,7 @@ class Fingerprints:
             if device.type == "cpu" and same_bytes(olds, news):
                 continue
             mask = differs(olds, news)
-            masks.setdefault(device, []).append(([r for r, _, _ in found], [len(old) for _, old, _ in found], mask))
+            masks.setdefault(device, []).append(([r for r, _, _ in found], [old.numel() for _, old, _ in found], mask))
         for record, answer in compared.items():
             masks.setdefault(answer.device, []).append(([record], [1], answer.view(1)))
         for of_device in masks.values():
