@@ -25,7 +25,7 @@ def make_inputs_require_grad(module: nn.Module, args: Any, output: torch.Tensor)
 
 
 def make_block_input_require_grad(module: nn.Module, args: Any) -> Any:
-    """Forward pre-hook of a block with backward hooks, which would run before the block is computed again."""
+    """Forward pre-hook of a block: backward hooks that PEFT's aLoRA gives it would run before it is computed again."""
     inputs = [x for x in args if isinstance(x, torch.Tensor) and x.is_floating_point()]
     if not (module._backward_hooks and inputs and torch.is_grad_enabled()) or any(x.requires_grad for x in inputs):
         return None
@@ -69,7 +69,7 @@ def preparation_hooks(module: nn.Module, names: Collection[str] = _HOOKS) -> lis
 
 
 class HooksChange(ChangeBase):
-    """The hooks of a preparation as they were; a hook keeps its id when its module is copied."""
+    """The hooks of a preparation as they were: undo removes later ones. They keep their ids when a module is copied."""
 
     def __init__(self, tree: ModelTree) -> None:
         self._index = tree.index

@@ -67,7 +67,7 @@ class KeptChange(ChangeBase):
 
     def __init__(self, tree: ModelTree) -> None:
         self._index = tree.index
-        base = {id(node.module) for node in tree.base}
+        base = {id(node.module) for node in tree.plain_base}
         with only_reading():
             self._kept = [self._read(module) if id(module) in base else None for _, module in self._index.live()]
         self.put_back: tuple[str, ...] = ()  # the names of what the last undo put back

@@ -73,7 +73,7 @@ class StorageChange(HeldOriginal):
         return rounded
 
     def against_kept(self, current: torch.Tensor) -> torch.Tensor:
-        """Whether a value is not the original held: in any dtype, in its own, and rounded to the original's."""
+        """Whether a value is not the original held: in any dtype, in its own, and in the original's, without a sync."""
         assert self.kept is not None
         if tuple(current.shape) != self.layout.shape:
             return torch.ones(3, dtype=torch.bool, device=current.device)

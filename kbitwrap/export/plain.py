@@ -79,7 +79,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def plain_layer(module: nn.Module, *, as_linear: bool = False) -> nn.Module:
-    """The layer that a quantized one was made from, on the meta device; ``as_linear`` for a ``Conv1D`` too."""
+    """The layer that a quantized one was made from, on the meta device; ``as_linear`` where it is a ``Conv1D``, too."""
     with torch.device("meta"):
         if isinstance(module, nn.Embedding):
             return nn.Embedding(module.num_embeddings, module.embedding_dim, module.padding_idx)

@@ -34,7 +34,7 @@ class Role(str, Enum):
 
 
 def is_norm(module: nn.Module, norm_modules: tuple[type | str, ...] = ()) -> bool:
-    """Whether a module is one of ``norm_modules``, or a leaf of a class named a norm with vectors for parameters."""
+    """Whether a module is one of ``norm_modules``, or a leaf of a class named a norm whose parameters are vectors."""
     cls: Any = type(module)
     is_named = _is_named_norm(cls)
     dimensions = [p.dim() for p in module._parameters.values() if p is not None] if is_named or norm_modules else []
@@ -113,7 +113,7 @@ def heads(tree: ModelTree) -> list[Node]:
 
 
 def loses_gradients(weight: torch.Tensor) -> bool:
-    """Whether a linear layer computes an output without a gradient for its input: it is tried out on zeros."""
+    """Whether a linear layer's output has no gradient for its input, tried on zeros; false where it refuses these."""
     with torch.inference_mode(False), torch.enable_grad(), torch._C._EnableTorchFunction():  # plans disable the last
         row = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device, requires_grad=True)
         try:

@@ -125,11 +125,15 @@ class ModelTree:
 
     @cached_property
     def base(self) -> list[Node]:
-        """The places of the base's modules, without wrappers, PEFT's own modules and copies."""
-        nodes, adapters = self.nodes, {id(node.module) for node in self.adapters}
-        if not (self._has_wrappers or adapters):
-            return nodes
-        return [node for node in nodes if node.is_base and id(node.module) not in adapters]
+        """The places of the base's modules, without wrappers, adapters and copies."""
+        nodes = self.nodes
+        return [node for node in nodes if node.is_base] if self._has_wrappers else nodes
+
+    @cached_property
+    def plain_base(self) -> list[Node]:
+        """Those whose class is not PEFT's: such a module may be in the base itself."""
+        adapters = {id(node.module) for node in self.adapters}
+        return [node for node in self.base if id(node.module) not in adapters] if adapters else self.base
 
     @cached_property
     def configs(self) -> list[Any]:
@@ -197,9 +201,9 @@ class ModelTree:
     @cached_property
     def base_tensors(self) -> list[NamedTensor]:
         """Every place of the base's parameters in the base."""
-        if self.base is self.nodes:
+        if self.plain_base is self.nodes:
             return self.all_tensors
-        inside = {node.path for node in self.base}
+        inside = {node.path for node in self.plain_base}
         return [tensor for tensor in self.all_tensors if tensor.path[: -len(tensor.name) - 1] in inside]
 
     @cached_property

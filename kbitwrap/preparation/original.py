@@ -109,7 +109,7 @@ class Original:
         self.records = tree.records
         self.before = read_moment(tree)
         with only_reading():
-            self._modules = {node.fqn: weakref.ref(node.module) for node in tree.base}
+            self._modules = {node.fqn: weakref.ref(node.module) for node in tree.plain_base}
             records = [(tree.record(tensor), tensor) for tensor in tree.base_tensors]
             self.base = {tensor.fqn: record for record, tensor in records}
             once = {record: tensor.parameter for record, tensor in records}
@@ -191,9 +191,9 @@ class Original:
         return bool(self._fingerprints.changed([(record, value)], lambda _, found: found))
 
     def changes(self, tree: ModelTree, held: Sequence[HeldOriginal]) -> Changes:
-        """Find what became of the base and what a restore gives, in one read of each device. ``follow`` comes first."""
+        """Find what became of the base, whose originals are ``held``, in one read of each device, after ``follow``."""
         found = Changes()
-        live = {node.fqn: node.module for node in tree.base}
+        live = {node.fqn: node.module for node in tree.plain_base}
         holders = {id(one.record): one for one in held}
         compared: dict[ParameterRecord, torch.Tensor] = {}
         for fqn, reference in self._modules.items():
@@ -248,7 +248,7 @@ class Original:
         return [fqn for fqn in (*changes.replaced, *inside) if fqn in self.base]
 
     def copies(self, tree: ModelTree, cast: Iterable[ParameterRecord]) -> list[CopyChange]:
-        """Find parameters in another dtype that stand, by name, for a half one: PEFT's copies, and what others cast."""
+        """Find parameters in another dtype that stand, by name, for a half one, but for those that we ``cast``."""
         known, skipped, base = tree.known, set(map(id, cast)), set(self._records)
         found = []
         for tensor in tree.tensors:

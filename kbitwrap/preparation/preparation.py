@@ -117,7 +117,7 @@ class Preparation:
             raise EditError(f"could not prepare: {error}; the model is as it was", edit=None) from error
 
     def adopt(self, peft_model: nn.Module) -> bool:
-        """Compute in float32 what new adapters make the precision ask for; return whether the plan has grown."""
+        """Compute norms of blocks with new adapters as the precision says; return whether the plan has grown."""
         tree = self.tree()
         inside = peft_model.modules() if isinstance(peft_model, nn.Module) else ()
         if not any(id(module) in tree.owners for module in inside):

@@ -95,7 +95,7 @@ _HALF_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 
 
 def mixed_precision(device_type: str) -> MixedPrecision | None:
-    """The mixed-precision policy, if one is known: an autocast, accelerate's state, or its launcher's."""
+    """The mixed-precision policy that is known yet: an autocast that is on, accelerate's state, or its launcher's."""
     state: dict[str, Any] = {}
     accelerate = sys.modules.get("accelerate.state")
     if accelerate is not None:
@@ -115,7 +115,7 @@ def mixed_precision(device_type: str) -> MixedPrecision | None:
 
 
 def refuse_retyping_under_ddp(held: Sequence[HeldOriginal]) -> None:
-    """Raise where a trained parameter would lose what ``DistributedDataParallel`` hooks, its accumulator."""
+    """Raise where a trained parameter would lose its gradient accumulator, which ``DistributedDataParallel`` hooks."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
     for one in held:
