@@ -10,7 +10,9 @@ A prediction follows the libraries that are installed. Where a run's version of 
 otherwise, the row says so in its column `code`, and the same is written out here: in 4.39 to 4.45 the logits became
 float32 at once, and were copied without their last position; in 4.48 the loss did both, with the logits still there;
 4.39 kept tables of rotary positions in every layer. Up to 4.45, Mistral's flash attention repeated keys and values for
-all heads (`flash-expanded`). `keeps-output` are scripts that hold the model's output, and so its logits, to the end.
+all heads (`flash-expanded`). `keeps-output` are scripts that hold the model's output, and so its logits, to the end;
+`mean` is a notebook that does so too, whose loss is the mean of the logits, without an optimizer; in its version of
+bitsandbytes, 4-bit layers kept their inputs by themselves, so that checkpointing that is not reentrant kept them too.
 """
 
 from __future__ import annotations
@@ -43,8 +45,9 @@ from kbitwrap import StepMemory, predict_step
 from kbitwrap.model.pretrained import meta_model
 
 HERE = Path(__file__).parent
-RESULT = HERE.parent / "docs" / "benchmarks" / "published.json"
+FOLDER = HERE.parent / "docs" / "benchmarks"
 SOURCES = {
+    "fsdp_qlora": "https://github.com/AnswerDotAI/fsdp_qlora/blob/main/nbs/00-profile_lora_qlora.ipynb",
     "fitcheck": "https://github.com/Anassbzdd/fitcheck/tree/main/data/measurements",
     "fms-acceleration": "https://github.com/foundation-model-stack/fms-acceleration/tree/main/scripts/benchmarks/refs",
 }
@@ -88,6 +91,7 @@ MODELS: dict[str, PretrainedConfig] = {
     "Llama-3.2-1B-Instruct": _config(LlamaConfig, 2048, 8192, 16, 32, 8, 128256, True),
     "Llama-3.2-3B-Instruct": _config(LlamaConfig, 3072, 8192, 28, 24, 8, 128256, True),
 }
+MODELS["Llama, 24 blocks of 2048"] = _config(LlamaConfig, 2048, 4096, 24, 16, 16, 32000, False)
 _held: dict[str, torch.Tensor] = {}
 
 
@@ -96,6 +100,15 @@ def _shifted_loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, *
     shifted = logits[..., :-1, :].contiguous()
     wanted = labels[..., 1:].contiguous().view(-1)
     return F.cross_entropy(shifted.view(-1, vocab_size), wanted)
+
+
+def _mean(logits: torch.Tensor, **_: Any) -> torch.Tensor:
+    return logits.mean()
+
+
+def _keep_input(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    if output.grad_fn is not None:
+        output.grad_fn.metadata["input"] = args[0]
 
 
 def _as_float(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -133,9 +146,14 @@ def _model(row: dict[str, str]) -> nn.Module:
         model.loss_function = _shifted_loss
     if row["code"] == "4.39":
         _keep_rotary_tables(model)
-    if row["code"] in ("4.39", "4.45"):
+    if row["code"] == "mean":
+        model.loss_function = _mean
+        for module in model.modules():
+            if type(module).__name__ == "Linear4bit":
+                module.register_forward_hook(_keep_input)
+    if row["code"] in ("4.39", "4.45", "mean"):
         model.get_output_embeddings().register_forward_hook(_as_float)
-    if row["code"] == "keeps-output":
+    if row["code"] in ("keeps-output", "mean"):
         model.get_output_embeddings().register_forward_hook(_hold)
         model.get_input_embeddings().register_forward_pre_hook(_let_go)
     return model  # type: ignore[no-any-return]
@@ -175,7 +193,7 @@ def predict(row: dict[str, str]) -> StepMemory:
     lora = peft.LoraConfig(
         r=int(row["rank"]),
         lora_dropout=float(row["dropout"]),
-        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        target_modules=["q_proj", "v_proj"] if row["code"] == "mean" else ["q_proj", "k_proj", "v_proj", "o_proj"],
         task_type="CAUSAL_LM",
     )
     reentrant = {"use_reentrant": row["source"].startswith("fms")}
@@ -189,15 +207,18 @@ def predict(row: dict[str, str]) -> StepMemory:
     if row["base"] == "half":
         model.gradient_checkpointing_enable(reentrant)  # type: ignore[operator]
         model.enable_input_require_grads()  # type: ignore[operator]
+    if row["code"] == "mean":  # adapters in bfloat16
+        with torch.device("meta"):
+            model = peft.get_peft_model(model, lora, autocast_adapter_dtype=False)  # type: ignore[arg-type]
     with _attention(row["attention"]):
         return predict_step(
             model,
             precision=way,
             batch_size=int(row["batch"]),
             seq_len=int(row["seq"]),
-            lora=lora,
+            lora=None if row["code"] == "mean" else lora,
+            optimizer="sgd" if row["code"] == "mean" else "adamw_torch",
             autocast=row["autocast"] or None,
-            exact=True,
             gradient_checkpointing_kwargs=reentrant,
         )
 
@@ -215,9 +236,34 @@ def compared(row: dict[str, str]) -> dict[str, Any]:
     if row["source"].startswith("fitcheck"):  # read before the optimizer has a state, and a batch
         predicted["static_bytes"] -= sum(step.static_by_kind.get(kind, 0) for kind in ("optimizer", "inputs"))
     errors = {name: round(100 * (predicted[name] / value - 1), 2) for name, value in measured.items()}
-    settings = {key: value for key, value in row.items() if key not in measured and value}
-    seconds = round(time.perf_counter() - start, 1)
-    return settings | {"measured": measured, "predicted": predicted, "error_percent": errors, "seconds": seconds}
+    settings = {key: value for key, value in row.items() if not key.endswith("_bytes") and value}
+    least, most = (predicted["peak_bytes"] + number for number in step.unknown_bytes)
+    return settings | {
+        "measured": measured,
+        "predicted": predicted,
+        "range": [least, most],
+        "in_range": least <= measured["peak_bytes"] <= most,
+        "error_percent": errors,
+        "error_with_least_percent": round(100 * (least / measured["peak_bytes"] - 1), 2),
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as Markdown: measured and predicted peaks in MiB, and the errors in percent."""
+    head = ("source", "model", "base", "preparation", "attention", "code", "batch x tokens", "measured", "predicted")
+    lines = [" | ".join((*head, "peak", "with workspaces", "forward", "backward", "optimizer", "static", "in range"))]
+    lines.append(" | ".join(["---"] * (len(head) + 7)))
+    for row in rows:
+        errors = row["error_percent"]
+        cells = [row[key] for key in ("source", "model", "base", "way", "attention")]
+        cells += [row.get("code", ""), f"{row['batch']} x {row['seq']}"]
+        cells += [f"{row[key]['peak_bytes'] / 2**20:,.1f}" for key in ("measured", "predicted")]
+        names = ("peak", "forward", "backward", "optimizer", "static")
+        found = [f"{errors[f'{name}_bytes']:+.2f}" if f"{name}_bytes" in errors else "" for name in names]
+        cells += [found[0], f"{row['error_with_least_percent']:+.2f}", *found[1:]]
+        lines.append(" | ".join([*cells, "yes" if row["in_range"] else "no"]))
+    return "\n".join(f"| {line} |" for line in lines) + "\n"
 
 
 def main() -> None:
@@ -236,7 +282,9 @@ def main() -> None:
         print(found["error_percent"], f"{found['seconds']} s", flush=True)
     if not words:
         versions = {module.__name__: module.__version__ for module in (torch, transformers, peft)}
-        RESULT.write_text(json.dumps({"versions": versions, "sources": SOURCES, "rows": results}, indent=1) + "\n")
+        result = {"versions": versions, "sources": SOURCES, "rows": results}
+        (FOLDER / "published.json").write_text(json.dumps(result, indent=1) + "\n")
+        (FOLDER / "published.md").write_text(table(results))
 
 
 if __name__ == "__main__":

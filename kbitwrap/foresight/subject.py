@@ -19,6 +19,7 @@ from ..model.tree import ModelTree
 from ..preparation.plan import build_plan
 from ..preparation.preparation import Preparation
 from .fakes import in_memory_of
+from .flash import flash_model
 from .quantization import with_statistics
 
 PEFT = "peft"
@@ -76,7 +77,8 @@ def _leave_functions(module: nn.Module, original: nn.Module) -> None:
 def base_of(source: Any, quantization_config: Any, dtype: Any) -> nn.Module:
     """The model of a step, on the meta device: copied from a live one, or built from a config."""
     if not isinstance(source, nn.Module):
-        return meta_model(source, quantization_config, dtype)
+        model = flash_model(source, quantization_config, dtype)
+        return meta_model(source, quantization_config, dtype) if model is None else model
     if quantization_config is not None or dtype is not None:
         raise ConfigError(
             "quantization_config and dtype are for a model that is built from a config; this one is loaded already"

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import BitsAndBytesConfig, LlamaConfig
+from transformers import BitsAndBytesConfig, LlamaConfig, MistralConfig
 
 from kbitwrap import predict_step
 from kbitwrap.foresight import cuda, tracker
@@ -226,6 +226,20 @@ def test_where_cuda_computes_as_a_cpu_the_rules_change_nothing(monkeypatch: pyte
     ]
     assert steps[0].levels["forward"] == steps[1].levels["forward"]
     assert steps[0].levels["backward"] == steps[1].levels["backward"]
+
+
+def test_flash_attention_2_holds_what_torchs_flash_kernel_holds_and_needs_no_mask_for_a_window() -> None:
+    given = CONFIG.to_dict() | {"sliding_window": 64, "architectures": ["MistralForCausalLM"]}
+    steps = [
+        predict_step(config, quantization_config=NF4, batch_size=1, seq_len=256)
+        for config in (
+            CONFIG,
+            MistralConfig(**given, attn_implementation="flash_attention_2"),
+            MistralConfig(**given, attn_implementation="sdpa"),
+        )
+    ]
+    assert steps[1].levels == steps[0].levels
+    assert steps[2].forward_bytes > steps[1].forward_bytes
 
 
 def test_eight_bit_layers_multiply_in_int32_and_keep_their_input() -> None:

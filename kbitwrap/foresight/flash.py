@@ -1,0 +1,54 @@
+"""The attention of the flash_attn package, which need not be there: it holds what torch's flash kernel holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ..model.pretrained import meta_model, read_config
+
+_ASKED, _OWN = "flash_attention_2", "kbitwrap_flash_attention_2"
+
+
+def flash_model(source: Any, quantization_config: Any, dtype: Any) -> nn.Module | None:
+    """The model of a config that asks for the package, with a stand-in for its attention; ``None`` of another one."""
+    config = read_config(source)
+    if getattr(config, "_attn_implementation", None) != _ASKED:
+        return None
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    config._attn_implementation = "sdpa"
+    model: Any = meta_model(config, quantization_config, dtype)
+    AttentionInterface.register(_OWN, _attend)
+    AttentionMaskInterface.register(_OWN, _no_mask)
+    model.config._attn_implementation = _OWN
+    return model  # type: ignore[no-any-return]
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Windows and causality are arguments of the package's kernel, and batches without padding need no more."""
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention by rows of tokens, as transformers' own function calls the package; float32 inputs are cast before."""
+    if query.dtype == torch.float32:
+        lower = module.config.dtype if not torch.is_autocast_enabled("cpu") else torch.get_autocast_dtype("cpu")
+        query, key, value = (tensor.to(lower) for tensor in (query, key, value))  # type: ignore[arg-type]
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    attended = F.scaled_dot_product_attention(
+        query, key, value, dropout_p=dropout, is_causal=bool(causal), scale=scaling, enable_gqa=True
+    )
+    return attended.transpose(1, 2), None
