@@ -1,4 +1,4 @@
-"""Computes the tables of docs/memory.md by the planner when the documentation is built, from published shapes.
+"""Computes the tables of docs/memory.md and docs/step.md by the planner when the documentation is built, from published shapes.
 
 A line `<!-- memory-table: NAME -->` of a page is replaced by the table of that name.
 """
@@ -20,7 +20,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from kbitwrap import Plan, Precision
+from kbitwrap import Plan, Precision, predict_step
 
 _LLAMA_SHAPED = {
     "hidden_size": 4096,
@@ -104,12 +104,34 @@ def peak_table() -> str:
     return _markdown(rows)
 
 
+def step_table() -> str:
+    """The levels of a training step of 2048 tokens on CUDA, by model and preparation, in GiB."""
+    rows = [["model", "precision", "before", "forward", "backward", "optimizer", "peak"]]
+    for name in ("Mistral-7B-v0.3", "Llama-3-8B"):
+        for precision in ("peft", "compute", "norms", "none"):
+            quantization = BitsAndBytesConfig(
+                load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bfloat16"
+            )
+            step = predict_step(
+                CONFIGS[name],
+                precision=precision,
+                quantization_config=quantization,
+                dtype="bfloat16",
+                batch_size=1,
+                seq_len=2048,
+            )
+            levels = (step.static_bytes, step.forward_bytes, step.backward_bytes, step.optimizer_bytes, step.peak_bytes)
+            rows.append([name, f"`{precision}`", *(f"{level / 2**30:.2f}" for level in levels)])
+    return _markdown(rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {"added": added_table, "roles": role_table, "peak": peak_table}
+_ALL = {**TABLES, "step": step_table}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace the markers of a page: the event of MkDocs. An unknown table is a KeyError, which ends the build."""
-    return re.sub(r"^<!-- memory-table: (\S+) -->$", lambda found: TABLES[found[1]](), markdown, flags=re.MULTILINE)
+    return re.sub(r"^<!-- memory-table: (\S+) -->$", lambda found: _ALL[found[1]](), markdown, flags=re.MULTILINE)
 
 
 def _added(num_bytes: int) -> str:

@@ -4,7 +4,7 @@
 
 The measurements are those of published.csv, in this folder, by others; WORD picks the rows that have it in their
 source, model or settings. Models are built from their published shapes: nothing is downloaded. The result is the data
-of docs/benchmarks/published.json and a table, of all rows.
+of docs/benchmarks/published.json and the table of docs/published.md, of all rows.
 
 A prediction follows the libraries that are installed. Where a run's version of transformers computed the loss
 otherwise, the row says so in its column `code`, and the same is written out here: in 4.39 to 4.45 the logits became
@@ -45,6 +45,8 @@ from kbitwrap import StepMemory, predict_step
 from kbitwrap.model.pretrained import meta_model
 
 HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "published.md"
+_BEGIN, _END = "<!-- published -->\n\n", "\n<!-- end -->"
 FOLDER = HERE.parent / "docs" / "benchmarks"
 SOURCES = {
     "fsdp_qlora": "https://github.com/AnswerDotAI/fsdp_qlora/blob/main/nbs/00-profile_lora_qlora.ipynb",
@@ -77,7 +79,7 @@ MODELS: dict[str, PretrainedConfig] = {
     "Mistral-7B-v0.1": _config(
         MistralConfig, 4096, 14336, 32, 32, 8, 32001, False, sliding_window=None, max_position_embeddings=32768
     ),
-    "Llama-2-70b": _config(LlamaConfig, 8192, 28672, 80, 64, 8, 32001, False),
+    "Llama-2-70b": _config(LlamaConfig, 8192, 28672, 80, 64, 8, 32001, False, max_position_embeddings=4096),
     "PowerLM-3b": _config(GraniteConfig, 2304, 9216, 40, 36, 36, 49152, True),
     "Qwen2.5-1.5B-Instruct": _config(Qwen2Config, 1536, 8960, 28, 12, 2, 151936, True),
     "Qwen2.5-Coder-1.5B-Instruct": _config(Qwen2Config, 1536, 8960, 28, 12, 2, 151936, True),
@@ -108,7 +110,7 @@ def _mean(logits: torch.Tensor, **_: Any) -> torch.Tensor:
 
 def _keep_input(module: nn.Module, args: Any, output: torch.Tensor) -> None:
     if output.grad_fn is not None:
-        output.grad_fn.metadata["input"] = args[0]
+        output.grad_fn.metadata["input"] = args[0].to(module.compute_dtype)
 
 
 def _as_float(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -148,6 +150,7 @@ def _model(row: dict[str, str]) -> nn.Module:
         _keep_rotary_tables(model)
     if row["code"] == "mean":
         model.loss_function = _mean
+    if row["code"] == "mean":
         for module in model.modules():
             if type(module).__name__ == "Linear4bit":
                 module.register_forward_hook(_keep_input)
@@ -187,6 +190,14 @@ def _attention(kind: str) -> Iterator[None]:
         functional.scaled_dot_product_attention = original
 
 
+def _inputs(row: dict[str, str]) -> dict[str, torch.Tensor]:
+    """What the run's model was called with: the labels were the tokens themselves, or beside a mask of ones."""
+    tokens = torch.full((int(row["batch"]), int(row["seq"])), 5)
+    if row["source"].startswith("fms"):
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens.clone()}
+    return {"input_ids": tokens, "labels": tokens}
+
+
 def predict(row: dict[str, str]) -> StepMemory:
     """The prediction for one row."""
     model, way = _model(row), row["way"]
@@ -216,6 +227,7 @@ def predict(row: dict[str, str]) -> StepMemory:
             precision=way,
             batch_size=int(row["batch"]),
             seq_len=int(row["seq"]),
+            inputs=_inputs(row),
             lora=None if row["code"] == "mean" else lora,
             optimizer="sgd" if row["code"] == "mean" else "adamw_torch",
             autocast=row["autocast"] or None,
@@ -284,7 +296,9 @@ def main() -> None:
         versions = {module.__name__: module.__version__ for module in (torch, transformers, peft)}
         result = {"versions": versions, "sources": SOURCES, "rows": results}
         (FOLDER / "published.json").write_text(json.dumps(result, indent=1) + "\n")
-        (FOLDER / "published.md").write_text(table(results))
+        page = PAGE.read_text()
+        start, end = page.index(_BEGIN) + len(_BEGIN), page.index(_END)
+        PAGE.write_text(page[:start] + table(results) + page[end:])
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from .. import KbitPreparedModel, Precision
+from .. import KbitPreparedModel, Precision, StepMemory, StepTracker, predict_step
 from .memory import MemoryMeter, live_bytes, stored_bytes
 from .models import LINEARS, build_model
 from .settings import CHUNKED, MERGED, PEFT, PEFT_UNCLEARED, Settings
@@ -87,11 +87,14 @@ class Case:
             self._prepare()
             self._measure_export()
             return
+        predicted = [self._predict(tokens) for tokens in self.settings.tokens] if self.settings.predict else []
         self._measure_preparing()
         if self.settings.step:
             self._prepare()
             adapted = self._adapt().train()
             self.result["steps"] = [self._measure_step(adapted, tokens, baseline) for tokens in self.settings.tokens]
+            for step, prediction in zip(self.result["steps"], predicted, strict=False):
+                step["predicted"] = prediction.to_dict()
 
     def _measure_export(self) -> None:
         """Export, in turn with the library's way to write the same bytes, which has them at hand, and with merging."""
@@ -186,21 +189,43 @@ class Case:
             cache = {"auto_clear_cache": False} if takes_it and self.name == PEFT_UNCLEARED else {}
             prepare_model_for_kbit_training(self.model, gradient_checkpointing_kwargs=checkpointing, **cache)
             return
-        self._wrapper = KbitPreparedModel(
-            self.model,
-            precision={CHUNKED: "compute", MERGED: "norms"}.get(self.name, self.name),
-            gradient_checkpointing_kwargs=checkpointing,
-            head_chunk_bytes=self.settings.head_chunk_bytes if self.name == CHUNKED else None,
-        ).prepare()
+        self._wrapper = KbitPreparedModel(self.model, **self._fields()).prepare()
 
-    def _adapt(self) -> PeftModel:
-        """Put a LoRA on the prepared model."""
-        torch.manual_seed(self.settings.seed)
+    def _fields(self) -> dict[str, Any]:
+        """The settings of the preparation."""
+        fields: dict[str, Any] = {
+            "precision": {CHUNKED: "compute", MERGED: "norms", PEFT_UNCLEARED: PEFT}.get(self.name, self.name),
+            "gradient_checkpointing_kwargs": {"use_reentrant": self.settings.reentrant},
+        }
+        if self.name == CHUNKED:
+            fields["head_chunk_bytes"] = self.settings.head_chunk_bytes
+        return fields
+
+    def _predict(self, tokens: int) -> StepMemory:
+        """The memory of a step, before there is one."""
+        ids = self._tokens(tokens)
+        return predict_step(
+            self.model,
+            batch_size=1,
+            seq_len=tokens,
+            inputs={"input_ids": ids, "labels": ids},
+            lora=self._lora(),
+            optimizer=None,
+            autocast=torch.bfloat16 if self.settings.autocast else None,
+            kernels="cuda" if self.device.type == "cuda" else "cpu",
+            **self._fields(),
+        )
+
+    def _tokens(self, number: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.settings.seed)
+        return torch.randint(self.settings.shape.vocab_size, (1, number), generator=generator)
+
+    def _lora(self) -> LoraConfig:
         num_layers = self.settings.shape.num_layers
         layers = None
         if not self.settings.step and not self.settings.export:
             layers = list(range(max(0, num_layers - _ADAPTED_LAYERS), num_layers))
-        config = LoraConfig(
+        return LoraConfig(
             r=_RANK,
             lora_alpha=2 * _RANK,
             target_modules=list(LINEARS),
@@ -208,7 +233,11 @@ class Case:
             init_lora_weights=False,  # both factors random: otherwise the gradient of the first is zero
             modules_to_save=["lm_head"] if self.settings.step and self.settings.modules_to_save else None,
         )
-        adapted = get_peft_model(self.model, config)
+
+    def _adapt(self) -> PeftModel:
+        """Put a LoRA on the prepared model."""
+        torch.manual_seed(self.settings.seed)
+        adapted = get_peft_model(self.model, self._lora())
         if self._wrapper is not None:
             seconds: list[float] = []
             with self.meter.timed(seconds):
@@ -219,8 +248,7 @@ class Case:
     def _measure_step(self, model: PeftModel, tokens: int, baseline: int) -> dict[str, Any]:
         """The cost of a step, and its numbers; ``None`` for figures that the device has too little memory for."""
         settings = self.settings
-        generator = torch.Generator().manual_seed(settings.seed)
-        ids = torch.randint(settings.shape.vocab_size, (1, tokens), generator=generator).to(self.device)
+        ids = self._tokens(tokens).to(self.device)
 
         def step() -> torch.Tensor:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=settings.autocast):
@@ -240,7 +268,13 @@ class Case:
                     step()
             model.zero_grad(set_to_none=True)
             peak = self.meter.tensor_peak(lambda: stored_bytes(model), step)
-            return {"system_peak_bytes": system_peak, "seconds": seconds, "peak_bytes": peak}
+            found = {"system_peak_bytes": system_peak, "seconds": seconds, "peak_bytes": peak}
+            if settings.predict:
+                model.zero_grad(set_to_none=True)
+                with StepTracker(model, inputs=[ids]) as tracker:
+                    step()
+                found["tracked_bytes"] = tracker.peak_bytes
+            return found
 
         def numbers() -> dict[str, Any]:
             with _deterministic(self.device):

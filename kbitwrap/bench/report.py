@@ -244,6 +244,35 @@ def step_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
+def prediction_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The table of predicted steps beside real ones.
+
+    Args:
+        result: What ``run_benchmark`` returned, with steps that were predicted.
+
+    Returns:
+        The header, and for each number of tokens a row for each case.
+    """
+    columns = ("tokens", "case", "predicted MiB", "tracked MiB", "predicted - tracked, bytes", "allocator MiB", "ratio")
+    rows: list[tuple[str, ...]] = [columns]
+    for index, tokens in enumerate(result["settings"]["tokens"]):
+        for case in result["cases"]:
+            step = case["steps"][index]
+            predicted, tracked, peak = step["predicted"]["peak_bytes"], step.get("tracked_bytes"), step["peak_bytes"]
+            rows.append(
+                (
+                    str(tokens),
+                    case["case"],
+                    _mib(predicted, 1),
+                    _mib(tracked, 1),
+                    _NONE if tracked is None else f"{predicted - tracked:+d}",
+                    _mib(peak, 1),
+                    _NONE if peak is None else f"{predicted / peak:.4f}",
+                )
+            )
+    return rows
+
+
 def identity_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
     """The table of differences from PEFT's numbers.
 

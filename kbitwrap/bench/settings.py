@@ -87,6 +87,7 @@ class Settings:
         repeats: How often each timing is taken; 0 takes none and no peaks, and leaves loss and gradients.
         seed: Seed of all that is random.
         step: Take training steps.
+        predict: Predict them too, and track them.
         export: Export the prepared base, or what is merged into it, and nothing else.
         tokens: Tokens in the batch of a training step: one or several numbers, each measured.
         compute_dtype: The dtype that quantized layers compute in.
@@ -101,6 +102,7 @@ class Settings:
     repeats: int = 3
     seed: int = 0
     step: bool = False
+    predict: bool = False
     export: bool = False
     tokens: tuple[int, ...] = (128,)
     compute_dtype: str = "float32"

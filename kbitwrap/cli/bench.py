@@ -37,7 +37,7 @@ _IDENTITY_TOKENS = 32
 _EXPORT_LAYERS = 8
 _OF_STEPS = ("autocast", "reentrant", "modules_to_save")
 _LOSS_SIZE_MULTIPLE = 64  # of 4-bit blocks
-_NOT_OF_LOSS = ("vocab_size", "tied", "tokens", "compute_dtype", *_OF_STEPS)
+_NOT_OF_LOSS = ("vocab_size", "tied", "tokens", "compute_dtype", "predict", *_OF_STEPS)
 _OF_LOSS = ("steps", "pretraining_steps", "learning_rate")
 _HEADER_INDENT = 10  # of the lines before the tables: their first word stands alone
 _ALL_CASES = tuple(dict.fromkeys((*CASES, MERGED, *LOSS_CASES)))
@@ -66,6 +66,9 @@ def _flag(name: str, help: str, panel: str) -> Any:
 
 def command(
     step: Annotated[bool, _flag("--step", f"Take training steps too, {_SMALL}.", _WHAT)] = False,
+    predict: Annotated[
+        bool, _flag("--predict", "Predict each step's memory too, and count a real one's, with --step.", _STEP)
+    ] = False,
     identity: Annotated[
         bool,
         _flag(
@@ -269,6 +272,8 @@ def _settings(given: SimpleNamespace) -> Settings:
             raise InputError(f"--identity measures with and without {option(name)}: leave {option(name)} out")
         if getattr(given, name) and not given.step and name != "reentrant":
             raise InputError(f"{option(name)} applies to training steps only: add --step")
+    if given.predict and not given.step:
+        raise InputError("--predict applies to training steps only: add --step")
     if given.tied and given.identity:
         raise InputError("--identity measures with and without --tied: leave --tied out")
     if given.export and not {*(given.case or ())} <= {*EXPORTED}:
@@ -284,6 +289,7 @@ def _settings(given: SimpleNamespace) -> Settings:
         repeats=given.repeats,
         seed=given.seed,
         step=given.step or given.identity,
+        predict=given.predict,
         export=given.export,
         tokens=tuple(dict.fromkeys(given.tokens or [default_tokens])),
         compute_dtype=given.compute_dtype or ("float32" if given.device == "cpu" else "bfloat16"),
@@ -331,6 +337,8 @@ def _as_text(result: dict[str, Any]) -> str:
         tables = [report.preparation_rows(result), report.allocator_rows(result)]
         if result["settings"]["step"]:
             tables.append(report.step_rows(result))
+        if result["settings"].get("predict"):
+            tables.append(report.prediction_rows(result))
     else:
         tables = [report.identity_rows(result)]
     lines = joined(hanging(line, _HEADER_INDENT) for line in header(result).splitlines())

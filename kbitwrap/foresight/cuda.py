@@ -1,8 +1,10 @@
 """What CUDA does otherwise than a CPU, where it changes what a step holds: for fake tensors, which stand on a CPU.
 
 Each rule names the source in PyTorch (``aten/src/ATen``) that it follows. Left out, as less than a thousandth of a
-step: the dtype of a layer norm's saved statistics, the indices that an embedding's backward sorts, and the split sums
-of flash attention for very few queries. What cannot be known, such as the workspaces of cuBLAS, is in `unknown`.
+step: the dtype of a layer norm's saved statistics, the indices that an embedding's backward and an ``index_put`` sort,
+the split sums of flash attention for very few queries, and what cuDNN takes for a convolution. A fused ``F.rms_norm``
+would keep less than the parts that are followed here; transformers' models have norms of their own. Losses, products of
+experts, ``topk`` and ``index_add`` hold on CUDA what they hold on a CPU. What cannot be known is in `unknown`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,15 @@ from kbitwrap.bench import runner
 from kbitwrap.bench.memory import MemoryMeter, live_bytes, stored_bytes
 from kbitwrap.bench.models import build_model
 from kbitwrap.bench.plot import draw
-from kbitwrap.bench.report import allocator_rows, export_rows, header, identity_rows, preparation_rows, step_rows
+from kbitwrap.bench.report import (
+    allocator_rows,
+    export_rows,
+    header,
+    identity_rows,
+    prediction_rows,
+    preparation_rows,
+    step_rows,
+)
 from kbitwrap.bench.settings import (
     CASES,
     EXPORTED,
@@ -86,7 +94,7 @@ def measured() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setattr(runner, "_run_case", run)
-        asked = settings(shape=shape, tokens=(8, 16), head_chunk_bytes=256 << 10)
+        asked = settings(shape=shape, tokens=(8, 16), head_chunk_bytes=256 << 10, predict=True)
         result = runner.run_benchmark(asked, CASES, lines.append)
     assert len(lines) == len(CASES)
     return result
@@ -191,6 +199,17 @@ def test_full_and_compute_are_peft_bit_for_bit(measured: dict[str, Any], name: s
 def test_precisions_other_than_compute_differ_from_peft(measured: dict[str, Any]) -> None:
     for name in ("norms", "adapted", "none"):
         assert by_case(measured)[name]["steps"][0]["largest_gradient_difference"] > 0
+
+
+def test_a_predicted_step_is_the_tracked_one(measured: dict[str, Any]) -> None:
+    rows = prediction_rows(measured)
+    assert [row[:2] for row in rows[1:]] == [(tokens, case) for tokens in ("8", "16") for case in CASES]
+    for case in measured["cases"]:
+        for step in case["steps"]:
+            assert step["predicted"]["peak_bytes"] == step["tracked_bytes"]
+            # What an operation allocates inside itself the allocator alone knows.
+            assert 0 <= step["peak_bytes"] - step["tracked_bytes"] < 0.03 * step["peak_bytes"]
+    assert {row[4] for row in rows[1:]} == {"+0"}
 
 
 def test_the_tables_show_it(measured: dict[str, Any]) -> None:
@@ -491,7 +510,9 @@ def test_the_command_prints_tables(
     assert main(["bench", "--step", "--output", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("machine ")
-    assert len(re.findall(r"^(?:\d+ +)?compute ", printed.out, re.MULTILINE)) == 3
+    assert (
+        len(re.findall(r"^(?:\d+ +)?compute ", printed.out, re.MULTILINE)) == 5
+    )  # preparing; steps and predictions of each number of tokens
     assert printed.err == "case 1 of 1\n"
     assert (tmp_path / "out").read_text() == printed.out
     asked = Settings(shape=SMALL, step=True)
