@@ -1,4 +1,4 @@
-"""Computes the tables of docs/memory.md and docs/step.md by the planner when the documentation is built, from published shapes.
+"""Computes the tables of docs/memory.md and docs/step.md when the documentation is built, from published shapes.
 
 A line `<!-- memory-table: NAME -->` of a page is replaced by the table of that name.
 """
