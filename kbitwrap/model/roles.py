@@ -34,7 +34,10 @@ class Role(str, Enum):
 
 
 def is_norm(module: nn.Module, norm_modules: tuple[type | str, ...] = ()) -> bool:
-    """Whether a module is one of ``norm_modules``, or a leaf of a class named a norm whose parameters are vectors."""
+    """Whether a module is one of ``norm_modules``, or a leaf of a class named a norm whose parameters are vectors.
+
+    Batch norms are none: their running statistics are buffers, which are never cast.
+    """
     cls: Any = type(module)
     is_named = _is_named_norm(cls)
     dimensions = [p.dim() for p in module._parameters.values() if p is not None] if is_named or norm_modules else []
