@@ -19,7 +19,7 @@ from transformers import (
     PretrainedConfig,
 )
 
-from kbitwrap import KbitPreparedModel, StepTracker, predict_step
+from kbitwrap import KbitPreparedModel, StepPredictor, StepTracker, predict_step
 from kbitwrap.foresight.unknown import THREADS, WORKSPACE_BYTES
 
 pytestmark = [
@@ -36,6 +36,7 @@ SHAPES: dict[str, Any] = {
     "num_key_value_heads": 4,
     "vocab_size": 32000,
     "tie_word_embeddings": False,
+    "max_position_embeddings": 1 << 17,
     "dtype": "bfloat16",
 }
 FAMILIES: dict[str, PretrainedConfig] = {
@@ -145,3 +146,12 @@ def test_a_tracker_counts_what_is_predicted_for_the_device(folders: dict[str, Pa
     )
     assert abs(tracker.peak_bytes - predicted.peak_bytes) <= 0.02 * predicted.peak_bytes
     assert tracker.peak_bytes <= allocated
+
+
+def test_the_longest_sequence_within_a_budget_is_where_the_allocator_reaches_it(folders: dict[str, Path]) -> None:
+    budget = 4 * 2**30
+    predict = StepPredictor(folders["llama"], lora=LORA, quantization_config=NF4, **fields(True))
+    longest = predict.longest_sequence(budget, BATCH)
+    run = Run(folders["llama"], "norms", True)
+    below, above = (run.peak_bytes(batch_of(int(longest * share))) - workspaces() for share in (0.97, 1.03))
+    assert below < budget < above
