@@ -156,12 +156,18 @@ class StepPredictor:
         except ConfigError as error:
             raise ConfigError(f"autocast: {error}") from None
         self._made: tuple[Subject, FakeModel, Blocks] | None = None
+        self._known: dict[tuple[int, int], StepMemory] = {}
 
     def __call__(self, batch_size: int, seq_len: int) -> StepMemory:
         """Predict the step of one batch; see ``predict_step``."""
         for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name}: expected a positive number, found {value!r}")
+        if (batch_size, seq_len) not in self._known:
+            self._known[batch_size, seq_len] = self._predict(batch_size, seq_len)
+        return self._known[batch_size, seq_len]
+
+    def _predict(self, batch_size: int, seq_len: int) -> StepMemory:
         with _ONE_AT_A_TIME, warnings.catch_warnings(), unlogged():
             warnings.simplefilter("ignore")  # those of a preparation are not those of a prediction
             step, (num_run, num_blocks), notes = self._step(batch_size, seq_len)
