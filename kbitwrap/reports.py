@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -12,6 +13,9 @@ from typing import Any, ClassVar
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 80
 _repr.maxtuple = _repr.maxlist = 12
+_COLORS = ("#4a90c4", "#d9772b")  # of a bar's parts; seen on white and on black
+_BAR = '<span style="display:inline-block;height:0.75em;{}"></span>'
+_CELL = '<td style="text-align:left;vertical-align:top">{}</td>'
 
 
 def shown(value: Any) -> str:
@@ -23,6 +27,43 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     """Write rows as aligned columns, the first to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+
+
+def few(texts: Sequence[str], limit: int = 12) -> list[str]:
+    """The first of many texts, and how many more there are."""
+    return [*texts[:limit], *([f"... and {len(texts) - limit:,} more"] if len(texts) > limit else [])]
+
+
+class Report:
+    """A report in a notebook: its ``repr`` is one line; where it has bars, it is shown as a table of them.
+
+    ``_bars`` has for each row its name, the lengths of its bar's parts, and the text beside it.
+    """
+
+    def _brief(self) -> str:
+        raise NotImplementedError
+
+    def _bars(self) -> list[tuple[str, tuple[int, ...], str]]:
+        return []
+
+    def _lines(self) -> Sequence[str]:
+        return ()
+
+    def __repr__(self) -> str:
+        brief = self._brief()
+        brief = brief if brief.isprintable() else ascii(brief)
+        return f"{type(self).__name__}({brief if len(brief) <= 100 else brief[:97] + '...'})"
+
+    def _repr_html_(self) -> str | None:
+        """The bars as HTML, which takes the colors of text and page from the notebook, be it light or dark."""
+        longest = max((sum(sizes) for _, sizes, _ in self._bars()), default=0) or 1
+        rows = ""
+        for name, sizes, text in self._bars():
+            widths = [f"width:{14 * size / longest:.3f}em" for size in sizes]
+            bar = "".join(_BAR.format(f"{w};background:{c}") for w, c in zip(widths, _COLORS, strict=False))
+            rows += f"<tr>{''.join(map(_CELL.format, (html.escape(name), bar, html.escape(text))))}</tr>"
+        below = "".join(f"<div>{html.escape(line)}</div>" for line in self._lines())
+        return (rows and f"<div><b>{html.escape(repr(self))}</b><table>{rows}</table>{below}</div>") or None
 
 
 class LifecycleState(str, Enum):
@@ -40,8 +81,8 @@ class LifecycleState(str, Enum):
     __str__ = str.__str__
 
 
-@dataclass(frozen=True)
-class RestoreReport:
+@dataclass(frozen=True, repr=False)
+class RestoreReport(Report):
     """The changes by others that a restore found. Names are those of the unprepared model, where it has one.
 
     Attributes:
@@ -66,12 +107,18 @@ class RestoreReport:
         return {field.name: list(getattr(self, field.name)) for field in fields(self)}
 
     def __str__(self) -> str:
-        lines = [f"{name.replace('_', ' ')}: {', '.join(names)}" for name, names in self.to_dict().items() if names]
-        return "\n".join(["restored", *lines])
+        return "\n".join(["restored", *(f"{name}: {text}" for name, _, text in self._bars())])
+
+    def _brief(self) -> str:
+        return ", ".join(f"{size} {name}" for name, (size,), _ in self._bars()) or "nothing changed by others"
+
+    def _bars(self) -> list[tuple[str, tuple[int, ...], str]]:
+        found = [(name.replace("_", " "), names) for name, names in self.to_dict().items() if names]
+        return [(name, (len(names),), ", ".join(few(names))) for name, names in found]
 
 
-@dataclass(frozen=True)
-class Differences:
+@dataclass(frozen=True, repr=False)
+class Differences(Report):
     """Differences between what was expected and what was found; false where there are none.
 
     ``different`` is ``{fqn: {what: (expected, found)}}``; the name ``""`` stands for the whole.
@@ -112,7 +159,18 @@ class Differences:
         return "; ".join(lines[:limit] + more)
 
     def __str__(self) -> str:
-        return "\n".join(self.lines()) or self._empty
+        return "\n".join(few(self.lines())) or self._empty
+
+    def _brief(self) -> str:
+        return ", ".join(f"{size} {name}" for name, (size,), _ in self._bars()) or self._empty
+
+    def _bars(self) -> list[tuple[str, tuple[int, ...], str]]:
+        found: dict[str, list[str]] = {}
+        for fqn, rows in self.different.items():
+            for what in rows:
+                found.setdefault(what, []).append(fqn or "the whole")
+        found |= {name: [*names] for name in ("missing", "unexpected") if (names := getattr(self, name))}
+        return [(name, (len(names),), ", ".join(few(names))) for name, names in found.items()]
 
     def _rows(self, read: Callable[[Any], Any]) -> dict[str, dict[str, list[Any]]]:
         """``different`` with every value read by a function."""
@@ -165,8 +223,8 @@ class ShardingOutcome:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class ShardingReport:
+@dataclass(frozen=True, repr=False)
+class ShardingReport(Report):
     """The outcome of each precision under an engine, told before it happens. ``print`` gives a table.
 
     Attributes:
@@ -184,6 +242,10 @@ class ShardingReport:
         outcomes = {name: {**asdict(outcome), "notes": list(outcome.notes)} for name, outcome in self.outcomes.items()}
         return {"engine": self.engine, "param_dtype": self.param_dtype, "outcomes": outcomes}
 
+    def _brief(self) -> str:
+        trains = [name for name, outcome in self.outcomes.items() if outcome.trains]
+        return f"{self.engine!r}, trains with: {', '.join(trains) or 'none'}"
+
     def __str__(self) -> str:
         outcomes = self.outcomes.items()
         rows = [("precision", "trains", "restore, suspended", "export, manifest")]
@@ -196,8 +258,8 @@ class ShardingReport:
         return "\n".join([f"engine {self.engine!r}{computes_in}", table(rows), *notes])
 
 
-@dataclass(frozen=True)
-class ExportReport:
+@dataclass(frozen=True, repr=False)
+class ExportReport(Report):
     """The checkpoint that an export wrote.
 
     Attributes:
@@ -224,6 +286,9 @@ class ExportReport:
         """The report as plain values, ready for JSON."""
         lists = {name: list(getattr(self, name)) for name in ("files", "converted", "merged")}
         return {**asdict(self), "path": str(self.path), **lists}
+
+    def _brief(self) -> str:
+        return f"{self.num_tensors} tensors, {self.num_bytes:,} bytes, {shown(str(self.path))}"
 
     def __str__(self) -> str:
         parts = [f"{self.num_tensors} tensors", f"{self.num_bytes:,} bytes", f"{self.seconds:.1f} s"]

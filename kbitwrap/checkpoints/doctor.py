@@ -26,7 +26,7 @@ from ..model.wrappers import canonical_fqn, unwrap
 from ..preparation.original import DECOMPRESSED
 from ..preparation.preparation import Preparation
 from ..preparation.process import plain_mode
-from ..reports import shown
+from ..reports import Report, few, shown
 from ..tensors.bits import content_digest
 from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype
 from ..tensors.lazy import materialize
@@ -65,8 +65,8 @@ class Finding(NamedTuple):
     remedy: str
 
 
-@dataclass(frozen=True)
-class DoctorReport:
+@dataclass(frozen=True, repr=False)
+class DoctorReport(Report):
     """The faults of a run. False where none was found.
 
     Attributes:
@@ -85,6 +85,22 @@ class DoctorReport:
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values, ready for JSON."""
         return {**vars(self), "findings": [f._asdict() for f in self.findings], "not_measured": [*self.not_measured]}
+
+    def __str__(self) -> str:
+        found = [f"{f.what}: {f.where}: {f.evidence}; {f.remedy}" for f in self.findings]
+        return "\n".join([repr(self), *few(found), *self._lines()])
+
+    def _brief(self) -> str:
+        return f"findings: {len(self.findings)}, not measured: {len(self.not_measured)}, {shown(self.subject)}"
+
+    def _bars(self) -> list[tuple[str, tuple[int, ...], str]]:
+        found: dict[str, list[str]] = {}
+        for finding in self.findings:
+            found.setdefault(finding.what, []).append(f"{finding.where}: {finding.evidence}; {finding.remedy}")
+        return [(what, (len(texts),), " | ".join(few(texts, 3))) for what, texts in found.items()]
+
+    def _lines(self) -> list[str]:
+        return few([f"not measured: {what}" for what in self.not_measured])
 
 
 def doctor(path_or_model: str | os.PathLike[str] | nn.Module, *, base: Any = None, adapter: Any = None) -> DoctorReport:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..model.wrappers import canonical_fqn
+from ..reports import Report, shown
 from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype
 from .convert import casts_by_dtype
 from .reader import EIGHT_BIT_STATE, SavedCheckpoint, is_beside, is_trained_copy, open_checkpoint
@@ -25,8 +26,8 @@ _KINDS = (
 )
 
 
-@dataclass(frozen=True)
-class CheckpointReport:
+@dataclass(frozen=True, repr=False)
+class CheckpointReport(Report):
     """The contents of a checkpoint, and the float32 tensors that a preparation left in it. True if there are any.
 
     Attributes:
@@ -65,6 +66,10 @@ class CheckpointReport:
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values, ready for JSON."""
         return {**vars(self), "path": str(self.path), "wasted_bytes": self.wasted_bytes, "adapters": [*self.adapters]}
+
+    def _brief(self) -> str:
+        size, wasted = f"{self.num_bytes:,} bytes", f"{self.wasted_bytes:,} wasted"
+        return f"{self.num_tensors} tensors, {size}, {wasted}, {shown(str(self.path))}"
 
 
 def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:

@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..config import format_bytes
-from ..reports import table
+from ..reports import Report, table
 from .ledger import KINDS, PHASES, Peaks
 from .unknown import Unknown
 
 
-@dataclass(frozen=True)
-class StepMemory:
+@dataclass(frozen=True, repr=False)
+class StepMemory(Report):
     """The memory of one training step, predicted: a step after the first, whose gradients are ``None`` at its start.
 
     ``print(step)`` is a table.
@@ -35,8 +35,8 @@ class StepMemory:
     batch_size: int
     seq_len: int
     kernels: str
-    static_by_kind: dict[str, int] = field(repr=False)
-    peaks: Peaks = field(repr=False)
+    static_by_kind: dict[str, int]
+    peaks: Peaks
     traced_blocks: int = 0
     num_blocks: int = 0
     notes: tuple[str, ...] = field(default=())
@@ -109,13 +109,26 @@ class StepMemory:
             if any(found):
                 rows.append((kind.replace("_", " "), *map(format_bytes, found)))
         rows.append(("total", *map(format_bytes, (self.static_bytes, *self.phases.values()))))
-        head = f"precision {self.precision!r}, batch {self.batch_size}, {self.seq_len} tokens, on {self.kernels}: "
-        peak = f"{format_bytes(self.peak_bytes)} at the peak"
-        lines = [head + peak, table(rows)]
-        if self.unknown:
-            least, most = map(format_bytes, self.unknown_bytes)
-            lines += [f"unknown, beside the peak: {least} to {most}", *(f"  {part}" for part in self.unknown)]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        return "\n".join([f"precision {self._brief()}", table(rows), *self._said()])
+
+    def _said(self) -> list[str]:
+        """What is not known, and the notes."""
+        least, most = map(format_bytes, self.unknown_bytes)
+        unknown = [f"unknown, beside the peak: {least} to {most}", *(f"  {part}" for part in self.unknown)]
+        return [*(unknown if self.unknown else []), *(f"note: {note}" for note in self.notes)]
+
+    def _brief(self) -> str:
+        step = f"{self.precision!r}, batch {self.batch_size}, {self.seq_len} tokens, on {self.kernels}"
+        return f"{step}: {format_bytes(self.peak_bytes)} at the peak"
+
+    def _bars(self) -> list[tuple[str, tuple[int, ...], str]]:
+        sizes = {kind: self.by_kind.get(kind, 0) for kind in KINDS}
+        return [(kind.replace("_", " "), (size,), format_bytes(size)) for kind, size in sizes.items() if size]
+
+    def _lines(self) -> list[str]:
+        levels = {"before": self.static_bytes, **self.phases}
+        said = ", ".join(f"{name} {format_bytes(size)}" for name, size in levels.items())
+        return [f"peaks of the phases: {said}", *self._said()]
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the levels before the step and at the peak of each phase, by kind; needs matplotlib.

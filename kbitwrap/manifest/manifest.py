@@ -24,7 +24,7 @@ from ..export.staging import atomic_write
 from ..preparation.payloads import Count, MomentRecord, PlanRecord, Record, Text
 from ..preparation.preparation import Preparation
 from ..preparation.process import devices
-from ..reports import shown
+from ..reports import Report, shown
 from .contents import read_contents, versions
 from .diff import ManifestDiff, as_loaded, compare, for_training
 from .schema import AdapterRecord, ConfigRecord, Kind, ModelRecord, Name, Row, TensorRecord, parse_json
@@ -37,7 +37,7 @@ MAX_BYTES = 128 << 20
 """The largest manifest that is read, in bytes: about a million tensors."""
 
 
-class Manifest(Record):
+class Manifest(Report, Record):
     """The record of a preparation: the model, the settings, and the digest of every tensor's original content.
 
     ``KbitPreparedModel.manifest()`` makes one. In JSON ``rows`` is called ``"tensors"``.
@@ -74,6 +74,11 @@ class Manifest(Record):
     kinds: tuple[Kind, ...] = Field(strict=False)
     ties: tuple[Annotated[tuple[Name, ...], Field(strict=False, min_length=2)], ...] = Field(strict=False)
     rows: dict[Name, Row] = Field(alias="tensors")
+
+    __str__ = Report.__repr__
+
+    def _brief(self) -> str:
+        return f"{shown(self.model.class_name)}, {self.config.precision!r}, {len(self.rows)} tensors, {self.created}"
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Manifest:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -15,12 +15,12 @@ from ..errors import MemoryBudgetError
 from ..model.checks import refuse_unsupported_tensors, tree_of
 from ..model.pretrained import meta_model
 from ..model.tree import ModelTree, only_reading
-from ..reports import table
+from ..reports import Report, few, table
 from .planner import Planner, peak_bytes
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Report):
     """The edits of a preparation and their cost in memory, before anything is changed.
 
     ``print(plan)`` is a table by role.
@@ -44,7 +44,7 @@ class Plan:
 
     config: PrepareConfig
     quantization: str | None
-    edits: tuple[EditBase, ...] = field(repr=False)
+    edits: tuple[EditBase, ...]
     by_role: dict[str, dict[str, int]]
     added_bytes: int
     peak_bytes: int
@@ -107,13 +107,22 @@ class Plan:
         for role, figures in {**self.by_role, "total": total}.items():
             count, loaded, added = (figures[key] for key in keys)
             rows.append((role, str(count), format_bytes(loaded), format_bytes(added)))
-        lines = [
-            f"precision {self.config.precision.value!r}, quantization {self.quantization or 'none'}",
-            table(rows),
-            f"peak while preparing {format_bytes(self.peak_bytes)}; "
-            f"PEFT's way leaves {format_bytes(self.cache_bytes)} in the allocator's cache",
-        ]
-        return "\n".join(lines + [f"warning: {warning}" for warning in self.warnings])
+        said = f"precision {self.config.precision.value!r}, quantization {self.quantization or 'none'}"
+        return "\n".join([said, table(rows), *self._lines()])
+
+    def _brief(self) -> str:
+        added, peak = format_bytes(self.added_bytes), format_bytes(self.peak_bytes)
+        said = f"{self.config.precision.value!r} on {self.quantization or 'none'}: {added} added, peak {peak}"
+        return said + (f", warnings: {len(self.warnings)}" if self.warnings else "")
+
+    def _bars(self) -> list[tuple[str, tuple[int, ...], str]]:
+        sizes = {role: (row["bytes"], row["added_bytes"]) for role, row in self.by_role.items()}
+        return [(role, pair, " + ".join(map(format_bytes, pair))) for role, pair in sizes.items()]
+
+    def _lines(self) -> list[str]:
+        peak, cache = format_bytes(self.peak_bytes), format_bytes(self.cache_bytes)
+        said = f"peak while preparing {peak}; PEFT's way leaves {cache} in the allocator's cache"
+        return [said, *few([f"warning: {warning}" for warning in self.warnings])]
 
 
 def build_plan(model: nn.Module, config: PrepareConfig | None = None, **fields: Any) -> Plan:
