@@ -15,7 +15,7 @@ _repr.maxstring = _repr.maxother = 80
 _repr.maxtuple = _repr.maxlist = 12
 _COLORS = ("#4a90c4", "#d9772b")  # of a bar's parts; seen on white and on black
 _BAR = '<span style="display:inline-block;height:0.75em;{}"></span>'
-_CELL = '<td style="text-align:left;vertical-align:top">{}</td>'
+_CELL = '<td style="text-align:left;vertical-align:top;overflow-wrap:anywhere;min-width:6em">{}</td>'
 
 
 def shown(value: Any) -> str:

@@ -117,7 +117,7 @@ class Plan(Report):
 
     def _bars(self) -> list[tuple[str, tuple[int, ...], str]]:
         sizes = {role: (row["bytes"], row["added_bytes"]) for role, row in self.by_role.items()}
-        return [(role, pair, " + ".join(map(format_bytes, pair))) for role, pair in sizes.items()]
+        return [(role, pair, " + ".join(format_bytes(n) for n in pair if n)) for role, pair in sizes.items()]
 
     def _lines(self) -> list[str]:
         peak, cache = format_bytes(self.peak_bytes), format_bytes(self.cache_bytes)
