@@ -19,7 +19,6 @@ from ..bench.settings import (
     LOSS_CASES,
     MERGED,
     MISTRAL_7B,
-    PLOT_SUFFIXES,
     SMALL,
     BenchError,
     LossSettings,
@@ -28,6 +27,7 @@ from ..bench.settings import (
     default_cases,
 )
 from .console import EXIT_DONE, EXIT_NO, InputError, as_text, check_file, hanging, joined, progress, quiet_libraries
+from .plot import check_plot
 from .tables import table
 from .usage import Json, at_most_one, choice, device, integer, option, path, rate
 
@@ -214,9 +214,8 @@ def command(
     if plot is not None:
         _check_plot(given)
     settings = None if source is not None else _loss_settings(given) if loss else _settings(given)
-    for file, name in ((output, "--output"), (plot, "--plot")):
-        if file is not None:
-            check_file(file, name, overwrite=overwrite)
+    if output is not None:
+        check_file(output, "--output", overwrite=overwrite)
     result = _read(source) if source is not None else _measure(given, settings)
     try:
         text = f"{json.dumps(result, indent=2)}\n" if json_ else _as_text(result)
@@ -350,12 +349,7 @@ def _check_plot(given: SimpleNamespace) -> None:
         raise InputError(
             "--plot draws the costs of preparing and training, or losses: leave out --identity and --export"
         )
-    if importlib.util.find_spec("matplotlib") is None:
-        raise InputError("--plot needs matplotlib, which is not installed: pip install 'kbitwrap[plot]'")
-    if given.plot.suffix not in PLOT_SUFFIXES:
-        raise InputError(
-            f"--plot: expected a name that ends in {' or '.join(PLOT_SUFFIXES)}, found {str(given.plot)!r}"
-        )
+    check_plot(given.plot, overwrite=given.overwrite)
 
 
 def _plot(result: dict[str, Any], path: Path) -> None:

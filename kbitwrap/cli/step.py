@@ -7,11 +7,13 @@ import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import ConfigError, StepPredictor, UnsupportedModelError
 from .console import EXIT_DONE, EXIT_NO, InputError, first_line, hanging, progress, quiet_libraries, show
 from .hub import models, quantization_config
+from .plot import draw_steps
 from .tables import table
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ class StepRequest:
         autocast: The dtype of autocast, or ``None``.
         kernels: ``"cuda"`` or ``"cpu"``.
         budget: Bytes, or ``None``.
+        plot: The file to draw to, or ``None``.
     """
 
     model: str
@@ -45,6 +48,7 @@ class StepRequest:
     autocast: str | None
     kernels: str
     budget: int | None
+    plot: Path | None
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,9 @@ def plan_steps(request: StepRequest, precisions: Sequence[str], as_json: bool) -
             say = functools.partial(_say, doing, f"{precision} ({number} of {len(precisions)})")
             found[precision] = _predict(request, precision, say)
     fits = {name: one.fits(request.budget) for name, one in found.items()}
+    if request.plot is not None:
+        title = f"{Path(request.model).name}: a step of {request.batch_size} x {request.seq_len:,} tokens, at its peak"
+        draw_steps({name: one.step for name, one in found.items()}, request.plot, title, request.budget)
     if as_json:
         result = {
             "model": request.model,
@@ -144,6 +151,10 @@ def _show(request: StepRequest, found: dict[str, Prediction]) -> None:
         if request.budget is not None:
             row += ["yes" if one.fits(request.budget) else "no", f"{one.longest:,}", f"{one.largest:,}"]
         rows.append(row)
+    # What is the same on every row is said once.
+    places = [place for place in range(6, len(rows[0])) if len({row[place] for row in rows[1:]}) == 1]
+    same = ", ".join(f"{rows[0][place]} {rows[1][place]}" for place in places) if len(rows) > 2 else ""
+    rows = [[cell for place, cell in enumerate(row) if not same or place not in places] for row in rows]
     kinds = dict.fromkeys(kind for one in found.values() for kind in one.step.by_kind)
     held = [["held at the peak", *found]]
     for kind in kinds:
@@ -153,6 +164,7 @@ def _show(request: StepRequest, found: dict[str, Prediction]) -> None:
         f"{request.model}: a step of {request.batch_size} x {request.seq_len:,} tokens on {request.kernels}, "
         f"{request.quant}, LoRA of rank {request.rank}{budget}. In GiB:",
         table(rows, right=True),
+        *([f"For each: {same}."] if same else []),
         table(held, right=True),
         *(hanging(f"note: {note}", 2) for note in dict.fromkeys(n for one in found.values() for n in one.step.notes)),
     )

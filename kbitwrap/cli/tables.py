@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 
 from rich.cells import cell_len
@@ -13,11 +14,57 @@ from .console import num_columns
 
 _GAP = 2
 _LEAST_TEXT = 16  # columns of text that is folded
+_SHORTEST_BAR, _LONGEST_BAR = 8, 32
 _FIGURE = re.compile(r"[-+±\d\s.,:()%e]*")
 _STYLES = {"pass": "green", "yes": "green", "FAIL": "bold red", "no": "red"}
 
 
-def table(rows: Sequence[Sequence[str]], *, keys: int = 1, right: bool = False) -> Text:
+def with_bars(
+    rows: Sequence[Sequence[str]], title: str, bars: Sequence[Sequence[int]], mark: int | None = None
+) -> tuple[list[list[str]], int]:
+    """Add a column of bars to rows, if there is room for it.
+
+    Args:
+        rows: The header and the rows.
+        title: The header of the bars.
+        bars: The sizes of the parts of each row's bar; the first is drawn full, the second light.
+        mark: A size that is marked on every bar.
+
+    Returns:
+        The rows for ``table``, and the number of columns that were added, for its ``left``.
+    """
+    taken = sum(max(map(cell_len, column)) + _GAP for column in zip(*rows, strict=True))
+    width = min(num_columns() - taken, _LONGEST_BAR)
+    most = max([*map(sum, bars), mark or 0])
+    if width < max(_SHORTEST_BAR, cell_len(title)) or not most:
+        return [list(row) for row in rows], 0
+    header, *others = rows
+    drawn = [_bar(sizes, most, width, mark) for sizes in bars]
+    return [[*header, title], *([*row, one] for row, one in zip(others, drawn, strict=True))], 1
+
+
+def _bar(sizes: Sequence[int], most: int, width: int, mark: int | None) -> str:
+    cells, end, parts, line = [" "] * width, 0, *_drawn_with()
+    for size, part in zip(sizes, parts, strict=False):
+        start, end = end, end + size
+        first, last = (round(width * place / most) for place in (start, end))
+        last = last or int(end > 0)  # what is there is seen
+        cells[first:last] = part * len(cells[first:last])
+    if mark is not None:
+        cells[min(round(width * mark / most), width - 1)] = line
+    return "".join(cells)
+
+
+def _drawn_with() -> tuple[str, str]:
+    """The two parts of a bar and the mark, in what standard output can show."""
+    try:
+        "█░│".encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return "#+", "|"
+    return "█░", "│"
+
+
+def table(rows: Sequence[Sequence[str]], *, keys: int = 1, right: bool = False, left: int = 0) -> Text:
     """Lay rows out in columns, a rule under the first row.
 
     Where they are too wide, headers are folded first, then columns of text. What is still too wide becomes several
@@ -27,6 +74,7 @@ def table(rows: Sequence[Sequence[str]], *, keys: int = 1, right: bool = False) 
         rows: The header and the rows, of equal lengths.
         keys: How many of the first columns name a row.
         right: Whether to align the others to the right.
+        left: How many of the last columns are aligned to the left all the same.
 
     Returns:
         The table for ``show``.
@@ -47,7 +95,8 @@ def table(rows: Sequence[Sequence[str]], *, keys: int = 1, right: bool = False) 
             parts[-1] = [*parts[-1], column]
         else:
             parts.append([*first, column])
-    return Text("\n\n").join([_lay_out(part, width, keys if right else len(part)) for part in parts])
+    aligned = [(keys if right else len(part), left if part is parts[-1] else 0) for part in parts]
+    return Text("\n\n").join([_lay_out(part, width, *sides) for part, sides in zip(parts, aligned, strict=True)])
 
 
 def _widths(columns: Sequence[Sequence[str]], width: int) -> list[int] | None:
@@ -70,7 +119,7 @@ def _widths(columns: Sequence[Sequence[str]], width: int) -> list[int] | None:
     return widths
 
 
-def _lay_out(columns: Sequence[Sequence[str]], width: int, first_right: int) -> Text:
+def _lay_out(columns: Sequence[Sequence[str]], width: int, first_right: int, num_left: int) -> Text:
     even = max((width + _GAP) // len(columns) - _GAP, 1)
     widths = _widths(columns, width) or [min(even, max(map(cell_len, column))) for column in columns]
     headers, *rows = zip(*columns, strict=True)
@@ -88,7 +137,8 @@ def _lay_out(columns: Sequence[Sequence[str]], width: int, first_right: int) -> 
                 part = cell[number] if number < len(cell) else Text()
                 part.rstrip()
                 space = " " * (width - part.cell_len)
-                line += (Text(space) + part if place >= first_right else part + Text(space)) + Text(" " * _GAP)
+                is_right = first_right <= place < len(columns) - num_left
+                line += (Text(space) + part if is_right else part + Text(space)) + Text(" " * _GAP)
             line.rstrip()
             lines.append(line)
     return Text("\n").join(lines)

@@ -34,6 +34,9 @@ WRONG = {
     "plan m --memory-budget -5MiB": "--memory-budget: expected a number of bytes such as 536870912 or '512MiB'",
     "plan /no/such": "there is no model at '/no/such'",
     "plan .": "there is no config.json in '.'",
+    "plan m --plot plot.txt": "--plot: expected a name that ends in .svg or .png or .pdf, found 'plot.txt'",
+    "plan m --plot typed.svg": "--plot: 'typed.svg' exists; choose another name, or add --overwrite",
+    "plan m --step --plot no/such/plot.svg": "--plot: cannot write 'no/such/plot.svg': the folder",
     "demo --device tpu": "--device: expected one of cpu, cuda, ",
     "demo --device cuda:x": "found 'cuda:x'",
     "demo --model ./absent": "there is no model at './absent'",
@@ -90,6 +93,7 @@ print(json.dumps({"answers": answers, "heavy": heavy}))
 
 def test_help_and_usage_errors_are_one_line_and_do_not_wait_for_torch(tmp_path: Path) -> None:
     (tmp_path / "typed.txt").touch()
+    (tmp_path / "typed.svg").touch()
     typed = [*HELP, *(text.split() for text in WRONG)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     found = subprocess.run(
@@ -114,7 +118,7 @@ def test_help_and_usage_errors_are_one_line_and_do_not_wait_for_torch(tmp_path: 
     # The first has the imports in it; each of the others would on its own.
     assert answers[0][3] < 0.5
     assert max(after[3] - before[3] for before, after in itertools.pairwise(answers)) < 0.25
-    assert {path.name for path in tmp_path.iterdir()} == {"typed.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == {"typed.txt", "typed.svg"}
 
 
 def test_values_may_follow_one_another_and_an_argument_may_follow_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -383,7 +383,7 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status(model, "--precision", "full", "norms") == 0
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
-    assert lines[0] == f"{model}: quantization bitsandbytes_4bit, bfloat16. In MiB:"
+    assert lines[0] == f"{model}: quantization bitsandbytes_4bit, bfloat16, 0.067 loaded. In MiB:"
     assert [line.split()[0] for line in lines if line.startswith(("full", "norms", "compute"))] == ["full", "norms"]
     assert any(line.split()[:2] == ["role", "parameters"] for line in lines)
     assert any(line.startswith("input embeddings") for line in lines)

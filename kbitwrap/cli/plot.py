@@ -1,0 +1,110 @@
+"""``--plot`` of ``kbitwrap plan``: what a preparation adds, or what a step holds, by precision."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..bench.settings import PLOT_SUFFIXES
+from .console import InputError, check_file
+
+if TYPE_CHECKING:
+    from .. import StepMemory
+
+_GIB = 2**30
+_STYLE = {"svg.fonttype": "none", "figure.facecolor": "#ffffff", "axes.facecolor": "#ffffff"}
+
+
+def check_plot(path: Path, *, overwrite: bool) -> None:
+    """Refuse a figure that cannot be drawn to a file, before anything is computed for it.
+
+    Args:
+        path: The file.
+        overwrite: Whether one that exists is to be replaced.
+
+    Raises:
+        InputError: matplotlib is not installed, the name has another suffix, or the file cannot be written.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError("--plot needs matplotlib, which is not installed: pip install 'kbitwrap[plot]'")
+    if path.suffix not in PLOT_SUFFIXES:
+        raise InputError(f"--plot: expected a name that ends in {' or '.join(PLOT_SUFFIXES)}, found {str(path)!r}")
+    check_file(path, "--plot", overwrite=overwrite)
+
+
+def draw(
+    bars: Mapping[str, Mapping[str, int]],
+    path: Path,
+    title: str,
+    *,
+    marks: Mapping[str, int] | None = None,
+    budget: int | None = None,
+) -> None:
+    """Draw a bar of several parts for each precision.
+
+    Args:
+        bars: ``{precision: {part: bytes}}``.
+        path: The file to write.
+        title: What is drawn.
+        marks: The highest level of each precision while it is prepared, in bytes, marked beside its bar.
+        budget: Bytes, drawn as a line.
+
+    Raises:
+        InputError: The file cannot be written.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(_STYLE):  # type: ignore[arg-type]
+        figure = Figure(figsize=(8, 1.4 + 0.4 * len(bars)), layout="constrained")
+        axes = figure.subplots()
+        starts = [0.0] * len(bars)
+        for part in dict.fromkeys(part for parts in bars.values() for part in parts):
+            sizes = [parts.get(part, 0) / _GIB for parts in bars.values()]
+            if any(sizes):
+                axes.barh([*bars], sizes, left=starts, label=part, height=0.7)
+                starts = [start + size for start, size in zip(starts, sizes, strict=True)]
+        if marks:
+            peaks = [size / _GIB for size in marks.values()]
+            axes.plot(peaks, [*marks], "D", color="#1f2328", markersize=5, label="peak while preparing")
+        if budget is not None:
+            axes.axvline(budget / _GIB, color="#1f2328", linestyle="--", label="memory budget")
+        axes.invert_yaxis()
+        axes.set_xlabel("GiB")
+        axes.set_title(title, fontsize=10, loc="left")
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        figure.legend(loc="outside right upper", frameon=False, fontsize="small")
+        _save(lambda: figure.savefig(path), path)
+
+
+def draw_steps(steps: Mapping[str, StepMemory], path: Path, title: str, budget: int | None) -> None:
+    """Draw predicted steps: the phases of one, or several side by side at their peaks, by kind.
+
+    Args:
+        steps: By precision.
+        path: The file to write.
+        title: What is drawn.
+        budget: Bytes, drawn as a line where there are several.
+
+    Raises:
+        InputError: The file cannot be written.
+    """
+    import matplotlib
+
+    if len(steps) == 1:
+        (step,) = steps.values()
+        with matplotlib.rc_context(_STYLE):  # type: ignore[arg-type]
+            _save(lambda: step.plot(path), path)
+        return
+    kinds = {name: {k.replace("_", " "): size for k, size in step.by_kind.items()} for name, step in steps.items()}
+    draw(kinds, path, title, budget=budget)
+
+
+def _save(save: Callable[[], object], path: Path) -> None:
+    try:
+        save()
+    except OSError as error:
+        raise InputError(f"cannot write {str(path)!r}: {error.strerror}") from error
