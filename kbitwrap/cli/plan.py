@@ -140,7 +140,7 @@ def command(
         quantization = next(iter(shown.values())).quantization or "none"
         show(
             f"{model}: quantization {quantization}, {dtype}, {_mib(loaded)} loaded. In MiB:",
-            _by_precision(costs, loaded, memory_budget),
+            *([_by_precision(costs, loaded, memory_budget)] if any(peft.values()) else []),  # else none adds anything
             _by_role(plans[Precision.FULL.value], added),
             *_notes(shown, added, fitting, peft),
         )
@@ -198,11 +198,9 @@ def _by_precision(costs: dict[str, dict[str, int]], loaded: int, budget: int | N
     for name, cost in costs.items():
         added, peak = cost["added_bytes"], cost["peak_bytes"]
         rows.append([name, *map(_mib, (added, loaded + added, peak, cost["cache_bytes"]))])
-    # What is the same on every row is said of the whole.
-    kept = [column for column in zip(*rows, strict=True) if len({*column[1:]}) > 1]
     if budget is not None:
-        kept.append(("fits", *("yes" if cost["peak_bytes"] <= budget else "no" for cost in costs.values())))
-    rows = [list(row) for row in zip(*kept, strict=True)]
+        fits = ["yes" if cost["peak_bytes"] <= budget else "no" for cost in costs.values()]
+        rows = [[*row, cell] for row, cell in zip(rows, ["fits", *fits], strict=True)]
     title = "peak" if budget is None else f"peak, budget {_mib(budget)}"
     drawn, left = with_bars(rows, title, [[cost["peak_bytes"]] for cost in costs.values()], budget)
     return table(drawn, right=True, left=left)
@@ -231,9 +229,9 @@ def _notes(
     """What adds nothing, the warnings, each with its precisions, and what fits where something does not."""
     notes = []
     if idle := [name for name, roles in added.items() if not any(roles.values())]:
-        notes.append(hanging(f"{', '.join(idle)}: nothing is added.", 2))
+        notes.append(hanging(f"Nothing is added by {', '.join(idle)}.", 2))
     if peft["cache_bytes"]:
-        notes.append(hanging(f"{PEFT}: what PEFT's function does; {_CACHE}.", 2))
+        notes.append(hanging(f"PEFT's function ({PEFT}): {_CACHE}.", 2))
     for warning in dict.fromkeys(warning for plan in plans.values() for warning in plan.warnings):
         named = [name for name, plan in plans.items() if warning in plan.warnings]
         notes.append(hanging(f"warning ({', '.join(named)}): {warning}", 2))

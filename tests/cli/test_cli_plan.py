@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import prepare_model_for_kbit_training
 from rich.cells import cell_len
 
 import zoo
-from kbitwrap import StepTracker
+from kbitwrap import StepTracker, build_plan
 from kbitwrap.bench.memory import live_bytes
-from kbitwrap.cli import main, plot, step
+from kbitwrap.cli import main, plan, plot, step
 from kbitwrap.cli.console import as_text
 from kbitwrap.cli.tables import table, with_bars
 
@@ -63,13 +64,21 @@ def test_a_plan_is_told_with_totals_and_bars(
     assert "│" in out.split("\npeft")[1].splitlines()[0]
     assert "+peft, full" in out
     assert "+norms" not in out
-    assert "norms, adapted, none: nothing is added." in out
+    assert "Nothing is added by norms, adapted, none." in out
 
 
-def test_a_column_that_repeats_one_figure_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(zoo.checkpoint("llama")), "--precision", "full"]) == 0
-    header = capsys.readouterr().out.splitlines()[2]
-    assert header.split() == ["precision", "peak", "freed", "to", "cache", "peak"]  # PEFT's and "full" add the same
+def test_where_nothing_is_added_that_is_said_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = zoo.load("llama", None, torch.float32)
+    plans = {name: build_plan(model, precision=name) for name in ("full", "norms")}
+    monkeypatch.setattr(plan, "_plans", lambda *_: plans)
+    capsys.readouterr()
+    assert main(["plan", str(zoo.checkpoint("llama"))]) == 0
+    out = capsys.readouterr().out
+    assert "Nothing is added by peft, full, norms.\n" in out
+    assert not [line for line in out.splitlines() if line.startswith(("precision", "peft", "full", "norms"))]
+    assert "+" not in out
 
 
 def test_a_bar_is_as_long_as_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
