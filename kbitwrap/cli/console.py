@@ -39,11 +39,13 @@ class Check:
         name: What must hold.
         measured: What was found.
         passed: Whether it holds.
+        group: What it is a part of.
     """
 
     name: str
     measured: str
     passed: bool
+    group: str
 
     def to_dict(self) -> dict[str, Any]:
         """The check as plain values, ready for JSON."""

@@ -1,25 +1,29 @@
-"""``kbitwrap demo``: prepare a small quantized model, train it, restore it, and check every promise on the way."""
+"""``kbitwrap demo``: PEFT's way and ours on the same small model, and every promise checked on the way."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-from typing import Annotated
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from .. import Precision, PrepareConfig
-from .console import EXIT_DONE, EXIT_NO, InputError, progress, quiet_libraries, show
+from .console import EXIT_DONE, EXIT_NO, InputError, hanging, joined, progress, quiet_libraries, show
 from .hub import models
 from .tables import table
 from .usage import PRECISIONS, QUANTS, Json, TrustRemoteCode, choice, device, integer
 
 _MAX_SEED = 2**63 - 1
-SUMMARY = "Prepare, train and restore a small quantized model, and check each step."
-HELP = """Prepare, train and restore a small quantized model, and check each step.
+SUMMARY = "Prepare a small quantized model PEFT's way and ours, and check each step."
+HELP = """Prepare a small quantized model PEFT's way and ours, side by side, and check each step.
 
 A small model is built, loaded quantized and prepared, a LoRA is trained on it, text is generated from it while it is
-suspended, it is restored, and the LoRA is merged; the model is checked after each step. Needs no network.
+suspended, the model that the LoRA makes is exported, it is restored, and the LoRA is merged; the model is checked after
+each step. PEFT's own function then prepares the same bits, takes the same first step and merges the same LoRA. Needs no
+network.
 
 Exit status: 0 every check passed, 1 one failed, 2 bad usage or bad input."""
 
@@ -41,6 +45,7 @@ def command(
     ] = None,
     steps: Annotated[int, typer.Option("--steps", metavar="N", parser=integer(1), help="Training steps.")] = 30,
     seed: Annotated[int, typer.Option("--seed", metavar="N", parser=integer(0, _MAX_SEED), help="Random seed.")] = 0,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print the plan, the text and every check.")] = False,
     trust_remote_code: TrustRemoteCode = False,
     json_: Json = False,
 ) -> int:
@@ -54,7 +59,7 @@ def command(
         from .demo_run import Demo
 
         def say(*parts: str) -> None:
-            if not json_:
+            if verbose and not json_:
                 with doing.aside():
                     show(*parts)
                     print()
@@ -73,14 +78,68 @@ def command(
     if json_:
         print(json.dumps(result, indent=2))
     else:
-        rows = [(row["name"], row["measured"], "pass" if row["passed"] else "FAIL") for row in result["checks"]]
-        seconds = ", ".join(f"{name} {value:.1f}" for name, value in result["seconds"].items())
-        num_passed = sum(row["passed"] for row in result["checks"])
+        seconds = sum(result["seconds"].values())
+        num_passed = sum(check["passed"] for check in result["checks"])
+        more = "" if verbose else "; --verbose shows each"
         show(
-            table([("check", "measured", "result"), *rows]),
-            f"{num_passed} of {len(rows)} checks passed. Seconds: {seconds}",
+            f"{result['model']}, {result['quant']}, on {result['device']}: PEFT's way and ours",
+            table(_sides(result), right=True),
+            _checks(result["checks"]) if verbose else joined(_groups(result)),
+            f"{num_passed} of {len(result['checks'])} checks passed, in {seconds:.1f} s{more}.",
         )
     return EXIT_DONE if result["passed"] else EXIT_NO
+
+
+def _sides(result: dict[str, Any]) -> list[list[str]]:
+    """A row for each figure, PEFT's column first."""
+    sides = result["sides"]
+    peft = next(iter(sides.values()))
+    rows = [["", *("PEFT's" if side is peft else f'"{name}"' for name, side in sides.items())]]
+
+    def row(name: str, read: Callable[[dict[str, Any]], Any], form: str) -> None:
+        found = [read(side) for side in sides.values()]
+        rows.append([name, *("-" if value is None else format(value, form) for value in found)])
+
+    def distance(what: str) -> Callable[[dict[str, Any]], Any]:
+        return lambda side: None if side is peft else side["difference_from_peft"][what]
+
+    row("bytes added", lambda side: side["added_bytes"], ",")
+    row("bytes at the peak while preparing", lambda side: side["peak_bytes"], ",")
+    row("milliseconds to prepare", lambda side: 1000 * side["seconds"], ",.1f")
+    row("first step: loss, distance from PEFT's", distance("loss"), ".2g")
+    row("first step: gradients, relative distance", distance("gradients"), ".2g")
+    row("left in the end: dtypes, hooks, flags", lambda side: ", ".join(map(str, side["left"].values())), "")
+    row("merged in place: bytes", lambda side: side["merged_bytes"], ",")
+    row("merged in place: error of logits", lambda side: side["merged_error"], ".2%")
+    row("exported in bfloat16: bytes", lambda side: side["exported_bytes"], ",")
+    row("exported in bfloat16: error of logits", lambda side: side["exported_error"], ".2%")
+    return [row for row in rows if {*row[1:]} != {"-"}]
+
+
+def _checks(checks: list[dict[str, Any]]) -> Any:
+    rows = [(check["name"], check["measured"], "pass" if check["passed"] else "FAIL") for check in checks]
+    return table([("check", "measured", "result"), *rows])
+
+
+def _groups(result: dict[str, Any]) -> Iterator[Text]:
+    """A line for each group of checks, and one for each check that failed."""
+    loss = result["loss"]
+    fall = f"held-out loss {loss['held_out_before']:.2f} -> {loss['held_out_after']:.2f}"
+    titles = {
+        "plan": "the bytes added are those planned",
+        "numbers": 'same bits before; loss and gradients of "compute" are PEFT\'s',
+        "training": f"trained: {fall}, base untouched",
+        "suspension": "suspended to generate: as loaded; then as before",
+        "restore": "restored: bits, dtypes, flags, hooks as loaded",
+        "merge": "merged: dtypes, hooks, flags as loaded, nothing in float32",
+    }
+    for group, title in titles.items():
+        found = [check for check in result["checks"] if check["group"] == group]
+        failed = [check for check in found if not check["passed"]]
+        count = f"{len(found)} check{'s' if len(found) != 1 else ''}"
+        verdict = ("FAIL", "bold red") if failed else ("pass", "green")
+        yield Text.assemble(verdict, f"  {title} ({f'{len(failed)} of ' if failed else ''}{count})")
+        yield from (hanging(f"{check['name']}: {check['measured']}", 8, 6) for check in failed)
 
 
 def _expect_installed() -> None:

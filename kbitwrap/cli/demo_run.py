@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -10,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import nn
-from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
 
 from .. import (
     ConfigError,
@@ -25,11 +27,22 @@ from .. import (
 )
 from .base_state import ASPECTS, BaseState
 from .console import Check, InputError, first_line
-from .loading import LoadedModel, choose_device, load_builtin, load_named
+from .demo_sides import (
+    PEFT,
+    Side,
+    Subject,
+    in_float32,
+    measure_ours,
+    measure_peft,
+    prepare_by_peft,
+    relative_error,
+    stored_bytes,
+)
+from .loading import LoadedModel, choose_device, few_threads, fork_devices, load_builtin, load_named, rng
+from .losses import batch, block_losses, evaluate, logits
 from .text import Blocks, read_blocks
 
 _LENGTH = 65  # tokens in a block: 64 to predict
-_BATCH_SIZE = 4
 _NUM_HELD_OUT = 16
 _NUM_PROMPT = 32
 _NUM_GENERATED = 64
@@ -56,6 +69,7 @@ class Demo:
         doing: Called with what is being done.
         trust_remote_code: Run the code that the model brings along.
         checks: What was checked so far.
+        sides: What each way to prepare costs, computes and leaves.
         seconds: How long each part took.
         measured: Further figures, ready for JSON.
     """
@@ -70,6 +84,7 @@ class Demo:
     doing: Callable[[str], object]
     trust_remote_code: bool
     checks: list[Check] = field(default_factory=list)
+    sides: dict[str, Side] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     measured: dict[str, Any] = field(default_factory=dict)
 
@@ -83,13 +98,15 @@ class Demo:
             InputError: The model or the device cannot be used.
         """
         device = choose_device(self.device)
-        with _few_threads(self.model is None), torch.random.fork_rng(_fork_devices(device), device_type=_rng(device)):
-            torch.manual_seed(self.seed)
+        with few_threads(self.model is None), torch.random.fork_rng(fork_devices(device), device_type=rng(device)):
             with self._timed("load"):
                 loaded = self._load(device)
             blocks = read_blocks(loaded.tokens, length=_LENGTH, num_held_out=_NUM_HELD_OUT, seed=self.seed)
             blocks = Blocks(blocks.training.to(device), blocks.held_out.to(device))
-            self._prepare_train_restore(loaded, blocks)
+            loaded = dataclasses.replace(loaded, model=nn.Identity())  # each side has a model of its own
+            subject = self._subject(loaded, blocks, device)
+            self._measure_sides(subject)
+            self._prepare_train_restore(self._load(device), blocks, subject)
         return {
             "passed": all(check.passed for check in self.checks),
             "model": loaded.name,
@@ -99,39 +116,66 @@ class Demo:
             "steps": self.steps,
             "seed": self.seed,
             "checks": [check.to_dict() for check in self.checks],
+            "sides": {name: side.to_dict(self.sides[PEFT]) for name, side in self.sides.items()},
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
             **self.measured,
         }
 
     def _load(self, device: torch.device) -> LoadedModel:
+        torch.manual_seed(self.seed)
         if self.model is None:
             return load_builtin(self.quant, device)
         return load_named(self.model, self.quant, device, self.trust_remote_code)
 
-    def _prepare_train_restore(self, loaded: LoadedModel, blocks: Blocks) -> None:
+    def _subject(self, loaded: LoadedModel, blocks: Blocks, device: torch.device) -> Subject:
+        return Subject(
+            load=lambda: self._load(device).model,
+            adapt=lambda model: self._add_adapter(loaded, model, None),
+            loss=lambda model: block_losses(model, batch(blocks, 0)).mean(),
+        )
+
+    def _measure_sides(self, subject: Subject) -> None:
+        with self._timed(PEFT):
+            peft = self.sides[PEFT] = measure_peft(subject)
+        for precision in dict.fromkeys((Precision.COMPUTE, self.precision)):
+            with self._timed(precision.value), self._refusing():
+                side = self.sides[precision.value] = measure_ours(precision, subject)
+            if precision.upcasts_all:
+                self._check_numbers(side, peft)
+
+    def _prepare_train_restore(self, loaded: LoadedModel, blocks: Blocks, subject: Subject) -> None:
         with self._timed("digests"):
             base = BaseState.of(dict(loaded.model.named_modules()))
-        try:
+        is_same = {side.digest for side in self.sides.values()} == {base.digest()}
+        self._check("numbers", "all began with the same bits", f"digest {base.digest()[:16]}", is_same)
+        with self._refusing():
             prepared = KbitPreparedModel(loaded.model, precision=self.precision)
-        except (ConfigError, MemoryBudgetError, UnsupportedModelError) as error:
-            raise InputError(f"{loaded.name} cannot be prepared: {first_line(error)}") from error
         self.show(f"{loaded.name}, {self.quant}: the plan\n{prepared.plan}")
         self.measured["plan"] = prepared.plan.to_dict()
+        side = self.sides[self.precision.value]
         started = time.perf_counter()
         with prepared:
             self.seconds["prepare"] = time.perf_counter() - started
             self._check_bytes(base, prepared)
-            peft_model = self._add_adapter(loaded)
+            peft_model = self._add_adapter(loaded, loaded.model, loaded.modules_to_save)
             prepared.adopt(peft_model)
             with self._timed("train"):
                 self._train(peft_model, blocks, loaded.learning_rate)
             self._check(
+                "training",
                 "training changed nothing of the base",
                 f"{len(prepared.verify().differences)} differences found by verify()",
                 not prepared.verify(),
             )
             with self._timed("suspend"):
                 self._suspend(prepared, peft_model, loaded, base, blocks)
+            trained = {
+                name: tensor.cpu().clone()
+                for name, tensor in get_peft_model_state_dict(peft_model, save_embedding_layers=False).items()
+            }
+            expected = self._expected(subject, loaded, blocks, trained)
+            with self._timed("export"):
+                self._export(prepared, peft_model, side, blocks, expected)
             with self._timed("restore"):
                 report = self._restore(prepared)
         with self._timed("compare"):
@@ -139,22 +183,77 @@ class Demo:
         with self._timed("merge"):
             merged = peft_model.merge_and_unload()
             self._check_merged(base, merged)
+            self._measure_merged(side, merged, blocks, expected)
+        del merged, peft_model
+        with self._timed("merge, PEFT's way"):
+            other = subject.load()
+            prepare_by_peft(other)
+            merged = self._with_trained(loaded, other, trained).merge_and_unload()
+            self._measure_merged(self.sides[PEFT], merged, blocks, expected)
+
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except (ConfigError, MemoryBudgetError, UnsupportedModelError) as error:
+            name = self.model or "the built-in model"
+            raise InputError(f"{name} cannot be prepared: {first_line(error)}") from error
+
+    def _check_numbers(self, side: Side, peft: Side) -> None:
+        distances = {"loss": side.loss_difference(peft), "gradients": side.gradient_difference(peft)}
+        for what, distance in distances.items():
+            self._check("numbers", f'"{side.name}": PEFT\'s {what}', f"difference {distance:g}", distance == 0)
+
+    def _with_trained(self, loaded: LoadedModel, model: nn.Module, trained: dict[str, torch.Tensor]) -> PeftModel:
+        peft_model = self._add_adapter(loaded, model, loaded.modules_to_save)
+        set_peft_model_state_dict(peft_model, trained)
+        return peft_model.eval()
+
+    def _expected(
+        self, subject: Subject, loaded: LoadedModel, blocks: Blocks, trained: dict[str, torch.Tensor]
+    ) -> torch.Tensor | None:
+        """The logits of the dequantized base and the adapter beside it, in float32; ``None`` for a model of others."""
+        if self.model is not None:
+            return None
+        with self._timed("float32"):
+            return logits(self._with_trained(loaded, in_float32(subject.load()), trained), blocks)
+
+    def _export(
+        self, prepared: KbitPreparedModel, model: PeftModel, side: Side, blocks: Blocks, expected: torch.Tensor | None
+    ) -> None:
+        if expected is None:
+            return
+        with tempfile.TemporaryDirectory(prefix="kbitwrap-demo-") as folder:
+            report = prepared.export(f"{folder}/merged", merge_adapters=True, model=model)
+            exported = AutoModelForCausalLM.from_pretrained(
+                f"{folder}/merged", dtype=torch.float32, device_map={"": expected.device}
+            )
+        side.exported_bytes = report.num_bytes
+        side.exported_error = relative_error(logits(exported, blocks), expected)
+
+    def _measure_merged(self, side: Side, merged: nn.Module, blocks: Blocks, expected: torch.Tensor | None) -> None:
+        side.merged_bytes = stored_bytes(merged)
+        if expected is not None:
+            side.merged_error = relative_error(logits(in_float32(merged), blocks), expected)
 
     def _check_bytes(self, base: BaseState, prepared: KbitPreparedModel) -> None:
         added = base.again().parameter_bytes - base.parameter_bytes
         planned = prepared.plan.added_bytes
-        self._check("the bytes added are those planned", f"{added:,} added, {planned:,} planned", added == planned)
+        self._check(
+            "plan", "the bytes added are those planned", f"{added:,} added, {planned:,} planned", added == planned
+        )
 
-    def _add_adapter(self, loaded: LoadedModel) -> PeftModel:
+    def _add_adapter(self, loaded: LoadedModel, model: nn.Module, modules_to_save: list[str] | None) -> PeftModel:
+        torch.manual_seed(self.seed)
         config = LoraConfig(
             r=_RANK,
             lora_alpha=2 * _RANK,
             target_modules="all-linear",
-            modules_to_save=loaded.modules_to_save,
+            modules_to_save=modules_to_save,
             task_type="CAUSAL_LM",
         )
         try:
-            peft_model = get_peft_model(loaded.model, config)
+            peft_model = get_peft_model(model, config)
         except ValueError as error:
             raise InputError(f"PEFT cannot put a LoRA on {loaded.name}: {first_line(error)}") from error
         assert isinstance(peft_model, PeftModel)
@@ -163,22 +262,23 @@ class Demo:
     def _train(self, model: PeftModel, blocks: Blocks, learning_rate: float) -> None:
         parameters = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, lr=learning_rate)
-        before = _evaluate(model, blocks.held_out)
+        before = evaluate(model, blocks.held_out)
         model.train()
         losses = []
         for step in range(self.steps):
-            loss = _block_losses(model, _batch(blocks, step)).mean()
+            loss = block_losses(model, batch(blocks, step)).mean()
             loss.backward()
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
             self.doing(f"train: step {step + 1} of {self.steps}, loss {losses[-1]:.2f}")
-        falls = before - _evaluate(model, blocks.held_out)
+        falls = before - evaluate(model, blocks.held_out)
         start, fall = before.mean().item(), falls.mean().item()
         error = falls.std().item() / len(falls) ** 0.5
         least = max(_LEAST_RELATIVE_FALL * start, _LEAST_STANDARD_ERRORS * error)
         self._check(
+            "training",
             "the held-out loss fell",
             f"{start:.3f} -> {start - fall:.3f}, by {fall:.3f} ± {error:.3f}; at least {least:.3f} expected",
             fall > least,
@@ -197,8 +297,8 @@ class Demo:
     ) -> None:
         def figures() -> tuple[float, torch.Tensor]:
             model.train()
-            training = _block_losses(model, _batch(blocks, self.steps)).mean()
-            return training.item(), _evaluate(model, blocks.held_out)
+            training = block_losses(model, batch(blocks, self.steps)).mean()
+            return training.item(), evaluate(model, blocks.held_out)
 
         training_before, held_out_before = figures()
         prompt = blocks.held_out[:1, :_NUM_PROMPT]
@@ -221,12 +321,14 @@ class Demo:
         self.show(f"generated while suspended\n  prompt: {texts['prompt']!r}\n  text:   {texts['text']!r}")
         training_after, held_out_after = figures()
         self._check(
+            "suspension",
             "after a suspension: the same training loss",
             f"{training_before!r} -> {training_after!r}",
             training_before == training_after,
         )
         num_same = int((held_out_before == held_out_after).sum())
         self._check(
+            "suspension",
             "after a suspension: the same held-out losses",
             f"{num_same} of {len(held_out_before)} blocks bit-identical",
             torch.equal(held_out_before, held_out_after),
@@ -242,34 +344,43 @@ class Demo:
                 return error
 
     def _check_restored(self, base: BaseState, report: RestoreReport | RestoreError) -> None:
+        what = "restore() undid every edit"
         if isinstance(report, RestoreError):
-            self._check("restore() put everything back", first_line(report), False)
+            self._check("restore", what, first_line(report), False)
         else:
             self.measured["restore_report"] = report.to_dict()
-            measured = f"{len(report.trained)} trained copies, {len(report.replaced)} parameters replaced by others"
-            self._check("restore() put everything back", measured, True)
+            copies = sorted({*report.trained, *report.replaced})
+            beside = f"; beside the base: PEFT's trained copy of {', '.join(copies)}" if copies else ""
+            self._check("restore", what, f"0 failures{beside}", True)
         self._check_as_loaded(base, "restored")
+        for side in [side for name, side in self.sides.items() if name != PEFT]:
+            left = ", ".join(f"{number} {what}" for what, number in side.left.items())
+            self._check(
+                "restore", f'"{side.name}", unloaded: nothing left', f"{left} differ", not any(side.left.values())
+            )
 
     def _check_as_loaded(self, base: BaseState, when: str) -> None:
         now = base.again()
         self.measured.setdefault("base_digest", {"loaded": base.digest()})[when] = now.digest()
+        group = {"suspended": "suspension", "restored": "restore"}[when]
         for aspect, what in ASPECTS.items():
-            self._check_same(f"{when}: {what} as loaded", base, now, aspect)
+            self._check_same(group, f"{when}: {what} as loaded", base, now, aspect)
 
     def _check_merged(self, base: BaseState, merged: nn.Module) -> None:
         now = BaseState.of(dict(merged.named_modules()))
         before = base.values["dtypes"]
         left = [fqn for fqn, dtype in now.values["dtypes"].items() if dtype == "float32" != before.get(fqn)]
-        self._check("merged: no float32 left behind", _named(left, len(now.values["dtypes"]), "in float32"), not left)
+        measured = _named(left, len(now.values["dtypes"]), "in float32")
+        self._check("merge", "merged: no float32 left behind", measured, not left)
         for aspect in ("dtypes", "hooks", "attributes"):
-            self._check_same(f"merged: {ASPECTS[aspect]} as loaded", base, now, aspect)
+            self._check_same("merge", f"merged: {ASPECTS[aspect]} as loaded", base, now, aspect)
 
-    def _check_same(self, name: str, base: BaseState, now: BaseState, aspect: str) -> None:
+    def _check_same(self, group: str, name: str, base: BaseState, now: BaseState, aspect: str) -> None:
         differences = base.differences(now, aspect)
-        self._check(name, _named(differences, len(base.values[aspect]), "differ"), not differences)
+        self._check(group, name, _named(differences, len(base.values[aspect]), "differ"), not differences)
 
-    def _check(self, name: str, measured: str, passed: bool) -> None:
-        self.checks.append(Check(name, measured, passed))
+    def _check(self, group: str, name: str, measured: str, passed: bool) -> None:
+        self.checks.append(Check(name, measured, passed, group))
 
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -282,49 +393,3 @@ class Demo:
 def _named(names: list[str], total: int, verb: str) -> str:
     example = f", the first {names[0]}" if names else ""
     return f"{len(names)} of {total} {verb}{example}"
-
-
-def _batch(blocks: Blocks, step: int) -> torch.Tensor:
-    first = step * _BATCH_SIZE
-    return blocks.training[torch.arange(first, first + _BATCH_SIZE) % len(blocks.training)]
-
-
-def _block_losses(model: nn.Module, blocks: torch.Tensor) -> torch.Tensor:
-    """The mean loss of each block.
-
-    Args:
-        model: The model.
-        blocks: ``(num_blocks, length)``, int64.
-
-    Returns:
-        ``(num_blocks,)``, float32.
-    """
-    logits = model(input_ids=blocks[:, :-1], use_cache=False).logits.float()
-    losses = F.cross_entropy(logits.flatten(0, 1), blocks[:, 1:].flatten(), reduction="none")
-    return losses.view(len(blocks), -1).mean(dim=1)
-
-
-def _evaluate(model: nn.Module, held_out: torch.Tensor) -> torch.Tensor:
-    model.eval()
-    with torch.no_grad():
-        return torch.cat([_block_losses(model, blocks) for blocks in held_out.split(_BATCH_SIZE)]).cpu()
-
-
-@contextlib.contextmanager
-def _few_threads(is_builtin: bool) -> Iterator[None]:
-    """One thread for the built-in model: it is so small that more of them mostly wait for one another."""
-    num_threads = torch.get_num_threads()
-    if is_builtin:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
-
-
-def _fork_devices(device: torch.device) -> list[int]:
-    return [] if device.type == "cpu" else [device.index or 0]
-
-
-def _rng(device: torch.device) -> str:
-    return "cuda" if device.type == "cpu" else device.type

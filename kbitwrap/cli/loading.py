@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,3 +133,25 @@ def _from_pretrained(name: str, quant: str, device: torch.device, **kwargs: Any)
     return AutoModelForCausalLM.from_pretrained(
         name, quantization_config=config, dtype=torch.bfloat16, device_map={"": device}, **kwargs
     )
+
+
+@contextlib.contextmanager
+def few_threads(is_builtin: bool) -> Iterator[None]:
+    """One thread for the built-in model: it is so small that more of them mostly wait for one another."""
+    num_threads = torch.get_num_threads()
+    if is_builtin:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def fork_devices(device: torch.device) -> list[int]:
+    """The devices whose random state is put back, the CPU's apart."""
+    return [] if device.type == "cpu" else [device.index or 0]
+
+
+def rng(device: torch.device) -> str:
+    """The type of device that ``fork_rng`` knows."""
+    return "cuda" if device.type == "cpu" else device.type

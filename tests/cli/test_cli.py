@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from kbitwrap import KbitPreparedModel, Precision, RestoreError, RestoreReport, UnsupportedModelError
-from kbitwrap.cli import demo, main
+from kbitwrap.cli import demo, demo_run, main
 from kbitwrap.cli.base_state import BaseState
 from kbitwrap.cli.console import InputError, quiet_libraries
 from kbitwrap.cli.text import ByteTokens, read_blocks
@@ -121,12 +122,9 @@ def test_default_run_learns_and_prints_a_table(
     verbosity = transformers_logging.get_verbosity()
     assert main(["demo", "--device", "cpu"]) == 0
     captured = capsys.readouterr()
-    table = captured.out.splitlines()
-    assert "precision 'norms', quantization bitsandbytes_4bit" in table
-    assert any(line.startswith("generated while suspended") for line in table)
-    assert not any(line.endswith("FAIL") for line in table)
-    row = next(line for line in table if line.startswith("the held-out loss fell"))
-    before, after = (float(word.strip(",")) for word in row.replace("the held-out loss fell", "").split()[:3:2])
+    lines = captured.out.splitlines()
+    assert not [line for line in lines if "FAIL" in line]
+    before, after = map(float, re.findall(r"held-out loss ([\d.]+) -> ([\d.]+)", captured.out)[0])
     assert before > 5
     assert after < 4
     assert "Traceback" not in captured.err
@@ -159,6 +157,7 @@ def test_a_restore_that_does_nothing_fails_a_check(
     assert status == 1
     assert result["passed"] is False
     assert {
+        '"full", unloaded: nothing left',
         "restored: bytes and quantization state as loaded",
         "restored: dtypes as loaded",
         "restored: requires_grad as loaded",
@@ -178,7 +177,7 @@ def test_restore_that_raises_fails(capsys: pytest.CaptureFixture[str], monkeypat
     monkeypatch.setattr(KbitPreparedModel, "restore", restore_and_complain)
     status, result = run_json(capsys, "--steps", "1")
     assert status == 1
-    assert "restore() put everything back" in failed(result)
+    assert "restore() undid every edit" in failed(result)
 
 
 def test_training_without_effect_fails_a_check(
@@ -188,6 +187,61 @@ def test_training_without_effect_fails_a_check(
     status, result = run_json(capsys, "--steps", "1")
     assert status == 1
     assert failed(result) == ["the held-out loss fell"]
+    assert main(["demo", "--steps", "1"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    (number,) = [number for number, line in enumerate(lines) if line.startswith("FAIL  trained: ")]
+    assert lines[number].endswith("(1 of 2 checks)")
+    assert lines[number + 1].startswith("      the held-out loss fell: ")
+
+
+SIDE = {"added_bytes": 267776, "merged_bytes": 1274834, "left": {"dtypes": 7, "hooks": 1, "flags": 11}}
+
+
+def test_pefts_way_is_measured_beside_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    _, result = run_json(capsys, "--device", "cpu", "--steps", "1")
+    sides = result["sides"]
+    assert list(sides) == ["peft", "compute", "norms"]
+    # 259 rows of 256 in the embeddings and in the head, and five norms, in float32: twice two bytes.
+    assert {name: sides["peft"][name] for name in SIDE} == SIDE
+    assert sides["peft"]["added_bytes"] == (2 * 259 * 256 + 5 * 256) * 2
+    assert sides["peft"]["merged_bytes"] - sides["norms"]["merged_bytes"] == sides["peft"]["added_bytes"]
+    assert (sides["compute"]["added_bytes"], sides["norms"]["added_bytes"]) == (5 * 256 * 2, 0)
+    assert sides["compute"]["difference_from_peft"] == {"loss": 0, "gradients": 0}
+    assert 0 < sides["norms"]["difference_from_peft"]["gradients"] < 0.05
+    assert [set(sides[name]["left"].values()) for name in ("compute", "norms")] == [{0}, {0}]
+    assert sides["norms"]["peak_bytes"] < sides["peft"]["peak_bytes"]
+    # A merge into 4 bits rounds all weights anew; the export writes them in bfloat16.
+    assert sides["norms"]["exported_error"] < sides["norms"]["merged_error"] / 5
+    assert sides["peft"]["exported_bytes"] is None
+    assert {check["group"] for check in result["checks"]} == {
+        *("plan", "numbers", "training", "suspension", "restore", "merge")
+    }
+
+
+def test_a_number_that_is_not_pefts_fails_a_check(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = demo_run.measure_peft
+
+    def measured(subject: Any) -> Any:
+        side = measure(subject)
+        side.loss += 1e-6
+        return side
+
+    monkeypatch.setattr(demo_run, "measure_peft", measured)
+    status, result = run_json(capsys, "--steps", "1")
+    assert status == 1
+    assert '"compute": PEFT\'s loss' in failed(result)
+
+
+def test_all_checks_are_printed_where_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--steps", "2", "--verbose"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "precision 'norms', quantization bitsandbytes_4bit" in lines
+    assert any(line.startswith("generated while suspended") for line in lines)
+    assert sum(line.endswith("  pass") for line in lines) == 27
+    (row,) = [line for line in lines if line.startswith("restore() undid every edit")]
+    assert "0 failures; beside the base: PEFT's trained copy of lm_head.weight" in row
 
 
 def test_a_write_to_the_base_fails_a_check(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

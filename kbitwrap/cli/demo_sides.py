@@ -1,0 +1,234 @@
+"""PEFT's way and ours on the same bits: what each costs, computes and leaves. Every figure is measured."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft import PeftModel, prepare_model_for_kbit_training
+from torch import nn
+
+from .. import KbitPreparedModel, Precision, RestoreError, StepTracker
+from .base_state import BaseState
+
+PEFT = "peft"
+_LEFT = {"dtypes": ("dtypes",), "hooks": ("hooks",), "flags": ("requires_grad", "attributes")}
+
+
+@dataclass
+class Side:
+    """One way to prepare.
+
+    Attributes:
+        name: A precision, or ``"peft"``.
+        digest: Of the bits that it began with.
+        added_bytes: What the parameters hold more while prepared.
+        peak_bytes: The most that tensors held while preparing, above the start.
+        seconds: The time that preparing took.
+        loss: Of the first step.
+        gradients: Of the first step, by name.
+        left: What differs once it is undone, or, with PEFT, once the adapter is unloaded: parameters of another dtype,
+            modules with other hooks, parameters and modules with other flags.
+        merged_bytes: The bytes of the model after ``merge_and_unload``; ``None`` where it was not merged.
+        merged_error: The error of its logits, relative to those computed in float32; ``None`` where not measured.
+        exported_bytes: The bytes of the merged model that ``export`` wrote.
+        exported_error: The error of its logits.
+    """
+
+    name: str
+    digest: str
+    added_bytes: int
+    peak_bytes: int
+    seconds: float
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    left: dict[str, int] = field(default_factory=dict)
+    merged_bytes: int | None = None
+    merged_error: float | None = None
+    exported_bytes: int | None = None
+    exported_error: float | None = None
+
+    def loss_difference(self, other: Side) -> float:
+        """The distance of its loss from another's."""
+        return abs(self.loss - other.loss)
+
+    def gradient_difference(self, other: Side) -> float:
+        """The largest distance of its gradients from another's, relative to the other's largest; 0 is bit for bit."""
+        if self.gradients.keys() != other.gradients.keys():
+            return float("inf")
+        largest = max(g.abs().max().item() for g in other.gradients.values())
+        distances = [(g.double() - self.gradients[name].double()).abs().max() for name, g in other.gradients.items()]
+        return max(distance.item() for distance in distances) / largest
+
+    def to_dict(self, peft: Side) -> dict[str, Any]:
+        """The figures as plain values, ready for JSON, with the distances from PEFT's."""
+        shown = {name: value for name, value in vars(self).items() if name not in ("name", "gradients")}
+        distances = {"loss": self.loss_difference(peft), "gradients": self.gradient_difference(peft)}
+        return {**shown, "difference_from_peft": distances}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What both ways are measured on.
+
+    Attributes:
+        load: Loads the model anew, always with the same bits.
+        adapt: Puts the same adapter on it, which trains no copy of a module.
+        loss: The loss of a training step on the first batch.
+    """
+
+    load: Callable[[], nn.Module]
+    adapt: Callable[[nn.Module], PeftModel]
+    loss: Callable[[nn.Module], torch.Tensor]
+
+
+def measure_ours(precision: Precision, subject: Subject) -> Side:
+    """Prepare, take the first step, and put everything back.
+
+    Args:
+        precision: The precision.
+        subject: What is measured.
+
+    Returns:
+        What was measured.
+    """
+    peak = _peak_of(subject.load(), lambda model: KbitPreparedModel(model, precision=precision).prepare())
+    model = subject.load()
+    base = BaseState.of(dict(model.named_modules()))
+    prepared = KbitPreparedModel(model, precision=precision)
+    seconds = _seconds(model, prepared.prepare)
+    added = base.again().parameter_bytes - base.parameter_bytes
+    peft_model = subject.adapt(model)
+    prepared.adopt(peft_model)
+    side = Side(precision.value, base.digest(), added, peak, seconds, *_first_step(peft_model, subject))
+    peft_model.unload()
+    with contextlib.suppress(RestoreError):  # what is left is counted
+        prepared.restore()
+    side.left = left_behind(base, base.again())
+    return side
+
+
+def measure_peft(subject: Subject) -> Side:
+    """Do the same with PEFT's function, which has no way back: unload the adapter.
+
+    Args:
+        subject: What is measured.
+
+    Returns:
+        What was measured.
+    """
+    peak = _peak_of(subject.load(), prepare_by_peft)
+    model = subject.load()
+    base = BaseState.of(dict(model.named_modules()))
+    seconds = _seconds(model, lambda: prepare_by_peft(model))
+    added = base.again().parameter_bytes - base.parameter_bytes
+    peft_model = subject.adapt(model)
+    side = Side(PEFT, base.digest(), added, peak, seconds, *_first_step(peft_model, subject))
+    peft_model.unload()
+    side.left = left_behind(base, base.again())
+    return side
+
+
+def prepare_by_peft(model: nn.Module) -> None:
+    """Prepare a model by PEFT's own function, as it is by default.
+
+    Args:
+        model: The model.
+    """
+    with warnings.catch_warnings():
+        # PEFT calls it by the name that transformers deprecates; that is not the user's code.
+        warnings.filterwarnings("ignore", r"`gradient_checkpointing_enable` is deprecated", FutureWarning)
+        prepare_model_for_kbit_training(model)
+
+
+def left_behind(base: BaseState, now: BaseState) -> dict[str, int]:
+    """Count what differs from the state in which a model was loaded.
+
+    Args:
+        base: That state.
+        now: The state of the same modules now.
+
+    Returns:
+        ``{"dtypes", "hooks", "flags"}``.
+    """
+    return {what: sum(len(base.differences(now, aspect)) for aspect in aspects) for what, aspects in _LEFT.items()}
+
+
+def stored_bytes(model: nn.Module) -> int:
+    """The bytes of a model's state, a quantized weight's statistics included, shared memory once.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The bytes.
+    """
+    tensors = [value for value in model.state_dict().values() if isinstance(value, torch.Tensor)]
+    return sum({(t.device, t.data_ptr(), t.nbytes): t.nbytes for t in tensors}.values())
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The distance of two tensors, relative to the norm of the expected one."""
+    distance: torch.Tensor = (found.double() - expected.double()).norm() / expected.double().norm()
+    return distance.item()
+
+
+def in_float32(model: Any) -> nn.Module:
+    """Dequantize a model, and compute in float32 from then on.
+
+    Args:
+        model: The model of transformers; changed in place.
+
+    Returns:
+        It, in evaluation mode.
+    """
+    plain: nn.Module = model.dequantize() if getattr(model, "is_quantized", False) else model
+    return plain.float().eval()
+
+
+def _first_step(model: PeftModel, subject: Subject) -> tuple[float, dict[str, torch.Tensor]]:
+    model.train()
+    with warnings.catch_warnings():
+        # PEFT's function leaves it to torch which checkpointing there is, and torch wants it said.
+        warnings.filterwarnings("ignore", r"torch\.utils\.checkpoint: the use_reentrant parameter", UserWarning)
+        loss = subject.loss(model)
+        loss.backward()
+    gradients = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+    for parameter in model.parameters():
+        parameter.grad = None
+    return loss.item(), gradients
+
+
+def _peak_of(model: nn.Module, run: Callable[[nn.Module], object]) -> int:
+    """The most bytes held meanwhile, above the start: by CUDA's allocator, or counted on a host."""
+    device = next(model.parameters()).device
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        start = torch.cuda.memory_allocated(device)
+        run(model)
+        return torch.cuda.max_memory_allocated(device) - start
+    with StepTracker(model) as tracker:
+        run(model)
+    return tracker.peak_bytes - tracker.static_bytes
+
+
+def _seconds(model: nn.Module, run: Callable[[], object]) -> float:
+    device = next(model.parameters()).device
+    _wait(device)
+    started = time.perf_counter()
+    run()
+    _wait(device)
+    return time.perf_counter() - started
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
