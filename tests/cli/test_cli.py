@@ -256,7 +256,7 @@ def test_a_write_to_the_base_fails_a_check(capsys: pytest.CaptureFixture[str], m
     def step_and_write(self: torch.optim.AdamW) -> None:
         step(self)
         with torch.no_grad():
-            models[0].get_input_embeddings().weight[3, 3] += 1
+            models[-1].get_input_embeddings().weight[3, 3] += 1
 
     monkeypatch.setattr(KbitPreparedModel, "prepare", remember)
     monkeypatch.setattr(torch.optim.AdamW, "step", step_and_write)
