@@ -76,6 +76,7 @@ def prepare_model_for_kbit_training(
     Raises:
         UnsupportedModelError: The model is sharded, on the meta device, or quantized without support for
             checkpointing that was asked for.
+        StateError: It is suspended, or a wrapper of another model holds a part or a parameter of it.
         EditError: An edit failed; the model is as it was.
 
     Example:

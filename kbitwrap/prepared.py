@@ -56,7 +56,7 @@ class KbitPreparedModel:
         ConfigError: A setting is invalid.
         UnsupportedModelError: The model cannot be prepared, or not with these settings.
         MemoryBudgetError: The plan's peak is over ``memory_budget``.
-        StateError: The model, or a part of it, is prepared already.
+        StateError: The model, a part of it, or one that shares a parameter with it is prepared already.
 
     Example:
         >>> import warnings, torch
@@ -111,7 +111,7 @@ class KbitPreparedModel:
         ``"norms"``, ``"adapted"`` and ``"none"`` nothing. See ``plan.added_bytes`` and ``plan.peak_bytes``.
 
         Raises:
-            StateError: This or another wrapper holds the model or a part of it.
+            StateError: This or another wrapper holds the model, a part of it, or one of its parameters.
             EditError: An edit failed; the model is as it was, and ``__cause__`` says why.
         """
         tree = tree_of(self.model)
@@ -127,6 +127,7 @@ class KbitPreparedModel:
         tree, preparation = Preparation.tree_of(model)
         with only_reading():
             refuse_unsupported_tensors(tree, allow_meta=False)
+            refuse_held(tree, but=preparation)
             plan = write_plan(Planner(tree, config, detect_as_peft(model), freeze_adapters=True))
         for alarm in plan.alarms:
             warnings.warn(alarm, UserWarning, stacklevel=3)

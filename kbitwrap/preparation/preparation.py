@@ -257,16 +257,24 @@ class Preparation:
             way_back.resume(self.tree())
 
 
-def refuse_held(tree: ModelTree) -> None:
-    """Raise for a model that is prepared already, or a part of which is."""
-    preparation = Preparation.find(tree)
-    if preparation is not None:
-        raise StateError(
-            f"this {type(tree.model).__name__}, or a part of it, is prepared already; restore() it first, "
-            "or find its wrapper with kbitwrap.prepared_of(model)",
-            state=getattr(preparation.holder(), "state", None),
-            expected=(LifecycleState.NEW, LifecycleState.RESTORED),
-        )
+def refuse_held(tree: ModelTree, but: Preparation | None = None) -> None:
+    """Raise for a model of which another preparation than ``but`` holds a part: a module's, or a shared parameter."""
+    name, paths = type(tree.model).__name__, {id(t.parameter): t.path for t in tree.tensors}
+    for preparation in list(_in_force):
+        model = preparation.original.model()
+        if model is None or preparation is but:
+            continue
+        other = ModelTree(model)
+        shared = [paths[id(t.parameter)] for t in other.tensors if id(t.parameter) in paths]
+        is_part = not other.owners.isdisjoint(tree.owners)
+        if is_part or shared:
+            what = ", or a part of it," if is_part else f" shares its {shared[0]} with a {type(model).__name__} that"
+            raise StateError(
+                f"this {name}{what} is prepared already; restore() that first, or find its wrapper with "
+                "kbitwrap.prepared_of(model)",
+                state=getattr(preparation.holder(), "state", None),
+                expected=(LifecycleState.NEW, LifecycleState.RESTORED),
+            )
 
 
 def _bar(items: Sequence[Any], what: str, config: PrepareConfig) -> Iterable[Any]:
