@@ -15,7 +15,7 @@ from torch import nn
 
 from .config import PrepareConfig
 from .edits.base import TrainedPolicy
-from .edits.journal import Journal
+from .edits.journal import Journal, finish
 from .errors import ConfigError, StateError
 from .export.export import export_model, merged_weights
 from .manifest.manifest import Manifest
@@ -181,9 +181,13 @@ class KbitPreparedModel:
         if self.state is LifecycleState.RESTORED and self._report is not None:
             return self._report
         preparation = self._expect_prepared("restore")
-        report = self._report = preparation.undo(trained)
-        self.state = LifecycleState.RESTORED
-        self._preparation = None
+        return finish(self._settle, preparation, preparation.undoing(trained))
+
+    def _settle(self, preparation: Preparation, undo: Callable[[], RestoreReport]) -> RestoreReport:
+        """Undo, and be restored; interrupted, it may be called again."""
+        report = self._report = undo()
+        self.state, self._preparation = LifecycleState.RESTORED, None
+        preparation.warn_of_turned_on()
         return report
 
     def __enter__(self) -> KbitPreparedModel:
@@ -197,9 +201,8 @@ class KbitPreparedModel:
             self._expect_prepared("restore").explain(exc)
             self.restore()
         except Exception:
-            if exc is None:
+            if exc is None:  # else the body's exception is what the caller has to see
                 raise
-            # The body's exception is what the caller has to see.
             _logger.exception("could not restore %r after %r", self, exc)
 
     @contextlib.contextmanager
@@ -230,20 +233,19 @@ class KbitPreparedModel:
             self._suspend(suspension, "suspended")
             yield self.model
         finally:
-            self._end(suspension)
+            finish(self._end, suspension)
 
     def suspend(self) -> Callable[[], bool]:
         """Put the model in its original state: ``suspended()`` where no with-block can be; raises as that does.
 
-        It is all or nothing: the model is suspended in the end, or is as it was. It holds the wrapper meanwhile, as a
-        prepared model does.
+        It is all or nothing, and the model holds the wrapper meanwhile, as a prepared one does.
 
         Returns:
             A call that ends this suspension, as ``resume`` does, and no other.
         """
         suspension = Journal()
         self._suspend(suspension, "suspend", hold=True)
-        return functools.partial(self._end, suspension)
+        return functools.partial(finish, self._end, suspension)
 
     def resume(self) -> bool:
         """End a suspension, and return whether there was one.
@@ -251,13 +253,12 @@ class KbitPreparedModel:
         After a failure, such as too little memory, the model stays suspended; another call resumes the rest. The end of
         a with-block that prepared the model resumes it too.
         """
-        return self._suspension is not None and self._end(self._suspension)
+        return self._suspension is not None and finish(self._end, self._suspension)
 
     def _end(self, suspension: Journal) -> bool:
         """End a suspension, if it is the current one."""
-        if self.state is not LifecycleState.SUSPENDED or suspension is not self._suspension:
+        if self.state is not LifecycleState.SUSPENDED or suspension is not self._suspension or not self._preparation:
             return False
-        assert self._preparation is not None
         try:
             self._preparation.resume(suspension)
         finally:
@@ -268,9 +269,8 @@ class KbitPreparedModel:
     def _suspend(self, suspension: Journal, call: str, *, hold: bool = False) -> None:
         """Suspend; ``suspension`` becomes the journal that leads back."""
         preparation = self._expect_prepared(call)
-        self._suspension = suspension
-        self.state = LifecycleState.SUSPENDED
         try:
+            self._suspension, self.state = suspension, LifecycleState.SUSPENDED
             preparation.suspend(suspension, hold=hold)
         except BaseException:
             self.resume()

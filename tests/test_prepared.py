@@ -6,10 +6,8 @@ import contextlib
 import copy
 import functools
 import gc
-import sys
 import warnings
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from transformers import LevitConfig, LevitModel, Wav2Vec2ConformerConfig, Wav2V
 
 import kbitwrap
 import zoo
+from interrupts import interrupted_at
 from kbitwrap import (
     ConfigError,
     EditError,
@@ -50,30 +49,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:restore.. made:UserWarning"),
     pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning"),
 ]
-
-
-@contextlib.contextmanager
-def interrupted_at(number: int | None) -> Iterator[list[str]]:
-    """Raise a KeyboardInterrupt at the line of kbitwrap's with that number, counted as they run; list the lines."""
-    package = str(Path(kbitwrap.__file__).parent)
-    lines: list[str] = []
-
-    def trace(frame: Any, event: str, _: object) -> Any:
-        if not frame.f_code.co_filename.startswith(package):
-            return None
-        if event == "line":
-            lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
-            if len(lines) - 1 == number:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return trace
-
-    outer = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield lines
-    finally:
-        sys.settrace(outer)
 
 
 def test_states_follow_the_life() -> None:
@@ -1038,16 +1013,15 @@ class TestOddMoments:
         prepared = KbitPreparedModel(model, precision="full").prepare()
         during = Snapshot(model)
         change = prepared._preparation.journal.changes[4]
-        whole = change.now
+        whole, is_interrupting = change.now, [True]
 
         def now(view: object) -> Any:
             way = whole(view)
             back = way.undo
-            interrupts = [KeyboardInterrupt, KeyboardInterrupt]
 
             def interrupted(view: object) -> None:
-                if interrupts:
-                    raise interrupts.pop()
+                if is_interrupting:
+                    raise KeyboardInterrupt
                 back(view)
 
             way.undo = interrupted
@@ -1059,6 +1033,7 @@ class TestOddMoments:
         monkeypatch.undo()
         assert prepared.state is LifecycleState.SUSPENDED
         assert len(prepared._suspension.changes) == 1  # everything else was resumed
+        is_interrupting.clear()
         assert prepared.resume()
         assert prepared.state is LifecycleState.PREPARED
         assert during.diff(Snapshot(model), moved=True, ignore=REORDERED) == []

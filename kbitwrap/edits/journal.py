@@ -71,6 +71,23 @@ class Edit(Protocol):
 
 
 Failures = list[tuple[WayBack, BaseException]]
+_MOST_INTERRUPTS = 8  # in one undo: what raises one each time is not tried for ever
+
+
+def finish(call: Callable[..., T], *args: Any) -> T:
+    """Make a call that goes on where it was interrupted, again where it was; the first interrupt is raised then."""
+    interrupts: list[BaseException] = []
+    try:
+        while True:
+            try:
+                return call(*args)
+            except BaseException as error:
+                if isinstance(error, Exception) or len(interrupts) == _MOST_INTERRUPTS:
+                    raise
+                interrupts.append(error)
+    finally:
+        if interrupts:
+            raise interrupts[0]
 
 
 class Journal:
@@ -120,7 +137,7 @@ class Journal:
             for _ in range(2):
                 try:
                     change.undo(view)
-                    del self.changes[next(i for i, other in enumerate(self.changes) if other is change)]
+                    self.changes[:] = [other for other in self.changes if other is not change]
                     break
                 except BaseException as error:
                     failures.append((change, error))

@@ -6,15 +6,16 @@ import contextlib
 import ctypes
 import hashlib
 import os
+import secrets
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 if sys.platform != "win32":
     import fcntl
 
+from ..edits.journal import finish
 from ..errors import ExportError
 
 # Names in the hidden folder beside a destination: its new content, and the old content that was moved out of the way.
@@ -85,15 +86,20 @@ def _beside(path: str | os.PathLike[str]) -> Iterator[tuple[Path, Path]]:
     made = [parent for parent in target.parents if not os.path.lexists(parent)]
     # A hash, because the destination's own name may be as long as names can be.
     prefix = f".kbitwrap-{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}-"
+    hidden = lock = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _recover(target, prefix)
-        hidden, lock = _make(target.parent, prefix)
-        try:
-            yield hidden, target
-        finally:
-            _clear(hidden, target, lock)
+        while lock is None:  # another one where it was taken for a leftover before it was locked
+            hidden = target.parent / f"{prefix}{secrets.token_hex(8)}"
+            hidden.mkdir(mode=0o700)
+            lock = _lock(hidden)
+        assert hidden is not None
+        yield hidden, target
+        finish(_clear, hidden, target)
     except BaseException as error:
+        if hidden is not None:
+            finish(_clear, hidden, target)
         for parent in made:
             with contextlib.suppress(OSError):
                 parent.rmdir()
@@ -103,15 +109,9 @@ def _beside(path: str | os.PathLike[str]) -> Iterator[tuple[Path, Path]]:
                 f"{where}: cannot be written: {error.strerror or error}{name}; nothing was left there"
             ) from error
         raise
-
-
-def _make(parent: Path, prefix: str) -> tuple[Path, int]:
-    """Make a hidden folder and lock it; make another one where it was taken for a leftover in between."""
-    while True:
-        hidden = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        lock = _lock(hidden)
+    finally:
         if lock is not None:
-            return hidden, lock
+            os.close(lock)
 
 
 def _lock(folder: Path) -> int | None:
@@ -136,19 +136,19 @@ def _recover(target: Path, prefix: str) -> None:
         with contextlib.suppress(PermissionError):  # another user's
             lock = _lock(leftover)
             if lock is not None:
-                _clear(leftover, target, lock)
+                try:
+                    _clear(leftover, target)
+                finally:
+                    os.close(lock)
 
 
-def _clear(hidden: Path, target: Path, lock: int) -> None:
-    """Remove a hidden folder, then its lock; the old content goes back if nothing is at the destination now."""
-    try:
-        old = hidden / _OLD
-        if old.exists():
-            # Renamed in either case, so that a partly removed folder is never taken for the old content.
-            os.rename(old, hidden / "replaced" if os.path.lexists(target) else target)
-        shutil.rmtree(hidden, ignore_errors=True)
-    finally:
-        os.close(lock)
+def _clear(hidden: Path, target: Path) -> None:
+    """Remove a hidden folder; the old content goes back if nothing is at the destination now."""
+    old = hidden / _OLD
+    if old.exists():
+        # Renamed in either case, so that a partly removed folder is never taken for the old content.
+        os.rename(old, hidden / "replaced" if os.path.lexists(target) else target)
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _exchange(first: Path, second: Path) -> bool:

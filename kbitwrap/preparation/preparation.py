@@ -7,7 +7,7 @@ import functools
 import logging
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -176,8 +176,11 @@ class Preparation:
             tree = self.tree()
             return self.left.diff(tree, self.changes(tree).drifted)
 
-    def undo(self, trained: TrainedPolicy) -> RestoreReport:
-        """Undo everything, newest first; what fails stays in the journal, and the model stays held."""
+    def undoing(self, trained: TrainedPolicy) -> Callable[[], RestoreReport]:
+        """Compare the model, and return the call that undoes everything, newest first, and reports it.
+
+        What fails stays in the journal, and the model stays held. The call goes on where it was interrupted.
+        """
         config = self.plan.config
         if trained == "discard" and not config.keep_originals:
             raise ConfigError("restore(trained='discard') needs a preparation with keep_originals=True")
@@ -189,51 +192,65 @@ class Preparation:
                 copies = self.copies(tree)
                 training = [t for t in tree.tensors if t.parameter.requires_grad]
                 trainable = {tree.known.get(id(t.parameter), tree.records.at(t.module, t.name)) for t in training}
-                self._num_turned_on += self.original.num_turned_on(tree)
+                num_turned_on = self._num_turned_on + self.original.num_turned_on(tree)
                 replaced, foreign = self.original.added(tree)
-            failures: dict[str, Exception] = {}
-            changed = {*changes.trained, *changes.drifted}
-            if trained == "error":
-                failures = {c.fqn: TrainedError([c.fqn]) for c in copies if not c.is_base or c.fqn in changed}
-            for one in held:
-                one.decide(trained)
-            if not failures:
-                self.journal.record(*copies)
             rewritten = self.journal.parts(KeptChange)
-            for change, error in self.journal.undo(tree, since=1, show=lambda found: _bar(found, "restore", config)):
-                if not isinstance(error, Exception):
-                    raise error
-                if isinstance(error, TrainedError):
-                    failures |= {fqn: TrainedError([fqn]) for fqn in error.fqns}
-                else:
-                    failures[getattr(change, "fqn", type(change).__name__)] = error
-            for one in held:
-                one.decide("keep")
-            self._put_back += [name for one in rewritten for name in one.put_back]
-            if failures:
-                named = [str(e) if isinstance(e, TrainedError) else f"{name}: {e}" for name, e in failures.items()]
-                raise RestoreError(
-                    f"not restored: {'; '.join(named)}. Everything else was; restore(trained='keep') or "
-                    "restore(trained='discard') settles what was trained",
-                    failures=failures,
-                )
-            self.journal.undo(tree)
-            _in_force.discard(self)
-            if config.empty_cache:
-                empty_cache()
+
+        def undo() -> RestoreReport:
+            with plain_mode():
+                self._num_turned_on = num_turned_on
+                failures: dict[str, Exception] = {}
+                changed = {*changes.trained, *changes.drifted}
+                if trained == "error":
+                    failures = {c.fqn: TrainedError([c.fqn]) for c in copies if not c.is_base or c.fqn in changed}
+                for one in held:
+                    one.decide(trained)
+                if not failures:
+                    self.journal.record(*[copy for copy in copies if copy not in self.journal.changes])
+                for change, error in self.journal.undo(
+                    tree, since=1, show=lambda found: _bar(found, "restore", config)
+                ):
+                    if not isinstance(error, Exception):
+                        raise error
+                    if isinstance(error, TrainedError):
+                        failures |= {fqn: TrainedError([fqn]) for fqn in error.fqns}
+                    else:
+                        failures[getattr(change, "fqn", type(change).__name__)] = error
+                for one in held:
+                    one.decide("keep")
+                self._put_back += [name for one in rewritten for name in one.put_back]
+                if failures:
+                    named = [str(e) if isinstance(e, TrainedError) else f"{name}: {e}" for name, e in failures.items()]
+                    raise RestoreError(
+                        f"not restored: {'; '.join(named)}. Everything else was; restore(trained='keep') or "
+                        "restore(trained='discard') settles what was trained",
+                        failures=failures,
+                    )
+                self.journal.resume(tree)
+                _in_force.discard(self)
+                if config.empty_cache:
+                    empty_cache()
+            return report()
+
+        def report() -> RestoreReport:
+            names = [copy.fqn for copy in copies if not copy.is_base and not copy.is_resized] + changes.trained
+            names += [one.record.fqn for one in held if one.was_trained and one.record in trainable]
+            others = [*replaced, *self.original.gone(changes), *changes.drifted]
+            others += [one.record.fqn for one in held if one.was_altered and one.record not in trainable]
+            lists = names, others, foreign, changes.not_compared, self._put_back
+            return RestoreReport(*(tuple(dict.fromkeys(found)) for found in lists))
+
+        return undo
+
+    def warn_of_turned_on(self) -> None:
+        """Say after a restore that the base under an adapter is trained from here on."""
         if self._num_turned_on:
             warnings.warn(
                 f"restore() made {self._num_turned_on} base parameters trainable again, as they were before prepare(), "
                 "and an adapter still sits on top: training on from here would train the base too",
                 UserWarning,
-                stacklevel=3,
+                stacklevel=5,
             )
-        names = [copy.fqn for copy in copies if not copy.is_base and not copy.is_resized] + changes.trained
-        names += [one.record.fqn for one in held if one.was_trained and one.record in trainable]
-        replaced += [*self.original.gone(changes), *changes.drifted]
-        replaced += [one.record.fqn for one in held if one.was_altered and one.record not in trainable]
-        lists = names, replaced, foreign, changes.not_compared, self._put_back
-        return RestoreReport(*(tuple(dict.fromkeys(found)) for found in lists))
 
     def suspend(self, way_back: Journal, *, hold: bool) -> None:
         """Put back the state from before for a while, all or nothing; ``hold`` keeps the wrapper alive meanwhile."""
