@@ -116,6 +116,22 @@ class Together(ChangeBase):
         return tuple(part for change in self.changes for part in change.parts())
 
 
+class Anchor:
+    """Keeps a wrapper alive as long as the model that it prepared; a copy of the model gets an empty one.
+
+    Other modules whose parameters are upcast have empty ones: copies of them are told by these, and are retyped.
+    """
+
+    def __init__(self, wrapper: object = None) -> None:
+        self.wrapper = wrapper
+
+    def __reduce__(self) -> tuple[type[Anchor], tuple[()]]:
+        return Anchor, ()
+
+
+ANCHOR_ATTRIBUTE, COPIED_ATTRIBUTE = "_kbitwrap_prepared", "_kbitwrap_upcast"
+
+
 def write_attribute(fields: dict[str, Any], name: str, value: Any) -> None:
     """Set an instance attribute, or remove it where it was ``MISSING``."""
     if value is MISSING:

@@ -9,7 +9,7 @@ import torch
 
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, NamedTensor, only_reading
-from .base import AttributesNow, ChangeBase, EditBase
+from .base import ANCHOR_ATTRIBUTE, Anchor, AttributesNow, ChangeBase, EditBase
 
 
 class FlagsChange(ChangeBase):
@@ -58,19 +58,6 @@ def prepared_tensors(tree: ModelTree, freeze_adapters: bool) -> list[NamedTensor
     """The parameters to prepare, each once: all but adapters', unless those are frozen too."""
     adapters = set() if freeze_adapters else tree.adapter_ids
     return [t for t in tree.tensors if id(t.parameter) not in adapters]
-
-
-class Anchor:
-    """Keeps a wrapper alive as long as the model that it prepared; a copy of the model gets an empty one."""
-
-    def __init__(self, wrapper: object = None) -> None:
-        self.wrapper = wrapper
-
-    def __reduce__(self) -> tuple[type[Anchor], tuple[()]]:
-        return Anchor, ()
-
-
-ANCHOR_ATTRIBUTE = "_kbitwrap_prepared"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from ..model.records import TensorRef
 from ..model.tree import ModelTree, only_reading
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.upcast import UpcastTensor, multiplies_half
-from .base import ChangeBase, EditBase, write_attribute
+from .base import COPIED_ATTRIBUTE, Anchor, ChangeBase, EditBase, write_attribute
 from .journal import MISSING, Call, WayBack
 from .norms import Float32Forward, float32_shell, to_float32
 
@@ -125,6 +125,7 @@ class UpcastChange(ChangeBase):
         vars(module)[name] = UpcastTensor(parameter, (module, name), self._chunk_bytes)
         vars(module)["__deepcopy__"] = Float32Copy(module)
         vars(module)["__getstate__"] = StandInState(module)
+        vars(module).setdefault(COPIED_ATTRIBUTE, Anchor())
 
     def put_float32_first(self) -> None:
         """Put a frozen float32 parameter first in each module that would begin with one of the weights."""

@@ -19,7 +19,7 @@ from ..model.tree import ModelTree, NamedTensor
 from ..tensors.bits import Layout, NanPayloads, differ, fingerprint_and, has_nan
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import LazyTensor
-from .base import EditBase, HeldOriginal, Together, TrainedPolicy
+from .base import COPIED_ATTRIBUTE, Anchor, EditBase, HeldOriginal, Together, TrainedPolicy
 from .journal import Call, WayBack
 
 _PIECE = 4 << 20  # elements cast at once: few enough for an allocator to use their memory again
@@ -245,6 +245,9 @@ class Store(EditBase):
             for one in change.parts():
                 parameter = one.record.live()
                 assert parameter is not None
+                for owner, _ in one.record.refs:
+                    if (module := owner()) is not None:
+                        vars(module).setdefault(COPIED_ATTRIBUTE, Anchor())
                 one.write(parameter, parameter.data.to(self.dtype))
 
 

@@ -26,7 +26,16 @@ from ..model.quantization import (
 )
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree
-from .base import AttributesChange, AttributesNow, ChangeBase, EditBase, HeldOriginal, Together, write_attribute
+from .base import (
+    COPIED_ATTRIBUTE,
+    AttributesChange,
+    AttributesNow,
+    ChangeBase,
+    EditBase,
+    HeldOriginal,
+    Together,
+    write_attribute,
+)
 from .journal import MISSING
 from .kept import KeptChange
 
@@ -208,7 +217,7 @@ class Record(EditBase):
         weights = [t for t in tree.all_tensors if t.name == "weight" and id(t.module) in layers]
         return Together(
             AccelerateChange(tree.model),
-            AttributesChange(tree, ("training",)),  # adapters keep theirs
+            AttributesChange(tree, ("training", COPIED_ATTRIBUTE)),  # adapters keep theirs
             *{id(t.module): RuntimeChange(t.module, tree.record(t)) for t in weights}.values(),
             KeptChange(tree),
             AttributesNow([config for config in tree.configs if hasattr(config, "__dict__")], ["use_cache"]),

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..edits.base import HeldOriginal
-from ..edits.flags import Anchor
+from ..edits.base import Anchor, HeldOriginal
 from ..edits.kept import KeptChange, lay_as_stored
 from ..edits.norms import Float32Forward
 from ..edits.stand_ins import Float32Copy, Float32First, StandInState

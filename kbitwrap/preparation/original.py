@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..edits.base import HeldOriginal
+from ..edits.base import COPIED_ATTRIBUTE, HeldOriginal
 from ..edits.checkpointing import input_gradient_hooks, preparation_hooks
 from ..edits.storage import CopyChange, StorageChange
 from ..model.quantization import is_quantized_parameter, is_rewritten, quant_state_of, was_decompressed
@@ -251,6 +251,9 @@ class Original:
         """Find parameters in another dtype that stand, by name, for a half one, but for those that we ``cast``."""
         known, skipped, base = tree.known, set(map(id, cast)), set(self._records)
         found = []
+        # transformers resizes the input embeddings in place, and puts a new head there with as many rows.
+        ours = [t for t in tree.tensors if COPIED_ATTRIBUTE in vars(t.module) and t.fqn in self.base]
+        resized = {t.parameter.shape[:1] for t in ours if t.parameter.shape != self.base[t.fqn].shape}
         for tensor in tree.tensors:
             parameter = tensor.parameter
             own = known.get(id(parameter))
@@ -259,7 +262,14 @@ class Original:
             if own is not None and (own not in base or (id(own) in skipped and is_in_place)):
                 continue
             original = own or self.base.get(tensor.fqn)
-            if original is None or original.dtype not in HALF_DTYPES or parameter.dtype == original.dtype:
+            # What the user put there is the user's, whatever its dtype.
+            is_ours = own or COPIED_ATTRIBUTE in vars(tensor.module) or parameter.shape[:1] in resized
+            if (
+                original is None
+                or not is_ours
+                or original.dtype not in HALF_DTYPES
+                or parameter.dtype == original.dtype
+            ):
                 continue
             if parameter.dtype in (torch.float32, *HALF_DTYPES):
                 is_resized = parameter.shape != original.shape
