@@ -213,7 +213,7 @@ class KbitPreparedModel:
         states of torch's random generators, so that training continues as without a suspension.
 
         Raises:
-            StateError: The model is not prepared, or suspended already; or several processes train together and a
+            StateError: The model is not prepared, or suspended already; or a process group is initialized and a
                 trained parameter would change its dtype, which takes it out of DistributedDataParallel for good.
             UnsupportedModelError: As of `restore`.
 

@@ -121,7 +121,7 @@ def refuse_retyping_under_ddp(held: Sequence[HeldOriginal]) -> None:
     for one in held:
         parameter = one.record.live()
         is_retyped = parameter is not None and parameter.requires_grad and parameter.dtype != one.dtype
-        if is_retyped and torch.distributed.get_world_size() > 1:
+        if is_retyped:
             raise StateError(
                 f"suspended() would change the dtype of {one.record.fqn}, which is being trained, and "
                 "DistributedDataParallel would no longer synchronize it; use precision 'norms' or 'none', which "
