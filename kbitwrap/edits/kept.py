@@ -60,9 +60,9 @@ class KeptChange(ChangeBase):
     """The plain values, plain tensors, caches and buffers of the base's modules, as they were.
 
     Values that differ in the end are put back. A new plain value is removed only where a new tensor is removed too:
-    alone, it may belong to a hook that stays. A new child without parameters is a kernel, and is removed with a buffer.
-    A buffer of the checkpoint with its dtype and shape was trained or moved, and stays, as does all of a module whose
-    parameters others replaced.
+    alone, it may belong to a hook that stays. A new child without parameters that holds tensors is a cache; without
+    tensors it is a kernel, and is removed with a buffer. A buffer of the checkpoint with its dtype and shape was
+    trained or moved, and stays, as does all of a module whose parameters others replaced.
     """
 
     def __init__(self, tree: ModelTree) -> None:
@@ -135,10 +135,12 @@ class KeptChange(ChangeBase):
             if (was := kept.buffers.get(name, MISSING)) is not (found := buffers.get(name, MISSING))
             and (name in unsaved or was is MISSING or found is MISSING or not _is_alike(was, found))
         }
-        if not (changed or replaced) or _sizes(module) != kept.sizes:
+        added = module._modules.keys() - kept.children if len(module._modules) > len(kept.children) else ()
+        new = [name for name in added if _is_cache(module._modules[name])]
+        if not (changed or replaced or new) or _sizes(module) != kept.sizes:
             return []
         tensors = [was for n, was in changed.items() if torch.Tensor in (type(was), type(fields.get(n)))]
-        tensors += [*(changed[name] for name in cached), *replaced.values()]
+        tensors += [*(changed[name] for name in cached), *replaced.values(), *[MISSING for _ in new]]
         if is_substitute and not tensors:
             return []
         if not any(was is MISSING for was in tensors):
@@ -158,10 +160,10 @@ class KeptChange(ChangeBase):
                 was = was.to(found.device)
                 moved |= {name} if _is_alike(was, found) else set()
             write_attribute(buffers, name, was)
-        for name in module._modules.keys() - kept.children if replaced.keys() - moved else ():
+        for name in added if replaced.keys() - moved else new:
             if (child := module._modules[name]) is not None and not list(child.parameters()):
                 del module._modules[name]
-        return [name for name in (*changed, *replaced) if name not in moved]
+        return [name for name in (*changed, *replaced, *new) if name not in moved]
 
 
 def lay_as_stored(tree: ModelTree) -> None:
@@ -169,6 +171,13 @@ def lay_as_stored(tree: ModelTree) -> None:
     for layer, codes in transposed_codes([node.module for node in tree.modules]):
         vars(layer)["gemv_op"] = None
         codes.data = codes.data.transpose(0, 1).contiguous()
+
+
+def _is_cache(child: nn.Module | None) -> bool:
+    """Whether a child holds tensors, and no parameter."""
+    modules = [] if child is None else list(child.modules())
+    tensors = [one for m in modules for one in (*m._buffers.values(), *vars(m).values()) if type(one) is torch.Tensor]
+    return bool(tensors) and not any(module._parameters for module in modules)
 
 
 def _sizes(module: nn.Module) -> tuple[int, ...]:
