@@ -58,7 +58,7 @@ class StoredTensor:
         kept = dtype or self.dtype
 
         def compute() -> torch.Tensor:
-            return torch.cat([torch.empty(0, dtype=kept), *self._pieces(kept)]).view(self.shape)
+            return torch.cat([torch.empty(0, dtype=kept, device="cpu"), *self._pieces(kept)]).view(self.shape)
 
         return LazyTensor(self.shape, kept, compute, functools.partial(self._pieces, kept))
 
@@ -68,7 +68,7 @@ class StoredTensor:
         with open(self.path, "rb") as file:
             file.seek(self.start)
             while left:
-                piece = torch.empty(min(left, _READ), dtype=dtype)
+                piece = torch.empty(min(left, _READ), dtype=dtype, device="cpu")
                 self._round(piece, file)
                 left -= len(piece)
                 yield piece
@@ -78,7 +78,7 @@ class StoredTensor:
         if flat.dtype == self.dtype:
             self._fill(flat, file)
             return
-        piece = torch.empty(min(len(flat), _PIECE // self.dtype.itemsize), dtype=self.dtype)
+        piece = torch.empty(min(len(flat), _PIECE // self.dtype.itemsize), dtype=self.dtype, device="cpu")
         for target in flat.split(max(len(piece), 1)):
             source = piece[: len(target)]
             self._fill(source, file)
@@ -252,6 +252,8 @@ def _weight_files_of(folder: Path, single: str, beginning: str) -> tuple[list[st
 def read_json(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object; raise `ConfigError` where it holds something else."""
     try:
+        if path.exists() and not path.is_file():  # reading a pipe waits for a writer
+            raise OSError("not a file")
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read as JSON: {error}") from error

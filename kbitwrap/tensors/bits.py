@@ -208,7 +208,7 @@ def begin_digest(tensor: torch.Tensor) -> Callable[[], int]:
 
         def digest_of_parts() -> int:
             words = [digest - (digest >> 63 << 64) for digest in (read() for read in digests)]
-            return content_digest(torch.tensor(words, dtype=torch.int64))
+            return content_digest(torch.tensor(words, dtype=torch.int64, device="cpu"))
 
         return digest_of_parts
     plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()

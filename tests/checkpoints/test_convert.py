@@ -5,8 +5,10 @@ from __future__ import annotations
 import filecmp
 import functools
 import json
+import os
 import pickle
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -639,3 +641,27 @@ def test_memory_is_that_of_a_few_pieces(tmp_path: Path) -> None:
     found = forks.run_program(MEMORY, str(tmp_path))
     # Pieces of a tensor of 32 MiB: one is written while the next is read.
     assert int(found.stdout) < 4 * size / 2
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_default_device_is_not_where_files_are_read(way: str, saved: Callable[..., Saved], tmp_path: Path) -> None:
+    case = saved("llama")
+    with torch.device("meta"):
+        convert_checkpoint(case.prepared, tmp_path / "out", **ways(case)[way])
+    assert differing(case.original, tmp_path / "out") == []
+
+
+def test_a_pipe_in_the_place_of_an_index_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors.index.json")
+
+    def refuse(*_: object) -> None:
+        raise TimeoutError("the pipe was waited for")
+
+    before = signal.signal(signal.SIGALRM, refuse)
+    signal.alarm(20)
+    try:
+        with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json: .*not a file"):
+            convert_checkpoint(tmp_path, tmp_path / "out", dtype="bfloat16")
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
