@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..errors import UnsupportedModelError
 from .quantization import Quantization, detect
 from .records import ParameterRecord, Records
 from .wrappers import COPIES, is_adapter_class, wrapped_children
@@ -93,6 +94,11 @@ class ModelTree:
         stack = [("", "", self.model, True, False)]
         while stack:
             path, fqn, module, is_base, holds_copies = stack.pop()
+            if isinstance(module, torch.jit.ScriptModule):
+                where = f"{path or 'the model'} is a {type(module).__name__} of TorchScript"
+                raise UnsupportedModelError(
+                    f"{where}, whose parameters cannot be edited: load the model itself", fqn=path
+                )
             children = module._modules
             if not children:  # the most part
                 found.append(Node(path, fqn, module, is_base))

@@ -501,3 +501,13 @@ def test_names_that_only_look_like_a_wrappers_are_kept(one_process: None) -> Non
     assert [t.fqn for t in ModelTree(model).tensors] == names
     fully_shard(inner, mesh=init_device_mesh("cpu", (1,)))  # gives it a class of torch's
     assert [t.fqn for t in ModelTree(model).tensors] == names
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_a_module_of_torchscript_is_refused_by_name(is_inside: bool) -> None:
+    scripted = torch.jit.trace(nn.Linear(4, 4), torch.ones(1, 4))
+    model = nn.Sequential(nn.Linear(4, 4), scripted) if is_inside else scripted
+    with pytest.raises(UnsupportedModelError, match="of TorchScript") as caught:
+        KbitPreparedModel(model)
+    assert caught.value.fqn == ("1" if is_inside else "")
