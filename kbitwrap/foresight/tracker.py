@@ -35,6 +35,7 @@ from .ledger import (
 )
 from .quantization import DECOMPOSED, is_managed, statistics_of
 
+_BETWEEN = ""  # after an optimizer's step, where no phase has begun
 _OF_WEIGHTS = {WEIGHTS, STATISTICS, ADAPTERS, DEQUANTIZED}
 
 
@@ -73,6 +74,8 @@ class Watch(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._live:
+            if self.ledger.marks:
+                self.follow_phase(is_made=True)
             number = self.ledger.made(self._rounded(storage.nbytes()), kind())
             self._live[key] = number, weakref.ref(storage, functools.partial(self._freed, key, number))
         return self._live[key][0]
@@ -91,12 +94,24 @@ class Watch(TorchDispatchMode):
         found = [self._live.get(part.untyped_storage()._cdata) for part in parts_of(tensor)]
         return sum(self.ledger.sizes[one[0]] for one in found if one is not None)
 
-    def follow_phase(self) -> None:
-        """Note the phase that the step is in: autograd says when it runs."""
-        if self.phase != OPTIMIZER_STEP:
-            phase = BACKWARD if torch._C._current_graph_task_id() != -1 else FORWARD
-            if phase != self.phase or not self.ledger.marks:
-                self.enter(phase)
+    def follow_phase(self, *, is_made: bool = False) -> None:
+        """Note the phase that the step is in: autograd says when it runs.
+
+        A forward pass begins again where something is made that gradients may flow through: what reads a loss, clips
+        gradients or sets them to zero goes on in the phase before.
+        """
+        if self.phase == OPTIMIZER_STEP:
+            return
+        if torch._C._current_graph_task_id() != -1:
+            phase = BACKWARD
+        else:
+            phase = FORWARD if is_made and torch.is_grad_enabled() else self.phase
+        if phase != self.phase or not self.ledger.marks:
+            self.enter(phase)
+
+    def leave_optimizer(self) -> None:
+        """End an optimizer's step; the next phase begins with what is made in it."""
+        self.phase = _BETWEEN
 
     def enter(self, phase: str) -> None:
         """Begin a phase."""
@@ -235,7 +250,7 @@ class StepTracker:
         self._hooks = []
         if self._optimizer is not None:
             begin = self._optimizer.register_step_pre_hook(lambda *_: watch.enter(OPTIMIZER_STEP))
-            end = self._optimizer.register_step_post_hook(lambda *_: watch.enter(FORWARD))
+            end = self._optimizer.register_step_post_hook(lambda *_: watch.leave_optimizer())
             self._hooks = [begin, end]
         watch.follow_phase()
         watch.__enter__()  # type: ignore[no-untyped-call]
