@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -97,7 +97,8 @@ class Blocks:
 
     def __init__(self, model: nn.Module, *, is_exact: bool) -> None:
         found = list(_outermost(model, None))
-        self.stacks = [_stack(number, blocks, config) for number, (blocks, config) in enumerate(found)]
+        holders = Counter(id(tensor) for blocks, _ in found for block in blocks for tensor in block.parameters())
+        self.stacks = [_stack(number, *stack, holders) for number, stack in enumerate(found)]
         self._owners = {
             id(module): (stack.number, index)
             for stack in self.stacks
@@ -219,14 +220,16 @@ def _outermost(module: nn.Module, config: Any) -> Iterator[tuple[nn.ModuleList, 
             yield from _outermost(child, config)
 
 
-def _stack(number: int, blocks: nn.ModuleList, config: Any) -> Stack:
+def _stack(number: int, blocks: nn.ModuleList, config: Any, holders: Mapping[int, int]) -> Stack:
     kinds: list[Hashable] = []
     is_trained = False
     numbers: dict[Hashable, int] = {}
-    for block in blocks:
+    for index, block in enumerate(blocks):
         # Gradients flow no further back than the first parameter that is trained.
         is_trained = is_trained or any(parameter.requires_grad for parameter in block.parameters())
-        kinds.append(numbers.setdefault((is_trained, _signature(block)), len(numbers)))
+        # No other block does what one does that shares parameters: they are held, and get a gradient, once.
+        shared = index if any(holders[id(parameter)] > 1 for parameter in block.parameters()) else None
+        kinds.append(numbers.setdefault((is_trained, shared, _signature(block)), len(numbers)))
     return Stack(number, blocks, config, kinds, list(range(len(kinds))))
 
 

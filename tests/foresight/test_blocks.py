@@ -95,3 +95,9 @@ def test_adapters_on_some_blocks_alone_make_kinds_of_their_own() -> None:
     few, all_ = both(config("Llama", num_hidden_layers=16), lora=lora)
     assert few.traced_blocks < all_.traced_blocks == 16
     assert figures(few) == figures(all_)
+
+
+def test_blocks_that_share_parameters_count_them_once() -> None:
+    lora = LoraConfig(target_modules=["q_proj"], layer_replication=[[0, 5], [2, 7], [1, 4]])
+    few, all_ = both(config("Llama", num_hidden_layers=7), lora=lora)
+    assert figures(few) == figures(all_)
