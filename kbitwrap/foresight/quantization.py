@@ -157,14 +157,16 @@ def follow_cuda(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def unlogged() -> Iterator[None]:
-    """Keep bitsandbytes from logging what its products do to each input."""
-    logger = logging.getLogger("bitsandbytes.autograd._functions")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Keep bitsandbytes from logging what its products do to each input, and torch what an error says that is raised."""
+    names = ("bitsandbytes.autograd._functions", "torch._subclasses.fake_tensor")
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
+    for logger in levels:
+        logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def replace_tensors(owner: Any, fake: Callable[[Any], Any], depth: int = 4) -> None:

@@ -178,6 +178,14 @@ def test_what_cannot_be_followed_is_named(operation: Any, name: str) -> None:
         predict_step(Plain(operation), precision="none", **FIELDS, **BATCH)
 
 
+def test_an_operation_that_refuses_its_inputs_is_named_once_and_not_logged(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UnsupportedModelError, match="aten::clamp_"):
+        predict_step(
+            Plain(lambda hidden: hidden.to(torch.uint8).clamp_(-1.0, 1.0)), precision="none", **FIELDS, **BATCH
+        )
+    assert capfd.readouterr().err == ""
+
+
 class Shared(Plain):
     """Two parameters over one memory, a buffer that is written in pieces, and a cache in a list."""
 
