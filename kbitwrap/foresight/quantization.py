@@ -157,7 +157,7 @@ def follow_cuda(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def unlogged() -> Iterator[None]:
-    """Keep bitsandbytes from logging what its products do to each input, and torch what an error says that is raised."""
+    """Keep bitsandbytes from logging its products for each input, and torch what an error says that is raised."""
     names = ("bitsandbytes.autograd._functions", "torch._subclasses.fake_tensor")
     levels = {logger: logger.level for logger in map(logging.getLogger, names)}
     for logger in levels:
