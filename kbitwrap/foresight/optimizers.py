@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
+from .fakes import KnownValues
 from .ledger import GRADIENTS, OPTIMIZER, OPTIMIZER_STEP, Ledger, Run
 from .quantization import eight_bit_optimizer
-from .tracker import optimizer_tensors, watch_for
+from .tracker import Watch, optimizer_tensors, watch_for
 
 _PLAIN = ("adamw_torch", "sgd")
 _NAMES = (*_PLAIN, "adamw_torch_fused", "adafactor")
@@ -61,28 +62,42 @@ class OptimizerSteps:
         return self._known[shapes]
 
     def _run(self, fakes: Any, shapes: Shapes) -> tuple[Ledger, list[Run]]:
-        """Run the first step, which makes the state, and then does what every step does."""
+        """Run the second step, or a first one that makes all state and then does what every step does."""
         # torch's own loops over parameters compute on the meta device too, and much faster than with fake tensors.
         is_plain = self._optimizer in _PLAIN
         with contextlib.nullcontext() if is_plain else fakes:
             device = "meta" if is_plain else "cpu"
             trained = [nn.Parameter(torch.empty(shape, dtype=dtype, device=device)) for shape, dtype in shapes]
-            made = make_optimizer(self._optimizer, trained, self._kernels)
-            watch, kept = watch_for(self._kernels), watch_for(self._kernels)
             for parameter in trained:
                 parameter.grad = torch.empty_like(parameter)
+        watch, kept = watch_for(self._kernels), watch_for(self._kernels)
+        with contextlib.ExitStack() as modes:
+            for mode in () if is_plain else (fakes, KnownValues(fakes)):
+                modes.enter_context(mode)
+            made = make_optimizer(self._optimizer, trained, self._kernels)
+            if not is_plain:
+                made.step()
+            for parameter in trained:
                 watch.hold(parameter, GRADIENTS)
-                watch.hold(parameter.grad, GRADIENTS)
+                watch.hold(parameter.grad, GRADIENTS)  # type: ignore[arg-type]
+            _hold(watch, made)
+            held = watch.ledger.held()[OPTIMIZER]
             watch.enter(OPTIMIZER_STEP)
             with watch:
                 made.step()
         first = watch.ledger.runs()[0]
         for tensor in optimizer_tensors(made, self._kernels == "cuda"):
             kept.hold(tensor, OPTIMIZER)
-        state = Counter({OPTIMIZER: sum(watch.size(tensor) for tensor in optimizer_tensors(made))})
+        state = Counter({OPTIMIZER: sum(watch.size(tensor) for tensor in optimizer_tensors(made)) - held})
         rise = Counter(first.at_peak)
         rise.subtract(state)
         return kept.close(), [Run(first.mark, first.net - state, rise)]
+
+
+def _hold(watch: Watch, optimizer: torch.optim.Optimizer) -> None:
+    """Count an optimizer's state; no name is left that would keep a tensor which the step replaces."""
+    for tensor in optimizer_tensors(optimizer):
+        watch.hold(tensor, OPTIMIZER)
 
 
 def make_optimizer(
