@@ -35,11 +35,16 @@ def is_pefts_own(function: object, own: object = peft.prepare_model_for_kbit_tra
 def put_back() -> Iterator[None]:
     """Whatever a test does, the next one finds PEFT as it was imported."""
     modules = (peft, peft.utils, peft.utils.other)
-    own = [peft.prepare_model_for_kbit_training]
     assert all(is_pefts_own(vars(module)["prepare_model_for_kbit_training"]) for module in modules)
+    own = [
+        (vars(module), name, value)
+        for module in list(sys.modules.values())
+        for name, value in list(getattr(module, "__dict__", {}).items())
+        if is_pefts_own(value)
+    ]
     yield
-    for module in modules:
-        module.prepare_model_for_kbit_training = own[0]
+    for names, name, value in own:
+        names[name] = value
 
 
 def imported(monkeypatch: pytest.MonkeyPatch, source: str, name: str = "a_library") -> types.ModuleType:
