@@ -17,6 +17,7 @@ from .edits.base import TrainedPolicy
 from .errors import StateError
 from .model.quantization import detect_as_peft
 from .model.tree import ModelTree
+from .model.wrappers import REPLACES
 from .preparation.preparation import Preparation
 from .preparation.process import empty_cache
 from .prepared import KbitPreparedModel
@@ -190,6 +191,7 @@ def _replacements(precision: Precision | str) -> list[tuple[Any, Any]]:
         new = types.FunctionType(drop_in.__code__, drop_in.__globals__, argdefs=drop_in.__defaults__)
         del functools.update_wrapper(new, drop_in).__wrapped__
         new.__kwdefaults__ = {"precision": PrepareConfig(precision=precision).precision}  # type: ignore[arg-type]
+        vars(new)[REPLACES] = old
         found.setdefault(id(old), (old, new))
     return list(found.values())
 

@@ -75,10 +75,10 @@ class Side:
 
 @dataclass(frozen=True)
 class Subject:
-    """What both ways are measured on.
+    """The model and the batch that both ways are measured on.
 
     Attributes:
-        load: Loads the model anew, always with the same bits.
+        load: Loads the model, with the same bits at each call.
         adapt: Puts the same adapter on it, which trains no copy of a module.
         loss: The loss of a training step on the first batch.
     """

@@ -66,25 +66,36 @@ def command(
         ),
     ] = None,
     step: Annotated[bool, typer.Option("--step", help="Predict a training step.")] = False,
-    seq: Annotated[int, _count("--seq", "Tokens in a sequence, with --step.")] = 2048,
-    batch: Annotated[int, _count("--batch", "Sequences in a batch, with --step.")] = 1,
+    seq: Annotated[int | None, _count("--seq", "Tokens in a sequence, with --step; 2048, if left out.")] = None,
+    batch: Annotated[int | None, _count("--batch", "Sequences in a batch, with --step; 1, if left out.")] = None,
     budget: Annotated[
         int | None,
         typer.Option(
-            "--budget", metavar="BYTES", parser=num_bytes, help="The most that a step may hold, such as 8GiB."
+            "--budget",
+            metavar="BYTES",
+            parser=num_bytes,
+            help="The most that a step may hold, such as 8GiB, with --step.",
         ),
     ] = None,
-    rank: Annotated[int, _count("--rank", "LoRA's rank, on every linear layer, with --step.")] = 16,
+    rank: Annotated[
+        int | None, _count("--rank", "LoRA's rank, on every linear layer, with --step; 16, if left out.")
+    ] = None,
     optimizer: Annotated[
-        str, typer.Option("--optimizer", metavar="NAME", help="A name of TrainingArguments.optim, with --step.")
-    ] = "adamw_torch",
+        str | None,
+        typer.Option(
+            "--optimizer",
+            metavar="NAME",
+            help="A name of TrainingArguments.optim, with --step; adamw_torch, if left out.",
+        ),
+    ] = None,
     autocast: Annotated[
         str | None,
         choice("--autocast", choices=HALF_DTYPES, help="The dtype of autocast in the forward pass, with --step."),
     ] = None,
     kernels: Annotated[
-        str, choice("--kernels", choices=("cuda", "cpu"), help="The device that the step is predicted for.")
-    ] = "cuda",
+        str | None,
+        choice("--kernels", choices=("cuda", "cpu"), help="The device of the step, with --step; cuda, if left out."),
+    ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -99,8 +110,11 @@ def command(
     Raises:
         InputError: The model cannot be planned for.
     """
-    if not step and (budget is not None or PEFT in (precision or ())):
-        raise InputError(f"--budget and the precision {PEFT!r} are for --step; --memory-budget is for preparing")
+    of_steps = {"seq": seq, "batch": batch, "budget": budget, "rank": rank, "optimizer": optimizer}
+    of_steps |= {"autocast": autocast, "kernels": kernels}
+    named = [f"--{name}" for name, value in of_steps.items() if value is not None]
+    if not step and (named := named + [f"--precision {PEFT}"] * (PEFT in (precision or ()))):
+        raise InputError(f"{named[0]} applies to training steps only: add --step")
     if step and memory_budget is not None:
         raise InputError("--memory-budget is for preparing; with --step give --budget")
     if plot is not None:
@@ -109,7 +123,10 @@ def command(
     if step:
         from .step import StepRequest, plan_steps
 
-        request = StepRequest(model, quant, dtype, seq, batch, rank, optimizer, autocast, kernels, budget, plot)
+        optimizer, kernels = optimizer or "adamw_torch", kernels or "cuda"
+        request = StepRequest(
+            model, quant, dtype, seq or 2048, batch or 1, rank or 16, optimizer, autocast, kernels, budget, plot
+        )
         return plan_steps(request, precision or (*PRECISIONS, PEFT), json_)
     with models(model), progress(f"planning for {model}"):
         plans = _plans(model, quant, dtype, None if memory_budget is not None else precision)
@@ -180,7 +197,7 @@ def _added(plan: Plan) -> dict[str, int]:
 
 
 def _peft(full: Plan) -> dict[str, int]:
-    """What PEFT's function costs: the casts of "full", in the model's order in place of the largest first."""
+    """The cost of PEFT's function: the casts of "full", in the model's order in place of the largest first."""
     edits = full.to_dict()["edits"]
     (order,) = [edit["fqns"] for edit in edits if edit["action"] == "freeze"]
     places = {fqn: place for place, fqn in enumerate(order)}
@@ -193,7 +210,7 @@ def _peft(full: Plan) -> dict[str, int]:
 
 
 def _by_precision(costs: dict[str, dict[str, int]], loaded: int, budget: int | None) -> Any:
-    """What each precision costs in all, with a bar of its peak on which the budget is marked."""
+    """The cost of each precision in all, with a bar of its peak on which the budget is marked."""
     rows = [["precision", "added", "after", "peak", "freed to cache"]]
     for name, cost in costs.items():
         added, peak = cost["added_bytes"], cost["peak_bytes"]
@@ -226,7 +243,7 @@ def _by_role(full: Plan, added: dict[str, dict[str, int]]) -> Any:
 def _notes(
     plans: dict[str, Plan], added: dict[str, dict[str, int]], fitting: Sequence[str], peft: dict[str, int]
 ) -> list[Any]:
-    """What adds nothing, the warnings, each with its precisions, and what fits where something does not."""
+    """The lines below the tables: precisions that add nothing, warnings, and those that fit a budget."""
     notes = []
     if idle := [name for name, roles in added.items() if not any(roles.values())]:
         notes.append(hanging(f"Nothing is added by {', '.join(idle)}.", 2))

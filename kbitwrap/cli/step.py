@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepRequest:
-    """What is asked for.
+    """A request for predictions.
 
     Attributes:
         model: A folder, a ``config.json``, or a name on the hub.

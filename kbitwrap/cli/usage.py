@@ -1,4 +1,4 @@
-"""What was typed on the command line: parsed by Typer; where it cannot be used, told in one line, without torch."""
+"""The command line's values, options and errors: Typer parses, and one line says what cannot be used."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a training step will take of a device's memory, before it is taken."""
+"""The memory of a training step, predicted before the step is run."""

@@ -73,7 +73,7 @@ class Stack:
         return sorted({index for found in by_kind.values() for index in (*found[: num_inner + 1], found[-1])})
 
     def keep(self, wanted: list[int]) -> None:
-        """Make a smaller model of the blocks that are wanted: they are numbered anew, and its config says so too."""
+        """Make a smaller model of the wanted blocks: number them from 0, and make the config one of so many."""
         if wanted == self.kept:
             return
         places = [self.kept.index(index) for index in wanted]
@@ -129,7 +129,7 @@ class Blocks:
         return self._owners.get(id(module))
 
     def whole(self, by_part: dict[Part | None, T]) -> Iterator[T]:
-        """What the whole model has, of what each kept block has: its own, or that of the block that stands for it."""
+        """One value for each block of the whole model, from those of the kept blocks; that of ``None`` comes first."""
         if None in by_part:
             yield by_part[None]
         for stack in self.stacks:
@@ -206,7 +206,7 @@ def _times(ledger: Ledger, pairs: list[tuple[Part, Part, int]]) -> dict[tuple[Ma
 
 
 def _effect(run: Run | None) -> Any:
-    """What two runs have in common that do the same; counters are equal where one lacks what the other has none of."""
+    """The effect of a run on memory: runs that do the same have equal ones."""
     return None if run is None else (run.mark[0], run.net, run.at_peak)
 
 
@@ -234,7 +234,7 @@ def _stack(number: int, blocks: nn.ModuleList, config: Any, holders: Mapping[int
 
 
 def _signature(module: nn.Module) -> Hashable:
-    """What two blocks that do the same have in common: classes, settings, and the shapes and dtypes of tensors."""
+    """A block's classes, settings, and shapes and dtypes of tensors: alike in blocks that do the same."""
     fields = vars(module)
     settings = tuple(
         (name, value if isinstance(value, (bool, int, float, str, torch.dtype, type(None))) else type(value))

@@ -1,4 +1,4 @@
-"""What CUDA does otherwise than a CPU, where it changes what a step holds: for fake tensors, which stand on a CPU.
+"""Differences of CUDA from a CPU that change the memory of a step, for fake tensors, which stand on a CPU.
 
 Each rule names the source in PyTorch (``aten/src/ATen``) that it follows. Left out, as less than a thousandth of a
 step: the dtype of a layer norm's saved statistics, the indices that an embedding's backward and an ``index_put`` sort,
@@ -21,7 +21,7 @@ from ..errors import UnsupportedModelError
 from . import quantization
 
 ALLOCATION_BYTES = 512
-"""What the caching allocator rounds each request up to: ``kMinBlockSize`` of c10/cuda/CUDACachingAllocator.cpp."""
+"""The caching allocator rounds each request up to it: ``kMinBlockSize`` of c10/cuda/CUDACachingAllocator.cpp."""
 
 LARGE_BYTES = 1 << 20
 """A block from which less than this is left over is not split, if it is larger: ``should_split``, ``kSmallSize``."""
@@ -185,7 +185,7 @@ def flash_backward_bytes(
     *_: Any,
     **__: Any,
 ) -> list[int]:
-    """What flash attention's backward holds beside its results: ``mha_bwd`` of cuda/flash_attn/flash_api.cpp.
+    """The bytes that flash attention's backward holds beside its results: ``mha_bwd`` of cuda/flash_attn/flash_api.cpp.
 
     The float32 sum of the query's gradient and its row sums, for 128 queries at a time, heads rounded to 32 (64 above
     128); and where heads are grouped, the gradients of key and value for all heads.
@@ -209,7 +209,7 @@ def efficient_forward_bytes(
 def efficient_backward_bytes(
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any
 ) -> list[int]:
-    """What the memory-efficient backward holds beside its results: ``_efficient_attention_backward``.
+    """The bytes that the memory-efficient backward holds beside its results: ``_efficient_attention_backward``.
 
     Row sums, and ``workspace_size`` of mem_eff_attention/kernel_backward.h: the query's gradient in float32, in tiles
     of 64 by 64 with 16 bytes each. A float32 product of output and gradient comes before, and is not more.

@@ -15,9 +15,9 @@ _ASKED, _OWN = "flash_attention_2", "kbitwrap_flash_attention_2"
 
 def flash_model(source: Any, quantization_config: Any, dtype: Any) -> nn.Module | None:
     """The model of a config that asks for the package, with a stand-in for its attention; ``None`` of another one."""
-    config = read_config(source)
-    if getattr(config, "_attn_implementation", None) != _ASKED:
+    if getattr(source, "_attn_implementation", None) != _ASKED:  # a config object: files do not say it
         return None
+    config = read_config(source)
     from transformers import AttentionInterface, AttentionMaskInterface
 
     config._attn_implementation = "sdpa"

@@ -16,7 +16,7 @@ LOGITS = "logits_and_loss"
 DEQUANTIZED = "dequantized_weights"
 GRADIENTS = "gradients"
 KINDS = (WEIGHTS, STATISTICS, ADAPTERS, OPTIMIZER, INPUTS, ACTIVATIONS, LOGITS, DEQUANTIZED, GRADIENTS)
-"""What memory is held for, in the order in which it is shown."""
+"""The kinds of memory, in the order in which they are shown."""
 FORWARD, BACKWARD, OPTIMIZER_STEP = PHASES = ("forward", "backward", "optimizer")
 
 Mark = tuple[str, Hashable]
@@ -25,7 +25,7 @@ Mark = tuple[str, Hashable]
 
 @dataclass(frozen=True)
 class Run:
-    """What happened between two marks: what was left by kind, and the highest level above the start, by kind too."""
+    """The net bytes by kind of all that was made and freed between two marks, and the highest level above the start."""
 
     mark: Mark
     net: Counter[str]

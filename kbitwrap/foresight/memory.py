@@ -112,7 +112,7 @@ class StepMemory(Report):
         return "\n".join([f"precision {self._brief()}", table(rows), *self._said()])
 
     def _said(self) -> list[str]:
-        """What is not known, and the notes."""
+        """The lines of the unknown range, and the notes."""
         least, most = map(format_bytes, self.unknown_bytes)
         unknown = [f"unknown, beside the peak: {least} to {most}", *(f"  {part}" for part in self.unknown)]
         return [*(unknown if self.unknown else []), *(f"note: {note}" for note in self.notes)]

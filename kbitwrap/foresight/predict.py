@@ -156,6 +156,7 @@ class StepPredictor:
         except ConfigError as error:
             raise ConfigError(f"autocast: {error}") from None
         self._made: tuple[Subject, FakeModel, Blocks] | None = None
+        self._has_int8 = False
         self._known: dict[tuple[int, int], StepMemory] = {}
 
     def __call__(self, batch_size: int, seq_len: int) -> StepMemory:
@@ -215,7 +216,7 @@ class StepPredictor:
         assert self._made is not None
         _, fakes, blocks = self._made
         sampled = 0 if self.precision == PEFT else sampled_bytes(fakes.model, blocks)
-        return unknowns(step, tokens, sampled, has_int8=follow_cuda(fakes.model))
+        return unknowns(step, tokens, sampled, has_int8=self._has_int8)
 
     def _config(self) -> Any:
         self._made = self._made or self._make()
@@ -240,8 +241,7 @@ class StepPredictor:
             subject = self._subject()
             blocks = Blocks(subject.model, is_exact=self._exact)
             fakes = FakeModel(subject.model)
-            if self._kernels == "cuda":
-                follow_cuda(fakes.model)
+            self._has_int8 = self._kernels == "cuda" and follow_cuda(fakes.model)
             return subject, fakes, blocks
 
 

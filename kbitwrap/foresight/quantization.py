@@ -1,4 +1,4 @@
-"""What quantized layers hold and run, for those who count: the statistics of their weights, and their operations."""
+"""The statistics that quantized layers hold and the operations that they run, for those who count memory."""
 
 from __future__ import annotations
 
@@ -41,27 +41,36 @@ DECOMPOSED = {
 """The operations whose kernels allocate a dequantized weight, and the functions that make it in the open."""
 
 
-def _tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_in(item, depth)
-    elif depth and hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
-        for item in vars(value).values():
-            yield from _tensors_in(item, depth - 1)
+def _is_holder(value: Any) -> bool:
+    """Whether a value may hold tensors: a list, a dict, or an object of a quantization library."""
+    return isinstance(value, (dict, list)) or type(value).__module__.startswith("bitsandbytes.")
+
+
+def _places(owner: Any, depth: int = 4) -> Iterator[tuple[Any, Any, torch.Tensor]]:
+    """The tensors in a holder, and in the holders in it: the fields that each is in, its key there, and the tensor."""
+    fields = owner if isinstance(owner, (dict, list)) else vars(owner)
+    for key, value in fields.items() if isinstance(fields, dict) else enumerate(fields):
+        if isinstance(value, torch.Tensor):
+            yield fields, key, value
+        elif depth and not isinstance(value, (type, nn.Module)) and _is_holder(value):
+            yield from _places(value, depth - 1)
+
+
+def replace_tensors(owner: Any, fake: Callable[[Any], Any]) -> None:
+    """Replace the tensors in a holder, and in the holders in it, in place."""
+    for fields, key, value in list(_places(owner)):
+        fields[key] = fake(value)
 
 
 def statistics_of(module: nn.Module) -> Iterator[torch.Tensor]:
     """The tensors that hold the quantization state of a layer, beside its weight."""
+    holders = [state for _, state in quantized_stacks(module).values()]
     for parameter in module._parameters.values():
         if parameter is not None and (is_quantized_parameter(parameter) or vars(parameter)):
             for _, owner, keys in state_owners(module, parameter):
-                fields = vars(owner) if keys is None else {k: getattr(owner, k, None) for k in keys}
-                for value in fields.values():
-                    yield from _tensors_in(value)
-    for _, state in quantized_stacks(module).values():
-        yield from _tensors_in(state)
+                holders.append(owner if keys is None else {key: getattr(owner, key, None) for key in keys})
+    for holder in filter(_is_holder, holders):
+        yield from (tensor for _, _, tensor in _places(holder))
 
 
 def quantize_fakes(module: nn.Module, parameter: Any, fake: Callable[[Any], Any]) -> Any:
@@ -127,7 +136,7 @@ def _named_class(name: str) -> type:
 
 
 def int8_quantization_bytes(value: torch.Tensor, *_: Any, **__: Any) -> list[int]:
-    """What a search for outliers makes on CUDA: magnitudes, and where they are large."""
+    """The bytes that a search for outliers allocates on CUDA: magnitudes, and where they are large."""
     return [value.numel() * value.element_size(), value.numel()]
 
 
@@ -167,21 +176,6 @@ def unlogged() -> Iterator[None]:
     finally:
         for logger, level in levels.items():
             logger.setLevel(level)
-
-
-def replace_tensors(owner: Any, fake: Callable[[Any], Any], depth: int = 4) -> None:
-    """Replace the tensors in an object's fields, in place, and those in the objects, lists and dicts in them."""
-    places: Any = owner if isinstance(owner, (dict, list)) else vars(owner)
-    for key, value in list(places.items() if isinstance(places, dict) else enumerate(places)):
-        if isinstance(value, torch.Tensor):
-            places[key] = fake(value)
-        elif depth and not isinstance(value, (type, nn.Module)) and is_holder(value):
-            replace_tensors(value, fake, depth - 1)
-
-
-def is_holder(value: Any) -> bool:
-    """Whether a value may hold tensors: a list, a dict, or an object of a quantization library."""
-    return isinstance(value, (dict, list)) or type(value).__module__.startswith("bitsandbytes.")
 
 
 def warm_tables() -> None:

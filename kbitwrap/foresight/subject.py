@@ -16,6 +16,7 @@ from ..errors import ConfigError, StateError, UnsupportedModelError
 from ..model.checks import tree_of
 from ..model.pretrained import meta_model
 from ..model.tree import ModelTree
+from ..model.wrappers import REPLACES
 from ..preparation.plan import build_plan
 from ..preparation.preparation import Preparation
 from .fakes import in_memory_of
@@ -27,7 +28,7 @@ PEFT = "peft"
 
 
 class _Holder:
-    """What a preparation asks of its wrapper."""
+    """Stands for the wrapper that holds a preparation."""
 
 
 class _CopiesWithoutValues(TorchFunctionMode):
@@ -135,16 +136,18 @@ class Subject:
         model = base if has_adapters else _with_adapters(base, lora or default_lora())
         if preparation is not None:
             preparation.adopt(model)
-        self._preparation = (
-            preparation  # weights that are upcast at use follow what is done to the model while it lives
-        )
+        # While it lives, weights that are upcast at use follow what is done to the model.
+        self._preparation = preparation
         self.model = model.train()
         self.name = type(base).__name__
 
 
 def _prepared_by_peft(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
-    from peft import prepare_model_for_kbit_training
+    import peft
 
+    prepare: Any = peft.prepare_model_for_kbit_training
+    while (own := vars(prepare).get(REPLACES)) is not None:
+        prepare = own
     names = {"gradient_checkpointing": "use_gradient_checkpointing"}
     known = {*names, "gradient_checkpointing_kwargs"}
     if unknown := {*fields} - known:
@@ -154,7 +157,7 @@ def _prepared_by_peft(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
     try:
         with torch.device("meta"):
             options = {names.get(k, k): v for k, v in fields.items()}
-            prepared: nn.Module = prepare_model_for_kbit_training(model, **options)
+            prepared: nn.Module = prepare(model, **options)
     except Exception as error:  # whatever PEFT raises for a model that it cannot prepare
         raise UnsupportedModelError(f"PEFT cannot prepare this {type(model).__name__}: {error}") from error
     return prepared

@@ -18,7 +18,7 @@ from .blocks import Blocks, Part, add_up
 from .fakes import FakeModel
 from .ledger import INPUTS, Ledger, Peaks, Run
 from .optimizers import OptimizerSteps, Shapes
-from .tracker import Watch, held_tensors, hold_all, vocabulary_size, watch_for
+from .tracker import Watch, held_tensors, vocabulary_size, watch_for
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ def trace(
     optimizer: OptimizerSteps,
     inputs: Mapping[str, torch.Tensor],
     autocast: torch.dtype | None,
-    kernels: str = "cpu",
+    kernels: str,
 ) -> Step:
     """Run a forward, a backward and an optimizer step; ``inputs`` are real integers or fake floats."""
     model = fakes.model
-    on_cuda = kernels == "cuda"
-    functions = cuda.CudaFunctions() if on_cuda else contextlib.nullcontext()
+    functions = cuda.CudaFunctions() if kernels == "cuda" else contextlib.nullcontext()
+    owners: dict[int, Part | None] = {}  # of what the model holds in the last run, by the numbers of the storages
 
     def forward() -> torch.Tensor:
         context = contextlib.nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
@@ -57,7 +57,10 @@ def trace(
         for parameter in model.parameters():
             parameter.grad = None
         watch = watch_for(kernels, vocabulary_size(model))
-        hold_all(watch, ModelTree(model), None, inputs)
+        owners.clear()
+        owners.update(_held(ModelTree(model), blocks, watch))
+        for tensor in inputs.values():
+            watch.hold(tensor, INPUTS)
         hooks = blocks.announce(watch)
         watch.follow_phase()
         try:
@@ -75,11 +78,7 @@ def trace(
         if blocks.is_cut and not blocks.is_tried:
             ledger = blocks.expect_repeated(ledger, run)
         runs = blocks.whole_step(ledger)
-        watch = watch_for(kernels)
-        numbers = _held(ModelTree(model), blocks, watch)
-        held, num_held = (
-            add_up(blocks.whole(_by_kind(numbers, one))) for one in (watch.ledger, _counted(watch.ledger))
-        )
+        held, num_held = (add_up(blocks.whole(_by_kind(owners, one))) for one in (ledger, _counted(ledger)))
         held[INPUTS] = ledger.held()[INPUTS]
         during = Peaks.of(num_held, blocks.whole_step(_counted(ledger))).peak_bytes
     state, last = optimizer(fakes.mode, _trained(fakes, blocks))

@@ -124,7 +124,7 @@ class Watch(TorchDispatchMode):
         self.ledger.mark(self.phase, part)
 
     def _kind(self, arguments: Any, output: torch.Tensor) -> str:
-        """What an operation made: a copy of weights is what is computed of weights alone."""
+        """The kind of what an operation made: if it is computed of weights alone, a copy of weights."""
         if self.phase == OPTIMIZER_STEP:
             return OPTIMIZER
         inputs = [value for value in tree_leaves(arguments) if isinstance(value, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""What a CUDA device's allocator may count beside a prediction, and cannot be known before: as ranges, with reasons."""
+"""Ranges, with reasons, of the bytes that a CUDA device's allocator may count beside a prediction."""
 
 from __future__ import annotations
 

@@ -56,6 +56,10 @@ def canonical_fqn(fqn: str) -> str:
     return _INSIDE.sub("", "." + fqn)[1:]
 
 
+REPLACES = "_kbitwrap_replaces"
+"""The attribute of a drop-in that stands in the place of PEFT's function: that function."""
+
+
 def loaded_class(module_name: str, attribute: str) -> type | tuple[()]:
     """A class of a module that is loaded already, or ``()``: of a class not loaded there are no instances."""
     found: type | tuple[()] = getattr(sys.modules.get(module_name), attribute, ())

@@ -9,7 +9,7 @@ import torch
 from peft import get_peft_model, prepare_model_for_kbit_training
 
 import zoo
-from kbitwrap import KbitPreparedModel, Precision, StepMemory, StepTracker, predict_step
+from kbitwrap import KbitPreparedModel, Precision, StepMemory, StepTracker, patched, predict_step
 
 REENTRANT = {"use_reentrant": True}  # as PEFT's function by default, and without its warning
 WAYS = (*(precision.value for precision in Precision), "peft")
@@ -52,3 +52,14 @@ def test_a_predicted_step_equals_the_real_one_to_the_byte(name: str, way: str) -
         model, precision=way, batch_size=2, seq_len=12, inputs=batch, lora=lora, kernels="cpu", **fields
     )
     assert figures(predicted) == figures(tracked(name, way, batch))
+
+
+def test_pefts_own_function_is_predicted_where_a_drop_in_stands_in_its_place() -> None:
+    def predicted() -> StepMemory:
+        model = zoo.load("llama", quant="nf4")
+        fields = {"gradient_checkpointing_kwargs": REENTRANT}
+        return predict_step(model, precision="peft", batch_size=1, seq_len=8, kernels="cpu", **fields)
+
+    outside = predicted()
+    with patched(precision="none"), patched(precision="compute"):
+        assert figures(predicted()) == figures(outside)
