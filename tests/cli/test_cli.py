@@ -96,8 +96,9 @@ def test_libraries_are_loud_again(error: type[Exception] | None) -> None:
             transformers_logging.disable_progress_bar()
 
 
-@pytest.mark.parametrize("precision", [precision.value for precision in Precision])
-@pytest.mark.parametrize("quant", ["nf4", "int8"])
+@pytest.mark.parametrize(
+    ("quant", "precision"), [*(("nf4", precision.value) for precision in Precision), ("int8", "compute")]
+)
 def test_every_check_passes(capsys: pytest.CaptureFixture[str], quant: str, precision: str) -> None:
     status, result = run_json(capsys, "--quant", quant, "--precision", precision, "--steps", "2")
     assert failed(result) == []

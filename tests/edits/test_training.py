@@ -243,6 +243,7 @@ def test_the_drop_in_trains_after_an_evaluation_as_after_none() -> None:
     assert all(torch.equal(found[fqn], expected[fqn]) for fqn in expected)
 
 
+@pytest.mark.parametrize("repacks", ["repacking"], indirect=True)  # the command line's own tests run it without
 @pytest.mark.parametrize("precision", ["full", "compute", "norms"])
 def test_every_check_of_the_demonstration_passes(capsys: pytest.CaptureFixture[str], precision: str) -> None:
     assert main(["demo", "--json", "--precision", precision, "--steps", "2"]) == 0

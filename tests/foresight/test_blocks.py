@@ -32,7 +32,7 @@ def config(name: str, **fields: Any) -> Any:
 
 
 MODELS = {
-    "one kind": lambda: config("Llama", num_hidden_layers=7),
+    "one kind": lambda: config("Llama", num_hidden_layers=6),
     "two kinds in turn": lambda: config("Gemma2", num_hidden_layers=12, sliding_window=8),
     "two of one kind and one of another": lambda: config(
         "Gemma3Text",
@@ -50,7 +50,7 @@ MODELS = {
         shared_expert_intermediate_size=32,
     ),
     "an encoder and a decoder": lambda: config(
-        "T5", num_layers=7, num_decoder_layers=8, d_model=32, d_kv=16, d_ff=64, num_heads=2, decoder_start_token_id=0
+        "T5", num_layers=7, num_decoder_layers=7, d_model=32, d_kv=16, d_ff=64, num_heads=2, decoder_start_token_id=0
     ),
 }
 
@@ -68,12 +68,9 @@ def figures(step: StepMemory) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     ("kind", "precision", "checkpointing"),
     [
-        ("one kind", "norms", True),
         ("one kind", "compute", False),
-        ("two kinds in turn", "peft", True),
-        ("two of one kind and one of another", "norms", True),
+        ("two of one kind and one of another", "peft", True),
         ("a few of one kind, then another", "none", False),
-        ("an encoder and a decoder", "norms", False),
         ("an encoder and a decoder", "full", True),
     ],
 )
@@ -91,13 +88,13 @@ def test_all_blocks_are_run_where_something_grows_with_their_number() -> None:
 
 
 def test_adapters_on_some_blocks_alone_make_kinds_of_their_own() -> None:
-    lora = LoraConfig(target_modules=["q_proj"], layers_to_transform=[3, 4, 5, 6, 7, 8, 9])
-    few, all_ = both(config("Llama", num_hidden_layers=16), lora=lora)
-    assert few.traced_blocks < all_.traced_blocks == 16
+    lora = LoraConfig(target_modules=["q_proj"], layers_to_transform=[3, 4, 5, 6, 7])
+    few, all_ = both(config("Llama", num_hidden_layers=14), lora=lora)
+    assert few.traced_blocks < all_.traced_blocks == 14
     assert figures(few) == figures(all_)
 
 
 def test_blocks_that_share_parameters_count_them_once() -> None:
-    lora = LoraConfig(target_modules=["q_proj"], layer_replication=[[0, 5], [2, 7], [1, 4]])
-    few, all_ = both(config("Llama", num_hidden_layers=7), lora=lora)
+    lora = LoraConfig(target_modules=["q_proj"], layer_replication=[[0, 4], [2, 5]])
+    few, all_ = both(config("Llama", num_hidden_layers=5), lora=lora)
     assert figures(few) == figures(all_)
