@@ -16,7 +16,7 @@ _STAMPS = {".svg": "Date", ".png": "Software", ".pdf": "CreationDate"}
 _MIB = 1024**2
 _PANEL_SIZE = (3.4, 2.3)  # inches
 _ROOM_FOR_LABELS = 1.35  # of the longest bar
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "font.size": 9,
     "svg.fonttype": "none",  # text stays text: small, searchable
     "svg.hashsalt": "kbitwrap",  # ids are random otherwise
@@ -80,7 +80,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     rows = _rows(result)
     names = [case["case"] for case in result["cases"]]
     shape, device = result["settings"]["shape"], result["environment"]["machine"]["device"]
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         width, height = _PANEL_SIZE
         figure = Figure(figsize=(width * len(rows[0]), height * len(rows)), layout="constrained")
         figure.suptitle(
@@ -108,7 +108,7 @@ def draw_losses(result: dict[str, Any], path: Path) -> None:
     adapters = {case["case"]: case["adapters"] for case in losses}
     compared = [case for case in losses if "difference" in case]
     steps = range(1, settings["steps"] + 1)
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         width, height = _PANEL_SIZE
         figure = Figure(figsize=(width * 2.7, height * 2.6), layout="constrained")
         figure.suptitle(

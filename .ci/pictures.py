@@ -1,0 +1,201 @@
+"""Draws what each way to prepare does to Mistral-7B: the bytes that it holds meanwhile, and what it leaves behind.
+
+    python .ci/pictures.py [--from]
+
+Measures a model of Mistral-7B's shapes with random quantized weights on this CPU, PEFT's function and every precision
+in one run, writes the figures to docs/benchmarks/preparing.json, and draws docs/pictures/preparing.svg and
+docs/pictures/left.svg. With `--from` the figures of that file are drawn again. Takes 10 GB of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+from matplotlib.figure import Figure
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from kbitwrap import KbitPreparedModel, Precision
+from kbitwrap.bench.models import build_model
+from kbitwrap.bench.plot import STYLE
+from kbitwrap.bench.report import environment
+from kbitwrap.bench.settings import MISTRAL_7B, Shape
+from kbitwrap.cli.base_state import ASPECTS, BaseState
+from kbitwrap.cli.demo_sides import prepare_by_peft
+
+DOCS = Path(__file__).parents[1] / "docs"
+FIGURES = DOCS / "benchmarks" / "preparing.json"
+PICTURES = DOCS / "pictures"
+PEFT = "peft"
+WAYS = (PEFT, *(precision.value for precision in Precision))
+COLORS = {
+    PEFT: "#d55e00",
+    "full": "#e69f00",
+    "compute": "#0072b2",
+    "norms": "#009e73",
+    "adapted": "#cc79a7",
+    "none": "#56b4e9",
+}
+LEFT = {
+    "parameters in another dtype": "dtypes",
+    "parameters with another requires_grad": "requires_grad",
+    "modules with other hooks": "hooks",
+    "modules with other checkpointing flags or forwards": "attributes",
+    "parameters that are other objects": "parameters",
+    "tensors with other bits": "bytes",
+}
+MIB, MILLISECOND = 1 << 20, 1e-3
+START = "kbitwrap: prepare"
+
+
+def prepare(way: str, model: nn.Module) -> KbitPreparedModel | None:
+    """Prepare a model; the wrapper that restores it, if there is one."""
+    if way != PEFT:
+        return KbitPreparedModel(model, precision=way).prepare()
+    prepare_by_peft(model)
+    return None
+
+
+def timeline(way: str, model: nn.Module) -> tuple[KbitPreparedModel | None, list[tuple[float, int]]]:
+    """Prepare; what restores, and the bytes held above the start after each change of them, with the seconds."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        for parameter in model.parameters():  # the release of what was allocated before is not recorded
+            if parameter.dtype == torch.bfloat16:
+                parameter.data = parameter.data.clone()
+        with record_function(START):
+            prepared = prepare(way, model)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    (whole,) = [event for event in events if event["name"] == START and event["ph"] == "X"]
+    changes = [event for event in events if event["name"] == "[memory]" and event["ts"] >= whole["ts"]]
+    changes.sort(key=lambda event: event["ts"])
+    first = changes[0]["args"]["Total Allocated"] - changes[0]["args"]["Bytes"]
+    points = [(round((e["ts"] - whole["ts"]) * 1e-6, 6), e["args"]["Total Allocated"] - first) for e in changes]
+    return prepared, [(0.0, 0), *thinned(points), (round(whole["dur"] * 1e-6, 6), points[-1][1])]
+
+
+def thinned(points: list[tuple[float, int]]) -> list[tuple[float, int]]:
+    """The points without those that stay within a hundredth of a MiB of the one before."""
+    kept = points[:1]
+    for point in points[1:]:
+        if abs(point[1] - kept[-1][1]) >= MIB / 100:
+            kept.append(point)
+    return kept
+
+
+def measure(shape: Shape) -> dict[str, Any]:
+    """Measure each way: the bytes over time, and what is left after a restore, or, with PEFT, an unload."""
+    ways: dict[str, Any] = {}
+    device = torch.device("cpu")
+    for way in WAYS:
+        model: Any = build_model(shape, device, compute_dtype=torch.bfloat16, seed=0).train()
+        base = BaseState.of(dict(model.named_modules()))
+        if way == WAYS[0]:
+            prepare(Precision.NONE, model).restore()  # what is set up once is not measured  # type: ignore[union-attr]
+        prepared, points = timeline(way, model)
+        peft_model: Any = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+        if prepared is not None:
+            prepared.adopt(peft_model)
+        peft_model(input_ids=torch.arange(8).view(1, 8)).logits.sum().backward()
+        peft_model.unload()
+        if prepared is not None:
+            prepared.restore()
+        now = base.again()
+        ways[way] = {
+            "bytes_over_time": points,
+            "left": {aspect: len(base.differences(now, aspect)) for aspect in ASPECTS},
+            "left_bytes": now.parameter_bytes - base.parameter_bytes,
+        }
+        del model, base, now, prepared, peft_model
+        gc.collect()
+    return {"environment": environment("cpu"), "shape": vars(shape), "ways": ways}
+
+
+def draw_bytes(ways: dict[str, Any]) -> Figure:
+    """The bytes above the start over time: all ways in one panel, and those that store nothing enlarged."""
+    figure = Figure(figsize=(9.0, 4.0), layout="constrained")
+    large, small = figure.subplots(1, 2, width_ratios=(3, 2))
+    for way, found in ways.items():
+        seconds, held = zip(*found["bytes_over_time"], strict=True)
+        for axis in (large, small) if max(held) < 8 * MIB else (large,):
+            axis.step(
+                [one / MILLISECOND for one in seconds],
+                [one / MIB for one in held],
+                where="post",
+                color=COLORS[way],
+                label=f"{way}: {max(held) / MIB:.1f} MiB at its peak",
+                linewidth=1.6 if way == PEFT else 1.2,
+            )
+    large.set_title("MiB that tensors hold above the start", fontsize=10, loc="left")
+    small.set_title("those that store no float32 copy, enlarged", fontsize=10, loc="left")
+    for axis in (large, small):
+        axis.set_xlabel("milliseconds since the start, under torch's profiler")
+        axis.set_ylim(bottom=0)
+        axis.set_xlim(left=0)
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+    figure.legend(*large.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    figure.suptitle("Preparing Mistral-7B in nf4 on a CPU")
+    return figure
+
+
+def draw_left(ways: dict[str, Any]) -> Figure:
+    """A table of what differs from the loaded model in the end, in color where anything does."""
+    figure = Figure(figsize=(9.0, 3.2), layout="constrained")
+    axis = figure.subplots()
+    axis.axis("off")
+    rows = [[f"{found['left'][aspect]}" for found in ways.values()] for aspect in LEFT.values()]
+    rows.append([f"{found['left_bytes'] / MIB:.1f}" for found in ways.values()])
+    table = axis.table(
+        cellText=rows,
+        rowLabels=[*LEFT, "MiB that the parameters hold more"],
+        colLabels=["peft" if way == PEFT else f'"{way}"' for way in ways],
+        cellLoc="center",
+        rowLoc="left",
+        loc="center",
+        edges="horizontal",
+    )
+    for (row, column), cell in table.get_celld().items():
+        cell.set_linewidth(0.5)
+        if row > 0 and column >= 0:
+            is_zero = float(rows[row - 1][column]) == 0
+            cell.get_text().set(color="#8c959f" if is_zero else COLORS[PEFT], weight="normal" if is_zero else "bold")
+    table.auto_set_font_size(False)
+    table.set_fontsize(9)
+    table.scale(1, 1.6)
+    figure.suptitle("Left on Mistral-7B after PEFT's function and unload(), and after restore() of each precision")
+    return figure
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Save a figure, the same bytes for the same figures."""
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    """Measure, unless the figures are there, and draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--from", dest="is_measured", action="store_true", help="draw the figures of the file again")
+    if not parser.parse_args().is_measured:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # PEFT leaves it to torch which checkpointing there is
+            FIGURES.write_text(json.dumps(measure(MISTRAL_7B), indent=1) + "\n")
+    ways = json.loads(FIGURES.read_text())["ways"]
+    with matplotlib.rc_context(STYLE):
+        save(draw_bytes(ways), PICTURES / "preparing.svg")
+        save(draw_left(ways), PICTURES / "left.svg")
+
+
+if __name__ == "__main__":
+    main()
