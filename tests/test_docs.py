@@ -1,29 +1,185 @@
-"""The programs of docs/stories.md run, each in a process of its own, in one folder; their asserts are the claims."""
+"""Every block of Python and of commands in README.md and docs/ runs as it is printed.
+
+A block whose title says that it needs something is not run here. The blocks of a page run in order, in a folder where
+`path/to/model` and the names of models are small models. The programs of docs/stories.md run each in a process of its
+own; their asserts are the claims.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import re
+import shlex
+import shutil
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import get_peft_model
 
 import forks
+import pages
+import zoo
+from kbitwrap import KbitPreparedModel
+from kbitwrap.cli import main
+from trainers import dataset, prompt
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "stories.md"
+NEEDS = {
+    "Needs a fresh environment": 5,
+    "Needs a GPU": 1,
+    "Needs HQQ": 1,
+    "Needs minutes": 7,
+    "Needs several processes": 2,
+    "Needs TRL": 5,
+}
+NOT_CODE = {"bibtex", "console", "json", "text"}
+
+# Blocks that hold these texts are run by other tests, which compare what they leave.
+ELSEWHERE = {
+    "merged = peft_model.merge_and_unload()": "integrations/test_trainer.py",
+    "class Sample": "integrations/test_trainer.py",
+    "torch.optim.AdamW(p for p in": "integrations/test_trainer.py",
+    "suspend_evaluation=True": "integrations/test_trainer.py",
+    "SuspendedEvaluation(": "integrations/test_trainer.py",
+    "float64, rounded to bfloat16": "export/test_merge.py",
+    "replace_parameter_4bit_prequantized": "test_experts.py",
+}
+WHOLE_PAGES = {"manifest.md": "manifest/test_manifest.py", "stories.md": "test_docs.py"}
+
+SCRIPT = """
+import sys
+
+from peft import prepare_model_for_kbit_training
+
+assert prepare_model_for_kbit_training.__module__.startswith("kbitwrap")
+assert sys.argv[1:] == ["--epochs", "3"]
+"""
 
 
-def programs() -> dict[str, str]:
-    """The one program of each section, by heading."""
-    _, *sections = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    found = {}
-    for section in sections:
-        (program,) = re.findall(r"^```python\n(.*?)^```", section, flags=re.MULTILINE | re.DOTALL)
-        found[section.partition("\n")[0]] = program
-    return found
+# ----------------------------------------------------------------------------------------------------
+# What is run, and where.
+# ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_run_here_says_what_it_needs_and_is_little() -> None:
+    titles = Counter(block.title for path in pages.pages().values() for block in pages.blocks(path) if block.title)
+    assert titles == NEEDS
+
+
+def test_every_block_is_code_that_is_run_or_output() -> None:
+    languages = {block.language for path in pages.pages().values() for block in pages.blocks(path)}
+    assert languages == {"python", "bash"} | NOT_CODE
+
+
+@pytest.mark.parametrize("text", ELSEWHERE)
+def test_what_other_tests_run_is_one_block_that_they_look_for(text: str) -> None:
+    paths = [path for name, path in pages.pages().items() if name not in WHOLE_PAGES]
+    assert sum(text in block.text for path in paths for block in pages.blocks(path, "python")) == 1
+    assert text in (Path(__file__).parent / ELSEWHERE[text]).read_text(encoding="utf-8")
+
+
+# ----------------------------------------------------------------------------------------------------
+# Pages.
+# ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the pages take for granted: models under the names that they use, and a run that was trained on one."""
+    place = tmp_path_factory.mktemp("place")
+    for name in ("path/to/model", "mistralai/Mistral-7B-v0.3"):
+        (place / name).parent.mkdir(parents=True)
+        (place / name).symlink_to(zoo.checkpoint("llama"))
+    (place / "train.py").write_text(SCRIPT, encoding="utf-8")
+
+    model = zoo.load("llama")
+    prepared = KbitPreparedModel(model, precision="full").prepare()
+    model.save_pretrained(place / "my-model")  # while prepared: in float32
+    peft_model = get_peft_model(model, zoo.lora_config("llama", task_type="CAUSAL_LM"))
+    prepared.manifest().save(place / "run" / "kbitwrap.json")
+    peft_model.save_pretrained(place / "run")
+    prepared.restore()
+    peft_model.merge_and_unload().save_pretrained(place / "merged-4bit")
+    return place
+
+
+def given() -> dict[str, Any]:
+    """What a page says is the reader's: a quantized model, freshly loaded, and what it is trained with."""
+    model = zoo.load("llama")
+    return {
+        "model": model,
+        "lora_config": zoo.lora_config("llama", task_type="CAUSAL_LM", lora_dropout=0.1),
+        "train_dataset": dataset(model),
+        "eval_dataset": dataset(model)[:2],
+        "batch": zoo.inputs("llama", model),
+        "prompt": prompt(model),
+        "engine": SimpleNamespace(load_weights=lambda named: None),
+    }
+
+
+def run_command(command: str, folder: str) -> tuple[int, str]:
+    """What a command line of kbitwrap, with variables before it and a file behind it, returns and prints."""
+    os.chdir(folder)
+    command, _, file = command.partition(" > ")
+    words = shlex.split(command)
+    while "=" in words[0]:
+        name, _, value = words.pop(0).partition("=")
+        os.environ[name] = value
+    assert words.pop(0) == "kbitwrap"
+    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(io.StringIO()):
+        status = main(words)
+    if file:
+        Path(file).write_text(output.getvalue(), encoding="utf-8")
+    return status, output.getvalue()
+
+
+def to_run(path: Path) -> list[pages.Block]:
+    """The blocks of a page that are run here."""
+    return [
+        block
+        for block in pages.blocks(path)
+        if not block.title and block.language not in NOT_CODE and not any(text in block.text for text in ELSEWHERE)
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:restore.. made:UserWarning")  # the adapter is on top while restoring
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found:UserWarning")
+@pytest.mark.parametrize(
+    "name", [name for name, path in pages.pages().items() if to_run(path) and name not in WHOLE_PAGES]
+)
+def test_the_blocks_of_a_page_run(
+    name: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(place, tmp_path, symlinks=True, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in to_run(pages.pages()[name]):
+        if block.language == "bash":
+            for command in block.text.splitlines():
+                status, output = forks.run(run_command, command, str(tmp_path))
+                assert status in (0, 1), f"{command}: {output}"  # 1 is an answer
+        else:
+            torch.manual_seed(0)
+            names |= given()
+            exec(compile(block.text, name, "exec"), names)
+
+
+def stories() -> dict[str, str]:
+    """The one program of each section of docs/stories.md, by heading."""
+    source = pages.pages()["stories.md"].read_text(encoding="utf-8")
+    headings = re.findall(r"^## (.*)$", source, re.MULTILINE)
+    programs = [block.text for block in pages.blocks(pages.pages()["stories.md"], "python")]
+    return dict(zip(headings, programs, strict=True))
 
 
 def test_the_stories_are_true(tmp_path: Path) -> None:
     outputs = {}
-    for number, (heading, program) in enumerate(programs().items()):
+    for number, (heading, program) in enumerate(stories().items()):
         if number == 0:
             (tmp_path / "tiny.py").write_text(program, encoding="utf-8")
         outputs[heading] = forks.run_program(program, folder=tmp_path).stdout
@@ -38,3 +194,36 @@ def test_the_stories_are_true(tmp_path: Path) -> None:
     refusal = outputs["Resume from it in a new process"]
     assert "config.precision: expected 'full', found 'norms'" in refusal
     assert "No step was taken" in refusal
+
+
+# ----------------------------------------------------------------------------------------------------
+# Commands that are not run, and what is to be installed.
+# ----------------------------------------------------------------------------------------------------
+
+
+def commands(title: str) -> list[str]:
+    """The commands of kbitwrap in blocks of a title."""
+    found = [
+        block.text for path in pages.pages().values() for block in pages.blocks(path, "bash") if block.title == title
+    ]
+    return [line for text in found for line in text.splitlines() if line.startswith("kbitwrap ")]
+
+
+@pytest.mark.parametrize("command", [*commands("Needs minutes"), *commands("Needs a GPU")])
+def test_a_command_that_is_not_run_has_options_that_exist(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*shlex.split(command)[1:], "--help"]) == 0
+
+
+def test_the_extras_that_anything_names_exist() -> None:
+    project = (pages.ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    section = project.partition("[project.optional-dependencies]\n")[2].partition("\n[")[0]
+    extras = set(re.findall(r"^([\w-]+) = \[", section, re.MULTILINE))
+    files = [*pages.pages().values(), pages.ROOT / ".ci" / "run", *(pages.ROOT / "kbitwrap").rglob("*.py")]
+    named = [
+        extra
+        for file in files
+        for group in re.findall(r"pip install[^\n]*?(?:kbitwrap|\.)\[([^\]]+)\]", file.read_text(encoding="utf-8"))
+        for extra in group.split(",")
+    ]
+    assert "plot" in named
+    assert [extra for extra in named if extra not in extras and "$" not in extra] == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import peft
@@ -13,6 +12,7 @@ from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from torch import nn
 from transformers import MixtralForCausalLM, PreTrainedModel
 
+import pages
 import zoo
 from kbitwrap import ExportError, KbitPreparedModel, Manifest, Precision, build_plan
 from merging import assert_rounded_once
@@ -23,7 +23,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:restore.. made:UserWarning"),  # the adapter is on top while restoring
 ]
 
-DOCS = Path(__file__).parents[1] / "docs"
 STACKS = ("gate_up_proj", "down_proj")
 
 
@@ -47,11 +46,7 @@ def values(experts: nn.Module, name: str) -> torch.Tensor:
 
 def read_again(folder: Path) -> PreTrainedModel:
     """The program by which docs/export.md reads such an export."""
-    (program,) = (
-        found
-        for found in re.findall(r"^```python\n(.*?)^```", (DOCS / "export.md").read_text(), re.MULTILINE | re.DOTALL)
-        if "replace_parameter_4bit_prequantized" in found
-    )
+    program = pages.program(pages.DOCS / "export.md", "replace_parameter_4bit_prequantized")
     names: dict[str, object] = {}
     exec(program.replace('"run/base"', repr(str(folder))), names)
     model = names["model"]

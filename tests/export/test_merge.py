@@ -32,6 +32,7 @@ from transformers import PreTrainedModel
 
 import kbitwrap.export.adapters as adapters_module
 import kbitwrap.export.merge as merge_module
+import pages
 import training
 import zoo
 from files import tensors_of
@@ -948,17 +949,16 @@ def test_hooks_on_an_adapted_layer_are_neither_run_nor_copied(tmp_path: Path) ->
 # What the documentation says.
 # ----------------------------------------------------------------------------------------------------
 
-PAGE = Path(__file__).parents[2] / "docs" / "export.md"
+PAGE = Path(__file__).parents[2] / "docs" / "merge.md"
 
 
 def test_the_comparison_with_merging_into_4_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    section = PAGE.read_text(encoding="utf-8").partition("## A merged model")[2].partition("\n## ")[0]
-    (program,) = re.findall(r"```python\n(import torch\n.*?)```", section, re.DOTALL)
+    program = pages.program(PAGE, "float64, rounded to bfloat16")
     monkeypatch.chdir(tmp_path)
     with contextlib.redirect_stdout(io.StringIO()) as output, torch.random.fork_rng(devices=[]):
         exec(compile(program, str(PAGE), "exec"), {"__name__": "__main__"})
     printed = re.findall(r"^(.+): error ([\d.]+)% .*, ([\d.]+)% as", output.getvalue(), re.MULTILINE)
-    table = re.findall(r"^\| (.+?) \| ([\d.]+)% \| ([\d.]+)% \|$", section, re.MULTILINE)
+    table = re.findall(r"^\| (.+?) \| ([\d.]+)% \| ([\d.]+)% \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert [row[0] for row in printed] == [row[0] for row in table]
     for (_, *found), (_, *stated) in zip(printed, table, strict=True):
         assert [float(value) for value in found] == pytest.approx(

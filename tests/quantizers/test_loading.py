@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from torch import nn
 from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 from transformers import PreTrainedModel
 
+import pages
 import zoo
 from cells import CELLS, DTYPE, Answer, pretrained
 from kbitwrap import (
@@ -44,8 +44,7 @@ def logits(model: nn.Module, architecture: str = "llama") -> torch.Tensor:
 
 def read_again(folder: Path) -> PreTrainedModel:
     """The program by which the page reads an export of an HQQ model."""
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    (program,) = (block for block in blocks if "HQQLinear" in block)
+    program = pages.program(PAGE, "HQQLinear")
     names: dict[str, object] = {}
     exec(program.replace('"run/base"', repr(str(folder))), names)
     model = names["model"]

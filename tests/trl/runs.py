@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BitsAndBytesConfig, PreTrainedTokenizerFast
 
+import pages
 import zoo
 from snapshot import Snapshot
 from trainers import trained_weights
@@ -142,9 +142,7 @@ def trainer_for(kind: str, source: str, folder: Path, *, model: Any = None, lora
 
 def block(page: Path, text: str) -> Any:
     """The page's one block of code that holds a text, compiled."""
-    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    (found,) = (block for block in blocks if text in block)
-    return compile(found, str(page), "exec")
+    return compile(pages.program(page, text), str(page), "exec")
 
 
 def outcome(trainer: Any) -> tuple[list[float], dict[str, object]]:

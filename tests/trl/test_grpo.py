@@ -28,7 +28,7 @@ from runs import block, reward, tokenizer
 from snapshot import Snapshot, tensor_digest
 from trl import GRPOConfig, GRPOTrainer
 
-PAGE = Path(__file__).parents[2] / "docs" / "trainer.md"
+PAGE = Path(__file__).parents[2] / "docs" / "trl.md"
 NUM_SYNCS = 20
 # TRL 1.16 sets the field by the name that transformers 5.23 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")

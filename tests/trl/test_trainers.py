@@ -1,6 +1,6 @@
 """TRL's SFT, DPO, GRPO and Reward trainers, prepared by one line after they were made.
 
-Every statement of the section on TRL in docs/trainer.md, but for those on vLLM, is held here.
+Every statement of docs/trl.md, but for those on vLLM, is held here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from snapshot import Snapshot
 from training import is_checkpointing
 from trl import SFTTrainer
 
-PAGE = Path(__file__).parents[2] / "docs" / "trainer.md"
+PAGE = Path(__file__).parents[2] / "docs" / "trl.md"
 SOURCES = ("model", "name", "peft")
 
 pytestmark = [
