@@ -1,6 +1,7 @@
 """Computes the tables of docs/memory.md and docs/step.md when the documentation is built, from published shapes.
 
-A line `<!-- memory-table: NAME -->` of a page is replaced by the table of that name.
+A line `<!-- memory-table: NAME -->` of a page is replaced by the table of that name. `python .ci/memory_tables.py`
+draws docs/pictures/step.svg, the picture of the first page.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from transformers import (
@@ -20,7 +22,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from kbitwrap import Plan, Precision, predict_step
+from kbitwrap import Plan, Precision, StepMemory, predict_step
+from kbitwrap.cli.plot import draw_steps
+
+PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "step.svg"
 
 _LLAMA_SHAPED = {
     "hidden_size": 4096,
@@ -104,23 +109,27 @@ def peak_table() -> str:
     return _markdown(rows)
 
 
+def step(name: str, precision: str) -> StepMemory:
+    """A training step of 2048 tokens on CUDA, of a model of `CONFIGS` in nf4 and bfloat16 with LoRA of rank 16."""
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bfloat16")
+    return predict_step(
+        CONFIGS[name],
+        precision=precision,
+        quantization_config=quantization,
+        dtype="bfloat16",
+        batch_size=1,
+        seq_len=2048,
+    )
+
+
 def step_table() -> str:
     """The levels of a training step of 2048 tokens on CUDA, by model and preparation, in GiB."""
     rows = [["model", "precision", "before", "forward", "backward", "optimizer", "peak"]]
     for name in ("Mistral-7B-v0.3", "Llama-3-8B"):
         for precision in ("peft", "compute", "norms", "none"):
-            quantization = BitsAndBytesConfig(
-                load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bfloat16"
-            )
-            step = predict_step(
-                CONFIGS[name],
-                precision=precision,
-                quantization_config=quantization,
-                dtype="bfloat16",
-                batch_size=1,
-                seq_len=2048,
-            )
-            levels = (step.static_bytes, step.forward_bytes, step.backward_bytes, step.optimizer_bytes, step.peak_bytes)
+            found = step(name, precision)
+            phases = found.static_bytes, found.forward_bytes, found.backward_bytes, found.optimizer_bytes
+            levels = (*phases, found.peak_bytes)
             rows.append([name, f"`{precision}`", *(f"{level / 2**30:.2f}" for level in levels)])
     return _markdown(rows)
 
@@ -145,3 +154,10 @@ def _mib(num_bytes: int) -> str:
 def _markdown(rows: list[list[str]]) -> str:
     rule = ["---", *["---:"] * (len(rows[0]) - 1)]
     return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], rule, *rows[1:]])
+
+
+if __name__ == "__main__":
+    NAME = "Mistral-7B-v0.3"
+    PRECISIONS = ("peft", "compute", "norms")
+    TITLE = f"{NAME} in nf4: a training step of 2,048 tokens, predicted"
+    draw_steps({precision: step(NAME, precision) for precision in PRECISIONS}, PICTURE, TITLE, budget=8 * 2**30)

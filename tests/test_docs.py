@@ -138,27 +138,29 @@ def run_command(command: str, folder: str) -> tuple[int, str]:
     return status, output.getvalue()
 
 
-def to_run(path: Path) -> list[pages.Block]:
-    """The blocks of a page that are run here."""
-    return [
-        block
-        for block in pages.blocks(path)
-        if not block.title and block.language not in NOT_CODE and not any(text in block.text for text in ELSEWHERE)
-    ]
+def to_run() -> dict[str, list[pages.Block]]:
+    """The blocks of each page that are run here; one that stands on two pages is run on the first."""
+    found: dict[str, list[pages.Block]] = {}
+    seen: set[pages.Block] = set()
+    for name, path in pages.pages().items():
+        for block in pages.blocks(path) if name not in WHOLE_PAGES else ():
+            is_run = not block.title and block.language not in NOT_CODE and block not in seen
+            if is_run and not any(text in block.text for text in ELSEWHERE):
+                found.setdefault(name, []).append(block)
+            seen.add(block)
+    return found
 
 
 @pytest.mark.filterwarnings("ignore:restore.. made:UserWarning")  # the adapter is on top while restoring
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found:UserWarning")
-@pytest.mark.parametrize(
-    "name", [name for name, path in pages.pages().items() if to_run(path) and name not in WHOLE_PAGES]
-)
+@pytest.mark.parametrize("name", to_run())
 def test_the_blocks_of_a_page_run(
     name: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(place, tmp_path, symlinks=True, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    for block in to_run(pages.pages()[name]):
+    for block in to_run()[name]:
         if block.language == "bash":
             for command in block.text.splitlines():
                 status, output = forks.run(run_command, command, str(tmp_path))
