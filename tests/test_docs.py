@@ -229,3 +229,13 @@ def test_the_extras_that_anything_names_exist() -> None:
     ]
     assert "plot" in named
     assert [extra for extra in named if extra not in extras and "$" not in extra] == []
+
+
+def test_the_figures_that_open_the_benchmarks_are_those_of_the_tables_below() -> None:
+    source = (pages.DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    opening, _, tables = source.partition("\n## ")
+    rows = [line for line in opening.splitlines() if line.startswith("| ") and "**" not in line]
+    figures = [figure for row in rows for figure in re.findall(r"\d+\.\d+(?:e-\d+)?", row.partition(" | ")[2])]
+    measured = set(re.findall(r"[^\s()|]+", tables))
+    assert len(figures) > 15
+    assert [figure for figure in figures if figure not in measured] == []
