@@ -37,7 +37,7 @@ NEEDS = {
     "Needs several processes": 2,
     "Needs TRL": 5,
 }
-NOT_CODE = {"bibtex", "console", "json", "text"}
+NOT_CODE = {"bibtex", "json", "text"}
 
 # Blocks that hold these texts are run by other tests, which compare what they leave.
 ELSEWHERE = {
@@ -73,7 +73,7 @@ def test_what_is_not_run_here_says_what_it_needs_and_is_little() -> None:
 
 def test_every_block_is_code_that_is_run_or_output() -> None:
     languages = {block.language for path in pages.pages().values() for block in pages.blocks(path)}
-    assert languages == {"python", "bash"} | NOT_CODE
+    assert languages == {"python", "bash", "console"} | NOT_CODE
 
 
 @pytest.mark.parametrize("text", ELSEWHERE)
@@ -165,6 +165,9 @@ def test_the_blocks_of_a_page_run(
             for command in block.text.splitlines():
                 status, output = forks.run(run_command, command, str(tmp_path))
                 assert status in (0, 1), f"{command}: {output}"  # 1 is an answer
+        elif block.language == "console":
+            command, _, shown = block.text.removeprefix("$ ").partition("\n")
+            assert forks.run(run_command, f"COLUMNS=80 {command}", str(tmp_path))[1] == shown
         else:
             torch.manual_seed(0)
             names |= given()
