@@ -1,4 +1,4 @@
-"""Shows the fields of `PrepareConfig` in the reference, wherever the code has `**fields`."""
+"""Shows the fields of `PrepareConfig` in the reference, wherever the code has `**fields`, and examples as code."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ SAID = "The other keywords are the fields of [`PrepareConfig`][kbitwrap.PrepareC
 
 class Fields(griffe.Extension):
     """Puts the fields with their defaults into signatures, and one sentence into docstrings."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Call a docstring's example what griffe shows as code: the event of griffe for each object."""
+        if obj.docstring:
+            obj.docstring.value = obj.docstring.value.replace("\nExample:\n", "\nExamples:\n")
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Expand a package: the event of griffe when all of it is loaded."""

@@ -30,7 +30,7 @@ from kbitwrap.cli import main
 from trainers import dataset, prompt
 
 NEEDS = {
-    "Needs a fresh environment": 5,
+    "Needs the network": 5,
     "Needs a GPU": 1,
     "Needs HQQ": 1,
     "Needs minutes": 7,
