@@ -1,6 +1,6 @@
 """Every block of Python and of commands in README.md and docs/ runs as it is printed.
 
-A block whose title says that it needs something is not run here. The blocks of a page run in order, in a folder where
+A block whose title says that it needs something does not run with its page. The blocks run in order, in a folder where
 `path/to/model` and the names of models are small models. The programs of docs/stories.md run each in a process of its
 own; their asserts are the claims.
 """
@@ -180,6 +180,20 @@ def stories() -> dict[str, str]:
     headings = re.findall(r"^## (.*)$", source, re.MULTILINE)
     programs = [block.text for block in pages.blocks(pages.pages()["stories.md"], "python")]
     return dict(zip(headings, programs, strict=True))
+
+
+def shard_and_export(rank: int, join: forks.Join, program: str, folder: str) -> None:
+    """Run a program in one of two processes that train together."""
+    os.chdir(folder)
+    model = zoo.load("llama")
+    with join():
+        exec(program, {"model": model, "lora_config": zoo.lora_config("llama", task_type="CAUSAL_LM")})
+
+
+def test_what_needs_several_processes_runs_in_two(tmp_path: Path) -> None:
+    program = pages.program(pages.DOCS / "sharding.md", "fully_shard(")
+    forks.run_ranks(shard_and_export, program, str(tmp_path))
+    assert (tmp_path / "run" / "base" / "model.safetensors").exists()
 
 
 def test_the_stories_are_true(tmp_path: Path) -> None:

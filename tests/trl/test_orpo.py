@@ -14,11 +14,12 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 import zoo
 from kbitwrap import patched, prepared_of, restore
-from runs import tokenizer
+from runs import block, tokenizer
 from snapshot import Snapshot
 from trainers import trained_weights
 
 NUM_STEPS = 3
+PAGE = Path(__file__).parents[2] / "docs" / "peft.md"
 pytestmark = [
     # TRL 1.16 sets the field by the name that transformers 5.23 deprecates.
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning"),
@@ -45,7 +46,7 @@ class RecordingCPO(RecordingTrainer, CPOTrainer):
 CONFIGS: dict[Any, Any] = {RecordingORPO: ORPOConfig, RecordingCPO: CPOConfig}
 
 
-def trainer_of(cls: Any, model: Any, folder: Path) -> Any:
+def arguments_of(config: Any, folder: Path) -> Any:
     options: dict[str, Any] = {
         "use_cpu": True,
         "bf16": False,
@@ -58,11 +59,19 @@ def trainer_of(cls: Any, model: Any, folder: Path) -> Any:
         "disable_tqdm": True,
         "remove_unused_columns": False,
     }
+    return config(output_dir=str(folder), **options)
+
+
+def dataset() -> Dataset:
     rows = [{"prompt": f"w{8 + i}", "chosen": f"w{9 + i} w{20 + i}", "rejected": f"w{50 + i} w{70}"} for i in range(8)]
+    return Dataset.from_list(rows)
+
+
+def trainer_of(cls: Any, model: Any, folder: Path) -> Any:
     return cls(
         model,
-        args=CONFIGS[cls](output_dir=str(folder), **options),
-        train_dataset=Dataset.from_list(rows),
+        args=arguments_of(CONFIGS[cls], folder),
+        train_dataset=dataset(),
         processing_class=tokenizer(),
         peft_config=zoo.lora_config("llama", task_type="CAUSAL_LM"),
     )
@@ -86,7 +95,25 @@ def test_losses_and_weights_are_those_with_pefts_own_and_the_base_comes_back(
             assert prepared.config.precision == precision
             base = trainer.model.unload()
             restore(base)
-            del base.model_tags  # TRL's own, as the page on Trainer says
+            del base.model_tags  # TRL's own, as the page on TRL says
             assert before.diff(Snapshot(base), moved=True) == []
     assert found[None] == found["full"] == found["compute"] != found["norms"]
     assert len(set(found["full"][0])) == NUM_STEPS
+
+
+@pytest.mark.filterwarnings("ignore:restore.. made:UserWarning")  # the adapter is on top while restoring
+def test_block_of_the_page(tmp_path: Path) -> None:
+    model = zoo.load("llama")
+    before = Snapshot(model)
+    names = {
+        "model": model,
+        "arguments": arguments_of(ORPOConfig, tmp_path),
+        "train_dataset": dataset(),
+        "tokenizer": tokenizer(),
+        "lora_config": zoo.lora_config("llama", task_type="CAUSAL_LM"),
+    }
+    exec(block(PAGE, "patched(precision"), names)
+    assert names["trainer"].state.global_step == NUM_STEPS
+    base = names["trainer"].model.unload()
+    del base.model_tags  # TRL's own, as the page on TRL says
+    assert before.diff(Snapshot(base), moved=True) == []
