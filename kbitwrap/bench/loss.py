@@ -1,7 +1,7 @@
 """Trains the same LoRA under several arithmetics, and compares the losses with each other and with exact ones.
 
-The loop is plain PyTorch with the defaults of TRL's trainers: bfloat16 autocast and adapters, checkpointing, fused
-AdamW without decay, a linear schedule, gradients clipped to a norm of 1.
+The loop is plain PyTorch with the defaults of TRL's trainers: bfloat16 autocast, where the settings do not turn it off,
+checkpointing, fused AdamW without decay, a linear schedule, gradients clipped to a norm of 1.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from bitsandbytes.functional import dequantize_4bit
-from bitsandbytes.nn import Linear4bit
+from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 from torch.nn import functional as F
@@ -39,6 +40,7 @@ COMPARED_WITH = {
     "norms-float32": "none-float32",
     PEFT: "none-float32",
     FLOAT64: "none",
+    "full-float32": "none-float32",
 }
 """For each case, the one that it differs from in one respect."""
 
@@ -101,13 +103,16 @@ def _tokens(text: str, settings: LossSettings) -> torch.Tensor:
     return torch.tensor(list(text.encode()), device=settings.device)
 
 
-def run_loss(settings: LossSettings, cases: Sequence[str], show: Callable[[str], None]) -> dict[str, Any]:
+def run_loss(
+    settings: LossSettings, cases: Sequence[str], show: Callable[[str], None], folder: Path | None = None
+) -> dict[str, Any]:
     """Train each case with each seed.
 
     Args:
         settings: What to train.
         cases: Names out of ``LOSS_CASES``.
         show: Called with a line of progress before each part.
+        folder: Where the seeds' pretrained bases are kept, and taken from; ``None`` keeps none.
 
     Returns:
         ``{"environment", "settings", "losses"}``, ready for JSON. ``"losses"`` has a part for each case.
@@ -118,14 +123,16 @@ def run_loss(settings: LossSettings, cases: Sequence[str], show: Callable[[str],
     text = read_text(settings)
     names = list(dict.fromkeys(cases))
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    with torch.random.fork_rng(), tempfile.TemporaryDirectory(prefix="kbitwrap-bench-") as folder:
+    with torch.random.fork_rng(), tempfile.TemporaryDirectory(prefix="kbitwrap-bench-") as temporary:
         for number, seed in enumerate(range(settings.seed, settings.seed + settings.repeats), 1):
-            show(f"seed {number} of {settings.repeats}: pretraining")
-            _pretrain(text, settings, seed).bfloat16().save_pretrained(folder)
-            exact = _adapt(_exact(folder, settings), settings)
+            base = (folder or Path(temporary)) / f"seed-{seed}"
+            if not base.exists():
+                show(f"seed {number} of {settings.repeats}: pretraining")
+                _pretrain(text, settings, seed).bfloat16().save_pretrained(base)
+            exact = _adapt(_exact(base, settings), settings)
             for name in names:
                 show(f"seed {number} of {settings.repeats}: {name}")
-                runs[name].append(_Run(name, settings, seed, folder, exact).train(text))
+                runs[name].append(_Run(name, settings, seed, base, exact).train(text))
     return {
         "environment": environment(settings.device),
         "settings": {**dataclasses.asdict(settings), "has_bfloat16": _has_bfloat16(settings.device)},
@@ -218,16 +225,16 @@ class _Run:
         name: The case.
         settings: What to train.
         seed: Seed of the adapters and of the order of the data: the same in all cases.
-        folder: The base's checkpoint.
+        base: The base's checkpoint.
         exact: The quantized base in float64, with adapters; their values are written over.
     """
 
-    def __init__(self, name: str, settings: LossSettings, seed: int, folder: str, exact: PeftModel) -> None:
+    def __init__(self, name: str, settings: LossSettings, seed: int, base: Path, exact: PeftModel) -> None:
         self.settings = settings
         self.seed = seed
         self.exact = exact
-        self.model = exact if name == FLOAT64 else _adapt(self._prepared(name, folder), settings)
-        self.is_exact = self.model is exact
+        self.model = exact if name == FLOAT64 else _adapt(self._prepared(name, base), settings)
+        self.is_autocast = settings.autocast and self.model is not exact
         generator = torch.Generator().manual_seed(seed)
         for fqn, parameter in self.model.named_parameters():
             if parameter.requires_grad:
@@ -237,8 +244,8 @@ class _Run:
                     values.uniform_(-bound, bound, generator=generator)
                 parameter.data = values.to(parameter.device, _adapter_dtype(name))
 
-    def _prepared(self, name: str, folder: str) -> Any:
-        base: Any = _load(folder, self.settings)
+    def _prepared(self, name: str, checkpoint: Path) -> Any:
+        base: Any = _load(checkpoint, self.settings)
         checkpointing = {"use_reentrant": False}
         if name == PEFT:
             with warnings.catch_warnings():
@@ -269,7 +276,7 @@ class _Run:
         losses = []
         for _ in _bar(settings.steps, "train"):
             blocks = text.training[next(batches).to(settings.device)]
-            losses.append(_step(self.model, blocks, optimizer, schedule, is_autocast=not self.is_exact))
+            losses.append(_step(self.model, blocks, optimizer, schedule, is_autocast=self.is_autocast))
         distances["end"] = self._distances(probe)
         return {
             **result,
@@ -284,7 +291,7 @@ class _Run:
         with torch.no_grad():
             parts = text.held_out.split(2 * self.settings.batch_size)
             losses = [
-                _loss(self.model, blocks, is_autocast=not self.is_exact)[0].item() * len(blocks) for blocks in parts
+                _loss(self.model, blocks, is_autocast=self.is_autocast)[0].item() * len(blocks) for blocks in parts
             ]
         return sum(losses) / len(text.held_out)
 
@@ -297,7 +304,7 @@ class _Run:
                 for name, parameter in model.named_parameters():
                     if parameter.requires_grad:
                         parameter.data = own[name].detach().double()
-            loss, logits = _loss(model, blocks, is_autocast=model is not self.exact)
+            loss, logits = _loss(model, blocks, is_autocast=self.is_autocast and model is self.model)
             loss.backward()
             gradients = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
             model.zero_grad(set_to_none=True)
@@ -317,24 +324,51 @@ def _adapt(base: Any, settings: LossSettings) -> PeftModel:
     return cast(PeftModel, get_peft_model(base, config)).train()
 
 
-def _load(folder: str, settings: LossSettings) -> nn.Module:
+def quantization_config(quant: str) -> BitsAndBytesConfig:
+    """Make the config of a quantization.
+
+    Args:
+        quant: ``"nf4"`` or ``"int8"``.
+
+    Returns:
+        The config for ``from_pretrained``.
+    """
+    if quant == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+
+
+def _load(base: Path, settings: LossSettings) -> nn.Module:
     """The base, quantized, in train mode: in eval mode some CPUs repack its weights, and have no backward then."""
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
-    )
+    config, place = quantization_config(settings.quant), {"": settings.device}
     model: nn.Module = LlamaForCausalLM.from_pretrained(
-        folder, quantization_config=quantization, dtype=torch.bfloat16, device_map={"": settings.device}
+        base, quantization_config=config, dtype=torch.bfloat16, device_map=place
     )
     return model.train()
 
 
-def _exact(folder: str, settings: LossSettings) -> nn.Module:
-    """The quantized base in float64: its weights are those that the quantized layers multiply with."""
-    exact: nn.Module = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64, device_map={"": settings.device})
-    for name, module in _load(folder, settings).named_modules():
+def _exact(base: Path, settings: LossSettings) -> nn.Module:
+    """The quantized base in float64."""
+    exact: nn.Module = LlamaForCausalLM.from_pretrained(base, dtype=torch.float64, device_map={"": settings.device})
+    return make_exact(exact, _load(base, settings))
+
+
+def make_exact(exact: nn.Module, quantized: nn.Module) -> nn.Module:
+    """Give a model in float64 the weights that a quantized one's layers hold.
+
+    Args:
+        exact: The model in float64; it is changed.
+        quantized: The same model, quantized by bitsandbytes, before it has run.
+
+    Returns:
+        ``exact``, all of which computes in float64.
+    """
+    for name, module in quantized.named_modules():
+        weight: Any = getattr(module, "weight", None)
         if isinstance(module, Linear4bit):
-            weight: Any = module.weight
             exact.get_submodule(name).weight.data = dequantize_4bit(weight.data, weight.quant_state).double()
+        elif isinstance(module, Linear8bitLt):
+            exact.get_submodule(name).weight.data = weight.data.double() * weight.SCB.double().view(-1, 1) / 127
         elif hasattr(module, "variance_epsilon"):
             norm: Any = exact.get_submodule(name)
             norm.forward = functools.partial(

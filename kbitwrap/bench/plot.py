@@ -39,6 +39,7 @@ _LOOKS = (
     ("#009e73", "--"),
     ("#d55e00", "-."),
     ("#1f2328", ":"),
+    ("#56b4e9", "--"),
 )
 _LINEAR_UP_TO = 1e-3
 
@@ -112,8 +113,9 @@ def draw_losses(result: dict[str, Any], path: Path) -> None:
         width, height = _PANEL_SIZE
         figure = Figure(figsize=(width * 2.7, height * 2.6), layout="constrained")
         figure.suptitle(
-            f"LoRA on a byte-level Llama in nf4 and bfloat16, hidden {settings['hidden_size']}, "
-            f"layers {settings['num_layers']}, seeds {settings['repeats']}"
+            f"LoRA on a byte-level Llama in {settings.get('quant', 'nf4')} and bfloat16, "
+            f"{'' if settings.get('autocast', True) else 'no autocast, '}"
+            f"hidden {settings['hidden_size']}, layers {settings['num_layers']}, seeds {settings['repeats']}"
         )
         (curves, ends), (preparations, dtypes) = figure.subplots(2, 2)
         for case in losses:

@@ -317,10 +317,12 @@ def loss_header(result: dict[str, Any]) -> str:
         [
             *_environment_lines(result),
             f"bfloat16  the device has {'' if settings['has_bfloat16'] else 'no '}instructions for it",
-            f"model     Llama over bytes in nf4 and bfloat16, hidden {settings['hidden_size']}, "
+            f"model     Llama over bytes in {settings.get('quant', 'nf4')} and bfloat16, "
+            f"hidden {settings['hidden_size']}, "
             f"{settings['num_layers']} layers, pretrained for {settings['pretraining_steps']} steps on pydoc's topics",
-            f"training  LoRA of rank {settings['rank']} on all linears, bfloat16 autocast, learning rate "
-            f"{settings['learning_rate']:g} falling to 0, {steps} of the standard library's source",
+            f"training  LoRA of rank {settings['rank']} on all linears, "
+            f"{'bfloat16' if settings.get('autocast', True) else 'no'} autocast, "
+            f"learning rate {settings['learning_rate']:g} falling to 0, {steps} of the standard library's source",
             f"seeds     {settings['repeats']}, each with a base, adapters and an order of its own, alike in all cases; "
             "() is the deviation between seeds, ± the standard error of a mean over them",
             f"losses    of a byte: of {settings['num_held_out']} blocks that are held out, before training "

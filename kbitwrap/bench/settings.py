@@ -152,8 +152,10 @@ def default_cases(settings: Settings) -> tuple[str, ...]:
 
 FLOAT64 = "float64"
 """The dequantized model, its adapters and their training in float64, where what rounding adds is out of sight."""
-LOSS_CASES = ("none", "norms", "none-float32", "norms-float32", PEFT, FLOAT64)
+DEFAULT_LOSS_CASES = ("none", "norms", "none-float32", "norms-float32", PEFT, FLOAT64)
 """``"none"`` and ``"norms"`` have adapters in bfloat16, as TRL has by default; all others have them in float32."""
+LOSS_CASES = (*DEFAULT_LOSS_CASES, "full-float32")
+"""``"full-float32"`` computes what PEFT's function does, so it is trained where it is named only."""
 LAST_STEPS = 20
 """Steps at the end of a training of which the mean loss is taken."""
 
@@ -175,6 +177,8 @@ class LossSettings:
         learning_rate: The adapters', at the first step. It falls linearly to 0.
         rank: The adapters'.
         num_held_out: Blocks of text that no training sees.
+        quant: ``"nf4"`` or ``"int8"``.
+        autocast: Train the adapters under bfloat16 autocast.
     """
 
     device: str = "cpu"
@@ -189,3 +193,5 @@ class LossSettings:
     learning_rate: float = 2e-4
     rank: int = 16
     num_held_out: int = 64
+    quant: str = "nf4"
+    autocast: bool = True

@@ -15,6 +15,7 @@ import typer
 from ..bench.settings import (
     CASES,
     CHUNKED,
+    DEFAULT_LOSS_CASES,
     EXPORTED,
     LOSS_CASES,
     MERGED,
@@ -29,7 +30,7 @@ from ..bench.settings import (
 from .console import EXIT_DONE, EXIT_NO, InputError, as_text, check_file, hanging, joined, progress, quiet_libraries
 from .plot import check_plot
 from .tables import table
-from .usage import Json, at_most_one, choice, device, integer, option, path, rate
+from .usage import QUANTS, Json, at_most_one, choice, device, integer, option, path, rate
 
 _SIZE_MULTIPLE = 256  # of the width: heads, feed-forward part and 4-bit blocks then divide it
 _STEP_TOKENS = 128
@@ -37,8 +38,8 @@ _IDENTITY_TOKENS = 32
 _EXPORT_LAYERS = 8
 _OF_STEPS = ("autocast", "reentrant", "modules_to_save")
 _LOSS_SIZE_MULTIPLE = 64  # of 4-bit blocks
-_NOT_OF_LOSS = ("vocab_size", "tied", "tokens", "compute_dtype", "predict", *_OF_STEPS)
-_OF_LOSS = ("steps", "pretraining_steps", "learning_rate")
+_NOT_OF_LOSS = ("vocab_size", "tied", "tokens", "compute_dtype", "predict", "reentrant", "modules_to_save")
+_OF_LOSS = ("steps", "pretraining_steps", "learning_rate", "quant")
 _HEADER_INDENT = 10  # of the lines before the tables: their first word stands alone
 _ALL_CASES = tuple(dict.fromkeys((*CASES, MERGED, *LOSS_CASES)))
 _SMALL = f"by default on {SMALL.num_layers} layers of width {SMALL.hidden_size}"
@@ -152,7 +153,12 @@ def command(
             rich_help_panel=_STEP,
         ),
     ] = None,
-    autocast: Annotated[bool, _flag("--autocast", "Under bfloat16 autocast.", _STEP)] = False,
+    autocast: Annotated[
+        bool | None,
+        _flag(
+            "--autocast/--no-autocast", "Under bfloat16 autocast; --loss has it, unless --no-autocast is given.", _STEP
+        ),
+    ] = None,
     reentrant: Annotated[bool, _flag("--reentrant", "With reentrant checkpointing.", _STEP)] = False,
     modules_to_save: Annotated[
         bool, _flag("--modules-to-save", "Train a copy of the head beside the LoRA.", _STEP)
@@ -183,6 +189,10 @@ def command(
             help=f"Of the LoRA, at the first step; {LossSettings.learning_rate:g}, if left out.",
             rich_help_panel=_LOSS,
         ),
+    ] = None,
+    quant: Annotated[
+        str | None,
+        choice("--quant", choices=QUANTS[:2], help="Of the model; nf4, if left out.", rich_help_panel=_LOSS),
     ] = None,
     output: Annotated[
         Path | None,
@@ -253,7 +263,7 @@ def _measure(given: SimpleNamespace, settings: Settings | LossSettings | None) -
                 with quiet_libraries():
                     from ..bench.loss import run_loss
 
-                    return run_loss(settings, given.case or LOSS_CASES, say)
+                    return run_loss(settings, given.case or DEFAULT_LOSS_CASES, say)
             assert settings is not None
             if given.identity:
                 return runner.run_identity(settings, given.case or ("compute",), say)
@@ -266,10 +276,11 @@ def _settings(given: SimpleNamespace) -> Settings:
     for name in _OF_LOSS:
         if getattr(given, name) is not None:
             raise InputError(f"{option(name)} applies to losses only: add --loss")
-    for name in _OF_STEPS:
-        if getattr(given, name) and given.identity:
+    asked = {name: getattr(given, name) for name in _OF_STEPS} | {"autocast": given.autocast is not None}
+    for name in (name for name, is_asked in asked.items() if is_asked):
+        if given.identity:
             raise InputError(f"--identity measures with and without {option(name)}: leave {option(name)} out")
-        if getattr(given, name) and not given.step and name != "reentrant":
+        if not given.step and name != "reentrant":
             raise InputError(f"{option(name)} applies to training steps only: add --step")
     if given.predict and not given.step:
         raise InputError("--predict applies to training steps only: add --step")
@@ -292,7 +303,7 @@ def _settings(given: SimpleNamespace) -> Settings:
         export=given.export,
         tokens=tuple(dict.fromkeys(given.tokens or [default_tokens])),
         compute_dtype=given.compute_dtype or ("float32" if given.device == "cpu" else "bfloat16"),
-        autocast=given.autocast,
+        autocast=bool(given.autocast),
         reentrant=given.reentrant,
         modules_to_save=given.modules_to_save,
         head_chunk_bytes=given.head_chunk_bytes,
@@ -308,7 +319,7 @@ def _loss_settings(given: SimpleNamespace) -> LossSettings:
     if (given.hidden_size or 0) % _LOSS_SIZE_MULTIPLE:
         raise InputError(f"--hidden-size: expected a multiple of {_LOSS_SIZE_MULTIPLE}, found {given.hidden_size}")
     sizes = {"hidden_size": given.hidden_size, "num_layers": given.layers}
-    sizes |= {name: getattr(given, name) for name in _OF_LOSS}
+    sizes |= {name: getattr(given, name) for name in (*_OF_LOSS, "autocast")}
     sizes = {name: value for name, value in sizes.items() if value is not None}
     return LossSettings(device=given.device, repeats=given.repeats, seed=given.seed, **sizes)
 

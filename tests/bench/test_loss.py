@@ -15,8 +15,8 @@ import torch
 from kbitwrap.bench import loss as bench_loss
 from kbitwrap.bench.loss import COMPARED_WITH, read_text, run_loss
 from kbitwrap.bench.plot import draw_losses
-from kbitwrap.bench.report import loss_rows
-from kbitwrap.bench.settings import LOSS_CASES, BenchError, LossSettings
+from kbitwrap.bench.report import loss_header, loss_rows
+from kbitwrap.bench.settings import DEFAULT_LOSS_CASES, LOSS_CASES, BenchError, LossSettings
 from kbitwrap.cli import main
 from kbitwrap.cli.console import quiet_libraries
 
@@ -83,25 +83,52 @@ def test_only_float64_computes_what_float64_computes(measured: dict[str, Any]) -
                 assert (distance == 0) if name == "float64" else (1e-4 < distance < 2e-2)
 
 
-def test_the_float64_model_multiplies_with_the_quantized_weights(tmp_path: Path) -> None:
-    text = read_text(TINY)
+@pytest.mark.parametrize("quant", ["nf4", "int8"])
+def test_the_float64_model_multiplies_with_the_quantized_weights(tmp_path: Path, quant: str) -> None:
+    settings = dataclasses.replace(TINY, pretraining_steps=1, quant=quant)
+    text = read_text(settings)
     with quiet_libraries():
-        bench_loss._pretrain(text, TINY, seed=0).bfloat16().save_pretrained(tmp_path)
-        exact, quantized = bench_loss._exact(str(tmp_path), TINY), bench_loss._load(str(tmp_path), TINY)
+        bench_loss._pretrain(text, settings, seed=0).bfloat16().save_pretrained(tmp_path)
+        exact, quantized = bench_loss._exact(tmp_path, settings), bench_loss._load(tmp_path, settings)
+        x = torch.eye(64, dtype=torch.bfloat16)
+        name = "model.layers.0.self_attn.q_proj"
+        products = quantized.get_submodule(name)(x)
     assert {parameter.dtype for parameter in exact.parameters()} == {torch.float64}
-    x = torch.eye(64, dtype=torch.bfloat16)
-    name = "model.layers.0.self_attn.q_proj"
-    assert torch.equal(exact.get_submodule(name).weight.T, quantized.get_submodule(name)(x).double())
+    # An int8 layer rounds its product to bfloat16; a 4-bit one has weights that are rounded already.
+    assert torch.equal(exact.get_submodule(name).weight.T.to(x.dtype), products)
+    if quant == "nf4":
+        assert torch.equal(exact.get_submodule(name).weight.T, products.double())
     norm = exact.get_submodule("model.norm")
     x = torch.randn(3, 64, dtype=torch.float64)
     scale = (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
     torch.testing.assert_close(norm(x), norm.weight * x * scale, rtol=1e-13, atol=0)
 
 
+def test_full_gives_the_losses_of_pefts_function(measured: dict[str, Any], tmp_path: Path) -> None:
+    settings = dataclasses.replace(TINY, repeats=1, steps=4, quant="int8", autocast=False)
+    with quiet_libraries():
+        without = run_loss(settings, ("peft", "full-float32"), lambda line: None, tmp_path)
+        again = run_loss(
+            settings, ("peft",), lambda line: pytest.fail(line) if "pretraining" in line else None, tmp_path
+        )
+    assert again["losses"] == without["losses"][:1]
+    for result in (measured, without):
+        cases = by_case(result)
+        figures = [{**cases[name], "case": "", "difference": None} for name in ("peft", "full-float32")]
+        assert figures[0] == figures[1]
+    (case,) = again["losses"]
+    assert case["train_loss"] != by_case(measured)["peft"]["train_loss"][:4]
+    # On a CPU, int8 layers in training multiply in their input's dtype, which here is float32 from the embeddings on.
+    assert case["logits_distance"]["start"]["mean"] < 1e-6
+    header = loss_header(without)
+    assert "in int8 and bfloat16" in header
+    assert "no autocast" in header
+
+
 def test_the_table_shows_it(measured: dict[str, Any]) -> None:
     rows = [dict(zip(loss_rows(measured)[0], row, strict=True)) for row in loss_rows(measured)[1:]]
     assert [row["case"] for row in rows] == list(LOSS_CASES)
-    assert [row["adapters"] for row in rows] == ["bfloat16"] * 2 + ["float32"] * 3 + ["float64"]
+    assert [row["adapters"] for row in rows] == ["bfloat16"] * 2 + ["float32"] * 3 + ["float64", "float32"]
     assert [row["minus"] for row in rows] == ["-", *COMPARED_WITH.values()]
 
 
@@ -120,7 +147,9 @@ def test_what_was_saved_is_shown_and_drawn_again(
     plots = [tmp_path / f"{name}.svg" for name in "ab"]
     for plot in plots:
         assert main(["bench", "--from", str(saved), "--plot", str(plot)]) == 0
-    assert len(re.findall(f"^(?:{'|'.join(LOSS_CASES)}) ", capsys.readouterr().out, re.MULTILINE)) == 12
+    assert len(re.findall(f"^(?:{'|'.join(LOSS_CASES)}) ", capsys.readouterr().out, re.MULTILINE)) == 2 * len(
+        LOSS_CASES
+    )
     assert plots[0].read_bytes() == plots[1].read_bytes()
     texts = [element.text for element in ET.parse(plots[0]).iter() if element.tag.endswith("}text")]
     assert {*LOSS_CASES, *(f"{name} - {other}" for name, other in COMPARED_WITH.items())} <= set(texts)
@@ -149,20 +178,34 @@ def test_the_command_takes_its_settings(capsys: pytest.CaptureFixture[str], monk
         "9",
         "--learning-rate",
         "1e-3",
+        "--quant",
+        "int8",
+        "--no-autocast",
     ]
     assert main(["bench", "--loss", *options, "--pretraining-steps", "8", "--json"]) == 0
     settings, cases, _ = asked
     assert settings == LossSettings(
-        repeats=5, seed=7, num_layers=2, hidden_size=192, steps=9, pretraining_steps=8, learning_rate=1e-3
+        repeats=5,
+        seed=7,
+        num_layers=2,
+        hidden_size=192,
+        steps=9,
+        pretraining_steps=8,
+        learning_rate=1e-3,
+        quant="int8",
+        autocast=False,
     )
-    assert cases == LOSS_CASES
+    assert cases == DEFAULT_LOSS_CASES
 
 
 @pytest.mark.parametrize(
     "options",
     [
         ["--loss", "--tied"],
-        ["--loss", "--autocast"],
+        ["--loss", "--reentrant"],
+        ["--no-autocast"],
+        ["--identity", "--no-autocast"],
+        ["--step", "--quant", "int8"],
         ["--loss", "--tokens", "8"],
         ["--loss", "--vocab-size", "512"],
         ["--loss", "--compute-dtype", "float32"],
