@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -252,15 +253,30 @@ def _copy_rest(checkpoint: SavedCheckpoint, folder: Path, dtype: torch.dtype | N
     written = {*checkpoint.files, checkpoint.index}
     for path in sorted(checkpoint.folder.iterdir()):
         if path.is_dir() and not _NOT_COPIED.fullmatch(path.name):
-            shutil.copytree(path, folder / path.name, ignore=_ignored, copy_function=shutil.copyfile)
+            copy = functools.partial(_copy_own, checkpoint.folder)
+            shutil.copytree(path, folder / path.name, ignore=_ignored, copy_function=copy)
         elif path.is_file() and path.name not in written:
-            shutil.copyfile(path, folder / path.name)
+            _copy_own(checkpoint.folder, path, folder / path.name)
     key = next((key for key in ("dtype", "torch_dtype") if key in checkpoint.config), None)
     if key is not None and dtype is not None and checkpoint.dtype != dtype:
         config = {**checkpoint.config, key: dtype_name(dtype)}
         (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
+def _copy_own(folder: Path, src: str | Path, dst: str | Path) -> None:
+    """Copy a file of a folder; raise where it is a link that leads out of it, and of the hub's cache that it is of."""
+    home = folder.resolve()
+    cache = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    real = Path(src).resolve()
+    if not (real.is_relative_to(home) or real.is_relative_to(cache)):
+        raise ConfigError(f"{src}: is a link that leads out of the checkpoint; put a copy in its place, or remove it")
+    shutil.copyfile(real, dst)
+
+
 def _ignored(folder: str, names: list[str]) -> list[str]:
     """The names in a folder that are not copied: the destination may lie in it too."""
-    return [name for name in names if _NOT_COPIED.fullmatch(name) and os.path.isdir(os.path.join(folder, name))]
+    folders = {name: path for name in names if os.path.isdir(path := os.path.join(folder, name))}
+    linked = [path for path in folders.values() if os.path.islink(path)]
+    if linked:
+        raise ConfigError(f"{linked[0]}: links to a folder; put a copy in its place, or remove it")
+    return [name for name in folders if _NOT_COPIED.fullmatch(name)]

@@ -24,7 +24,7 @@ from ..model.pretrained import load_pretrained, read_config
 from ..model.tree import ModelTree
 from ..model.wrappers import canonical_fqn
 from ..preparation.process import plain_mode
-from ..reports import ExportReport
+from ..reports import ExportReport, shown
 from ..tensors.dtypes import find_dtype
 from .reader import MANIFEST_NAME, adapter_file, read_json, read_tensors, recorded_quantization
 
@@ -34,6 +34,7 @@ _TOKENIZER = (
     *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
 )
 _PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_RANKS = ("r", "init_r", "num_virtual_tokens")
 
 
 def merge_checkpoint(
@@ -157,7 +158,14 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], set[str]]:
     file = adapter_file(folder)
     if file is None or not (folder / "adapter_config.json").is_file():
         raise ConfigError(f"there is no adapter_config.json with adapter_model.safetensors in {os.fspath(folder)!r}")
-    return read_json(folder / "adapter_config.json"), set(read_tensors(file)[0])
+    config, tensors = read_json(folder / "adapter_config.json"), read_tensors(file)[0]
+    largest = max([1024, *(size for stored in tensors.values() for size in stored.shape)])
+    patterns = config.get("rank_pattern")
+    ranks = {**(patterns if isinstance(patterns, dict) else {}), **{name: config.get(name) for name in _RANKS}}
+    for name, rank in ranks.items():
+        if isinstance(rank, (int, float)) and rank > largest:  # as much would be allocated before it is compared
+            raise ConfigError(f"the adapter in {os.fspath(folder)!r} is damaged: {shown(name)} is {shown(rank)}")
+    return config, set(tensors)
 
 
 def with_adapter(model: nn.Module, folder: Path, saved: set[str]) -> nn.Module:

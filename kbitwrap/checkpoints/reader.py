@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import torch
 
 from ..errors import ConfigError, ExportError
+from ..export.staging import refuse_special
 from ..export.writer import read_header
 from ..manifest.manifest import Manifest
 from ..model.pretrained import meta_model
@@ -252,8 +253,7 @@ def _weight_files_of(folder: Path, single: str, beginning: str) -> tuple[list[st
 def read_json(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object; raise `ConfigError` where it holds something else."""
     try:
-        if path.exists() and not path.is_file():  # reading a pipe waits for a writer
-            raise OSError("not a file")
+        refuse_special(path)
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read as JSON: {error}") from error
@@ -269,6 +269,7 @@ def read_tensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str] | 
     from safetensors import SafetensorError, safe_open
 
     try:
+        refuse_special(path)
         # The library checks sizes, offsets and shapes against the file.
         with safe_open(path, framework="pt"):
             pass
@@ -294,6 +295,7 @@ def load_pickled(path: Path) -> dict[str, Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     try:
+        refuse_special(path)
         with FakeTensorMode(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # on files from an older torch or another device
             content = torch.load(path, map_location="cpu", weights_only=True)
@@ -309,9 +311,9 @@ def load_pickled(path: Path) -> dict[str, Any]:
 
 def _read_pickled(path: Path) -> dict[str, StoredTensor]:
     """Find the tensors in a file that ``torch.save`` wrote, whose bytes lie in it unchanged; none is read."""
-    tensors = {}
+    tensors, content = {}, load_pickled(path)
     num_bytes = path.stat().st_size
-    for name, tensor in load_pickled(path).items():
+    for name, tensor in content.items():
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
             found = tensor.layout if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
             raise ConfigError(f"{path}: {name}: expected a dense tensor, found {found}")

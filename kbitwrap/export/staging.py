@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import hashlib
 import os
 import secrets
@@ -20,6 +21,12 @@ from ..errors import ExportError
 
 # Names in the hidden folder beside a destination: its new content, and the old content that was moved out of the way.
 _NEW, _OLD = "new", "old"
+
+
+def refuse_special(path: str | os.PathLike[str]) -> None:
+    """Raise ``OSError`` for what is there and no file: reading a pipe waits for a writer, and a device has no end."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise OSError(errno.EINVAL, "not a file", os.fspath(path))
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from torch import nn
 
 from ..config import PrepareConfig, format_bytes
 from ..errors import ManifestError, ManifestMismatchError, ManifestVersionError
-from ..export.staging import atomic_write
+from ..export.staging import atomic_write, refuse_special
 from ..preparation.payloads import Count, MomentRecord, PlanRecord, Record, Text
 from ..preparation.preparation import Preparation
 from ..preparation.process import devices
@@ -354,6 +354,7 @@ class Manifest(Report, Record):
         """
         name = repr(os.fspath(path))
         try:
+            refuse_special(path)
             with open(path, "rb") as file:
                 text = file.read(MAX_BYTES + 1)
         except (OSError, ValueError) as error:

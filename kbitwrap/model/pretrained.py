@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from ..errors import ConfigError
+from ..reports import shown
 from ..tensors.dtypes import HALF_DTYPES, parse_dtype
 from .quantization import is_quantized_parameter
 
@@ -26,6 +29,9 @@ _AUTO_CLASSES = (
     "AutoModelForSpeechSeq2Seq",
     "AutoModel",
 )
+# What a config counts, and models have by the thousand at most; the modules of the largest are 120,000.
+_COUNTS = re.compile(r"layer|depth|expert|labels")
+_MAX_COUNT, _MAX_MODULES = 100_000, 200_000
 
 
 def meta_model(name_or_path: Any, quantization_config: Any = None, dtype: Any = None) -> nn.Module:
@@ -57,6 +63,8 @@ def load_pretrained(
     config.architectures = config.architectures if class_name is None else [class_name]
     own = [name for name in _AUTO_CLASSES if name in (getattr(config, "auto_map", None) or ())]
     cls: Any = getattr(transformers, own[0]) if own and trust_remote_code else _model_class(config)
+    if os.path.isdir(name_or_path) and not trust_remote_code:
+        _refuse_larger(Path(name_or_path))
     is_quantized = getattr(config, "quantization_config", None) is not None
     options = {} if is_quantized or not quantization_config else {"quantization_config": quantization_config}
     options |= {"trust_remote_code": True} if trust_remote_code else {}
@@ -66,6 +74,44 @@ def load_pretrained(
     except Exception as error:  # whatever transformers, safetensors and the quantization library raise
         raise ConfigError(f"cannot load a model from {os.fspath(name_or_path)!r}: {_reason(error)}") from error
     return model, {*info["missing_keys"]}
+
+
+def _refuse_larger(folder: Path) -> None:
+    """Raise where a config describes far more than the files of its folder hold: loading would allocate it."""
+    bare = read_config(folder)
+    bare.quantization_config = None
+    num_elements = sum(parameter.numel() for parameter in meta_model(bare).parameters())
+    num_bytes = sum(path.stat().st_size for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
+    if num_elements > 16 * num_bytes + (1 << 26):
+        raise ConfigError(
+            f"the config of {os.fspath(folder)!r} describes {num_elements:,} values, and its files hold {num_bytes:,} "
+            "bytes: one of them is of another model"
+        )
+
+
+def _refuse_countless(config: Mapping[str, Any], name: str) -> None:
+    """Raise where the content of a config counts more of something than any model has."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            _refuse_countless(value, name)
+        elif type(value) is int and value > _MAX_COUNT and _COUNTS.search(str(key)):
+            raise ConfigError(f"the config of {name!r} is damaged: {shown(key)} is {shown(value)}")
+
+
+@contextlib.contextmanager
+def _few_modules() -> Iterator[None]:
+    """Refuse a model of more modules than any has, while it is built."""
+    count = itertools.count()
+
+    def refuse(*_: object) -> None:
+        if next(count) > _MAX_MODULES:
+            raise ConfigError(f"its config describes a model of more than {_MAX_MODULES:,} modules")
+
+    hook = register_module_module_registration_hook(refuse)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _reason(error: BaseException) -> str:
@@ -93,8 +139,11 @@ def read_config(name_or_path: Any, trust_remote_code: bool = False) -> Any:
     if path.is_dir() and not (path / "config.json").is_file():
         raise ConfigError(f"there is no config.json in {name!r}")
     try:
+        _refuse_countless(PretrainedConfig.get_config_dict(name)[0], name)
         # Without `trust_remote_code=False` it would ask, on the terminal, whether to run the code of the repository.
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except ConfigError:
+        raise
     except Exception as error:  # whatever transformers, the JSON parser and the network raise
         raise ConfigError(f"cannot read a config from {name!r}: {_reason(error)}") from error
 
@@ -159,7 +208,7 @@ def _build(config: Any, quantization_config: Any, dtype: torch.dtype) -> nn.Modu
     for name in getattr(config, "sub_configs", {}):
         if getattr(config, name, None) is not None:
             getattr(config, name).dtype = dtype
-    with _loading(model_class, dtype):
+    with _few_modules(), _loading(model_class, dtype):
         model: Any = model_class(config)
         if quantizer is not None:
             quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": "cpu"})

@@ -174,7 +174,7 @@ def test_everything_else_is_copied(saved: Callable[..., Saved], tmp_path: Path) 
     for name in (".git/config", "checkpoint-500/model.safetensors", ".cache/x"):
         (source / name).parent.mkdir()
         (source / name).write_bytes(b"1")
-    (source / "README.md").symlink_to(case.original / "config.json")
+    (source / "README.md").symlink_to("tokenizer.json")
     report = convert_checkpoint(source, tmp_path / "out", case.manifest)
     assert differing(case.original, tmp_path / "out") == [
         "1_Pooling/config.json",

@@ -1,0 +1,443 @@
+"""Hostile files: each trial damages one file of a small folder, and gives it to what reads such folders.
+
+Damaged are manifests, headers and indexes of safetensors, pickles, configs, adapters and a run's output: bytes, JSON
+values, names that are paths, and what lies in a file's place (links, pipes, folders). A trial holds where the call
+returned, or raised one of kbitwrap's errors, within seconds, and took no memory to speak of; where no code in the
+folder ran, and nothing was written but the destination, which is whole or absent and holds nothing from elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import peft
+import torch
+import transformers
+from safetensors.torch import save_file
+
+import kbitwrap
+import plain
+from kbitwrap import KbitWrapError, Manifest, Plan
+from kbitwrap.checkpoints.inspection import inspect_checkpoint
+from kbitwrap.cli import main
+
+ROUND = 2_000
+SECRET = b"what lies elsewhere is nobody's business"
+SECONDS = 20  # for one call, on a machine that others use too
+GROWTH = 96 << 20  # bytes of memory above those before a call: what libraries take for themselves
+ADDRESS_SPACE = 4 << 30  # bytes above those before a round, so that what asks for more fails rather than swaps
+RAN = "it-ran"
+CODE = "from pathlib import Path\nPath({!r}).touch()\nfrom transformers import LlamaConfig as Mine\n"
+CONFIG = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+class Hang(BaseException):
+    """A call took longer than it may."""
+
+
+class Runs:
+    """An object whose pickle runs code when it is loaded."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path(self.path),)
+
+
+# ----------------------------------------------------------------------------------------------------
+# The folders, before they are damaged.
+# ----------------------------------------------------------------------------------------------------
+
+
+def _save_all(folder: Path) -> None:
+    """Make a folder for each subject, whose files are sound."""
+    torch.manual_seed(0)
+    (folder / "manifest").mkdir()
+    plain.small_manifest().save(folder / "manifest" / "kbitwrap.json")
+    tensors = {
+        "embed.weight": torch.ones(4, 2),
+        "norm.weight": torch.ones(2),
+        "head.weight": torch.ones(4, 2).bfloat16(),
+    }
+    for name in ("weights", "shards", "pickle"):
+        (folder / name).mkdir()
+    save_file(tensors, folder / "weights" / "model.safetensors", {"format": "pt"})
+    torch.save(tensors, folder / "pickle" / "pytorch_model.bin")
+    files = {key: f"model-{n + 1:05}-of-00003.safetensors" for n, key in enumerate(tensors)}
+    for key, file in files.items():
+        save_file({key: tensors[key]}, folder / "shards" / file, {"format": "pt"})
+    index = {"metadata": {"total_size": 56}, "weight_map": files}
+    (folder / "shards" / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = transformers.LlamaConfig(**CONFIG, dtype="bfloat16")
+    base = transformers.LlamaForCausalLM(config).bfloat16()
+    base.save_pretrained(folder / "model")
+    for at in ("adapter", "run"):
+        with kbitwrap.KbitPreparedModel(base, precision="full") as prepared:
+            record = prepared.manifest()
+            adapted = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+            adapted.save_pretrained(folder / at)
+            base = adapted.unload()
+        record.save(folder / at / "kbitwrap.json")
+    parameters = [torch.nn.Parameter(torch.zeros(2, 8))]
+    parameters[0].grad = torch.ones(2, 8)
+    optimizer = torch.optim.AdamW(parameters)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), folder / "run" / "optimizer.pt")
+
+
+# ----------------------------------------------------------------------------------------------------
+# Damage. Each function takes what draws, and returns what was made of the bytes, and what was done.
+# ----------------------------------------------------------------------------------------------------
+
+DEEP, DOUBLED = "\ue000", "\ue001"  # stand for what ``json.dumps`` cannot write
+VALUES = (
+    *(0, 1, -1, 2, 255, 1 << 31, 1 << 53, (1 << 63) - 1, 1 << 64, 10**7, 10**9, 10**12, 10**30, 10**400, -(10**12)),
+    *(0.5, -0.0, 1e-320, 1e308, float("nan"), float("inf"), -float("inf"), True, False, None),
+    *("", " ", ".", "..", "../../secret", "/etc/passwd", "a/b", "a\\b", "a\0b", "\ud800", "\x1b[2J", "x" * 5000, DEEP),
+    *(
+        "F32",
+        "BF16",
+        "F4",
+        "I64",
+        "float32",
+        "torch.bfloat16",
+        "mine.Mine",
+        "10000000",
+        "nan",
+        "LORA",
+        "PISSA",
+        "llama",
+    ),
+    *([], [[]], [0], [-1], [10**12], [10**12, 10**12], [1 << 62] * 4, ["x"], [None], [0] * 10_000),
+    *({}, {"": 0}, {"a": {"b": []}}, {DOUBLED: 0}, {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.Mine"}),
+)
+NAMES = ("__metadata__", "auto_map", "num_labels", "rank_pattern", "quantization_config", "text_config", "../a", "a/b")
+Damage = tuple[bytes, str]
+
+
+def _damage_bytes(rng: random.Random, data: bytes) -> Damage:
+    kind = rng.choice(("flip", "cut", "drop", "insert", "repeat", "zero", "number", "empty"))
+    start = rng.randrange(len(data) + 1)
+    end = min(len(data), start + rng.choice((1, 2, 8, 64)))
+    if kind == "flip":
+        changed = bytearray(data)
+        for _ in range(rng.choice((1, 1, 1, 2, 16))):
+            changed[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        return bytes(changed), "bits flipped"
+    made = {
+        "cut": data[:start],
+        "drop": data[:start] + data[end:],
+        "insert": data[:start] + rng.randbytes(rng.choice((1, 8, 300))) + data[start:],
+        "repeat": data[:end] + data[start:],
+        "zero": data[:start] + bytes(end - start) + data[end:],
+        "number": rng.choice((0, 1, len(data), 1 << 20, 1 << 40, (1 << 64) - 1)).to_bytes(8, "little") + data[8:],
+        "empty": b"",
+    }
+    return made[kind], f"{kind} at {start}"
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every container in a JSON value with each of its keys."""
+    for key in value if isinstance(value, dict) else range(len(value)):
+        yield value, key
+        if isinstance(value[key], (dict, list)):
+            yield from _places(value[key])
+
+
+def _damage_json(rng: random.Random, text: bytes) -> Damage:
+    found = json.loads(text)
+    done = []
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        places = [*_places(found)]
+        if not places:
+            break
+        holder, key = rng.choice(places)
+        kind = rng.choice(("value", "value", "value", "scale", "remove", "rename", "add", "whole"))
+        value = copy.deepcopy(rng.choice(VALUES))
+        if kind == "whole":
+            found = value if isinstance(value, (dict, list)) else [value]
+        elif kind == "scale" and type(holder[key]) is int and abs(holder[key]) < 1 << 64:
+            holder[key] = value = rng.choice((holder[key] * 10**6, -holder[key], holder[key] + 1, holder[key] / 2))
+        elif kind == "remove":
+            del holder[key]
+        elif kind in ("rename", "add") and isinstance(holder, dict):
+            name = rng.choice([*holder, *NAMES, *(v for v in VALUES if isinstance(v, str))])
+            value = holder.pop(key) if kind == "rename" else value
+            holder[name] = value
+            key = f"{key} -> {name}" if kind == "rename" else name
+        else:
+            holder[key] = value
+        done.append(f"{kind} {str(key)[:40]!r}: {repr(value)[:40]}")
+    dumped = json.dumps(found)
+    depth = rng.choice((10, 1_000, 100_000))
+    dumped = dumped.replace(json.dumps(DEEP), "[" * depth + "]" * depth)
+    dumped = dumped.replace(json.dumps(DOUBLED), '"a": 1, "a"')
+    return dumped.encode(), ", ".join(done)
+
+
+def _damage_header(rng: random.Random, data: bytes) -> Damage:
+    length = int.from_bytes(data[:8], "little")
+    header, done = _damage_json(rng, data[8 : 8 + length])
+    return len(header).to_bytes(8, "little") + header + data[8 + length :], f"header: {done}"
+
+
+def _damage(rng: random.Random, name: str, data: bytes, ran: Path) -> Damage:
+    suffix = Path(name).suffix
+    if suffix == ".json" and rng.random() < 0.7:
+        return _damage_json(rng, data)
+    if suffix == ".safetensors" and rng.random() < 0.6:
+        return _damage_header(rng, data)
+    if suffix in (".bin", ".pt") and rng.random() < 0.1:
+        return pickle.dumps({"a": Runs(str(ran))}), "a pickle that runs code"
+    return _damage_bytes(rng, data)
+
+
+PLACED = ("link", "loop", "dangling", "zeros", "pipe", "folder", "nothing", "beside", "linked folder", "pipe beside")
+
+
+def _place(rng: random.Random, kind: str, path: Path, room: Path) -> None:
+    """Put something else than a file in a file's place, or something hostile beside it."""
+    if "beside" in kind or kind == "linked folder":
+        beside = ("notes.txt", "model-2.safetensors", "adapter_model.bin", "sub", "config.json")
+        path = path.parent / rng.choice([name for name in beside if not (path.parent / name).exists()])
+    path.unlink(missing_ok=True)
+    if kind in ("link", "beside"):
+        path.symlink_to(room / "secret")
+    elif kind == "linked folder":
+        path.symlink_to(rng.choice((room / "elsewhere", path.parent, Path("/proc/self"))))
+    elif kind == "loop":
+        path.symlink_to(path)
+    elif kind == "dangling":
+        path.symlink_to(room / "absent")
+    elif kind == "zeros":
+        path.symlink_to("/dev/zero")
+    elif kind.startswith("pipe"):
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+
+
+# ----------------------------------------------------------------------------------------------------
+# What reads them.
+# ----------------------------------------------------------------------------------------------------
+
+
+def _load(folder: Path, dst: Path) -> None:
+    manifest = Manifest.load(folder / "kbitwrap.json")
+    manifest.prepare_config()
+    manifest.essence()
+    Manifest.from_json(manifest.to_json())
+
+
+def _inspect(folder: Path, dst: Path) -> None:
+    str(inspect_checkpoint(folder))
+
+
+def _convert(folder: Path, dst: Path) -> None:
+    kbitwrap.convert_checkpoint(folder, dst, dtype="bfloat16")
+
+
+def _doctor(folder: Path, dst: Path) -> None:
+    str(kbitwrap.doctor(folder))
+
+
+def _plan(folder: Path, dst: Path) -> None:
+    str(Plan.for_pretrained(folder, dtype="bfloat16"))
+
+
+def _merge_adapter(folder: Path, dst: Path) -> None:
+    kbitwrap.merge_checkpoint(folder.parent / "model", folder, dst, quantization_config=False, device="cpu")
+
+
+def _merge_base(folder: Path, dst: Path) -> None:
+    kbitwrap.merge_checkpoint(folder, folder.parent / "adapter", dst, quantization_config=False, device="cpu")
+
+
+def _command(*arguments: str) -> Callable[[Path, Path], None]:
+    """A command of the command line; what goes wrong is one line on standard error, and nothing else."""
+
+    def call(folder: Path, dst: Path) -> None:
+        err = io.StringIO()
+        given = [argument.format(folder=folder, dst=dst, parent=folder.parent) for argument in arguments]
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
+            status = main(given)
+        said = err.getvalue()
+        if status not in (0, 1, 2) or said.count("\n") > 1 or (status == 2 and not said):
+            raise AssertionError(f"exit status {status}, {said[:300]!r}")
+
+    return call
+
+
+class Kind(NamedTuple):
+    """Trials of one subject, by one reader; ``weight`` of all trials are of this kind."""
+
+    weight: int
+    subject: str
+    reader: Callable[[Path, Path], None]
+    files: tuple[str, ...] = ()  # that are damaged; all where none is named
+
+
+KINDS = {
+    "load a manifest": Kind(1000, "manifest", _load),
+    "inspect weights": Kind(350, "weights", _inspect),
+    "inspect shards": Kind(200, "shards", _inspect),
+    "inspect pickles": Kind(60, "pickle", _inspect),
+    "convert weights": Kind(60, "weights", _convert),
+    "convert shards": Kind(60, "shards", _convert),
+    "convert pickles": Kind(20, "pickle", _convert),
+    "doctor an adapter": Kind(60, "adapter", _doctor),
+    "doctor a run": Kind(60, "run", _doctor, ("optimizer.pt", "kbitwrap.json")),
+    "doctor shards": Kind(20, "shards", _doctor),
+    "inspect a model": Kind(60, "model", _inspect),
+    "convert a model": Kind(10, "model", _convert),
+    "doctor a model": Kind(30, "model", _doctor),
+    "plan": Kind(60, "model", _plan, ("config.json",)),
+    "merge an adapter": Kind(20, "adapter", _merge_adapter),
+    "merge into a base": Kind(20, "model", _merge_base),
+    "kbitwrap inspect": Kind(4, "shards", _command("inspect", "{folder}", "--json")),
+    "kbitwrap convert": Kind(4, "shards", _command("convert", "--from", "{folder}", "--out", "{dst}")),
+    "kbitwrap doctor": Kind(4, "run", _command("doctor", "{folder}")),
+    "kbitwrap plan": Kind(3, "model", _command("plan", "{folder}", "--quant", "none"), ("config.json",)),
+    "kbitwrap merge": Kind(
+        2, "adapter", _command("merge", "{parent}/model", "{folder}", "--out", "{dst}", "--quant", "none")
+    ),
+    "kbitwrap demo": Kind(3, "model", _command("demo", "--model", "{folder}", "--steps", "1")),
+}
+
+
+# ----------------------------------------------------------------------------------------------------
+# The trials.
+# ----------------------------------------------------------------------------------------------------
+
+
+def trials(seed: int, count: int = ROUND) -> Iterator[list[str]]:
+    rng = random.Random(seed)
+    names, weights = [*KINDS], [kind.weight for kind in KINDS.values()]
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryDirectory(dir=memory) as folder, _limited(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        room = Path(folder)
+        _save_all(room)
+        (room / "secret").write_bytes(SECRET)
+        (room / "elsewhere").mkdir()
+        (room / "elsewhere" / "secret").write_bytes(SECRET)
+        for kind in KINDS.values():
+            (room / kind.subject / "mine.py").write_text(CODE.format(str(room / RAN)))
+        expected = _listed(room)
+        for number in range(count):
+            yield _trial(rng, number, rng.choices(names, weights)[0], room, expected)
+
+
+def _trial(rng: random.Random, number: int, name: str, room: Path, expected: dict[str, Any]) -> list[str]:
+    kind = KINDS[name]
+    folder, dst = room / kind.subject, room / "out"
+    file = rng.choice(kind.files or sorted(path for path in os.listdir(folder) if path not in ("README.md", "mine.py")))
+    path = folder / file
+    sound = path.read_bytes()
+    if rng.random() < 0.05:
+        done = rng.choice(PLACED)
+        _place(rng, done, path, room)
+    else:
+        data, done = _damage(rng, file, sound, room / RAN)
+        path.write_bytes(data)
+    damaged = {} if kind.weight > 100 else _listed(room)
+    found = _call(kind.reader, folder, dst)
+    found += _written(room, dst, damaged) if damaged else []
+    for extra in [one for one in os.scandir(folder) if one.name not in expected[kind.subject]]:
+        _remove(Path(extra.path))
+    _remove(path)
+    path.write_bytes(sound)
+    _remove(dst)
+    if os.listdir(room) != [*expected]:
+        found += [f"left in the working folder: {sorted({*os.listdir(room)} - {*expected})}"]
+        for left in {*os.listdir(room)} - {*expected}:
+            _remove(room / left)
+    return [f"trial {number}: {name}: {file}: {done}: {line}" for line in found]
+
+
+def _call(reader: Callable[[Path, Path], None], folder: Path, dst: Path) -> list[str]:
+    """Call a reader, and say what it did that it must not."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = _peak()
+    found = []
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        reader(folder, dst)
+    except KbitWrapError as error:
+        if dst.exists():
+            found.append(f"left a destination after {error!r}"[:300])
+    except Hang:
+        found.append(f"still at it after {SECONDS} s")
+    except Exception as error:
+        found.append(f"{type(error).__name__}: {error}".replace("\n", " ")[:300])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    grown = _peak() - before
+    return found + ([f"took {grown >> 20} MiB"] if grown > GROWTH else [])
+
+
+def _peak() -> int:
+    """The most bytes that were resident since the peak began anew."""
+    with open("/proc/self/status", "rb") as status:
+        return int(next(line for line in status if line.startswith(b"VmHWM")).split()[1]) << 10
+
+
+def _listed(folder: Path) -> dict[str, Any]:
+    """What is in a folder: of a folder in it the same, of anything else its size and when it was written."""
+    found = {}
+    for entry in os.scandir(folder):
+        at = entry.stat(follow_symlinks=False)
+        is_folder = entry.is_dir(follow_symlinks=False)
+        found[entry.name] = _listed(Path(entry.path)) if is_folder else (at.st_size, at.st_mtime_ns)
+    return found
+
+
+def _written(room: Path, dst: Path, before: dict[str, Any]) -> list[str]:
+    """Say what was written beside the destination, and what in it is from elsewhere."""
+    after = _listed(room)
+    found = [f"changed {name}" for name in {**before, **after} if name != "out" and before.get(name) != after.get(name)]
+    for path in dst.rglob("*") if dst.is_dir() else ():
+        if path.is_symlink() or (path.is_file() and SECRET in path.read_bytes()):
+            found.append(f"took {path.name} from elsewhere")
+    return found
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _limited() -> Iterator[None]:
+    """Raise `Hang` where the timer ends, and refuse address space beyond a few gibibytes."""
+
+    def ring(*_: object) -> None:
+        raise Hang
+
+    before = signal.signal(signal.SIGALRM, ring)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm") as statm:
+        size = int(statm.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + ADDRESS_SPACE, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        signal.signal(signal.SIGALRM, before)
