@@ -1,4 +1,4 @@
-"""The one comparison that every test uses: all of a model's state, before and after.
+"""The one comparison that every test uses: all of a model's state, before and after, or beside that of its twin.
 
 A snapshot holds, for each module, its identity, class, train mode, instance attributes (keys in order, and values) and
 hook dicts in order; for each parameter its identity, storage pointer, bytes, dtype, layout, flag and attributes; which
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Collection
+from collections import OrderedDict
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -29,11 +30,16 @@ PLAIN_TYPES = frozenset(PLAIN)
 CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
-def tensor_digest(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _kind(value: object) -> str:
+    """What stands for an object's identity where another object of its kind may be in its place."""
+    return f"{type(value).__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+
+
+def tensor_digest(tensor: torch.Tensor, identify: Callable[[object], object] = id) -> tuple[Any, ...]:
     """Dtype, layout and a hash of the bytes, NaN payloads included; of a tensor made of others, those of each."""
     if hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "to_local"):
         names, context = tensor.__tensor_flatten__()
-        parts = [(name, id(part := getattr(tensor, name)), tensor_digest(part)) for name in names]
+        parts = [(name, identify(part := getattr(tensor, name)), tensor_digest(part, identify)) for name in names]
         return type(tensor).__name__, str(tensor.dtype), tuple(tensor.shape), tensor.stride(), parts, repr(context)
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor: this rank's shard
     data = local.detach().cpu().contiguous()
@@ -41,53 +47,65 @@ def tensor_digest(tensor: torch.Tensor) -> tuple[Any, ...]:
     return str(tensor.dtype), tuple(tensor.shape), tensor.stride(), hashlib.sha256(raw.numpy().tobytes()).hexdigest()
 
 
-def digest(value: Any, depth: int = 0) -> Any:
+def digest(value: Any, depth: int = 0, identify: Callable[[object], object] = id) -> Any:
     """A comparable description of any attribute: plain values by value, tensors by bytes, the rest by identity."""
+
+    def inner(value: Any, depth: int = 0) -> Any:
+        return digest(value, depth, identify)
+
     if type(value) in PLAIN_TYPES or isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, CONTAINERS) and not value:  # most of what a module holds is dicts of no hooks
         return type(value).__name__, []
     if isinstance(value, torch.Tensor):
-        return "tensor", tensor_digest(value)
+        return "tensor", tensor_digest(value, identify)
     if isinstance(value, nn.Module):
-        return "module", id(value)
+        return "module", identify(value)
     if isinstance(value, dict):
         items = [(k, v) for k, v in value.items() if k not in TRANSFORMERS_OWN and not is_capturing_hook(v)]
-        return type(value).__name__, [(digest(k), digest(v, depth + 1)) for k, v in items]
+        if identify is not id and isinstance(value, OrderedDict):  # of hooks, which torch numbers
+            return type(value).__name__, [inner(v, depth + 1) for _, v in items]
+        return type(value).__name__, [(inner(k), inner(v, depth + 1)) for k, v in items]
     if isinstance(value, (list, tuple)):
-        return type(value).__name__, [digest(v, depth + 1) for v in value]
+        return type(value).__name__, [inner(v, depth + 1) for v in value]
     if isinstance(value, (set, frozenset)):
-        return type(value).__name__, sorted(repr(digest(v)) for v in value)
+        return type(value).__name__, sorted(repr(inner(v)) for v in value)
     if isinstance(value, functools.partial):
-        return "partial", id(value.func), digest(value.args), digest(value.keywords)
+        return "partial", identify(value.func), inner(value.args), inner(value.keywords)
     if type(value).__name__ in ("QuantState", "MatmulLtState") and depth < 6:
-        return type(value).__name__, digest(vars(value), depth + 1)
+        return type(value).__name__, inner(vars(value), depth + 1)
     if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-        return "config", id(value), digest(vars(value), depth + 1) if depth < 4 else None
-    return type(value).__name__, id(value)
+        return "config", identify(value), inner(vars(value), depth + 1) if depth < 4 else None
+    return type(value).__name__, identify(value)
 
 
 class Snapshot:
-    """A model's state at one moment."""
+    """A model's state at one moment; of a ``twin``, what has to be equal in a model that was made as it was."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, twin: bool = False) -> None:
+        self._identify: Callable[[object], object] = _kind if twin else id
+        self._is_twin = twin
         self.items: dict[str, Any] = {}
         storages: dict[int, list[str]] = {}
         for fqn, module in model.named_modules(remove_duplicate=False):
-            self.items[f"{fqn}: identity"] = (id(module), type(module).__qualname__, type(module).__module__)
+            self.items[f"{fqn}: identity"] = (
+                self._identify(module),
+                type(module).__qualname__,
+                type(module).__module__,
+            )
             attributes = {k: v for k, v in vars(module).items() if k not in TRANSFORMERS_OWN}
             self.items[f"{fqn}: attributes"] = list(attributes)
             for name, value in attributes.items():
                 if name == "_parameters":
                     self._parameters(fqn, value)
                 else:
-                    self.items[f"{fqn}: {name}"] = digest(value)
+                    self.items[f"{fqn}: {name}"] = digest(value, identify=self._identify)
         for fqn, tensor in model.named_parameters(remove_duplicate=False):
             storages.setdefault(tensor.untyped_storage()._cdata, []).append(fqn)
         self.items["shared memory"] = sorted(group for group in storages.values() if len(group) > 1)
         generation_config = getattr(model, "generation_config", None)
         if generation_config is not None:
-            self.items["generation_config"] = digest(vars(generation_config))
+            self.items["generation_config"] = digest(vars(generation_config), identify=self._identify)
 
     def _parameters(self, prefix: str, parameters: dict[str, nn.Parameter | None]) -> None:
         self.items[f"{prefix}: parameters"] = list(parameters)
@@ -95,13 +113,14 @@ class Snapshot:
             if parameter is None:
                 continue
             fqn = f"{prefix}.{name}"
-            self.items[f"{fqn}: identity"] = (id(parameter), type(parameter).__name__)
-            self.items[f"{fqn}: pointer"] = parameter.data_ptr()
-            self.items[f"{fqn}: bytes"] = tensor_digest(parameter)
+            self.items[f"{fqn}: identity"] = (self._identify(parameter), type(parameter).__name__)
+            if not self._is_twin:
+                self.items[f"{fqn}: pointer"] = parameter.data_ptr()
+            self.items[f"{fqn}: bytes"] = tensor_digest(parameter, self._identify)
             self.items[f"{fqn}: requires_grad"] = parameter.requires_grad
             for key, value in vars(parameter).items():
                 if key != "module":
-                    self.items[f"{fqn}: {key}"] = digest(value)
+                    self.items[f"{fqn}: {key}"] = digest(value, identify=self._identify)
 
     def diff(self, later: Snapshot, *, moved: bool = False, ignore: Collection[str] = ()) -> list[str]:
         """What differs in a later snapshot.

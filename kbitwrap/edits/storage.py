@@ -46,16 +46,22 @@ class StorageChange(HeldOriginal):
     """The storage of a parameter before a cast; with ``keep`` the original itself, on the CPU or ``on_device``."""
 
     def __init__(
-        self, record: ParameterRecord, parameter: nn.Parameter, *, keep: bool = False, on_device: bool = False
+        self,
+        record: ParameterRecord,
+        parameter: nn.Parameter,
+        *,
+        keep: bool = False,
+        on_device: bool = False,
+        is_seen: bool = False,
     ) -> None:
         data = parameter.detach()
         self.record = record
         self.dtype = data.dtype
-        self.kept = (data if on_device else data.cpu()) if keep else None
+        self.kept = (data if on_device or is_seen else data.cpu()) if keep or is_seen else None
         self.was_resized = False  # whether `undo` found another shape; such a value is not counted as trained
         self.group: SharedStorageChange | None = None  # where other parameters lie over the same memory
         self.layout = Layout.of(data)
-        self._is_rewritten = on_device
+        self._is_rewritten, self._is_seen = on_device, is_seen
         self._policy: TrainedPolicy = "keep"
         self._payloads: NanPayloads | None = None
         if self.kept is None:
@@ -156,6 +162,9 @@ class StorageChange(HeldOriginal):
         self.was_resized = tuple(parameter.shape) != self.layout.shape
         self.was_trained = is_trained and not self.was_resized
         self.was_altered = self.was_trained and found.is_altered
+        if self._is_seen and self.was_trained and self.group is None:  # by others, who see the value too
+            assert self.kept is not None
+            found = found._replace(original=self.kept.copy_(found.original))
         self.write(parameter, found.original)
         self._is_undone = True
 
@@ -167,7 +176,8 @@ class StorageChange(HeldOriginal):
         current = parameter.data
         dtype = current.dtype
         found = self._find_original(current)
-        if self.kept is not None and _is_same_tensor(found.original, self.kept):
+        bits = self.kept.clone() if self.kept is not None and self._is_seen and found.is_trained else None
+        if self.kept is not None and _is_same_tensor(found.original, self.kept) and not self._is_seen:
             # What is written into it meanwhile is not what is kept.
             found = found._replace(original=Layout.place([(found.original, self.layout)])[0])
         self._ready = current, found
@@ -178,6 +188,8 @@ class StorageChange(HeldOriginal):
             live = self.record.live()
             self._is_undone = False
             self._ready = None
+            if bits is not None and self.kept is not None:
+                self.kept.copy_(bits)
             if live is not None:
                 self.write(live, live.data.to(dtype) if saved is None else saved)
 
@@ -225,6 +237,7 @@ class Store(EditBase):
     dtype: torch.dtype | None = None  # `None`: record only
     keep: bool = False
     is_rewritten: bool = False  # by bitsandbytes (a quantized layer's bias): the originals are held on their device
+    is_seen: bool = False  # in its memory, by what is no parameter: it goes back to that memory
     record_bytes: int = 0
 
     def capture(self, tree: ModelTree) -> StorageChange | SharedStorageChange:
@@ -236,7 +249,8 @@ class Store(EditBase):
             assert parameter is not None
             record = tree.record(NamedTensor(fqn, module, ref.name, parameter, fqn))
             keep = self.keep or self.is_rewritten
-            changes.append(StorageChange(record, parameter, keep=keep, on_device=self.is_rewritten))
+            on_device, is_seen = self.is_rewritten, self.is_seen
+            changes.append(StorageChange(record, parameter, keep=keep, on_device=on_device, is_seen=is_seen))
         return changes[0] if len(changes) == 1 else SharedStorageChange(changes)
 
     def apply(self, change: StorageChange | SharedStorageChange) -> None:

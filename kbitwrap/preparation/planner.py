@@ -131,7 +131,15 @@ class Planner:
         """The weights that precision ``"compute"`` upcasts as they are used."""
         if self.config.precision is not Precision.COMPUTE:
             return []
-        return [t for t in self._castable if self._kept_in_float32_because(t) is None]
+        stored = {storage_key(t.parameter) for t in self._castable if self._kept_in_float32_because(t) is not None}
+        return [t for t in self._castable if storage_key(t.parameter) not in stored]
+
+    @functools.cached_property
+    def _seen(self) -> set[int]:
+        """The memory that plain tensors and buffers of modules lie in: a parameter there goes back to it."""
+        modules = [node.module for node in self.tree.modules]
+        fields = [value for m in modules for value in (*vars(m).values(), *m._buffers.values())]
+        return {storage_key(t) for t in fields if type(t) is torch.Tensor and t.layout is torch.strided}
 
     def _kept_in_float32_because(self, tensor: NamedTensor) -> str | None:
         """Why a half parameter is stored in float32 under ``"compute"``; ``None`` where it is upcast at use."""
@@ -178,7 +186,8 @@ class Planner:
         shared_bytes = min(sum(map(_bytes, parameters)), parameters[0].untyped_storage().nbytes())
         cast_bytes = sum(p.numel() * dtype.itemsize for p in parameters) if dtype is not None else 0
         # On the CPU a kept original is the original itself, which is then not freed.
-        keeps_in_place = keep and parameters[0].device.type == "cpu"
+        is_seen = storage_key(parameters[0]) in self._seen
+        keeps_in_place = is_seen or (keep and parameters[0].device.type == "cpu")
         freed_bytes = shared_bytes if dtype is not None and not keeps_in_place else 0
         return Store(
             "store" if dtype is not None else "record",
@@ -191,6 +200,7 @@ class Planner:
             dtype=dtype,
             keep=keep,
             is_rewritten=is_kept,
+            is_seen=is_seen,
             record_bytes=shared_bytes if (keep or is_kept) and dtype is not None and not keeps_in_place else 0,
         )
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..errors import UnsupportedModelError
+from ..errors import StateError, UnsupportedModelError
 from .bits import without_storage
 from .dtypes import HALF_DTYPES
 
@@ -106,9 +106,9 @@ class UpcastTensor(torch.Tensor):
         assert parameter is not None
         return parameter
 
-    def _refusal(self) -> RuntimeError:
+    def _refusal(self) -> StateError:
         module, name = self.owner or (None, "weight")
-        return RuntimeError(
+        return StateError(
             f"{type(module).__name__}.{name} was made trainable, but under precision 'compute' it is a frozen weight "
             "stored in half; train a copy (modules_to_save), or prepare with freeze=False or precision 'full'"
         )
