@@ -87,9 +87,8 @@ class Viewed(nn.Module):
 def test_a_tensor_that_views_a_parameter_views_it_again(as_buffer: bool, precision: str) -> None:
     model = Viewed(as_buffer)
     before = Snapshot(model)
-    with KbitPreparedModel(model, precision=precision) as prepared:
-        with prepared.suspended():
-            assert model.seen.data_ptr() == model.scale.data_ptr()
+    with KbitPreparedModel(model, precision=precision) as prepared, prepared.suspended():
+        assert model.seen.data_ptr() == model.scale.data_ptr()
     assert model.seen.data_ptr() == model.scale.data_ptr()
     assert before.diff(Snapshot(model)) == []
 
@@ -127,9 +126,9 @@ def test_parameters_of_which_one_could_be_upcast_at_use_share_memory_again(preci
 
 
 def test_a_weight_upcast_at_use_refuses_to_be_trained_by_an_error_of_the_tree() -> None:
-    with KbitPreparedModel(nn.Sequential(nn.Embedding(6, 4)).bfloat16(), precision="compute") as prepared:
-        with pytest.raises(StateError, match="made trainable"):
-            prepared.model[0].weight.requires_grad_(True)
+    model = nn.Sequential(nn.Embedding(6, 4)).bfloat16()
+    with KbitPreparedModel(model, precision="compute"), pytest.raises(StateError, match="made trainable"):
+        model[0].weight.requires_grad_(True)
 
 
 def test_a_view_of_a_parameter_of_a_model_prepared_twice_views_it_again() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..errors import UnsupportedModelError
-from .quantization import has_kernel_without_backward
+from .quantization import has_kernel_without_backward, is_rewritten
 from .tree import ModelTree, Node
 from .wrappers import is_d_tensor, is_flattened, loaded_class
 
@@ -124,8 +124,15 @@ def _sharding_of(parameter: torch.Tensor) -> str:
     return _FLATTENED if is_flattened(parameter) else ""
 
 
-def refuse_without_backward(nodes: Iterable[Node]) -> None:
-    """Raise for a quantized layer that computes by a kernel without a backward, in train mode too."""
+def refuse_without_backward(tree: ModelTree, nodes: Iterable[Node]) -> None:
+    """Raise for tensors made in inference mode, and of nodes for one that computes by a kernel without a backward."""
+    for tensor in tree.tensors:
+        if tensor.parameter.is_inference() and not is_rewritten(tensor.module, tensor.name):
+            raise UnsupportedModelError(
+                f"{tensor.path} was made under torch.inference_mode(): no adapter can be trained on it, and its dtype "
+                "cannot be changed; load the model outside of inference mode",
+                fqn=tensor.path,
+            )
     for node in nodes:
         if has_kernel_without_backward(node.module):
             raise UnsupportedModelError(

@@ -74,7 +74,7 @@ class Planner:
             )
             self.alarms += [] if self.freeze_adapters else self.warnings
         layers = [node for node in self.tree.modules if has_runtime_state(node.module)]
-        refuse_without_backward(layers)
+        refuse_without_backward(self.tree, layers)
         references = tuple(weakref.ref(node.module) for node in layers)
         fqns = tuple(t.fqn for t in self.base)
         edits: list[EditBase] = [

@@ -29,6 +29,7 @@ import kbitwrap
 import trees
 import zoo
 from kbitwrap import KbitPreparedModel, KbitWrapError, Manifest, UnsupportedModelError
+from kbitwrap.tensors.upcast import UpcastTensor
 from snapshot import Snapshot
 
 ROUND, LENGTH = 200, 12
@@ -92,6 +93,10 @@ class World:
         self.found.append(f"{self.kind}: {', '.join(self.log)}: {line}".replace("\n", " ")[:600])
 
     def _note_objects(self) -> None:
+        for module in self.model.modules():  # a weight upcast at use that is made trainable refuses to be read
+            for value in vars(module).values():
+                if isinstance(value, UpcastTensor) and value.parameter.requires_grad:
+                    value.parameter.requires_grad_(False)
         self.objects = dict(self.tops[0].named_parameters(remove_duplicate=False))
 
     # What the user does.

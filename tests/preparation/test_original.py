@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.nn import Linear4bit
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.testing._internal.two_tensor import TwoTensor
 
 import kbitwrap
-from kbitwrap import EditError, ExportError, KbitPreparedModel, ManifestError, RestoreReport, UnsupportedModelError
+from kbitwrap import ExportError, KbitPreparedModel, ManifestError, RestoreReport, UnsupportedModelError
 from snapshot import Snapshot
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -138,25 +139,30 @@ def test_a_tensor_without_its_own_memory_is_refused_by_name(make: Any, what: str
         assert error.value.fqn == "2.weight"
 
 
-def test_a_model_made_in_inference_mode_is_restored() -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_model_made_in_inference_mode_is_refused_by_name_and_left_as_it_was(precision: str) -> None:
     with torch.inference_mode():
         model = block()
     before = Snapshot(model)
-    with KbitPreparedModel(model) as prepared:
-        assert not any(parameter.requires_grad for parameter in model.parameters())
-        with prepared.suspended():
-            assert all(parameter.requires_grad for parameter in model.parameters())
+    for refuse in (KbitPreparedModel, kbitwrap.build_plan, kbitwrap.prepare_model_for_kbit_training):
+        with pytest.raises(UnsupportedModelError, match="inference_mode") as error:
+            refuse(model, precision=precision)
+        assert error.value.fqn == "0.weight"
     assert not before.diff(Snapshot(model))
 
 
-@pytest.mark.parametrize("precision", ["full", "compute"])
-def test_a_model_made_in_inference_mode_that_cannot_be_cast_is_as_it_was(precision: str) -> None:
+@pytest.mark.parametrize("precision", ["norms", "none"])
+def test_a_bias_that_bitsandbytes_cast_in_inference_mode_is_no_reason_to_refuse(precision: str) -> None:
+    model = block()
+    model[2] = Linear4bit(8, 8, compute_dtype=torch.float16).to("cpu")
+    model[2].bias.data = model[2].bias.data.bfloat16()
     with torch.inference_mode():
-        model = block()
+        model[2](torch.ones(1, 8).half())
+    assert model[2].bias.is_inference()
     before = Snapshot(model)
-    with pytest.raises(EditError, match="the model is as it was"):
-        KbitPreparedModel(model, precision=precision).prepare()
-    assert not before.diff(Snapshot(model), moved=True)
+    with KbitPreparedModel(model, precision=precision, gradient_checkpointing=False):
+        pass
+    assert before.diff(Snapshot(model)) == []
 
 
 def interrupt_at(line: int, call: Any) -> bool:
