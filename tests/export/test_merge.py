@@ -38,7 +38,7 @@ import zoo
 from files import tensors_of
 from kbitwrap import ExportError, ExportReport, KbitPreparedModel
 from memory import allocations, peak
-from merging import assert_rounded_once, layers_of
+from merging import HALF_ULP, assert_rounded_once, layers_of
 from pairwise import pairwise
 from snapshot import Snapshot
 
@@ -1059,3 +1059,22 @@ def test_the_process_grows_by_two_tensors_at_most(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert 0 < int(result.stdout) <= 2 * 2 * 3072 * 3072
+
+
+@pytest.mark.filterwarnings("ignore:.*neither a quantization attribute:UserWarning")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_an_adapter_that_left_a_rounded_residual_merges_to_within_two_units_of_the_largest_value(
+    init: str, dtype: torch.dtype
+) -> None:
+    model = zoo.load("llama", None, dtype)
+    before = {fqn: parameter.detach().clone() for fqn, parameter in model.named_parameters()}
+    targets = ["q_proj", "down_proj"]
+    peft_model = get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=init))
+    merged = dict(KbitPreparedModel(model, precision="none").prepare().merged_weights())
+    for fqn, layer in layers_of(peft_model).items():
+        exact, original = lora_weight(layer), before[f"{fqn}.weight"].double()
+        assert_rounded_once(merged[f"{fqn}.weight"], exact)
+        error = (exact - original).abs().max()
+        unit = torch.exp2(torch.frexp(original.abs().max()).exponent.double() + HALF_ULP[dtype][0])
+        assert unit / 8 < error <= 2 * unit  # what PEFT rounded
