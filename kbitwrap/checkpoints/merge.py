@@ -160,11 +160,10 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], set[str]]:
         raise ConfigError(f"there is no adapter_config.json with adapter_model.safetensors in {os.fspath(folder)!r}")
     config, tensors = read_json(folder / "adapter_config.json"), read_tensors(file)[0]
     largest = max([1024, *(size for stored in tensors.values() for size in stored.shape)])
-    patterns = config.get("rank_pattern")
-    ranks = {**(patterns if isinstance(patterns, dict) else {}), **{name: config.get(name) for name in _RANKS}}
-    for name, rank in ranks.items():
+    pattern = config.get("rank_pattern")
+    for rank in (*map(config.get, _RANKS), *(pattern.values() if isinstance(pattern, dict) else ())):
         if isinstance(rank, (int, float)) and rank > largest:  # as much would be allocated before it is compared
-            raise ConfigError(f"the adapter in {os.fspath(folder)!r} is damaged: {shown(name)} is {shown(rank)}")
+            raise ConfigError(f"the adapter in {os.fspath(folder)!r} has a rank of {shown(rank)}, and no such tensor")
     return config, set(tensors)
 
 

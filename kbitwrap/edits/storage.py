@@ -49,7 +49,6 @@ class StorageChange(HeldOriginal):
         self,
         record: ParameterRecord,
         parameter: nn.Parameter,
-        *,
         keep: bool = False,
         on_device: bool = False,
         is_seen: bool = False,
@@ -249,8 +248,7 @@ class Store(EditBase):
             assert parameter is not None
             record = tree.record(NamedTensor(fqn, module, ref.name, parameter, fqn))
             keep = self.keep or self.is_rewritten
-            on_device, is_seen = self.is_rewritten, self.is_seen
-            changes.append(StorageChange(record, parameter, keep=keep, on_device=on_device, is_seen=is_seen))
+            changes.append(StorageChange(record, parameter, keep, self.is_rewritten, self.is_seen))
         return changes[0] if len(changes) == 1 else SharedStorageChange(changes)
 
     def apply(self, change: StorageChange | SharedStorageChange) -> None:

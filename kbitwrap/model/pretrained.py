@@ -89,29 +89,13 @@ def _refuse_larger(folder: Path) -> None:
         )
 
 
-def _refuse_countless(config: Mapping[str, Any], name: str) -> None:
+def _refuse_countless(config: Mapping[str, Any]) -> None:
     """Raise where the content of a config counts more of something than any model has."""
     for key, value in config.items():
         if isinstance(value, dict):
-            _refuse_countless(value, name)
+            _refuse_countless(value)
         elif type(value) is int and value > _MAX_COUNT and _COUNTS.search(str(key)):
-            raise ConfigError(f"the config of {name!r} is damaged: {shown(key)} is {shown(value)}")
-
-
-@contextlib.contextmanager
-def _few_modules() -> Iterator[None]:
-    """Refuse a model of more modules than any has, while it is built."""
-    count = itertools.count()
-
-    def refuse(*_: object) -> None:
-        if next(count) > _MAX_MODULES:
-            raise ConfigError(f"its config describes a model of more than {_MAX_MODULES:,} modules")
-
-    hook = register_module_module_registration_hook(refuse)
-    try:
-        yield
-    finally:
-        hook.remove()
+            raise ConfigError(f"{shown(key)} is {shown(value)}, which no model has")
 
 
 def _reason(error: BaseException) -> str:
@@ -139,11 +123,9 @@ def read_config(name_or_path: Any, trust_remote_code: bool = False) -> Any:
     if path.is_dir() and not (path / "config.json").is_file():
         raise ConfigError(f"there is no config.json in {name!r}")
     try:
-        _refuse_countless(PretrainedConfig.get_config_dict(name)[0], name)
+        _refuse_countless(PretrainedConfig.get_config_dict(name)[0])
         # Without `trust_remote_code=False` it would ask, on the terminal, whether to run the code of the repository.
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except ConfigError:
-        raise
     except Exception as error:  # whatever transformers, the JSON parser and the network raise
         raise ConfigError(f"cannot read a config from {name!r}: {_reason(error)}") from error
 
@@ -208,7 +190,7 @@ def _build(config: Any, quantization_config: Any, dtype: torch.dtype) -> nn.Modu
     for name in getattr(config, "sub_configs", {}):
         if getattr(config, name, None) is not None:
             getattr(config, name).dtype = dtype
-    with _few_modules(), _loading(model_class, dtype):
+    with _loading(model_class, dtype):
         model: Any = model_class(config)
         if quantizer is not None:
             quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": "cpu"})
@@ -226,14 +208,24 @@ def _build(config: Any, quantization_config: Any, dtype: torch.dtype) -> nn.Modu
 
 @contextlib.contextmanager
 def _loading(model_class: Any, dtype: torch.dtype) -> Iterator[None]:
-    """The contexts in which ``from_pretrained`` builds: meta device, the dtype as default, no initialization."""
+    """The contexts in which ``from_pretrained`` builds: meta device, the dtype as default, no initialization.
+
+    A model of more modules than any has is refused while it is built.
+    """
     from transformers.initialization import no_init_weights
 
     values = {"dtype": dtype, "is_quantized": True, "_is_ds_init_called": False, "allow_all_kernels": None}
     # Which of these it takes depends on the version of transformers.
     names = inspect.signature(model_class.get_init_context).parameters
     default = torch.get_default_dtype()
+    count = itertools.count()
+
+    def refuse(*_: object) -> None:
+        if next(count) > _MAX_MODULES:
+            raise ConfigError(f"its config describes a model of more than {_MAX_MODULES:,} modules")
+
     with contextlib.ExitStack() as stack:
+        stack.callback(register_module_module_registration_hook(refuse).remove)
         stack.callback(torch.set_default_dtype, default)
         torch.set_default_dtype(dtype)
         for context in model_class.get_init_context(**{name: values[name] for name in names}):
