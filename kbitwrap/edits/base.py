@@ -15,7 +15,7 @@ import torch
 from ..model.records import ParameterRecord
 from ..model.roles import Role
 from ..model.tree import ModelTree
-from .journal import MISSING, WayBack
+from .journal import MISSING
 
 TrainedPolicy = Literal["keep", "discard", "error"]
 """The treatment of a value that changed while it was stored upcast."""
@@ -96,24 +96,15 @@ class AttributesNow(ChangeBase):
         return AttributesNow(self.holders, self._names)
 
 
-class Together(ChangeBase):
-    """Changes, or ways back, that are undone as one, in their order."""
+class Together:
+    """The changes of one edit, which are undone in their order."""
 
     def __init__(self, *changes: Any) -> None:
         self.changes = changes
 
-    def undo(self, tree: ModelTree) -> None:
-        """Undo each of them."""
-        for change in self.changes:
-            change.undo(tree)
-
-    def now(self, tree: ModelTree) -> WayBack:
-        """Record the current state of each."""
-        return Together(*[change.now(tree) for change in self.changes])
-
     def parts(self) -> tuple[Any, ...]:
-        """The changes that it is made of."""
-        return tuple(part for change in self.changes for part in change.parts())
+        """These changes."""
+        return self.changes
 
 
 class Anchor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from ..errors import EditError
+from ..errors import EditError, KbitWrapError
 
 T = TypeVar("T")
 
@@ -52,8 +52,15 @@ class Change(WayBack, Protocol):
     def now(self, view: Any) -> WayBack:
         """Record the current state of all that ``undo`` changes; changes nothing."""
 
-    def parts(self) -> Iterable[Any]:
-        """The changes that this one is made of, or this one itself."""
+    def parts(self) -> Sequence[Any]:
+        """Return this one."""
+
+
+class Captured(Protocol):
+    """What an edit is about to change: one change, or several."""
+
+    def parts(self) -> Sequence[Any]:
+        """The changes, in the order in which they are undone."""
 
 
 @runtime_checkable
@@ -63,7 +70,7 @@ class Edit(Protocol):
     def describe(self) -> str:
         """Say in one line what the edit does, and to what."""
 
-    def capture(self, view: Any) -> Change:
+    def capture(self, view: Any) -> Captured:
         """Read what the edit is about to change; changes nothing."""
 
     def apply(self, change: Any) -> None:
@@ -75,19 +82,24 @@ _MOST_INTERRUPTS = 8  # in one undo: what raises one each time is not tried for 
 
 
 def finish(call: Callable[..., T], *args: Any) -> T:
-    """Make a call that goes on where it was interrupted, again where it was; the first interrupt is raised then."""
-    interrupts: list[BaseException] = []
+    """Make a call, which goes on where it stopped, again after an interrupt, and once after an error of others.
+
+    The interrupt is raised then; an error of the package is raised at once.
+    """
+    stops: list[BaseException] = []
     try:
         while True:
             try:
                 return call(*args)
             except BaseException as error:
-                if isinstance(error, Exception) or len(interrupts) == _MOST_INTERRUPTS:
+                most = 1 if isinstance(error, Exception) else _MOST_INTERRUPTS
+                if isinstance(error, KbitWrapError) or len(stops) >= most:
                     raise
-                interrupts.append(error)
+                stops.append(error)
     finally:
-        if interrupts:
-            raise interrupts[0]
+        for stop in stops:
+            if not isinstance(stop, Exception):
+                raise stop
 
 
 class Journal:
@@ -103,7 +115,7 @@ class Journal:
         try:
             for edit in edits:
                 change = edit.capture(view)
-                self.changes.append(change)
+                self.changes += change.parts()[::-1]
                 edit.apply(change)
         except BaseException as error:
             failures = [failure for _, failure in self.roll_back(start, view)]
@@ -130,14 +142,16 @@ class Journal:
     def undo(self, view: Any, *, since: int = 0, show: Callable[[Sequence[Any]], Iterable[Any]] = iter) -> Failures:
         """Undo all but the ``since`` oldest changes, newest first, each even when another fails; return the failures.
 
-        A change that fails stays in the journal. One that is interrupted is undone again, and the interrupt returned.
+        One that fails stays in the journal, and so do older ones: the next call undoes them after it, and one of them
+        may write what it writes. One that is interrupted is undone again, and the interrupt returned.
         """
         failures: Failures = []
         for change in show(self.changes[since:][::-1]):
             for _ in range(2):
                 try:
                     change.undo(view)
-                    self.changes[:] = [other for other in self.changes if other is not change]
+                    if self.changes[-1:] == [change]:
+                        self.changes.pop()
                     break
                 except BaseException as error:
                     failures.append((change, error))
@@ -163,4 +177,4 @@ class Journal:
 
     def parts(self, kind: type[T]) -> list[T]:
         """The changes of one kind, newest first: where two recorded the same, the last has what was there first."""
-        return [part for change in reversed(self.changes) for part in change.parts() if isinstance(part, kind)]
+        return [change for change in reversed(self.changes) if isinstance(change, kind)]

@@ -19,7 +19,7 @@ from ..model.tree import ModelTree, NamedTensor
 from ..tensors.bits import Layout, NanPayloads, differ, fingerprint_and, has_nan
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import LazyTensor
-from .base import COPIED_ATTRIBUTE, Anchor, EditBase, HeldOriginal, Together, TrainedPolicy
+from .base import COPIED_ATTRIBUTE, Anchor, ChangeBase, EditBase, HeldOriginal, Together, TrainedPolicy
 from .journal import Call, WayBack
 
 _PIECE = 4 << 20  # elements cast at once: few enough for an allocator to use their memory again
@@ -58,7 +58,7 @@ class StorageChange(HeldOriginal):
         self.dtype = data.dtype
         self.kept = (data if on_device or is_seen else data.cpu()) if keep or is_seen else None
         self.was_resized = False  # whether `undo` found another shape; such a value is not counted as trained
-        self.group: SharedStorageChange | None = None  # where other parameters lie over the same memory
+        self.group: SharingChange | None = None  # where other parameters lie over the same memory
         self.layout = Layout.of(data)
         self._is_rewritten, self._is_seen = on_device, is_seen
         self._policy: TrainedPolicy = "keep"
@@ -201,24 +201,16 @@ def _is_same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
     return first == second
 
 
-class SharedStorageChange(Together):
-    """Parameters that are different objects over the same memory: undone one by one, then made to share again."""
+class SharingChange(ChangeBase):
+    """Parameters that are different objects over the same memory, to be undone after the change of each of them."""
 
     def __init__(self, changes: Sequence[StorageChange]) -> None:
-        super().__init__(*changes)
+        self.changes = changes
         for change in changes:
             change.group = self
 
     def undo(self, tree: ModelTree) -> None:
-        """Put the originals back, each even when another raises; memory is shared again where no value was trained."""
-        trained: list[str] = []
-        for change in self.changes:
-            try:
-                change.undo(tree)
-            except TrainedError as error:
-                trained += error.fqns
-        if trained:
-            raise TrainedError(trained)
+        """Let them share memory again where no value was trained."""
         live = [(change, p) for change in self.changes if (p := change.record.live()) is not None]
         is_shared = len({p.untyped_storage().data_ptr() for _, p in live}) < 2
         if is_shared or any(c.was_trained or c.was_resized or p.dtype != c.dtype for c, p in live):
@@ -226,6 +218,10 @@ class SharedStorageChange(Together):
         views = Layout.place([(p.data, change.layout) for change, p in live])
         for (change, parameter), view in zip(live, views, strict=True):
             change.write(parameter, view)
+
+    def now(self, tree: ModelTree) -> WayBack:
+        """Record nothing: the parameters are put back one by one."""
+        return Call(lambda: None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +235,7 @@ class Store(EditBase):
     is_seen: bool = False  # in its memory, by what is no parameter: it goes back to that memory
     record_bytes: int = 0
 
-    def capture(self, tree: ModelTree) -> StorageChange | SharedStorageChange:
+    def capture(self, tree: ModelTree) -> Together:
         """Record dtype, layout, NaN payloads and fingerprint, or the originals themselves."""
         changes = []
         for fqn, ref in zip(self.fqns, self.refs, strict=True):
@@ -249,12 +245,12 @@ class Store(EditBase):
             record = tree.record(NamedTensor(fqn, module, ref.name, parameter, fqn))
             keep = self.keep or self.is_rewritten
             changes.append(StorageChange(record, parameter, keep, self.is_rewritten, self.is_seen))
-        return changes[0] if len(changes) == 1 else SharedStorageChange(changes)
+        return Together(*changes, *([SharingChange(changes)] if len(changes) > 1 else []))
 
-    def apply(self, change: StorageChange | SharedStorageChange) -> None:
+    def apply(self, change: Together) -> None:
         """Cast by ``.data``: the parameter stays the same object."""
         if self.dtype is not None:
-            for one in change.parts():
+            for one in change.parts()[: len(self.refs)]:
                 parameter = one.record.live()
                 assert parameter is not None
                 for owner, _ in one.record.refs:

@@ -132,11 +132,13 @@ class RuntimeChange(HeldOriginal):
         was_repacked = is_repacked(self._state.get("quant_state", {}))
         if quant_state is not None and is_repacked(vars(quant_state)) != was_repacked:
             self.write(weight, in_other_layout(weight, quant_state))
-        # All values are looked up before any is written: one field may be all that holds another's value.
+        # All values are looked up, and tensors written, before any is removed: a field may be all that holds one.
         places = [vars(owner) for _, owner, _ in all_owners]
         values = [_values(self._state[name], vars(owner), places) for name, owner, _ in owners]
+        for (_, owner, _), value in zip(owners, values, strict=True):
+            vars(owner).update({key: one for key, one in value.items() if isinstance(one, torch.Tensor)})
         for (_, owner, keys), value in zip(owners, values, strict=True):
-            _write(vars(owner), value, keys)
+            owner.__dict__ = _replaced(vars(owner), value, keys)
 
     def _is_as_recorded(self, name: str, owner: Any, keys: tuple[str, ...] | None) -> bool:
         recorded, fields = self._state[name], vars(owner)
@@ -157,7 +159,9 @@ class RuntimeChange(HeldOriginal):
         """Replace the fields of copied 4-bit statistics by the recorded ones, where there are any."""
         held = self._state.get("quant_state")
         if held is not None:
-            _write(fields, _values(held, fields, [fields]), None)
+            values = _values(held, fields, [fields])
+            fields.clear()
+            fields.update(_replaced({}, values, None))
 
     def original_quant_state(self, parameter: torch.Tensor) -> Any:
         """The layer's 4-bit statistics from before repacking, for a weight that lost them when it was sharded."""
@@ -198,11 +202,10 @@ def _values(recorded: dict[str, Any], fields: dict[str, Any], places: list[dict[
     return values
 
 
-def _write(fields: dict[str, Any], values: dict[str, Any], keys: tuple[str, ...] | None) -> None:
-    """Replace all ``fields``, or those named in ``keys``, by these values, in their order."""
-    for key in list(fields) if keys is None else keys:
-        fields.pop(key, None)
-    fields.update({key: value for key, value in values.items() if value is not MISSING})
+def _replaced(fields: dict[str, Any], values: dict[str, Any], keys: tuple[str, ...] | None) -> dict[str, Any]:
+    """The fields, with all, or those named in ``keys``, replaced by these values, in their order."""
+    others = {} if keys is None else {key: value for key, value in fields.items() if key not in keys}
+    return others | {key: value for key, value in values.items() if value is not MISSING}
 
 
 @dataclass(frozen=True, kw_only=True)

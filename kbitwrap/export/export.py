@@ -30,6 +30,7 @@ from ..tensors.bits import is_composed
 from ..tensors.lazy import LazyTensor, keeping_last, materialize
 from .merge import merge_into
 from .sharding import Gathering
+from .staging import beside
 from .twin import Twin, build_twin
 from .writer import CheckpointWriter, checkpoint_writer, read_header, split_into_files
 
@@ -75,12 +76,12 @@ def merged_weights(
     preparation: Preparation, adapters: str | Sequence[str] | None, moment: Callable[[], tuple[Any, ...]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Hand out what a merged export writes, as long as ``moment`` returns the same objects, a state first."""
-    with plain_mode(), tempfile.TemporaryDirectory(prefix="kbitwrap-") as folder:
+    with plain_mode(), beside(Path(tempfile.gettempdir(), "kbitwrap")) as (folder, _):
         tree = preparation.tree()
         refuse_unreadable(tree, allow_sharded=False)
         twin = build_twin(tree, preparation)
         merge_into(twin, [adapters] if isinstance(adapters, str) else adapters)
-        collector = _Collector(Path(folder))
+        collector = _Collector(folder)
         with _refusing(twin.model, "the model is as it was"):
             save_model(twin.model, collector, sys.maxsize)
     return _computed(collector.tensors, moment, moment())

@@ -36,7 +36,7 @@ def staged(destination: str | os.PathLike[str], *, overwrite: bool = False) -> I
     An empty folder may stand at the destination; with ``overwrite``, any folder without subfolders. Nothing is flushed,
     as when the libraries save a checkpoint: a power failure loses what the system has not written by then.
     """
-    with _beside(destination) as (hidden, target):
+    with beside(destination) as (hidden, target):
         _check_replaceable(target, destination, overwrite)
         folder = hidden / _NEW
         folder.mkdir()
@@ -50,7 +50,7 @@ def staged(destination: str | os.PathLike[str], *, overwrite: bool = False) -> I
 
 def atomic_write(path: str | os.PathLike[str], data: bytes) -> None:
     """Write or replace a file; it is whole, or as it was before where `ExportError` is raised."""
-    with _beside(path) as (hidden, target):
+    with beside(path) as (hidden, target):
         with open(hidden / _NEW, "wb") as file:
             file.write(data)
             file.flush()
@@ -81,7 +81,7 @@ def _check_replaceable(target: Path, destination: str | os.PathLike[str], overwr
 
 
 @contextlib.contextmanager
-def _beside(path: str | os.PathLike[str]) -> Iterator[tuple[Path, Path]]:
+def beside(path: str | os.PathLike[str]) -> Iterator[tuple[Path, Path]]:
     """Make a hidden folder beside a path, locked while its process lives, and remove it in the end."""
     where = os.fspath(path)
     if not where:

@@ -286,7 +286,7 @@ def test_resuming_goes_on_when_one_resume_fails_and_raises_the_first_failure() -
         way_back.resume(LOOK)
     assert caught.value is first
     assert state == {"a": 1, "b": 0, "c": 0, "d": 4}
-    assert len(way_back.changes) == 2  # they may be called again
+    assert len(way_back.changes) == 3  # they may be called again, and what is undone after them too
 
 
 def test_missing_is_one_object_however_it_is_copied() -> None:
@@ -301,11 +301,23 @@ def test_a_change_that_fails_to_undo_stays_for_the_next_call() -> None:
     journal = Journal()
     journal.apply(edits(state, log, b={"undo": ValueError("not yet")}), LOOK)
     assert [change.edit.key for change, _ in journal.undo(LOOK)] == ["b"]
-    assert [change.edit.key for change in journal.changes] == ["b"]
-    journal.changes[0].edit.fails.clear()
+    assert [change.edit.key for change in journal.changes] == ["a", "b"]
+    journal.changes[1].edit.fails.clear()
     assert journal.undo(LOOK) == []
     assert journal.changes == []
     assert state == START
+
+
+def test_a_change_that_failed_is_undone_before_the_older_ones_again() -> None:
+    state, log = dict(START), []
+    journal = Journal()
+    newest = Set(state, "a", 3, log, undo=ValueError("not yet"))
+    journal.apply([Set(state, "a", 1, log), Set(state, "b", 2, log), newest], LOOK)
+    assert [error for _, error in journal.undo(LOOK)] == [newest.fails.pop("undo")]
+    assert state == START
+    assert journal.undo(LOOK) == []
+    assert state == START
+    assert journal.changes == []
 
 
 def test_an_interrupted_undo_is_repeated_before_the_interrupt_is_raised() -> None:

@@ -1,7 +1,6 @@
 """What others did to a prepared model: export, manifest, verify and the report of a restore say the same of it."""
 
 import gc
-import sys
 from typing import Any
 
 import pytest
@@ -163,48 +162,3 @@ def test_a_bias_that_bitsandbytes_cast_in_inference_mode_is_no_reason_to_refuse(
     with KbitPreparedModel(model, precision=precision, gradient_checkpointing=False):
         pass
     assert before.diff(Snapshot(model)) == []
-
-
-def interrupt_at(line: int, call: Any) -> bool:
-    """Call with an interrupt before the ``line``-th line of the two modules that hold a preparation."""
-    count = 0
-
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        nonlocal count
-        if not frame.f_code.co_filename.endswith(("kbitwrap/prepared.py", "preparation/preparation.py")):
-            return None
-        if event == "line":
-            count += 1
-            if count == line:
-                raise KeyboardInterrupt
-        return trace
-
-    previous = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(previous)
-    return False
-
-
-@pytest.mark.parametrize(("call", "precision"), [("prepare", "full"), ("prepare", "norms"), ("restore", "full")])
-def test_a_model_interrupted_at_any_line_can_be_restored(call: str, precision: str) -> None:
-    line = 0
-    was_interrupted = True
-    while was_interrupted:
-        line += 1
-        model = block()
-        before = Snapshot(model)
-        prepared = KbitPreparedModel(model, precision=precision)
-        if call == "restore":
-            prepared.prepare()
-        was_interrupted = interrupt_at(line, getattr(prepared, call))
-        if call == "restore" or prepared.state == "prepared":
-            prepared.restore()
-            assert prepared.state == "restored"
-        assert kbitwrap.prepared_of(model) is None
-        assert not before.diff(Snapshot(model), moved=True), line
-    assert line > 20

@@ -1,0 +1,24 @@
+"""A short run of the campaign: one seed of each kind, or a part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from campaign import faults
+
+
+def hold(trials: Sequence[list[str]], at_least: int) -> None:
+    assert [line for violations in trials for line in violations] == []
+    assert len(trials) >= at_least
+
+
+@pytest.mark.parametrize("precision", ["full", "compute", "norms"])
+def test_a_fault_at_any_step_on_a_plain_model_leaves_it_whole(precision: str) -> None:
+    hold([*faults.trials(0, [None], [precision], stride=101)], 400)
+
+
+@pytest.mark.parametrize(("name", "precision"), [("llama", "full"), ("t5", "compute"), ("bert", "norms")])
+def test_a_fault_at_any_step_on_a_quantized_model_leaves_it_whole(name: str, precision: str) -> None:
+    hold([*faults.trials(0, [name], [precision], stride=599)], 20)
