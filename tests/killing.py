@@ -8,7 +8,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def fork(write: Callable[[Path], object], destinations: Iterable[Path]) -> int:
         os._exit(1)
 
 
-def kill_at_random(program: str, folder: Path, tries: int, check: Callable[[Path], None], *, seed: int = 0) -> int:
+def kill_at_random(program: str, folder: Path, tries: int, *, seed: int = 0) -> Iterator[list[Path]]:
     """Let a program write to one destination after the other, and kill it at random moments.
 
     It is Python that defines `write(destination)` and may read `folder`. A child forked from it, with everything
@@ -50,31 +50,24 @@ def kill_at_random(program: str, folder: Path, tries: int, check: Callable[[Path
         program: The program.
         folder: Where destinations are; it holds nothing else.
         tries: How many times to kill it.
-        check: Called with each destination that there is after a kill.
         seed: Seed of the moments.
 
-    Returns:
-        How many temporaries were left over by the kills.
+    Yields:
+        What is in the folder: before the kills, after each, and when another child has written once in the end.
     """
     ours, theirs = forks.context().Pipe()
     server = forks.context().Process(target=_serve, args=(program, folder, tries, seed, theirs), daemon=True)
     server.start()
     theirs.close()
-    left_over = 0
     try:
-        for _ in range(tries):
+        for _ in range(tries + 2):
             assert ours.recv() == "dead"
-            for path in folder.iterdir():
-                if path.name.startswith("."):
-                    left_over += 1
-                else:
-                    check(path)
+            yield list(folder.iterdir())
             ours.send("checked")
     finally:
         server.kill()
         server.join()
         ours.close()
-    return left_over
 
 
 def _serve(program: str, folder: Path, tries: int, seed: int, connection: Connection) -> None:
@@ -87,11 +80,18 @@ def _serve(program: str, folder: Path, tries: int, seed: int, connection: Connec
     start = time.perf_counter()
     assert os.waitpid(fork(write, [folder / "whole"]), 0)[1] == 0
     longest = time.perf_counter() - start
+
+    def check() -> None:
+        connection.send("dead")
+        connection.recv()
+
+    check()
     moments = random.Random(seed)
     for attempt in range(tries):
         child = fork(write, (folder / f"{attempt}-{number}" for number in itertools.count()))
         time.sleep(moments.uniform(0, 2 * longest))
         os.kill(child, signal.SIGKILL)
         assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
-        connection.send("dead")
-        connection.recv()
+        check()
+    assert os.waitpid(fork(write, [folder / "last"]), 0)[1] == 0
+    check()

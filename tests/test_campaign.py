@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from campaign import faults
+from campaign import faults, kills
 
 
 def hold(trials: Sequence[list[str]], at_least: int) -> None:
@@ -22,3 +22,7 @@ def test_a_fault_at_any_step_on_a_plain_model_leaves_it_whole(precision: str) ->
 @pytest.mark.parametrize(("name", "precision"), [("llama", "full"), ("t5", "compute"), ("bert", "norms")])
 def test_a_fault_at_any_step_on_a_quantized_model_leaves_it_whole(name: str, precision: str) -> None:
     hold([*faults.trials(0, [name], [precision], stride=599)], 20)
+
+
+def test_a_kill_at_any_moment_leaves_what_is_written_whole_or_not_there() -> None:
+    hold([*kills.trials(0, tries=10)], 50)

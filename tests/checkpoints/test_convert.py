@@ -36,7 +36,6 @@ from kbitwrap import (
 from kbitwrap.checkpoints.reader import open_checkpoint
 from kbitwrap.tensors.dtypes import SAFETENSORS_DTYPES
 from kbitwrap.tensors.lazy import materialize
-from killing import kill_at_random
 
 
 class Saved:
@@ -588,31 +587,8 @@ def test_a_checkpoint_is_converted_into_a_folder_of_its_own(place: str, tmp_path
 
 
 # ----------------------------------------------------------------------------------------------------
-# Crashes and memory.
+# Memory.
 # ----------------------------------------------------------------------------------------------------
-
-CONVERT = """
-from kbitwrap import convert_checkpoint
-source = folder.parent / "source"
-def write(destination):
-    convert_checkpoint(source, destination, dtype="bfloat16")
-"""
-
-
-def test_a_kill_leaves_a_whole_checkpoint_or_none(tmp_path: Path) -> None:
-    tensors = {f"t{i}": torch.full((300, 100), i + 1 / 3) for i in range(10)}
-    source = checkpoint(tmp_path / "source", tensors)
-    (source / "tokenizer.json").write_text("{}")
-    (tmp_path / "out").mkdir()
-
-    def check(destination: Path) -> None:
-        assert files_of(destination) == ["model.safetensors", "tokenizer.json"]
-        found = tensors_of(destination)
-        assert all(torch.equal(found[name], tensor.to(torch.bfloat16)) for name, tensor in tensors.items())
-        shutil.rmtree(destination)
-
-    assert kill_at_random(CONVERT, tmp_path / "out", 50, check) > 5
-
 
 MEMORY = """
 import ctypes, sys

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 import forks
 from kbitwrap import ExportError
 from kbitwrap.export import staging as staging_module
 from kbitwrap.export.staging import atomic_write, staged
-from killing import kill_at_random
 
 
 def names_in(folder: Path) -> list[str]:
@@ -247,73 +243,6 @@ def test_a_file_does_not_replace_a_folder(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------------
 # Killed.
 # ----------------------------------------------------------------------------------------------------
-
-STAGED = """
-import torch
-from kbitwrap.export.staging import staged
-from kbitwrap.export.writer import write_safetensors
-tensors = {f"t{i}": torch.full((1000, 100), float(i)) for i in range(10)}
-def write(destination):
-    with staged(destination) as out:
-        (out / "config.json").write_text("{}")
-        write_safetensors(out / "model.safetensors", tensors)
-"""
-
-
-def test_a_kill_leaves_a_whole_folder_or_none(tmp_path: Path) -> None:
-    expected = {f"t{i}": torch.full((1000, 100), float(i)) for i in range(10)}
-
-    def check(destination: Path) -> None:
-        assert names_in(destination) == ["config.json", "model.safetensors"]
-        found = load_file(destination / "model.safetensors")
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-        shutil.rmtree(destination)
-
-    # Some kills must have hit a write, or nothing was tested.
-    assert kill_at_random(STAGED, tmp_path, 50, check) > 5
-
-
-OVERWRITTEN = """
-from kbitwrap.export.staging import staged
-target = folder / "target"
-def write(destination):
-    with staged(target, overwrite=True) as out:
-        for name in "abcdef":
-            (out / name).write_text(destination.name)
-"""
-
-
-def test_a_kill_while_overwriting_leaves_the_old_or_the_new_folder(tmp_path: Path) -> None:
-    seen = []
-
-    def check(destination: Path) -> None:
-        found = content_of(destination)
-        assert len(found) == 6
-        assert len(set(found)) == 1
-        seen.append(found[0])
-
-    kill_at_random(OVERWRITTEN, tmp_path, 50, check)
-    # It was there after every kill, and what killed runs left behind was cleaned up by later ones.
-    assert len(seen) == 50
-    assert len(set(seen)) > 5
-    write_folder(tmp_path / "target", "last", overwrite=True)
-    assert names_in(tmp_path) == ["target"]
-
-
-def test_a_kill_while_overwriting_by_two_renames_loses_no_folder(tmp_path: Path) -> None:
-    # Where folders cannot be exchanged the old one may be out of sight after a kill, until the next write.
-    program = f"from kbitwrap.export import staging\nstaging._exchange = lambda first, second: False\n{OVERWRITTEN}"
-
-    def check(destination: Path) -> None:
-        found = content_of(destination)
-        assert len(found) == 6
-        assert len(set(found)) == 1
-
-    kill_at_random(program, tmp_path, 25, check)
-    with pytest.raises(ExportError, match="exists and is not empty"):
-        write_folder(tmp_path / "target", "last")
-    assert names_in(tmp_path) == ["target"]
-    check(tmp_path / "target")
 
 
 def leave_behind(destination: Path) -> Path:

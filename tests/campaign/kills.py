@@ -1,0 +1,95 @@
+"""Kills while a checkpoint, an export or a manifest is written: what is there afterwards is whole."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from files import read
+from killing import kill_at_random
+
+EXPORT = """
+import warnings
+import torch
+from kbitwrap import KbitPreparedModel
+warnings.simplefilter("ignore")
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Embedding(500, 100), torch.nn.Linear(100, 500), torch.nn.LayerNorm(500)).bfloat16()
+prepared = KbitPreparedModel(model, precision="full").prepare()
+def write(destination):
+    prepared.export(destination)
+"""
+MANIFEST = EXPORT.replace("prepared.export(destination)", "manifest.save(destination)").replace(
+    "def write", "manifest = prepared.manifest()\ndef write"
+)
+OVERWRITTEN = """
+from kbitwrap.export import staging
+target = folder / "target"
+def write(destination):
+    with staging.staged(target, overwrite=True) as out:
+        for name in "abcdef":
+            (out / name).write_text(destination.name)
+"""
+# Where folders cannot be exchanged the old one may be out of sight after a kill, until the next write.
+BY_TWO_RENAMES = OVERWRITTEN.replace("target =", "staging._exchange = lambda first, second: False\ntarget =")
+CONVERT = """
+from kbitwrap import convert_checkpoint
+source = folder.parent / "source"
+def write(destination):
+    convert_checkpoint(source, destination, dtype="bfloat16")
+"""
+PROGRAMS = {
+    "export": EXPORT,
+    "manifest": MANIFEST,
+    "overwrite": OVERWRITTEN,
+    "overwrite by two renames": BY_TWO_RENAMES,
+    "convert": CONVERT,
+}
+
+
+def content(path: Path) -> dict[str, bytes]:
+    """The files of a folder, or the file."""
+    return read(path) if path.is_dir() else {"": path.read_bytes()}
+
+
+def trials(seed: int, tries: int = 20) -> Iterator[list[str]]:
+    """Kill each program some times: what is at a destination is what a run that is not killed leaves there."""
+    for name, program in PROGRAMS.items():
+        with tempfile.TemporaryDirectory() as parent:
+            source, folder = Path(parent, "source"), Path(parent, "out")
+            source.mkdir()
+            folder.mkdir()
+            save_file({f"t{i}": torch.full((300, 100), i + 1 / 3) for i in range(10)}, source / "model.safetensors")
+            (source / "tokenizer.json").write_text("{}")
+            for attempt, violations in enumerate(kill(program, folder, tries, seed)):
+                yield [f"{name}, kill {attempt}: {line}" for line in violations]
+
+
+def kill(program: str, folder: Path, tries: int, seed: int) -> Iterator[list[str]]:
+    """Kill one program, and say of each kill what is not whole."""
+    is_overwriting, num_hit = "overwrite=True" in program, 0
+    for attempt, paths in enumerate(kill_at_random(program, folder, tries, seed=seed)):
+        there = {path.name: content(path) for path in paths if not path.name.startswith(".")}
+        if attempt == 0:
+            expected = there.get("whole")
+            continue
+        if is_overwriting:
+            found = there.pop("target", {})
+            is_whole = [*sorted(found)] == [*"abcdef"] and len(set(found.values())) == 1
+            violations = [] if is_whole or (not found and "_exchange" in program) else [f"the old and the new: {found}"]
+        else:
+            violations = [f"{path} is not whole" for path, found in there.items() if found != expected]
+            for path in there:
+                shutil.rmtree(folder / path) if (folder / path).is_dir() else (folder / path).unlink()
+        num_hit += len(paths) > len(there) + is_overwriting
+        if attempt <= tries:
+            yield violations
+        elif is_overwriting and len(paths) > 1:
+            yield [*violations, f"{len(paths) - 1} folders are left over"]
+    if num_hit < tries / 10:
+        yield [f"{num_hit} of {tries} kills hit a write"]
