@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
+import peft
 import pytest
+import torch
+from torch import nn
 
 from campaign import faults, kills
+from failing import failing_at, primitive
+from kbitwrap.model.roles import returns_float32
 
 
 def hold(trials: Sequence[list[str]], at_least: int) -> None:
@@ -26,3 +32,16 @@ def test_a_fault_at_any_step_on_a_quantized_model_leaves_it_whole(name: str, pre
 
 def test_a_kill_at_any_moment_leaves_what_is_written_whole_or_not_there() -> None:
     hold([*kills.trials(0, tries=10)], 50)
+
+
+def test_an_interrupt_while_an_adapter_is_asked_for_its_dtype_leaves_autograd_on() -> None:
+    layer = peft.tuners.lora.Linear(nn.Linear(4, 4), "default", peft.LoraConfig(), r=2)
+    for number in itertools.count():
+        try:
+            with failing_at(number, kind=primitive):
+                returns_float32(layer, torch.bfloat16)
+        except KeyboardInterrupt:
+            assert torch.is_grad_enabled(), number
+        else:
+            break
+    assert number > 100

@@ -148,7 +148,7 @@ def returns_float32(adapter: nn.Module, dtype: torch.dtype) -> bool:
     """Whether PEFT's layer makes float32 of a half input: a copy of it is run, without values, as it may write them."""
     width = getattr(adapter, "in_features", 0)
     try:
-        with _OnMeta(), torch.no_grad():
+        with torch.no_grad(), _OnMeta():  # inside, the mode would see how no_grad ends, where an interrupt leaves it on
             plain = _AsItsInput(width, adapter.out_features, False, "meta", dtype)  # type: ignore[arg-type]
             copied = copy.deepcopy(adapter, {id(adapter._modules["base_layer"]): plain})
             output: torch.Tensor = type(copied).forward(copied, torch.empty(1, 1, width, dtype=dtype, device="meta"))
