@@ -18,7 +18,7 @@ from .errors import StateError
 from .model.quantization import detect_as_peft
 from .model.tree import ModelTree
 from .model.wrappers import REPLACES
-from .preparation.preparation import Preparation
+from .preparation.preparation import Preparation, changing
 from .preparation.process import empty_cache
 from .prepared import KbitPreparedModel
 from .reports import RestoreReport
@@ -107,7 +107,8 @@ def _prepare(
         gradient_checkpointing_kwargs=kwargs or {},
         empty_cache=False,
     )
-    wrapper = KbitPreparedModel.as_peft(model, config)
+    with changing:
+        wrapper = KbitPreparedModel.as_peft(model, config)
     if auto_clear_cache and detect_as_peft(model).casts:
         empty_cache()
     if not wrapper.plan.is_quantized:

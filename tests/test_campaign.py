@@ -22,16 +22,16 @@ def hold(trials: Sequence[list[str]], at_least: int) -> None:
 
 @pytest.mark.parametrize("precision", ["full", "compute", "norms"])
 def test_a_fault_at_any_step_on_a_plain_model_leaves_it_whole(precision: str) -> None:
-    hold([*faults.trials(0, [None], [precision], stride=101)], 400)
+    hold([*faults.trials(0, [None], [precision], stride=805)], 200)
 
 
-@pytest.mark.parametrize(("name", "precision"), [("llama", "full"), ("t5", "compute"), ("bert", "norms")])
+@pytest.mark.parametrize(("name", "precision"), [("llama", "full"), ("gemma2", "compute")])
 def test_a_fault_at_any_step_on_a_quantized_model_leaves_it_whole(name: str, precision: str) -> None:
-    hold([*faults.trials(0, [name], [precision], stride=599)], 20)
+    hold([*faults.trials(0, [name], [precision], stride=101)], 40)
 
 
 def test_a_kill_at_any_moment_leaves_what_is_written_whole_or_not_there() -> None:
-    hold([*kills.trials(0, tries=10)], 50)
+    hold([*kills.trials(0, tries=6)], 30)
 
 
 def test_an_interrupt_while_an_adapter_is_asked_for_its_dtype_leaves_autograd_on() -> None:

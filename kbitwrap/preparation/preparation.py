@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,6 +37,7 @@ from .process import LARGE_BLOCK_BYTES, empty_cache, plain_mode, random_state, r
 
 _logger = logging.getLogger(__name__)
 _in_force: weakref.WeakSet[Preparation] = weakref.WeakSet()
+changing = threading.RLock()  # held by what changes a model: of two threads that prepare one, the second finds it held
 
 
 class Preparation:

@@ -59,6 +59,7 @@ def content(path: Path) -> dict[str, bytes]:
 
 def trials(seed: int, tries: int = 20) -> Iterator[list[str]]:
     """Kill each program some times: what is at a destination is what a run that is not killed leaves there."""
+    hit: list[int] = []
     for name, program in PROGRAMS.items():
         with tempfile.TemporaryDirectory() as parent:
             source, folder = Path(parent, "source"), Path(parent, "out")
@@ -66,13 +67,15 @@ def trials(seed: int, tries: int = 20) -> Iterator[list[str]]:
             folder.mkdir()
             save_file({f"t{i}": torch.full((300, 100), i + 1 / 3) for i in range(10)}, source / "model.safetensors")
             (source / "tokenizer.json").write_text("{}")
-            for attempt, violations in enumerate(kill(program, folder, tries, seed)):
+            for attempt, violations in enumerate(kill(program, folder, tries, seed, hit)):
                 yield [f"{name}, kill {attempt}: {line}" for line in violations]
+    if len(hit) < tries / 4:  # of as many times each program
+        yield [f"only {len(hit)} kills hit a write"]
 
 
-def kill(program: str, folder: Path, tries: int, seed: int) -> Iterator[list[str]]:
-    """Kill one program, and say of each kill what is not whole."""
-    is_overwriting, num_hit = "overwrite=True" in program, 0
+def kill(program: str, folder: Path, tries: int, seed: int, hit: list[int]) -> Iterator[list[str]]:
+    """Kill one program, and say of each kill what is not whole; note those that left a temporary."""
+    is_overwriting = "overwrite=True" in program
     for attempt, paths in enumerate(kill_at_random(program, folder, tries, seed=seed)):
         there = {path.name: content(path) for path in paths if not path.name.startswith(".")}
         if attempt == 0:
@@ -84,12 +87,11 @@ def kill(program: str, folder: Path, tries: int, seed: int) -> Iterator[list[str
             violations = [] if is_whole or (not found and "_exchange" in program) else [f"the old and the new: {found}"]
         else:
             violations = [f"{path} is not whole" for path, found in there.items() if found != expected]
-            for path in there:
-                shutil.rmtree(folder / path) if (folder / path).is_dir() else (folder / path).unlink()
-        num_hit += len(paths) > len(there) + is_overwriting
+            for path in paths:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if len(paths) > len(there) + is_overwriting:
+            hit.append(attempt)
         if attempt <= tries:
             yield violations
         elif is_overwriting and len(paths) > 1:
             yield [*violations, f"{len(paths) - 1} folders are left over"]
-    if num_hit < tries / 10:
-        yield [f"{num_hit} of {tries} kills hit a write"]
