@@ -19,7 +19,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-COUNTS = {"faults": 100_000, "kills": 500, "sequences": 100_000, "files": 1_000_000}
+COUNTS = {"faults": 100_000, "cycles": 10_000, "kills": 500, "sequences": 100_000, "files": 1_000_000}
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
 
 

@@ -26,7 +26,7 @@ from kbitwrap import KbitPreparedModel, KbitWrapError, LifecycleState, Precision
 from snapshot import Snapshot
 
 FOLDER = Path(tempfile.mkdtemp(prefix="faults-", dir=zoo.checkpoints()))
-STRIDE = 199  # as many rounds fail once every primitive step of what changes a quantized model
+STRIDE = 67  # as many rounds fail once every primitive step of what changes a quantized model
 _READING = ("export", "manifest", "from_manifest", "merged_weights")
 ERRORS: dict[failing.Kind, tuple[type[BaseException], ...]] = {
     failing.primitive: (torch.OutOfMemoryError, KeyboardInterrupt, RuntimeError, SystemExit),
@@ -201,7 +201,7 @@ class Subject:
             prepared.adopt(self.adapted)
         if call in ("prepare", "adopt") and prepared.state is PREPARED and (difference := prepared.verify()):
             yield f"verify() finds {difference}"
-        if call in (*ENDS, "adopt"):
+        if call in (*ENDS, "adopt") and (self.adapt is None or call in ("restore", "adopt")):
             report = prepared.restore()
             self.take_off()
             yield from self.original.diff(Snapshot(self.model), moved=True)
@@ -293,6 +293,7 @@ def trials(
                         step = max(stride // 4, 1)
                     else:
                         step = stride * (97 if kind is failing.line else 11 if call in _READING else 1)
+                        step *= 5 if subject.adapt else 1
                     first = (seed + zlib.crc32(f"{label}{call}".encode())) % step
                     for number in range(first, count, step):
                         error = errors[(number + seed // step) % len(errors)]("injected")
