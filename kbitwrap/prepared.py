@@ -294,8 +294,8 @@ class KbitPreparedModel:
         """
         with changing:
             preparation = self._expect_prepared("adopt")
-            if preparation.adopt(peft_model):
-                self.plan, self._planned_for = preparation.plan, None
+            preparation.adopt(peft_model)
+            self.plan, self._planned_for = preparation.plan, None
 
     def verify(self) -> StateDiff:
         """Compare the live model with the state that ``prepare`` left. Adapters do not count.

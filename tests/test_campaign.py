@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from campaign import faults, kills
-from failing import failing_at, primitive
+from failing import failing_at, line, primitive
 from kbitwrap.model.roles import returns_float32
 
 
@@ -28,6 +28,14 @@ def test_a_fault_at_any_step_on_a_plain_model_leaves_it_whole(precision: str) ->
 @pytest.mark.parametrize(("name", "precision"), [("llama", "full"), ("gemma2", "compute")])
 def test_a_fault_at_any_step_on_a_quantized_model_leaves_it_whole(name: str, precision: str) -> None:
     hold([*faults.trials(0, [name], [precision], stride=67)], 40)
+
+
+@pytest.mark.filterwarnings("ignore:.*base parameters trainable again:UserWarning")
+def test_a_fault_at_the_last_lines_of_adopting_adopts_all_or_nothing() -> None:
+    subject = [make() for _, make in faults.subjects("llama", "adapted")][1]
+    count = subject.count("adopt", line)
+    for number, error in itertools.product(range(count - 260, count, 7), (KeyboardInterrupt, MemoryError)):
+        assert [*subject.fail("adopt", number, error(), line)] == [], (number, subject.where)
 
 
 def test_a_kill_at_any_moment_leaves_what_is_written_whole_or_not_there() -> None:

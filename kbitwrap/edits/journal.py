@@ -56,13 +56,6 @@ class Change(WayBack, Protocol):
         """Return this one."""
 
 
-class Captured(Protocol):
-    """What an edit is about to change: one change, or several."""
-
-    def parts(self) -> Sequence[Any]:
-        """The changes, in the order in which they are undone."""
-
-
 @runtime_checkable
 class Edit(Protocol):
     """One reversible edit of a model."""
@@ -70,8 +63,8 @@ class Edit(Protocol):
     def describe(self) -> str:
         """Say in one line what the edit does, and to what."""
 
-    def capture(self, view: Any) -> Captured:
-        """Read what the edit is about to change; changes nothing."""
+    def capture(self, view: Any) -> Any:
+        """Read what the edit is about to change: a change, or what has several as its ``parts``; changes nothing."""
 
     def apply(self, change: Any) -> None:
         """Make the edit; ``change`` is what ``capture`` returned."""

@@ -55,7 +55,6 @@ class Preparation:
         self._upcasts_all = False
         self._num_turned_on = 0
         self._put_back: list[str] = []
-        self._adopted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @staticmethod
     def find(tree: ModelTree) -> Preparation | None:
@@ -118,8 +117,8 @@ class Preparation:
                 raise
             raise EditError(f"could not prepare: {error}; the model is as it was", edit=None) from error
 
-    def adopt(self, peft_model: nn.Module) -> bool:
-        """Compute norms of blocks with new adapters as the precision says; return whether the plan has grown."""
+    def adopt(self, peft_model: nn.Module) -> None:
+        """Compute norms of blocks with new adapters as the precision says, all or nothing; the plan grows by it."""
         tree = self.tree()
         inside = peft_model.modules() if isinstance(peft_model, nn.Module) else ()
         if not any(id(module) in tree.owners for module in inside):
@@ -133,15 +132,21 @@ class Preparation:
         planner = Planner(tree, self.plan.config, tree.quantization)
         computes, told = [*planner.compute_norms(), *planner.compute_head()], self.plan.warnings
         new = [warning for warning in planner.warnings_of_adapters() if warning not in told]
-        self.journal.apply(computes, tree)
-        if peft_model not in self._adopted:
-            self.journal.record(AccelerateChange(peft_model))
-            self._adopted.add(peft_model)
-        self.plan = dataclasses.replace(self.plan, edits=(*self.plan.edits, *computes), warnings=(*told, *new))
-        self.left.reread(tree, {m for edit in computes for ref in edit.modules if (m := ref()) is not None})
+        before, start = dict(vars(self)), len(self.journal.changes)
+        try:
+            self.journal.apply(computes, tree)
+            if all(change.model() is not peft_model for change in self.journal.parts(AccelerateChange)):
+                self.journal.record(AccelerateChange(peft_model))
+            edited = {m for edit in computes for ref in edit.modules if (m := ref()) is not None}
+            self.left = self.left.reread(tree, edited)
+            if computes or new:
+                self.plan = dataclasses.replace(self.plan, edits=(*self.plan.edits, *computes), warnings=(*told, *new))
+        except BaseException:
+            self.journal.roll_back(start, tree)
+            vars(self).update(before)
+            raise
         for warning in new:
             warnings.warn(warning, UserWarning, stacklevel=3)
-        return bool(computes or new)
 
     def explain(self, error: BaseException | None) -> None:
         """Add to an error of torch about dtypes, as notes, what is known of its cause."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Collection
 from typing import Any
@@ -39,9 +40,11 @@ class PreparedState:
         read = self._by_record.get(record)
         return None if read is None else (read[0], read[2])
 
-    def reread(self, tree: ModelTree, modules: Collection[nn.Module]) -> None:
-        """Read modules again that were edited since: their present attributes are the expected ones."""
-        self._modules.update({node.fqn: _read_module(node.module) for node in tree.base if node.module in modules})
+    def reread(self, tree: ModelTree, modules: Collection[nn.Module]) -> PreparedState:
+        """This state, with modules read again that were edited since: their attributes now are the expected ones."""
+        state, edited = copy.copy(self), [node for node in tree.base if node.module in modules]
+        state._modules = self._modules | {node.fqn: _read_module(node.module) for node in edited}
+        return state
 
     def diff(self, tree: ModelTree, drifted: Collection[str]) -> StateDiff:
         """Compare a live model with this state. Adapters do not count; frozen parameters that ``drifted`` are named."""

@@ -22,7 +22,7 @@ import failing
 import plain
 import training
 import zoo
-from kbitwrap import KbitPreparedModel, KbitWrapError, LifecycleState, Precision, RestoreError, prepared_of
+from kbitwrap import EditError, KbitPreparedModel, KbitWrapError, LifecycleState, Precision, RestoreError, prepared_of
 from snapshot import Snapshot
 
 FOLDER = Path(tempfile.mkdtemp(prefix="faults-", dir=zoo.checkpoints()))
@@ -178,6 +178,9 @@ class Subject:
             yield from self.unnamed(caught)
         elif state is RESTORED and self.adapt is None:
             yield from self.original.diff(Snapshot(self.model), moved=True)
+        elif state is start and call == "adopt" and not isinstance(caught, EditError):
+            if before.diff(Snapshot(self.model), ignore=ORDER) and prepared.verify():  # neither as it was nor whole
+                yield f"adopted in part: {prepared.verify()}"
         elif state is start and (call != "resume" or is_interrupt):
             yield from before.diff(Snapshot(self.model), moved=True, ignore=ORDER)
         elif state is SUSPENDED and call == "suspend" and self.adapt is None:
