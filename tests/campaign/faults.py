@@ -26,7 +26,7 @@ from kbitwrap import EditError, KbitPreparedModel, KbitWrapError, LifecycleState
 from snapshot import Snapshot
 
 FOLDER = Path(tempfile.mkdtemp(prefix="faults-", dir=zoo.checkpoints()))
-STRIDE = 67  # as many rounds fail once every primitive step of what changes a quantized model
+STRIDE = 401  # as many rounds fail once every primitive step of what changes a quantized model
 _READING = ("export", "manifest", "from_manifest", "merged_weights")
 ERRORS: dict[failing.Kind, tuple[type[BaseException], ...]] = {
     failing.primitive: (torch.OutOfMemoryError, KeyboardInterrupt, RuntimeError, SystemExit),
