@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import html
+import json
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar
@@ -35,15 +36,20 @@ def few(texts: Sequence[str], limit: int = 12) -> list[str]:
 
 
 class Report:
-    """A report in a notebook: its ``repr`` is one line; where it has bars, it is shown as a table of them.
+    """A report in a notebook: its ``repr`` is one line; where it has bars, it is shown as a table of them."""
 
-    ``_bars`` has for each row its name, the lengths of its bar's parts, and the text beside it.
-    """
+    _empty = ""  # the line of a report without bars
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values, ready for JSON."""
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))  # type: ignore[call-overload]
+        return found
 
     def _brief(self) -> str:
-        raise NotImplementedError
+        return ", ".join(f"{sum(sizes)} {name}" for name, sizes, _ in self._bars()) or self._empty
 
     def _bars(self) -> list[tuple[str, tuple[int, ...], str]]:
+        """For each row its name, the lengths of its bar's parts, and the text beside it."""
         return []
 
     def _lines(self) -> Sequence[str]:
@@ -102,15 +108,10 @@ class RestoreReport(Report):
     not_compared: tuple[str, ...] = ()
     put_back: tuple[str, ...] = ()
 
-    def to_dict(self) -> dict[str, list[str]]:
-        """The report as plain values, ready for JSON."""
-        return {field.name: list(getattr(self, field.name)) for field in fields(self)}
+    _empty = "nothing changed by others"
 
     def __str__(self) -> str:
         return "\n".join(["restored", *(f"{name}: {text}" for name, _, text in self._bars())])
-
-    def _brief(self) -> str:
-        return ", ".join(f"{size} {name}" for name, (size,), _ in self._bars()) or "nothing changed by others"
 
     def _bars(self) -> list[tuple[str, tuple[int, ...], str]]:
         found = [(name.replace("_", " "), names) for name, names in self.to_dict().items() if names]
@@ -160,9 +161,6 @@ class Differences(Report):
 
     def __str__(self) -> str:
         return "\n".join(few(self.lines())) or self._empty
-
-    def _brief(self) -> str:
-        return ", ".join(f"{size} {name}" for name, (size,), _ in self._bars()) or self._empty
 
     def _bars(self) -> list[tuple[str, tuple[int, ...], str]]:
         found: dict[str, list[str]] = {}
@@ -237,11 +235,6 @@ class ShardingReport(Report):
     param_dtype: str | None
     outcomes: Mapping[str, ShardingOutcome]
 
-    def to_dict(self) -> dict[str, Any]:
-        """The report as plain values, ready for JSON."""
-        outcomes = {name: {**asdict(outcome), "notes": list(outcome.notes)} for name, outcome in self.outcomes.items()}
-        return {"engine": self.engine, "param_dtype": self.param_dtype, "outcomes": outcomes}
-
     def _brief(self) -> str:
         trains = [name for name, outcome in self.outcomes.items() if outcome.trains]
         return f"{self.engine!r}, trains with: {', '.join(trains) or 'none'}"
@@ -281,11 +274,6 @@ class ExportReport(Report):
     merged: tuple[str, ...] = ()
     seconds: float = 0.0
     saved_bytes: int = 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as plain values, ready for JSON."""
-        lists = {name: list(getattr(self, name)) for name in ("files", "converted", "merged")}
-        return {**asdict(self), "path": str(self.path), **lists}
 
     def _brief(self) -> str:
         return f"{self.num_tensors} tensors, {self.num_bytes:,} bytes, {shown(str(self.path))}"

@@ -65,7 +65,7 @@ class CheckpointReport(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values, ready for JSON."""
-        return {**vars(self), "path": str(self.path), "wasted_bytes": self.wasted_bytes, "adapters": [*self.adapters]}
+        return {**super().to_dict(), "wasted_bytes": self.wasted_bytes}
 
     def _brief(self) -> str:
         size, wasted = f"{self.num_bytes:,} bytes", f"{self.wasted_bytes:,} wasted"
