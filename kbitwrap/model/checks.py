@@ -12,12 +12,9 @@ from torch.nn.parameter import is_lazy
 from ..errors import UnsupportedModelError
 from .quantization import has_kernel_without_backward, is_rewritten
 from .tree import ModelTree, Node
-from .wrappers import is_d_tensor, is_flattened, loaded_class
+from .wrappers import is_d_tensor, is_flattened, is_sharded_tensor, loaded_class
 
 _BEFORE = "no dtype of a sharded parameter can be changed safely; prepare the model before it is sharded"
-_D_TENSOR = "a DTensor (FSDP2 or tensor parallelism)"
-_FLATTENED = "a shard of FSDP1"
-_GATHERED = (_D_TENSOR, _FLATTENED)
 
 
 def tree_of(model: Any) -> ModelTree:
@@ -60,7 +57,7 @@ def refuse_unsupported_tensors(tree: ModelTree, *, allow_meta: bool, allow_shard
 def _refuse_sharded(tree: ModelTree, allow_sharded: bool = False) -> None:
     for tensor in tree.tensors:
         sharding = _sharding_of(tensor.parameter)
-        if sharding and not (allow_sharded and sharding in _GATHERED):
+        if sharding and not (allow_sharded and is_sharded_tensor(tensor.parameter)):
             raise UnsupportedModelError(f"{tensor.path} is {sharding}: {_BEFORE}", fqn=tensor.path)
     fsdp1 = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
     for node in tree.modules if fsdp1 else ():
@@ -116,12 +113,12 @@ def refuse_unreadable(tree: ModelTree, *, allow_sharded: bool) -> None:
 def _sharding_of(parameter: torch.Tensor) -> str:
     marks = parameter.__dict__
     if is_d_tensor(type(parameter)):
-        return _D_TENSOR
+        return "a DTensor (FSDP2 or tensor parallelism)"
     if marks.get("_is_flat_param", False):
         return "an FSDP1 flat parameter (use_orig_params=False)"
     if "ds_id" in marks:
         return "a ZeRO-3 partition"
-    return _FLATTENED if is_flattened(parameter) else ""
+    return "a shard of FSDP1" if is_flattened(parameter) else ""
 
 
 def refuse_without_backward(tree: ModelTree, nodes: Iterable[Node]) -> None:

@@ -139,22 +139,17 @@ def detect(model: nn.Module, modules: Sequence[nn.Module]) -> Quantization:
 
 def _library_of(module: nn.Module) -> str | None:
     """The library that quantized a layer: its class is the library's, or its weight is one made of narrow parts."""
-    weight = module._parameters.get("weight")
     if _compressed_tensors_status(module) is not None:
         return "compressed-tensors"
-    if is_made_plain(module):
-        cls: type = type(module)
-    elif is_composed(type(weight)) and any(_is_narrow(part) for part in parts_of(weight)):  # type: ignore[arg-type]
-        cls = type(weight)
-    else:
-        return None
-    root, *inner = cls.__module__.split(".")
+    holder: Any = module if is_made_plain(module) else module._parameters.get("weight")
+    if holder is not module:
+        cls: Any = type(holder)
+        dtypes = [part.dtype for part in parts_of(holder)] if is_composed(cls) else []
+        # The parts of no unquantized weight hold integers or numbers of one byte.
+        if not any(dtype.itemsize == 1 or not dtype.is_floating_point for dtype in dtypes):
+            return None
+    root, *inner = type(holder).__module__.split(".")
     return inner[0] if root == "optimum" else root
-
-
-def _is_narrow(part: torch.Tensor) -> bool:
-    """Whether a tensor holds integers or numbers of one byte, as the parts of no unquantized weight do."""
-    return part.dtype.itemsize == 1 or not part.dtype.is_floating_point
 
 
 def detect_as_peft(model: nn.Module) -> Quantization:
@@ -171,17 +166,13 @@ def detect_as_peft(model: nn.Module) -> Quantization:
 
 
 def dequantizer(module: nn.Module) -> Callable[[Rows], torch.Tensor]:
-    """A function that computes rows of a bitsandbytes layer's weight, ``(out_features, in_features)``, as forward does.
-
-    4-bit rows have the dtype of the ``quant_state``, and the function holds all of them. 8-bit rows are float32:
-    ``weight * SCB / 127`` with a scale for each row (LLM.int8(), Dettmers et al. 2022, section 2).
-    """
+    """A function that computes rows of a bitsandbytes layer's weight, ``(out_features, in_features)``, as it runs."""
     weight = unpacked_copy(module.get_parameter("weight"))
     values = weight.detach().as_subclass(torch.Tensor)
     if weight.dtype == torch.int8:
         scales = getattr(weight, "SCB", None)
         scales = vars(module)["state"].SCB if scales is None else scales
-        scales = scales.to(weight.device).view(-1, 1)
+        scales = scales.to(weight.device).view(-1, 1)  # of rows: LLM.int8(), Dettmers et al. 2022, section 2
         return lambda rows: values[rows].float().mul_(scales[rows]).div_(127)
     state = quant_state_of(module, weight)
     if state is not None:  # otherwise it was loaded with ``has_fp16_weights``

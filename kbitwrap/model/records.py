@@ -31,11 +31,7 @@ class TensorRef(NamedTuple):
 
 
 class ParameterRecord:
-    """A parameter as it was at all of its places, and the memory that it was last seen in.
-
-    A ``StorageWeakRef`` keeps that memory's address from being reused. A 4-bit weight is also recognized by its
-    ``quant_state``, which moves with it; ``quantized_class`` is kept because sharding makes it a plain tensor.
-    """
+    """A parameter as it was at all of its places, and the memory that it was last seen in, whose address is kept."""
 
     __slots__ = ("__weakref__", "_memories", "dtype", "fqn", "quant_state", "quantized_class", "refs", "shape")
 
@@ -44,6 +40,7 @@ class ParameterRecord:
         self.refs = tuple([TensorRef(weakref.ref(module), name) for module, name in places])
         self.dtype = parameter.dtype
         self.shape = parameter.shape
+        # Sharding makes a quantized parameter a plain one. The ``quant_state`` moves with a 4-bit weight.
         self.quantized_class = type(parameter) if is_quantized_parameter(parameter) else None
         state = getattr(parameter, "quant_state", None)
         self.quant_state: weakref.ref[Any] | None = None if state is None else weakref.ref(state)

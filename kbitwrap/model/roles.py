@@ -34,10 +34,7 @@ class Role(str, Enum):
 
 
 def is_norm(module: nn.Module, norm_modules: tuple[type | str, ...] = ()) -> bool:
-    """Whether a module is one of ``norm_modules``, or a leaf of a class named a norm whose parameters are vectors.
-
-    Batch norms are none: their running statistics are buffers, which are never cast.
-    """
+    """Whether a module is one of ``norm_modules``, or a leaf of a class named a norm whose parameters are vectors."""
     cls: Any = type(module)
     is_named = _is_named_norm(cls)
     dimensions = [p.dim() for p in module._parameters.values() if p is not None] if is_named or norm_modules else []
@@ -55,7 +52,7 @@ def is_norm(module: nn.Module, norm_modules: tuple[type | str, ...] = ()) -> boo
 
 @functools.cache
 def _is_named_norm(cls: Any) -> bool:
-    """Whether a class, or a base of it, is named a norm, and it keeps no running statistics."""
+    """Whether a class, or a base of it, is named a norm, and it keeps no statistics: these are buffers, never cast."""
     is_named = any("norm" in base.__name__.lower() for base in cls.__mro__)
     return is_named and not issubclass(cls, nn.modules.batchnorm._NormBase)
 

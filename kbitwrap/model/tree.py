@@ -55,10 +55,7 @@ def join(prefix: str, name: str) -> str:
 
 
 class ModelTree:
-    """The modules and parameters of a live model at one moment. Made at the entry of an operation, and passed on.
-
-    Attributes, flags and stored values may change while it is used; modules and parameters may not be replaced.
-    """
+    """The modules and parameters of a live model at one moment: none of them may be replaced while it is used."""
 
     def __init__(self, model: nn.Module, records: Records | None = None) -> None:
         self.model = model

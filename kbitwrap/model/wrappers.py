@@ -47,10 +47,8 @@ _INSIDE = re.compile(
 
 @functools.lru_cache(maxsize=1 << 16)
 def canonical_fqn(fqn: str) -> str:
-    """Strip wrappers from a name that comes from a file; a ``modules_to_save`` copy gets the name of its original.
-
-    A prompt-learning ``PeftModel`` has the model itself at ``base_model``, which no name tells from an adapter's.
-    """
+    """Strip wrappers from a name that comes from a file; a ``modules_to_save`` copy gets the name of its original."""
+    # A prompt-learning ``PeftModel`` has the model itself at ``base_model``, which no name tells from an adapter's.
     while match := _LEADING.match(fqn):
         fqn = fqn[match.end() :]
     return _INSIDE.sub("", "." + fqn)[1:]

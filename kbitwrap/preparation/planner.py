@@ -101,11 +101,11 @@ class Planner:
         # A quantized layer rounds its bias when it runs.
         found = [p for t in tensors if (p := t.parameter).dtype == torch.float32 or not is_rewritten(t.module, t.name)]
         is_upcast = all(p.dtype == torch.float32 and not p.requires_grad for p in found if p.is_floating_point())
-        return sum(map(_bytes, found)) if is_upcast else 0
+        return sum(p.nbytes for p in found) if is_upcast else 0
 
     def cache_bytes(self) -> int:
         """The bytes of the half originals that PEFT's way frees, and an allocator keeps."""
-        return sum(_bytes(t.parameter) for t in self._castable)
+        return sum(t.parameter.nbytes for t in self._castable)
 
     @functools.cached_property
     def _castable(self) -> list[NamedTensor]:
@@ -183,7 +183,7 @@ class Planner:
         parameters = [t.parameter for t in group]
         is_kept = any(is_rewritten(t.module, t.name) for t in group)
         keep = self.config.keep_originals and dtype is not None
-        shared_bytes = min(sum(map(_bytes, parameters)), parameters[0].untyped_storage().nbytes())
+        shared_bytes = min(sum(p.nbytes for p in parameters), parameters[0].untyped_storage().nbytes())
         cast_bytes = sum(p.numel() * dtype.itemsize for p in parameters) if dtype is not None else 0
         # On the CPU a kept original is the original itself, which is then not freed.
         is_seen = storage_key(parameters[0]) in self._seen
@@ -308,7 +308,7 @@ class Planner:
         """Name the stacks of experts in a model that bitsandbytes quantizes, which loading leaves as they are."""
         experts = [t for t in self.tree.tensors if self.roles[id(t.parameter)] is Role.EXPERT and t.parameter.dim() > 2]
         if experts and self.quantization.is_quantized and self.quantization.casts:
-            num_bytes = format_bytes(sum(_bytes(t.parameter) for t in experts))
+            num_bytes = format_bytes(sum(t.parameter.nbytes for t in experts))
             self.warnings.append(
                 f"{len(experts)} stacks of experts are not quantized, {experts[0].fqn} the first: {num_bytes}; "
                 f"{STACKS_QUANTIZED_BY} quantizes them"
@@ -331,40 +331,35 @@ class Planner:
                 )
             self._warn_of_mixed_precision()
             stored = [ref for store in self._store for ref in store.refs]
-            experts = sum(_bytes(p) for ref in stored if (p := ref()) is not None and self.roles[id(p)] is Role.EXPERT)
+            experts = sum(p.nbytes for ref in stored if (p := ref()) is not None and self.roles[id(p)] is Role.EXPERT)
             if experts:
                 self.warnings.append(f"unquantized experts are doubled: {format_bytes(experts)} more")
 
     def warnings_of_adapters(self) -> list[str]:
         """Name the adapters whose float32 output breaks the half model, prepared or not; at most one."""
-        device = next((t.parameter.device for t in self.base), torch.device("meta"))
+        halves = (p.dtype for t in self.base if not is_quantized_parameter(p := t.parameter) and p.dtype in HALF_DTYPES)
+        dtype = next(halves, None)  # that the model computes in
         is_float32 = self.config.precision.upcasts_all and self.quantization.casts
-        if is_float32 or self._dtype is None or mixed_precision(device.type) is not None:
+        if is_float32 or dtype is None or mixed_precision(self.base) is not None:
             return []
         found: dict[Any, list[Node]] = {}
         for node in self.tree.adapters:
             if "base_layer" in node.module._modules:
                 found.setdefault((type(node.module), str(getattr(node.module, "active_adapters", ""))), []).append(node)
-        names = [n.fqn for nodes in found.values() if returns_float32(nodes[0].module, self._dtype) for n in nodes]
+        names = [n.fqn for nodes in found.values() if returns_float32(nodes[0].module, dtype) for n in nodes]
         if not names:
             return []
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         others = " or prepare with precision 'full' or 'compute'" if self.quantization.casts else ""
         return [
-            f"the adapters on {names[0]}{more} return float32 where the model computes in {self._dtype}: attention, or "
+            f"the adapters on {names[0]}{more} return float32 where the model computes in {dtype}: attention, or "
             "the head, will raise that dtypes differ, as in the unprepared model; train under autocast "
             f"(Trainer(bf16=True)){others}"
         ]
 
-    @property
-    def _dtype(self) -> torch.dtype | None:
-        """The dtype that the model computes in, if it is half."""
-        halves = (p.dtype for t in self.base if not is_quantized_parameter(p := t.parameter) and p.dtype in HALF_DTYPES)
-        return next(halves, None)
-
     def _warn_of_mixed_precision(self) -> None:
         """Say where a policy computes in half what is cast: the bytes are spent, and the numbers are not PEFT's."""
-        policy = mixed_precision(next((t.parameter.device.type for t in self.base), "meta"))
+        policy = mixed_precision(self.base)
         if policy is None or not self._castable:
             return
         if policy.casts_parameters:
@@ -382,10 +377,6 @@ class Planner:
 def _compute(nodes: list[Node], role: Role, forward: Callable[[nn.Module], Float32Forward]) -> list[ComputeInFloat32]:
     fqns, modules = tuple(node.fqn for node in nodes), tuple(weakref.ref(node.module) for node in nodes)
     return [ComputeInFloat32("compute", fqns, role=role, modules=modules, forward=forward)] if nodes else []
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def peak_bytes(stores: list[Store]) -> int:

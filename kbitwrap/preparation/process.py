@@ -14,7 +14,7 @@ from torch import nn
 from ..edits.base import HeldOriginal
 from ..edits.journal import Call
 from ..errors import StateError, UnsupportedModelError
-from ..model.tree import ModelTree, join
+from ..model.tree import ModelTree, NamedTensor, join
 from ..tensors.dtypes import HALF_DTYPES, dtype_name
 
 # From here on torch's CUDA allocator gives a block a segment of its own (kMinLargeAlloc).
@@ -76,12 +76,9 @@ def reshard(tree: ModelTree) -> bool:
 
 def empty_cache() -> None:
     """Return the blocks that the caching allocators hold free, on every kind of device there is."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    if torch.xpu.is_available():
-        torch.xpu.empty_cache()
-    if torch.backends.mps.is_available():
-        torch.mps.empty_cache()
+    for device, found in ((torch.cuda, torch.cuda), (torch.xpu, torch.xpu), (torch.mps, torch.backends.mps)):
+        if found.is_available():
+            device.empty_cache()
 
 
 class MixedPrecision(NamedTuple):
@@ -94,8 +91,8 @@ class MixedPrecision(NamedTuple):
 _HALF_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 
 
-def mixed_precision(device_type: str) -> MixedPrecision | None:
-    """The mixed-precision policy that is known yet: an autocast that is on, accelerate's state, or its launcher's."""
+def mixed_precision(tensors: Sequence[NamedTensor]) -> MixedPrecision | None:
+    """The mixed-precision policy that is known yet: accelerate's, its launcher's, or an autocast that is on."""
     state: dict[str, Any] = {}
     accelerate = sys.modules.get("accelerate.state")
     if accelerate is not None:
@@ -108,6 +105,7 @@ def mixed_precision(device_type: str) -> MixedPrecision | None:
     if name in _HALF_NAMES:
         uses_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true")
         return MixedPrecision(_HALF_NAMES[name], casts_parameters=uses_fsdp and not state)
+    device_type = tensors[0].parameter.device.type if tensors else "meta"
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         return MixedPrecision(dtype_name(dtype), casts_parameters=False)
