@@ -23,7 +23,6 @@ from ..tensors.lazy import LazyTensor, keeping_last, pieces
 from .staging import staged
 
 INDEX_NAME = "model.safetensors.index.json"
-_FILE_PATTERN = "model{suffix}.safetensors"
 _CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
 _ORDER = {dtype: place for place, dtype in enumerate(_CODES)}
 _ALIGNMENT = 8  # of the first tensor's bytes, in bytes
@@ -98,9 +97,7 @@ def split_into_files(tensors: Mapping[str, torch.Tensor], max_shard_size: int | 
 
     if isinstance(max_shard_size, str) or (type(max_shard_size) is int and max_shard_size > 0):
         with contextlib.suppress(ValueError):  # of the string
-            split = split_torch_state_dict_into_shards(
-                dict(tensors), filename_pattern=_FILE_PATTERN, max_shard_size=max_shard_size
-            )
+            split = split_torch_state_dict_into_shards(dict(tensors), max_shard_size=max_shard_size)
             return dict(split.filename_to_tensors)
     raise ConfigError(f"max_shard_size: expected bytes or a string such as '5GB', found {max_shard_size!r}")
 
@@ -112,11 +109,8 @@ def write_safetensors(
     *,
     progress: Progress | None = None,
 ) -> int:
-    """Write the file that ``safetensors.torch.save_file`` would, with sorted metadata; return the tensors' bytes.
-
-    At most two tensors' values are in memory, one being written and one computed; no file is left after an error.
-    Tensors may share memory, and a lazy tensor that several are cut from is computed once.
-    """
+    """Write the file that ``safetensors.torch.save_file`` would, with sorted metadata; return the tensors' bytes."""
+    # At most two tensors' values are in memory, one being written and one computed; no file is left after an error.
     if sys.byteorder == "big":
         raise ExportError("safetensors files can be written on little-endian machines only")
     header, offsets = _header(tensors, metadata)

@@ -19,11 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from .bits import without_storage
 
 # Tags of operations whose result's shape follows from values, or whose result differs from call to call.
-_NEEDS_VALUES = (
-    torch.Tag.data_dependent_output,
-    torch.Tag.dynamic_output_shape,
-    torch.Tag.nondeterministic_seeded,
-)
+_NEEDS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
 _CPU = torch.device("cpu")
 Pieces = Callable[[], Iterator[torch.Tensor]]
 # No memory is mapped this high, so that no address given to a lazy tensor is also that of a real one.
@@ -87,8 +83,8 @@ class LazyTensor(torch.Tensor):
     _compute: Callable[[], torch.Tensor]
     _view_of: LazyTensor | None  # the tensor that a view is taken of
     _parent: LazyTensor | None  # the lazy tensor that this one is made from, if there is only one
-    _pieces: Pieces | None
-    is_own: bool
+    _pieces: Pieces | None = None
+    is_own = False
 
     # Without `__torch_function__`, methods and functions go straight to `__torch_dispatch__`.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -122,7 +118,6 @@ class LazyTensor(torch.Tensor):
         made._compute = compute
         made._view_of = base
         made._parent = parent
-        made._pieces, made.is_own = None, False
         return made
 
     @property

@@ -231,7 +231,8 @@ class UpcastTensor(torch.Tensor):
             return func.decompose(*args, **kwargs)
         written = [value for key, value in (*enumerate(args), *kwargs.items()) if key in _written(func)]
         if any(isinstance(value, UpcastTensor) for value in tree_leaves(written)):
-            return _write(func, args, kwargs)
+            _write(func, args, kwargs)
+            return written[0] if func._schema.returns else None
         first = args[0] if args else None
         if isinstance(first, UpcastTensor):
             if _is_view(func):
@@ -255,7 +256,7 @@ class UpcastTensor(torch.Tensor):
             )
 
 
-def _write(func: Any, args: Any, kwargs: Any) -> Any:
+def _write(func: Any, args: Any, kwargs: Any) -> None:
     """Run an operation that writes to upcast tensors: on their storage, cast to float32 where that changes it."""
     written: list[tuple[UpcastTensor, torch.Tensor]] = []
 
@@ -271,9 +272,6 @@ def _write(func: Any, args: Any, kwargs: Any) -> Any:
         # A model may clamp its weights in every forward, and change none.
         if not torch.equal(values.view(torch.int32), tensor.half_storage.detach().float().view(torch.int32)):
             tensor._for_writing().copy_(values)
-    if not func._schema.returns:
-        return None
-    return next(v for key, v in (*enumerate(args), *kwargs.items()) if key in _written(func))
 
 
 def multiplies_half(left: torch.Tensor, half: torch.Tensor) -> bool:
