@@ -41,9 +41,8 @@ def computes_in_float32(module: nn.Module) -> bool:
 class Float32Forward:
     """A module's own ``forward``, run on float32 casts of its half inputs and parameters; the output's dtype is kept.
 
-    The forward runs on a shell that shares the module's attributes and holds the casts. The module is not touched, so
-    this is safe under threads, exceptions, recomputation and ``torch.compile``, and gradients reach a trained parameter
-    through the cast. Copying or pickling the module copies this object, bound to the copy.
+    It runs on a shell that shares the module's attributes: the module is not touched, so threads, exceptions,
+    recomputation and ``torch.compile`` are safe, and gradients reach a trained parameter through the cast.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -112,18 +112,15 @@ def refuse_unmergeable(fqn: str, wrapper: Any, chosen: Sequence[str] | None) -> 
 
 
 class Merger:
-    """Merges the active adapters of a module's layers into float32 rows of its base, of one block after the other.
-
-    ``sampled`` are rows from all of these blocks, or ``None`` where nothing can be compared: what is merged in them
-    must compute what the layers did. ``stored`` is a quantized base's storage; some methods read it.
-    """
+    """Merges the active adapters of a module's layers into float32 rows of its base, of one block after the other."""
 
     def __init__(
         self, fqn: str, layers: Sequence[tuple[Any, tuple[str, ...]]], stored: torch.Tensor | None, blocks: list[Rows]
     ) -> None:
-        self._stored = stored
+        self._stored = stored  # a quantized base's storage, which some methods read
         self._layers = [_LayerMerge(fqn, layer, active) for layer, active in layers]
-        # A parameter that is adapted by name is not that of a layer that could be run by itself.
+        # Rows from all blocks: what is merged in them must compute what the layers did. ``None`` compares nothing: a
+        # parameter that is adapted by name is not that of a layer that could be run by itself.
         self.sampled: Any = None if any(parameter_name(layer) for layer, _ in layers) else blocks[0]
         if isinstance(self.sampled, slice):
             trained = [row for layer, active in layers for name in active for row in _token_indices(layer, name)]

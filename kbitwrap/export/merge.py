@@ -37,14 +37,8 @@ from .twin import Twin
 
 # The attributes that a quantized load leaves on a model, and on its configs.
 _MODEL_ATTRIBUTES = (
-    "hf_quantizer",
-    "is_quantized",
-    "quantization_method",
-    "is_loaded_in_4bit",
-    "is_loaded_in_8bit",
-    "is_4bit_serializable",
-    "is_8bit_serializable",
-    "hqq_quantized",
+    *("hf_quantizer", "is_quantized", "quantization_method", "hqq_quantized"),
+    *("is_loaded_in_4bit", "is_loaded_in_8bit", "is_4bit_serializable", "is_8bit_serializable"),
 )
 _CONFIG_ATTRIBUTES = ("quantization_config", "_pre_quantization_dtype")
 
@@ -162,7 +156,7 @@ class _Merge:
             return self.dtype
         if not is_quantized_parameter(before):
             return before.dtype
-        state = getattr(before, "quant_state", None) or getattr(self.original, "quant_state", None)
+        state = quant_state_of(self.original, before)
         return self.dtype if state is None else state.dtype
 
     def _is_rounded(self, name: str) -> bool:
@@ -182,7 +176,7 @@ class _Merge:
         )
         whole = readers[name](...).contiguous() if is_own else None
         for rows, block in self.blocks(name, readers):
-            whole = block.new_empty(self._shape(name)) if whole is None else whole
+            whole = block.new_empty(parameter_of(self._plain, name).shape) if whole is None else whole
             _rows_of(whole, rows).copy_(block)
         assert whole is not None
         return whole.t() if self._is_transposed(name) else whole
@@ -229,13 +223,9 @@ class _Merge:
     def _is_transposed(self, name: str) -> bool:
         return name == "weight" and is_transposed(self.source)
 
-    def _shape(self, name: str) -> torch.Size:
-        """The shape that a parameter is computed in."""
-        return parameter_of(self._plain, name).shape
-
     def _blocks_of_rows(self, names: list[str], layers: _Layers) -> list[Rows]:
         """The rows of each block; a single block where rows cannot be merged by themselves."""
-        shapes = [self._shape(name) for name in names]
+        shapes = [parameter_of(self._plain, name).shape for name in names]
         heights = {shape[:1] for shape in shapes}
         num_bytes = torch.float32.itemsize * sum(shape.numel() for shape in shapes)
         num_blocks = math.ceil(num_bytes / max(_MIN_BLOCK_BYTES, min(num_bytes // _NUM_BLOCKS, _MAX_BLOCK_BYTES)))

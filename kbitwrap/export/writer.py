@@ -159,9 +159,7 @@ def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | N
             found = f"shape () and dtype {tensor.dtype}"
         if found:
             raise ExportError(f"{name}: safetensors files cannot hold tensors of {found}; convert it first", fqn=name)
-    entries: dict[str, object] = {}
-    if metadata is not None:
-        entries["__metadata__"] = dict(sorted(metadata.items()))
+    entries: dict[str, object] = {} if metadata is None else {"__metadata__": dict(sorted(metadata.items()))}
     offsets = {}
     start = 0
     for name in sorted(tensors, key=lambda name: (_ORDER[tensors[name].dtype], name)):

@@ -62,8 +62,7 @@ class Fingerprints:
     ) -> set[ParameterRecord]:
         """Find the parameters that hold others than the recorded values, in one read for each device.
 
-        A value in another dtype is rounded to the recorded one. Digests are compared where ``original_of`` computes
-        what stands for a parameter's original; ``compared`` has the answers, on their devices, of others.
+        Digests are compared where ``original_of`` computes an original; ``compared`` has the answers for others.
         """
         changed: set[ParameterRecord] = set()
         groups: dict[Any, list[tuple[ParameterRecord, torch.Tensor, torch.Tensor]]] = {}

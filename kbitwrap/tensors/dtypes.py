@@ -11,28 +11,14 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 TWO_A_BYTE = "F4"
 """The code of the dtype that holds two values in a byte: safetensors counts the values, torch the bytes."""
 # In the order in which a safetensors file holds its tensors.
-_SAFETENSORS_CODES = (
-    ("uint64", "U64"),
-    ("int64", "I64"),
-    ("float64", "F64"),
-    ("complex64", "C64"),
-    ("float32", "F32"),
-    ("uint32", "U32"),
-    ("int32", "I32"),
-    ("bfloat16", "BF16"),
-    ("float16", "F16"),
-    ("uint16", "U16"),
-    ("int16", "I16"),
-    ("float8_e5m2fnuz", "F8_E5M2FNUZ"),
-    ("float8_e4m3fnuz", "F8_E4M3FNUZ"),
-    ("float8_e8m0fnu", "F8_E8M0"),
-    ("float8_e4m3fn", "F8_E4M3"),
-    ("float8_e5m2", "F8_E5M2"),
-    ("int8", "I8"),
-    ("uint8", "U8"),
-    ("float4_e2m1fn_x2", TWO_A_BYTE),
-    ("bool", "BOOL"),
-)
+_SAFETENSORS_CODES = {
+    **{"uint64": "U64", "int64": "I64", "float64": "F64", "complex64": "C64"},
+    **{"float32": "F32", "uint32": "U32", "int32": "I32"},
+    **{"bfloat16": "BF16", "float16": "F16", "uint16": "U16", "int16": "I16"},
+    **{"float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e8m0fnu": "F8_E8M0"},
+    **{"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "int8": "I8", "uint8": "U8"},
+    **{"float4_e2m1fn_x2": TWO_A_BYTE, "bool": "BOOL"},
+}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -55,5 +41,7 @@ def parse_dtype(dtype: object, name: str = "dtype", *, is_floating: bool = False
     return found
 
 
-SAFETENSORS_DTYPES = {code: dtype for name, code in _SAFETENSORS_CODES if (dtype := find_dtype(name)) is not None}
+SAFETENSORS_DTYPES = {
+    code: dtype for name, code in _SAFETENSORS_CODES.items() if (dtype := find_dtype(name)) is not None
+}
 """The dtypes that both this torch and safetensors have, by their codes there, in the order of a file."""

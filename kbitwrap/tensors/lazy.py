@@ -70,12 +70,10 @@ def keeping_last(
 
 
 class LazyTensor(torch.Tensor):
-    """A dense CPU tensor without values, and how to compute them; operations that write to it raise.
+    """A dense CPU tensor without values, and how to compute them. Operations are lazy; those that write to it raise.
 
-    Operations are lazy, except those that need values (``.item()``, ``torch.equal``, boolean masks, another device).
-    Views share storage as tensors do. ``compute`` is called each time that the values are asked for.
-    ``pieces`` gives the same values as consecutive flat tensors; both may be on any device. ``is_own`` says that
-    ``compute`` makes new memory each time.
+    ``compute`` is called each time that the values are asked for. ``pieces`` gives the same values as consecutive flat
+    tensors; both may be on any device. ``is_own`` says that ``compute`` makes new memory each time.
     """
 
     _meta: torch.Tensor

@@ -61,12 +61,10 @@ class ShardedStandInError(UnsupportedModelError, AttributeError):
 
 
 class UpcastTensor(torch.Tensor):
-    """A float32 view of half storage. The whole weight of a module passes for an ``nn.Parameter``.
+    """A float32 view of half storage, on the device where it was made. A module's whole weight passes for a parameter.
 
-    Its device is the one on which it was made: a model is moved before it is prepared. The ``owner`` of a weight, or of
-    a view of it, is a module and the parameter's name there. It is looked up at each use, so that the parameter may be
-    moved, swapped by ``functional_call``, or written to. ``chunk_bytes`` is the largest float32 piece alive at once in
-    a matrix product, in bytes; ``None`` is one piece.
+    The ``owner`` of a weight, or of a view of it, is a module and the parameter's name there. It is looked up at each
+    use: the parameter may be moved, swapped or written to. ``chunk_bytes`` bounds the float32 alive in a product.
     """
 
     @staticmethod
@@ -81,6 +79,7 @@ class UpcastTensor(torch.Tensor):
         chunk_bytes: int | None = None,
         is_view: bool = False,
     ) -> None:
+        self.is_view = is_view and owner is not None  # whether it stands for a view of the weight
         self._half = None if owner else half.detach()
         self.owner = owner
         self._chunk_bytes = chunk_bytes
@@ -88,14 +87,9 @@ class UpcastTensor(torch.Tensor):
         # Read by ``isinstance(tensor, nn.Parameter)``; false again once the module has been restored.
         self._is_param = owner is not None and not is_view
         self._is_state = False
-        if is_view and owner:
+        if self.is_view:
             start = self.parameter.storage_offset()
             self._layout = (half.shape, half.stride(), half.storage_offset() - start)
-
-    @property
-    def is_view(self) -> bool:
-        """Whether it stands for a view of the weight, and not for the weight."""
-        return self._layout is not None
 
     @property
     def parameter(self) -> nn.Parameter:
