@@ -133,7 +133,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
                 stacklevel=2,
             )
         # A checkpoint that was saved without this callback has no place for it.
-        _callback_states(state)[type(self).__name__] = self.state()
+        vars(state)["stateful_callbacks"][type(self).__name__] = self.state()
         self._suspend_for(args.eval_on_start, model)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, model: _Model = None, **kwargs: Any) -> None:
@@ -217,7 +217,8 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
 
     def _expected(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any] | None:
         """The essence recorded with the checkpoint that is resumed, if there is one."""
-        for saved in _callback_states(state).values():  # under the name of a class, which may have been derived
+        # By the name of a class, which may have been derived.
+        for saved in vars(state)["stateful_callbacks"].values():
             for one in saved if isinstance(saved, list) else [saved]:
                 record = one.get("preparation") if isinstance(one, Mapping) else None
                 if isinstance(record, dict):
@@ -242,9 +243,8 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             recorded = None  # damaged: the essence is compared without it
         if recorded is None or recorded.diff_essence(expected):
             path = recorded = None  # another checkpoint's
-        found = ManifestDiff({"": {"prepared": (True, False)}})
-        if manifest is not None:
-            found = manifest.diff_essence(expected, recorded)
+        unprepared = ManifestDiff({"": {"prepared": (True, False)}})
+        found = unprepared if manifest is None else manifest.diff_essence(expected, recorded)
         where = repr(str(path)) if path is not None else f"the checkpoint's {self.manifest_name}"
         raise ManifestMismatchError(
             f"the checkpoint of step {state.global_step} was trained on a base that was prepared differently; "
@@ -342,11 +342,6 @@ def _manifest_of(prepared: KbitPreparedModel) -> Manifest:
         if prepared.config.freeze or prepared not in _manifests:
             raise
     return _manifests[prepared]
-
-
-def _callback_states(state: TrainerState) -> dict[str, Any]:
-    """The states of callbacks by class; transformers annotates the field with another type."""
-    return cast("dict[str, Any]", state.stateful_callbacks)
 
 
 def _checkpoint_folders(args: TrainingArguments, state: TrainerState) -> list[Path]:

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from ..errors import ExportError, ManifestError, UnsupportedModelError
+from ..errors import ExportError, ManifestError
 from ..export.sharding import Gathering
 from ..export.twin import Twin, build_twin
-from ..model.checks import refuse_unsupported_tensors
+from ..model.checks import refuse_unreadable
 from ..model.quantization import DISTRIBUTIONS, is_quantized_parameter
 from ..model.tree import ModelTree, join
 from ..model.wrappers import COPIES, loaded_class
@@ -59,14 +59,9 @@ def read_contents(tree: ModelTree, preparation: Preparation | None, *, progress:
     with plain_mode():
         with contextlib.nullcontext() if gathering is None else gathering.agreeing():
             try:
-                refuse_unsupported_tensors(tree, allow_meta=False, allow_sharded=gathering is not None)
+                remedy = "Make or check a manifest while all of them are loaded"
+                refuse_unreadable(tree, allow_sharded=gathering is not None, remedy=remedy)
                 twin = build_twin(tree, preparation, gathering)
-            except UnsupportedModelError as error:
-                raise UnsupportedModelError(
-                    f"cannot read every tensor of this model: {error}. Make or check a manifest while all of them are "
-                    "loaded",
-                    fqn=error.fqn,
-                ) from error
             except ExportError as error:
                 raise ManifestError(f"cannot determine the original base: {error}", fqn=error.fqn) from error
         read = functools.partial(_read, twin, tree, preparation, gathering, progress)

@@ -98,14 +98,15 @@ def _refuse_flat(tree: ModelTree) -> None:
             )
 
 
-def refuse_unreadable(tree: ModelTree, *, allow_sharded: bool) -> None:
-    """Raise for a model whose tensors cannot be exported."""
+def refuse_unreadable(
+    tree: ModelTree, *, allow_sharded: bool, remedy: str = "Export before sharding, or load the base again"
+) -> None:
+    """Raise for a model whose tensors cannot be read."""
     try:
         refuse_unsupported_tensors(tree, allow_meta=False, allow_sharded=allow_sharded)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
-            f"expected loaded tensors, whole or sharded by FSDP after the preparation: {error}. Export before "
-            "sharding, or load the base again",
+            f"expected loaded tensors, whole or sharded by FSDP after the preparation: {error}. {remedy}",
             fqn=error.fqn,
         ) from error
 

@@ -162,11 +162,11 @@ def plan_as_detected(tree: ModelTree, config: PrepareConfig) -> Plan:
     budget = config.memory_budget_bytes
     if budget is None or plan.peak_bytes <= budget:
         return plan
-    without_budget = dataclasses.replace(config, memory_budget=None)
     fitting = tuple(
         precision.value
         for precision in Precision
-        if plan_as_detected(tree, dataclasses.replace(without_budget, precision=precision)).peak_bytes <= budget
+        if plan_as_detected(tree, dataclasses.replace(config, memory_budget=None, precision=precision)).peak_bytes
+        <= budget
     )
     remedy = f"these precisions fit: {', '.join(fitting)}" if fitting else "no precision fits"
     raise MemoryBudgetError(

@@ -114,10 +114,7 @@ class Planner:
             return []
         half = [t for t in self.base if t.parameter.dtype in HALF_DTYPES and not is_quantized_parameter(t.parameter)]
         composed = next((t for t in half if is_composed(type(t.parameter))), None)
-        if composed is None:
-            return half
-        found = self.tree.quantization
-        if not found.is_known_to_peft:
+        if composed is not None and not (found := self.tree.quantization).is_known_to_peft:
             raise UnsupportedModelError(
                 f"{composed.path} is a {type(composed.parameter).__name__} of {found.method}, whose dtype cannot be "
                 "changed: PEFT's function raises half-way on this model. KbitPreparedModel(model) prepares it",

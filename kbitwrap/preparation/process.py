@@ -24,9 +24,7 @@ LARGE_BLOCK_BYTES = 10 << 20
 @contextlib.contextmanager
 def plain_mode() -> Iterator[None]:
     """No autograd and no autocast; no inference mode, for a tensor made under it could never be trained with again."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
+    with torch.inference_mode(False), torch.no_grad(), contextlib.ExitStack() as stack:
         for device_type in filter(torch.is_autocast_enabled, ("cpu", "cuda", "xpu", "mps")):
             stack.enter_context(torch.autocast(device_type, enabled=False))
         yield
@@ -118,8 +116,7 @@ def refuse_retyping_under_ddp(held: Sequence[HeldOriginal]) -> None:
         return
     for one in held:
         parameter = one.record.live()
-        is_retyped = parameter is not None and parameter.requires_grad and parameter.dtype != one.dtype
-        if is_retyped:
+        if parameter is not None and parameter.requires_grad and parameter.dtype != one.dtype:
             raise StateError(
                 f"suspended() would change the dtype of {one.record.fqn}, which is being trained, and "
                 "DistributedDataParallel would no longer synchronize it; use precision 'norms' or 'none', which "
