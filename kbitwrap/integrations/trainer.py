@@ -136,17 +136,30 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         vars(state)["stateful_callbacks"][type(self).__name__] = self.state()
         self._suspend_for(args.eval_on_start, model)
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: Any, model: _Model = None, **kwargs: Any) -> None:
-        """Refuse to continue with a suspended model."""
-        self._expect_evaluated(state, model)
+    def _expect_evaluated(self, args: Any, state: Any, control: Any, model: _Model = None, **kwargs: Any) -> None:
+        """Refuse to continue while the model is suspended; resume a model that this callback suspended."""
+        resume, self._resume = self._resume, None
+        prepared = self._wrapper(model)
+        if prepared is None or prepared.state is not LifecycleState.SUSPENDED:
+            return
+        if resume is not None:
+            resume()
+        raise StateError(
+            f"at step {state.global_step} the model was suspended: an evaluation was cancelled or did not report its "
+            "end, or another callback suspended the model. Checkpoints saved or loaded and random numbers drawn since "
+            "then may be wrong. Make KbitTrainerCallback the last of the callbacks, or use "
+            "kbitwrap.integrations.SuspendedEvaluation",
+            state=LifecycleState.SUSPENDED,
+            expected=(LifecycleState.PREPARED,),
+        )
 
-    on_train_end = on_step_begin
+    on_step_begin = on_train_end = _expect_evaluated
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: _Model = None, **kwargs: Any
     ) -> None:
         """Suspend where an evaluation follows."""
-        self._expect_evaluated(state, model)
+        self._expect_evaluated(args, state, control, model)
         self._suspend_for(control.should_evaluate, model)
 
     on_epoch_end = on_step_end
@@ -174,7 +187,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: _Model = None, **kwargs: Any
     ) -> None:
         """Write the manifest into the checkpoint folder."""
-        self._expect_evaluated(state, model)
+        self._expect_evaluated(args, state, control, model)
         if not args.should_save or self._manifest is None:
             return
         folders = _checkpoint_folders(args, state)
@@ -193,23 +206,6 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         prepared = self._wrapper(model)
         if self.suspend_evaluation and is_evaluated and prepared is not None:
             self._resume = prepared.suspend()
-
-    def _expect_evaluated(self, state: TrainerState, model: _Model) -> None:
-        """Refuse to continue while the model is suspended; resume a model that this callback suspended."""
-        resume, self._resume = self._resume, None
-        prepared = self._wrapper(model)
-        if prepared is None or prepared.state is not LifecycleState.SUSPENDED:
-            return
-        if resume is not None:
-            resume()
-        raise StateError(
-            f"at step {state.global_step} the model was suspended: an evaluation was cancelled or did not report its "
-            "end, or another callback suspended the model. Checkpoints saved or loaded and random numbers drawn since "
-            "then may be wrong. Make KbitTrainerCallback the last of the callbacks, or use "
-            "kbitwrap.integrations.SuspendedEvaluation",
-            state=LifecycleState.SUSPENDED,
-            expected=(LifecycleState.PREPARED,),
-        )
 
     def _wrapper(self, model: _Model) -> KbitPreparedModel | None:
         found = prepared_of(model)

@@ -38,8 +38,14 @@ def sync_merged_weights() -> Callable[[], None]:
     from trl.generation.vllm_generation import VLLMGeneration
 
     replaced: dict[str, Any] = {}
-    half_precision = _in_half_precision(VLLMGeneration._init_vllm)
-    for name, method in (("_iter_named_params", _merged_weights), ("_init_vllm", half_precision)):
+    original: Any = VLLMGeneration._init_vllm
+
+    def init_vllm(self: Any) -> None:
+        """Make the engine as TRL does for a model that is not quantized."""
+        names = {**original.__globals__, "is_bitsandbytes_available": lambda: False}
+        types.FunctionType(original.__code__, names, closure=original.__closure__)(self)
+
+    for name, method in (("_iter_named_params", _merged_weights), ("_init_vllm", init_vllm)):
         current = getattr(VLLMGeneration, name)
         if current.__module__ != __name__:
             replaced[name] = current
@@ -72,13 +78,3 @@ def _merged_weights(self: Any) -> Iterator[tuple[str, torch.Tensor]]:
                 fqn=fqn,
             )
         yield fqn, tensor
-
-
-def _in_half_precision(replaced: Any) -> Any:
-    """A method that makes the engine as TRL does for a model that is not quantized."""
-
-    def init_vllm(self: Any) -> None:
-        names = {**replaced.__globals__, "is_bitsandbytes_available": lambda: False}
-        types.FunctionType(replaced.__code__, names, closure=replaced.__closure__)(self)
-
-    return init_vllm
