@@ -42,8 +42,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values, ready for JSON."""
-        found: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))  # type: ignore[call-overload]
-        return found
+        return json.loads(json.dumps(asdict(self), default=str))  # type: ignore[call-overload, no-any-return]
 
     def _brief(self) -> str:
         return ", ".join(f"{sum(sizes)} {name}" for name, sizes, _ in self._bars()) or self._empty
@@ -120,10 +119,7 @@ class RestoreReport(Report):
 
 @dataclass(frozen=True, repr=False)
 class Differences(Report):
-    """Differences between what was expected and what was found; false where there are none.
-
-    ``different`` is ``{fqn: {what: (expected, found)}}``; the name ``""`` stands for the whole.
-    """
+    """Differences between what was expected and what was found; false where there are none. ``""`` is the whole."""
 
     different: Mapping[str, Mapping[str, tuple[Any, Any]]] = field(default_factory=dict)
     missing: tuple[str, ...] = ()

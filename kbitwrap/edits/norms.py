@@ -60,11 +60,8 @@ class Float32Forward:
 
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the module's own forward in float32, and give the output the dtype of the unprepared module's."""
-        output = forward(
-            float32_shell(self.module, to_float32),
-            *map(to_float32, args),
-            **{n: to_float32(v) for n, v in kwargs.items()},
-        )
+        shell = float32_shell(self.module, to_float32)
+        output = forward(shell, *map(to_float32, args), **{n: to_float32(v) for n, v in kwargs.items()})
         dtypes = self._unprepared_dtypes(forward, args, kwargs)
         if isinstance(output, torch.Tensor):
             return output if dtypes[0] is None else output.to(dtypes[0])

@@ -1,7 +1,6 @@
 """PEFT's layers: which of their adapters are active, and one layer's merge in float32.
 
-The merge is PEFT's own, on a copy of the layer over a plain float32 base. No list says which methods can be merged: the
-merged layer must compute what the copy's forward computes.
+The merge is PEFT's own, on a float32 copy of the layer. By whatever method, it must compute what that copy computes.
 """
 
 from __future__ import annotations

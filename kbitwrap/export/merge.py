@@ -171,10 +171,8 @@ class _Merge:
         """A parameter of the plain model, in the plain module's layout and its original dtype, in memory of its own."""
         value, readers = parameter_of(self.source, name), self._readers(name)
         # 4-bit weights are dequantized whole: each block takes the place of what it is computed from.
-        is_own = getattr(
-            value, "is_own", is_quantized_parameter(value) and quant_state_of(self.source, value) is not None
-        )
-        whole = readers[name](...).contiguous() if is_own else None
+        is_four_bit = is_quantized_parameter(value) and quant_state_of(self.source, value) is not None
+        whole = readers[name](...).contiguous() if getattr(value, "is_own", is_four_bit) else None
         for rows, block in self.blocks(name, readers):
             whole = block.new_empty(parameter_of(self._plain, name).shape) if whole is None else whole
             _rows_of(whole, rows).copy_(block)

@@ -1,7 +1,6 @@
 """Sharded parameters (of FSDP), gathered one at a time by all ranks for rank 0 to write or to digest.
 
-Rank 0 leads: it announces the next tensor, and every rank gathers that one. Whatever order rank 0 takes, and where it
-fails, no rank is left waiting.
+Rank 0 announces the next tensor, and every rank gathers that one: wherever rank 0 fails, no rank is left waiting.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The exact base as a twin: copied modules ("shells") that share the live model's tensors.
 
-The live model is not changed, and no tensor is copied: where the stored dtype is not the original one, the twin has a
-``LazyTensor`` that computes the original.
+No tensor is copied: where the stored dtype is not the original one, a ``LazyTensor`` computes the original.
 """
 
 from __future__ import annotations

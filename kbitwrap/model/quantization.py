@@ -1,18 +1,8 @@
 """How a model is quantized, and what that permits. The only file that names the quantization libraries.
 
-===================== ============================ =====================================================
-method                 found by                     half parameters outside the quantized layers
-===================== ============================ =====================================================
-bitsandbytes 4/8-bit   ``is_loaded_in_4bit``/``8bit``, upcast
-                       ``quantization_method``, or
-                       a bitsandbytes layer
-gptq, aqlm, eetq,      ``quantization_method``;      never cast (PEFT's own list)
-hqq, torchao           hqq also ``hqq_quantized``
-every other method     ``quantization_method``       never cast by the wrapper: the method computes its own
-of transformers                                      layers in the dtype it loaded. PEFT casts them
-a library's own        a layer of its class, or a    never cast by the wrapper
-function               weight made of narrow parts
-===================== ============================ =====================================================
+Half parameters outside the quantized layers are upcast where bitsandbytes quantized these, told by attributes of the
+model or by its layers. They are never cast beside gptq, aqlm, eetq, hqq and torchao (PEFT's own list), other methods of
+transformers (there PEFT casts) and a library's own function: these compute their layers in the dtype that was loaded.
 """
 
 from __future__ import annotations

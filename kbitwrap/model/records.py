@@ -1,7 +1,4 @@
-"""Records that find parameters again by owner and name, and by the memory they lie in, without a reference to them.
-
-``torch.utils.swap_tensors`` refuses tensors with weak references, and a parameter that others replace is freed at once.
-"""
+"""Records that find parameters again by owner and name, and by the memory they lie in, without a reference to them."""
 
 from __future__ import annotations
 

@@ -57,13 +57,10 @@ class Fingerprints:
     def changed(
         self,
         parameters: Iterable[tuple[ParameterRecord, torch.Tensor]],
-        original_of: Callable[[ParameterRecord, torch.Tensor], torch.Tensor] | None = None,
-        compared: Mapping[ParameterRecord, torch.Tensor] = MappingProxyType({}),
+        original_of: Callable[[ParameterRecord, torch.Tensor], torch.Tensor] | None = None,  # to compare its digest
+        compared: Mapping[ParameterRecord, torch.Tensor] = MappingProxyType({}),  # answers for others, on their devices
     ) -> set[ParameterRecord]:
-        """Find the parameters that hold others than the recorded values, in one read for each device.
-
-        Digests are compared where ``original_of`` computes an original; ``compared`` has the answers for others.
-        """
+        """Find the parameters that hold others than the recorded values, in one read for each device."""
         changed: set[ParameterRecord] = set()
         groups: dict[Any, list[tuple[ParameterRecord, torch.Tensor, torch.Tensor]]] = {}
         for record, parameter in parameters:

@@ -45,6 +45,7 @@ class Planner:
         self.config = config
         self.quantization = quantization
         self.freeze_adapters = freeze_adapters
+        self.base = prepared_tensors(tree, freeze_adapters)  # all but adapters', unless these are to be treated alike
         self.warnings: list[str] = []
         self.alarms: list[str] = []  # those of the warnings that nobody may miss
 
@@ -52,11 +53,6 @@ class Planner:
     def roles(self) -> dict[int, Role]:
         """The role of every parameter, by ``id``."""
         return parameter_roles(self.tree, self.config.norm_modules)
-
-    @functools.cached_property
-    def base(self) -> list[NamedTensor]:
-        """The parameters to prepare: all but adapters', unless these are to be treated alike."""
-        return prepared_tensors(self.tree, self.freeze_adapters)
 
     def edits(self) -> tuple[EditBase, ...]:
         """Write the edits down, in the order in which they are applied; gathers ``warnings`` on the way."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from ..edits.base import HeldOriginal
 from ..edits.journal import Call
 from ..errors import StateError, UnsupportedModelError
 from ..model.tree import ModelTree, NamedTensor, join
+from ..model.wrappers import loaded_class
 from ..tensors.dtypes import HALF_DTYPES, dtype_name
 
 # From here on torch's CUDA allocator gives a block a segment of its own (kMinLargeAlloc).
@@ -91,10 +91,7 @@ _HALF_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 
 def mixed_precision(tensors: Sequence[NamedTensor]) -> MixedPrecision | None:
     """The mixed-precision policy that is known yet: accelerate's, its launcher's, or an autocast that is on."""
-    state: dict[str, Any] = {}
-    accelerate = sys.modules.get("accelerate.state")
-    if accelerate is not None:
-        state = accelerate.AcceleratorState._shared_state
+    state: dict[str, Any] = getattr(loaded_class("accelerate.state", "AcceleratorState"), "_shared_state", {})
     fsdp = getattr(state.get("fsdp_plugin"), "mixed_precision_policy", None)
     param_dtype = getattr(fsdp, "param_dtype", None)
     if param_dtype in HALF_DTYPES:

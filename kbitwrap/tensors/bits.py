@@ -26,17 +26,13 @@ _DEVICE_CHUNK = 32 << 20
 
 
 def fingerprint_and(tensor: torch.Tensor, question: torch.Tensor) -> tuple[bytes, bool]:
-    """A fingerprint of a half tensor's bits, without a copy, and the answer to a question on its device, in one read.
-
-    It is a SHA-256 of the sums, modulo 2**64, of the rows and of the columns of int64 words laid out in rows of 4096,
-    and of the words left over. Only changes of at least four words that cancel in every row and column are missed.
-    A tensor on the meta device has no bits: the fingerprint is empty, and the answer is no.
-    """
-    if tensor.is_meta:
+    """A fingerprint of a half tensor's bits, without a copy, and the answer to a question there, in one read."""
+    if tensor.is_meta:  # it has no bits
         return b"", False
     flat = tensor.detach().reshape(-1)
     if flat.stride() != (1,) or flat.storage_offset() % 4:
         flat = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device).copy_(flat)
+    # Only changes of at least four words that cancel in every row and column are missed.
     in_rows = flat.numel() - flat.numel() % (4 * _ROW)
     parts = [flat[in_rows:]]
     if in_rows:
@@ -191,10 +187,9 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def content_digest(tensor: torch.Tensor) -> int:
-    """Digest a dense tensor's bytes in the order of its elements, on its own device, to an integer below 2**64.
+    """Digest a dense tensor's bytes, on its device, to an integer below 2**64; ``docs/manifest.md`` has the formula.
 
-    Manifests hold it: ``docs/manifest.md`` gives the formula. All arithmetic is on integers modulo 2**64, so that every
-    device gives the same digest. Beside the tensor two pieces of 1 MiB (CPU) or 32 MiB are held, and a copy of a tensor
+    It is the same on every device. Beside the tensor two pieces of 1 MiB (CPU) or 32 MiB are held, and a copy of one
     that is not contiguous. A tensor made of others has the digest of theirs, as words in the order of its class.
     """
     return begin_digest(tensor)()

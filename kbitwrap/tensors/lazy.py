@@ -1,8 +1,4 @@
-"""A tensor whose values are computed when they are asked for.
-
-The functions that lay a checkpoint out take the whole state dict at once; lazy tensors are what they read, without
-values, so that the checkpoint can be written one tensor at a time.
-"""
+"""A tensor whose values are computed when they are asked for: what lays a checkpoint out takes the whole state dict."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """A float32 tensor that stores half: its values are upcast each time they are used, and not kept.
 
-To autograd, autocast and every reader of ``dtype`` it is float32; below them, each operation gets a float32 copy that
-lives no longer than the operation. Autograd saves the tensor itself, so backward upcasts again, to the same product.
+Below autograd, each operation gets a copy that lives no longer than it. Autograd saves the tensor itself.
 """
 
 from __future__ import annotations
