@@ -135,19 +135,9 @@ def run_loss(
                 runs[name].append(_Run(name, settings, seed, base, exact).train(text))
     return {
         "environment": environment(settings.device),
-        "settings": {**dataclasses.asdict(settings), "has_bfloat16": _has_bfloat16(settings.device)},
+        "settings": dataclasses.asdict(settings),
         "losses": [_summary(name, runs) for name in names],
     }
-
-
-def _has_bfloat16(device: str) -> bool:
-    """Whether the device has instructions for bfloat16, as far as torch knows."""
-    has_it: bool = (
-        torch.cuda.is_bf16_supported(including_emulation=False)
-        if torch.device(device).type == "cuda"
-        else torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
-    return has_it
 
 
 def _summary(name: str, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:

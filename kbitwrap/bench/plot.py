@@ -11,6 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from .report import where
+
 # What of a file's metadata differs from run to run or version to version, by the formats that can be drawn.
 _STAMPS = {".svg": "Date", ".png": "Software", ".pdf": "CreationDate"}
 _MIB = 1024**2
@@ -80,13 +82,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
     """
     rows = _rows(result)
     names = [case["case"] for case in result["cases"]]
-    shape, device = result["settings"]["shape"], result["environment"]["machine"]["device"]
+    shape = result["settings"]["shape"]
     with matplotlib.rc_context(STYLE):
         width, height = _PANEL_SIZE
         figure = Figure(figsize=(width * len(rows[0]), height * len(rows)), layout="constrained")
         figure.suptitle(
             f"Mistral in nf4 and bfloat16, hidden {shape['hidden_size']}, {shape['num_layers']} layers, "
-            f"vocabulary {shape['vocab_size']}, on {device}"
+            f"vocabulary {shape['vocab_size']}, on {where(result)}"
         )
         for row, axes in zip(rows, figure.subplots(len(rows), len(rows[0]), squeeze=False), strict=True):
             for panel, axis in zip(row, axes, strict=True):
@@ -187,8 +189,10 @@ def _rows(result: dict[str, Any]) -> list[tuple[_Panel, _Panel, _Panel]]:
         steps = {name: case["steps"][index] for name, case in cases.items()}
         rows.append(
             (
-                _Panel(f"step peak, {tokens} tokens", "MiB, of tensors", _mib(steps, "peak_bytes"), "{:.0f}"),
-                _Panel(f"step peak, {tokens} tokens", "MiB, of the system", _mib(steps, "system_peak_bytes"), "{:.0f}"),
+                _Panel(f"peak of tensors in a step, {tokens} tokens", "MiB", _mib(steps, "peak_bytes"), "{:.0f}"),
+                _Panel(
+                    f"peak of the system in a step, {tokens} tokens", "MiB", _mib(steps, "system_peak_bytes"), "{:.0f}"
+                ),
                 _Panel(f"step time, {tokens} tokens", "ratio to PEFT's", _ratios(steps, "seconds"), "{:.3f}"),
             )
         )

@@ -44,12 +44,30 @@ def _machine(device: str) -> dict[str, Any]:
         "num_threads": torch.get_num_threads(),
         "memory_bytes": None,
         "device": device,
+        "has_bfloat16": _has_bfloat16(device),
     }
     if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
         machine["memory_bytes"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if torch.device(device).type == "cuda":
         machine["device"] = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
     return machine
+
+
+def _has_bfloat16(device: str) -> bool:
+    """Whether the device has instructions for bfloat16, as far as torch knows."""
+    has_it: bool = (
+        torch.cuda.is_bf16_supported(including_emulation=False)
+        if torch.device(device).type == "cuda"
+        else torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+    return has_it
+
+
+def where(result: dict[str, Any]) -> str:
+    """The device of a result, and whether it has instructions for bfloat16, if that was recorded."""
+    machine = result["environment"]["machine"]
+    known = {True: " with instructions for bfloat16", False: " without instructions for bfloat16"}
+    return f"{machine['device']}{known.get(machine.get('has_bfloat16'), '')}"
 
 
 def _processor() -> str:
@@ -114,7 +132,7 @@ def _environment_lines(result: dict[str, Any]) -> list[str]:
     return [
         f"machine   {machine['processor']}, {machine['num_cores']} cores, {machine['num_threads']} torch threads, "
         f"{'unknown' if memory is None else f'{memory / 1024**3:.1f} GiB'} of memory, {machine['system']}; "
-        f"device {machine['device']}",
+        f"device {where(result)}",
         "versions  " + ", ".join(f"{name} {found}" for name, found in result["environment"]["versions"].items()),
     ]
 
@@ -316,7 +334,6 @@ def loss_header(result: dict[str, Any]) -> str:
     return "\n".join(
         [
             *_environment_lines(result),
-            f"bfloat16  the device has {'' if settings['has_bfloat16'] else 'no '}instructions for it",
             f"model     Llama over bytes in {settings.get('quant', 'nf4')} and bfloat16, "
             f"hidden {settings['hidden_size']}, "
             f"{settings['num_layers']} layers, pretrained for {settings['pretraining_steps']} steps on pydoc's topics",

@@ -611,7 +611,7 @@ def test_a_plot_shows_the_figures(
         assert f"{case['added_bytes'] / 2**20:.2f}" in texts
         for step in case["steps"]:
             assert f"{step['peak_bytes'] / 2**20:.0f}" in texts
-    assert {"live bytes added", "step peak, 16 tokens", "MiB", "MiB, of tensors", "ratio to PEFT's"} <= set(texts)
+    assert {"live bytes added", "peak of tensors in a step, 16 tokens", "MiB", "ratio to PEFT's"} <= set(texts)
 
 
 def test_a_plot_without_peft_has_no_ratios(
