@@ -61,6 +61,7 @@ class Subject:
 
     adapted: PeftModel | None = None
     where = ""  # the place of the last fault
+    has_failed = False  # whether it made a restore fail
 
     def __init__(self, model: nn.Module, adapt: Callable[[nn.Module], PeftModel] | None = None, **fields: Any) -> None:
         self.model = model
@@ -174,6 +175,7 @@ class Subject:
             yield f"raised {caught!r}, and the wrapper is {state}"
         if prepared_of(self.model) is not (prepared if state in (PREPARED, SUSPENDED) else None):
             yield f"prepared_of() is {prepared_of(self.model)} while {state}"
+        self.has_failed = isinstance(caught, RestoreError)
         if isinstance(caught, RestoreError):
             yield from self.unnamed(caught)
         elif state is RESTORED and self.adapt is None:
@@ -208,7 +210,9 @@ class Subject:
             report = prepared.restore()
             self.take_off()
             yield from self.original.diff(Snapshot(self.model), moved=True)
-            if self.adapt is None and (report.replaced or report.put_back or report.trained or report.foreign):
+            # After a failure the record of what forwards leave has put back what the change that failed had not.
+            put_back = () if self.has_failed else report.put_back
+            if self.adapt is None and (report.replaced or put_back or report.trained or report.foreign):
                 yield f"reported {report}"
 
     def unnamed(self, error: RestoreError) -> Iterator[str]:
