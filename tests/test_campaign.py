@@ -34,7 +34,7 @@ def test_a_fault_at_any_step_on_a_quantized_model_leaves_it_whole(name: str, pre
 def test_a_fault_at_the_last_lines_of_adopting_adopts_all_or_nothing() -> None:
     subject = [make() for _, make in faults.subjects("llama", "adapted")][1]
     count = subject.count("adopt", line)
-    for number, error in itertools.product(range(count - 260, count, 7), (KeyboardInterrupt, MemoryError)):
+    for number, error in itertools.product(range(count - 260, count, 13), (KeyboardInterrupt, MemoryError)):
         assert [*subject.fail("adopt", number, error(), line)] == [], (number, subject.where)
 
 
