@@ -9,11 +9,13 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import kbitwrap
+import zoo
 from campaign import sequences
-from kbitwrap import KbitPreparedModel, StateError
+from kbitwrap import KbitPreparedModel, RestoreError, StateError
 from snapshot import Snapshot
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -137,3 +139,18 @@ def test_a_view_of_a_parameter_of_a_model_prepared_twice_views_it_again() -> Non
     kbitwrap.prepare_model_for_kbit_training(model)
     kbitwrap.restore(model)
     assert model.seen.data_ptr() == model.scale.data_ptr()
+
+
+def test_a_trained_copy_that_was_an_error_is_rounded_by_the_next_restore() -> None:
+    model = zoo.load("llama", None)
+    prepared = KbitPreparedModel(model, precision="full").prepare()
+    peft_model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    head = peft_model.base_model.model.lm_head
+    with pytest.raises(RestoreError, match=r"lm_head\.weight was trained"):
+        prepared.restore("error")
+    assert (head.original_module.weight.dtype, head.modules_to_save.default.weight.dtype) == (
+        torch.bfloat16,
+        torch.float32,
+    )
+    assert prepared.restore().trained == ("lm_head.weight",)
+    assert head.modules_to_save.default.weight.dtype == torch.bfloat16

@@ -268,9 +268,16 @@ class CopyChange(HeldOriginal):
     dtype: torch.dtype
     is_base: bool = False
     is_resized: bool = False
+    policy: TrainedPolicy = "keep"
+
+    def decide(self, policy: TrainedPolicy) -> None:
+        """Set whether ``undo`` is to refuse, because the copy was made to be trained."""
+        self.policy = policy
 
     def undo(self, tree: ModelTree) -> None:
         """Round the value to the original dtype; the Parameter object stays."""
+        if self.policy == "error":
+            raise TrainedError([self.fqn])
         self.write(self.parameter, self.parameter.data.to(self.dtype))
 
     def now(self, tree: ModelTree) -> WayBack:

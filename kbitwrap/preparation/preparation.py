@@ -197,7 +197,7 @@ class Preparation:
             refuse_sharded_since(tree, changes_dtypes=self._upcasts_all)
             held, changes = self.journal.parts(HeldOriginal), self.changes(tree)
             with only_reading():
-                copies = self.copies(tree)
+                copies = [*self.journal.parts(CopyChange), *self.copies(tree)]  # some stayed where they were an error
                 training = [t for t in tree.tensors if t.parameter.requires_grad]
                 trainable = {tree.known.get(id(t.parameter), tree.records.at(t.module, t.name)) for t in training}
                 num_turned_on = self._num_turned_on + self.original.num_turned_on(tree)
@@ -209,12 +209,11 @@ class Preparation:
                 self._num_turned_on = num_turned_on
                 failures: dict[str, Exception] = {}
                 changed = {*changes.trained, *changes.drifted}
-                if trained == "error":
-                    failures = {c.fqn: TrainedError([c.fqn]) for c in copies if not c.is_base or c.fqn in changed}
                 for one in held:
                     one.decide(trained)
-                if not failures:
-                    self.journal.record(*[copy for copy in copies if copy not in self.journal.changes])
+                for copy in copies:
+                    copy.decide("keep" if copy.is_base and copy.fqn not in changed else trained)
+                self.journal.record(*[copy for copy in copies if copy not in self.journal.changes])
                 for change, error in self.journal.undo(
                     tree, since=1, show=lambda found: _bar(found, "restore", config)
                 ):
@@ -224,7 +223,7 @@ class Preparation:
                         failures |= {fqn: TrainedError([fqn]) for fqn in error.fqns}
                     else:
                         failures[getattr(change, "fqn", type(change).__name__)] = error
-                for one in held:
+                for one in (*held, *copies):
                     one.decide("keep")
                 self._put_back += [name for one in rewritten for name in one.put_back]
                 if failures:
