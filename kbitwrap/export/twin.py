@@ -24,7 +24,7 @@ from ..model.tree import ModelTree, join, shallow_copy
 from ..model.wrappers import class_before_sharding, is_sharded_tensor, unwrap
 from ..preparation.original import DECOMPRESSED, Changes, Original, configs_of
 from ..preparation.preparation import Preparation
-from ..tensors.bits import Layout
+from ..tensors.bits import Layout, differ
 from ..tensors.upcast import UpcastTensor
 from .sharding import Gathering, drift_of
 
@@ -185,11 +185,13 @@ def _gathered(tree: ModelTree, original: Original, held: _Held, gathering: Gathe
 
 
 def _sharing_memory(held: _Held) -> dict[int, torch.Tensor]:
-    """Copies of parameters that lay in one memory, in one storage again: lazy tensors cannot share memory."""
+    """Copies of parameters that lay in one memory, in one storage, unless trained apart: lazy tensors cannot share."""
     found: dict[int, torch.Tensor] = {}
     for group in {one.group for one in held.values() if isinstance(one, StorageChange) and one.group is not None}:
         placed = [(c, p) for c in group.changes if (p := c.record.live()) is not None and c.converts(p)]
         if len(placed) > 1:
-            views = Layout.place([(change.original_of(p.data), change.layout) for change, p in placed])
-            found |= {id(parameter): view for (_, parameter), view in zip(placed, views, strict=True)}
+            originals = [(change.original_of(p.data), change.layout) for change, p in placed]
+            views = Layout.place(originals)
+            if not any(differ(view, value) for view, (value, _) in zip(views, originals, strict=True)):
+                found |= {id(parameter): view for (_, parameter), view in zip(placed, views, strict=True)}
     return found

@@ -52,7 +52,7 @@ def main() -> int:
 def run(kind: str, count: int, seed: int, record: dict[str, Any], path: Path) -> None:
     """Run rounds of one kind until the record has as many trials; the record is saved after each round."""
     trials = importlib.import_module(f"campaign.{kind}").trials
-    told = record.setdefault(kind, {"trials": 0, "next_seed": seed, "violations": [], "seconds": 0.0})
+    told = record.setdefault(kind, {"trials": 0, "seed": seed, "next_seed": seed, "violations": [], "seconds": 0.0})
     with tqdm(total=count, initial=told["trials"], desc=kind, unit="") as bar:
         while told["trials"] < count:
             start, num_trials, found = time.perf_counter(), 0, []

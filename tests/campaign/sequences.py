@@ -82,11 +82,14 @@ class World:
         self.suspended: Snapshot | None = None  # the model when it was suspended, while nothing was done to it
         self.log: list[str] = []
         self.found: list[str] = []
+        self._note_objects()
+
+    def sharing(self) -> list[list[str]]:
+        """The names of different parameters that lie in one memory now, in the twin."""
         groups: dict[int, list[str]] = {}
         for name, p in self.twin.named_parameters() if self.kind == "tree" else ():
             groups.setdefault(p.untyped_storage()._cdata, []).append(name)
-        self.sharing = [names for names in groups.values() if len(names) > 1]
-        self._note_objects()
+        return [names for names in groups.values() if len(names) > 1]
 
     def say(self, line: str) -> None:
         """Note a violation."""
@@ -488,7 +491,7 @@ def train(world: World, rng: random.Random) -> None:
     ids = {id(p): p for p, _ in stepped}
     # What lies in the memory of a trained parameter is trained too, or lies elsewhere from then on.
     named = dict(top.named_parameters(remove_duplicate=False))
-    for group in world.sharing:
+    for group in world.sharing():
         if any(id(named[name]) in ids for name in group):
             ids.update({id(named[name]): named[name] for name in group})
             for name in group:

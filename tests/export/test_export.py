@@ -251,6 +251,20 @@ def test_different_parameters_over_one_memory(keep_originals: bool, tmp_path: Pa
     assert "model.embed_tokens.weight" in report.converted
 
 
+def test_parameters_over_one_memory_that_were_trained_apart_are_exported_as_restore_leaves_them(tmp_path: Path) -> None:
+    model = zoo.load("llama")
+    model.lm_head.weight = nn.Parameter(model.model.embed_tokens.weight.data)
+    embeddings = model.model.embed_tokens.weight.detach().clone()
+    prepared = KbitPreparedModel(model, precision="full", freeze=False).prepare()
+    with torch.no_grad():
+        model.lm_head.weight -= 0.1
+    prepared.export(tmp_path / "export", max_shard_size=SHARD)
+    prepared.restore()
+    assert torch.equal(model.model.embed_tokens.weight, embeddings)
+    assert not torch.equal(model.lm_head.weight, embeddings)
+    assert read(tmp_path / "export") == saved(model, tmp_path / "restored")
+
+
 @pytest.mark.parametrize("quant", ["nf4", "nf4-double"])
 def test_weights_that_a_cpu_repacked(quant: str, tmp_path: Path) -> None:
     import bitsandbytes as bnb

@@ -1,0 +1,56 @@
+"""Writes the figures of docs/guarantees.md from the records of `python tests/campaign`.
+
+    python .ci/guarantees.py [RECORD ...]
+
+The records are added to docs/benchmarks/guarantees.json: each is one run, told by its kind, its versions and its first
+and next seeds, and the same rounds are not added twice. Without a record the page is written from what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE, FIGURES = DOCS / "guarantees.md", DOCS / "benchmarks" / "guarantees.json"
+BEGIN, END = "<!-- figures -->\n\n", "\n<!-- end -->"
+GOALS = {"faults": 100_000, "cycles": 10_000, "kills": 500, "sequences": 100_000, "files": 1_000_000}
+
+
+def add(runs: list[dict[str, Any]], record: dict[str, Any]) -> None:
+    """Add a record's runs; a longer record of the same run takes the place of a shorter one."""
+    for kind in GOALS.keys() & record.keys():
+        run = {"kind": kind, "versions": record["versions"], "seed": 0, **record[kind]}
+        run["violations"] = len(run["violations"])
+        same = [one for one in runs if (one["kind"], one["seed"]) == (kind, run["seed"])]
+        runs[:] = [one for one in runs if one not in same] + [max([*same, run], key=lambda one: one["trials"])]
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """The sums by kind."""
+    lines = ["| kind | trials so far | to be reached | violations | hours of one core |", "|---|---:|---:|---:|---:|"]
+    for kind, goal in GOALS.items():
+        of_kind = [run for run in runs if run["kind"] == kind]
+        trials, violations, seconds = (sum(run[key] for run in of_kind) for key in ("trials", "violations", "seconds"))
+        lines.append(f"| `{kind}` | {trials:,} | {goal:,} | {violations} | {seconds / 3600:.1f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Add the records, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("records", nargs="*", type=Path, metavar="RECORD")
+    runs: list[dict[str, Any]] = json.loads(FIGURES.read_text()) if FIGURES.exists() else []
+    for path in parser.parse_args().records:
+        add(runs, json.loads(path.read_text()))
+    runs.sort(key=lambda run: (run["kind"], run["seed"]))
+    FIGURES.write_text(json.dumps(runs, indent=1) + "\n")
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(before + BEGIN + table(runs) + "\n" + END + after)
+
+
+if __name__ == "__main__":
+    main()
