@@ -41,7 +41,7 @@ NOT_CODE = {"bibtex", "json", "text"}
 
 # Blocks that hold these texts are run by other tests, which compare what they leave.
 ELSEWHERE = {
-    "merged = peft_model.merge_and_unload()": "integrations/test_trainer.py",
+    "train_dataset=train_dataset).train()": "integrations/test_trainer.py",
     "class Sample": "integrations/test_trainer.py",
     "torch.optim.AdamW(p for p in": "integrations/test_trainer.py",
     "suspend_evaluation=True": "integrations/test_trainer.py",
@@ -102,7 +102,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(place / "my-model")  # while prepared: in float32
     peft_model = get_peft_model(model, zoo.lora_config("llama", task_type="CAUSAL_LM"))
     prepared.manifest().save(place / "run" / "kbitwrap.json")
-    peft_model.save_pretrained(place / "run")
+    for folder in ("run", "adapter"):
+        peft_model.save_pretrained(place / folder)
     prepared.restore()
     peft_model.merge_and_unload().save_pretrained(place / "merged-4bit")
     return place
@@ -117,6 +118,7 @@ def given() -> dict[str, Any]:
         "train_dataset": dataset(model),
         "eval_dataset": dataset(model)[:2],
         "batch": zoo.inputs("llama", model),
+        "batches": [zoo.inputs("llama", model, seed=seed) for seed in range(8)],
         "prompt": prompt(model),
         "engine": SimpleNamespace(load_weights=lambda named: None),
     }
@@ -172,6 +174,23 @@ def test_the_blocks_of_a_page_run(
             torch.manual_seed(0)
             names |= given()
             exec(compile(block.text, name, "exec"), names)
+
+
+@pytest.mark.filterwarnings("ignore:restore.. made:UserWarning")  # the adapter is on top while restoring
+def test_the_loop_that_resumes_leaves_the_adapter_of_one_that_never_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, resume = (pages.program(pages.DOCS / "resume.md", text) for text in ("batches[:4]", "batches[4:]"))
+    runs = {"whole": [start.replace("[:4]", "")], "stopped": [start], "resumed": [start, resume]}
+    adapters = {}
+    for name, programs in runs.items():
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        for seed, program in enumerate(programs):
+            torch.manual_seed(seed)
+            exec(compile(program, name, "exec"), given())
+        adapters[name] = Path("run", "adapter_model.safetensors").read_bytes()
+    assert adapters["resumed"] == adapters["whole"] != adapters["stopped"]
 
 
 def stories() -> dict[str, str]:

@@ -598,9 +598,14 @@ as_on_a_machine_without_accelerator = pytest.mark.filterwarnings(
 
 @as_on_a_machine_without_accelerator
 def test_block_that_trains_and_merges(page: Callable[[str], dict[str, Any]]) -> None:
-    names = page("merged = peft_model.merge_and_unload()")
-    assert names["merged"] is names["model"]
-    assert {p.dtype for p in names["merged"].parameters()} == {torch.bfloat16, torch.uint8}
+    names = page("train_dataset=train_dataset).train()")
+    assert {p.dtype for p in names["merged"].parameters()} == {torch.bfloat16}
+    with torch.no_grad():
+        merged = names["merged"](**prompt(names["merged"])).logits
+        adapted = names["peft_model"].eval()(**prompt(names["model"])).logits
+        assert names["diff"]() == []
+        base = names["model"](**prompt(names["model"])).logits
+    assert (merged - adapted).norm() < (base - adapted).norm() / 4
 
 
 @as_on_a_machine_without_accelerator
