@@ -605,7 +605,7 @@ def test_block_that_trains_and_merges(page: Callable[[str], dict[str, Any]]) -> 
         adapted = names["peft_model"].eval()(**prompt(names["model"])).logits
         assert names["diff"]() == []
         base = names["model"](**prompt(names["model"])).logits
-    assert (merged - adapted).norm() < (base - adapted).norm() / 4
+    assert (merged - adapted).norm() < (base - adapted).norm() / 20
 
 
 @as_on_a_machine_without_accelerator
