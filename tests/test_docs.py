@@ -34,6 +34,7 @@ NEEDS = {
     "Needs a GPU": 1,
     "Needs HQQ": 1,
     "Needs minutes": 7,
+    "Needs hours": 1,
     "Needs several processes": 2,
     "Needs TRL": 5,
 }
