@@ -25,9 +25,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from kbitwrap import KbitPreparedModel, Precision
+from kbitwrap.bench.environment import environment
 from kbitwrap.bench.models import build_model
 from kbitwrap.bench.plot import STYLE
-from kbitwrap.bench.report import environment
 from kbitwrap.bench.settings import MISTRAL_7B, Shape
 from kbitwrap.cli.base_state import ASPECTS, BaseState
 from kbitwrap.cli.demo_sides import prepare_by_peft

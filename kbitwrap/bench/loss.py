@@ -29,7 +29,7 @@ from tqdm.auto import tqdm
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from .. import KbitPreparedModel
-from .report import environment
+from .environment import environment
 from .settings import FLOAT64, LAST_STEPS, PEFT, BenchError, LossSettings
 
 NUM_BYTES = 256

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from .report import where
+from .environment import where
 
 # What of a file's metadata differs from run to run or version to version, by the formats that can be drawn.
 _STAMPS = {".svg": "Date", ".png": "Software", ".pdf": "CreationDate"}

@@ -2,89 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import sys
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
-import torch
-
+from .environment import where
 from .settings import LAST_STEPS
 
-_LIBRARIES = ("kbitwrap", "torch", "transformers", "peft", "bitsandbytes")
 _MIB = 1024**2
 _NONE = "-"
 _OUT_OF_MEMORY = "out of memory"
 _DISTANCES = ("logits_distance", "gradient_distance")
-
-
-def environment(device: str) -> dict[str, Any]:
-    """The machine and the libraries of a benchmark.
-
-    Args:
-        device: The device that the model is on.
-
-    Returns:
-        The machine and the versions, ready for JSON.
-    """
-    return {
-        "machine": _machine(device),
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _LIBRARIES}},
-    }
-
-
-def _machine(device: str) -> dict[str, Any]:
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    machine: dict[str, Any] = {
-        "system": f"{platform.system()} {platform.machine()}",
-        "processor": _processor(),
-        "num_cores": num_cores,
-        "num_threads": torch.get_num_threads(),
-        "memory_bytes": None,
-        "device": device,
-        "has_bfloat16": _has_bfloat16(device),
-    }
-    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
-        machine["memory_bytes"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if torch.device(device).type == "cuda":
-        machine["device"] = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
-    return machine
-
-
-def _has_bfloat16(device: str) -> bool:
-    """Whether the device has instructions for bfloat16, as far as torch knows."""
-    has_it: bool = (
-        torch.cuda.is_bf16_supported(including_emulation=False)
-        if torch.device(device).type == "cuda"
-        else torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
-    return has_it
-
-
-def where(result: dict[str, Any]) -> str:
-    """The device of a result, and whether it has instructions for bfloat16, if that was recorded."""
-    machine = result["environment"]["machine"]
-    known = {True: " with instructions for bfloat16", False: " without instructions for bfloat16"}
-    return f"{machine['device']}{known.get(machine.get('has_bfloat16'), '')}"
-
-
-def _processor() -> str:
-    if sys.platform == "linux":
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or "unknown"
-
-
-def _version(name: str) -> str:
-    if name == "torch":
-        return str(torch.__version__)  # with its build, which the distribution's version need not name
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed, run from its source"
 
 
 def header(result: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .report import environment
+from .environment import environment
 from .settings import PEFT, BenchError, Settings
 
 _TIMED_PARTS = [f"{part}{kind}_seconds" for part in ("save", "merge", "export") for kind in ("", "_cpu")]
