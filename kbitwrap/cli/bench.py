@@ -30,7 +30,7 @@ from ..bench.settings import (
 from .console import EXIT_DONE, EXIT_NO, InputError, as_text, check_file, hanging, joined, progress, quiet_libraries
 from .plot import check_plot
 from .tables import table
-from .usage import QUANTS, Json, at_most_one, choice, device, integer, option, path, rate
+from .usage import TRAINED_QUANTS, Json, at_most_one, choice, device, integer, option, path, rate
 
 _SIZE_MULTIPLE = 256  # of the width: heads, feed-forward part and 4-bit blocks then divide it
 _STEP_TOKENS = 128
@@ -192,7 +192,7 @@ def command(
     ] = None,
     quant: Annotated[
         str | None,
-        choice("--quant", choices=QUANTS[:2], help="Of the model; nf4, if left out.", rich_help_panel=_LOSS),
+        choice("--quant", choices=TRAINED_QUANTS, help="Of the model; nf4, if left out.", rich_help_panel=_LOSS),
     ] = None,
     output: Annotated[
         Path | None,

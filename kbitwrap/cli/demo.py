@@ -14,7 +14,7 @@ from .. import Precision, PrepareConfig
 from .console import EXIT_DONE, EXIT_NO, InputError, hanging, joined, progress, quiet_libraries, show
 from .hub import models
 from .tables import table
-from .usage import PRECISIONS, QUANTS, Json, TrustRemoteCode, choice, device, integer
+from .usage import PRECISIONS, TRAINED_QUANTS, Json, TrustRemoteCode, choice, device, integer
 
 _MAX_SEED = 2**63 - 1
 SUMMARY = "Prepare a small quantized model PEFT's way and ours, and check each step."
@@ -35,7 +35,7 @@ def command(
             "--model", metavar="MODEL", help="A causal language model to use in place of the small built-in one."
         ),
     ] = None,
-    quant: Annotated[str, choice("--quant", choices=QUANTS[:2], help="Quantization.")] = "nf4",
+    quant: Annotated[str, choice("--quant", choices=TRAINED_QUANTS, help="Quantization.")] = "nf4",
     precision: Annotated[
         str, choice("--precision", choices=PRECISIONS, help="Where float32 is used.")
     ] = PrepareConfig().precision.value,

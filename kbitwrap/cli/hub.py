@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .console import InputError, say
+from .usage import QUANTS
 
 _TIMEOUT = 3.0  # seconds for a hub to answer
 _OFFLINE = "HF_HUB_OFFLINE"
@@ -97,7 +98,7 @@ def quantization_config(quant: str, dtype: str | None) -> Any:
     """Make the config of a kind of quantization.
 
     Args:
-        quant: ``"nf4"``, ``"int8"`` or ``"none"``.
+        quant: One of ``QUANTS``.
         dtype: The dtype that 4-bit layers compute in; ``None`` for the library's default.
 
     Returns:
@@ -105,6 +106,5 @@ def quantization_config(quant: str, dtype: str | None) -> Any:
     """
     from transformers import BitsAndBytesConfig
 
-    if quant == "nf4":
-        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
-    return BitsAndBytesConfig(load_in_8bit=True) if quant == "int8" else None
+    fields = QUANTS[quant]
+    return None if fields is None else BitsAndBytesConfig(**fields, bnb_4bit_compute_dtype=dtype)

@@ -10,10 +10,22 @@ from typing import Annotated
 import typer
 
 from .. import ExportReport
-from .console import EXIT_DONE, check_folder
+from .console import EXIT_DONE, check_folder, say
 from .convert import write
 from .hub import models, quantization_config
-from .usage import HALF_DTYPES, QUANTS, Json, Out, Overwrite, TrustRemoteCode, choice, device, file_size, path
+from .usage import (
+    HALF_DTYPES,
+    KINDS_OF_NF4,
+    QUANTS,
+    Json,
+    Out,
+    Overwrite,
+    TrustRemoteCode,
+    choice,
+    device,
+    file_size,
+    path,
+)
 
 SUMMARY = "Merge a saved adapter into the base that it was trained on, in half precision."
 HELP = """Merge a saved adapter into the base that it was trained on, in half precision.
@@ -46,7 +58,8 @@ def command(
         choice(
             "--quant",
             choices=QUANTS,
-            help="How BASE was quantized in training, where neither its config nor a manifest says it.",
+            help="How BASE was quantized in training, where neither its config nor a manifest says it: "
+            f"{KINDS_OF_NF4}. Another than in training gives other weights.",
         ),
     ] = None,
     dtype: Annotated[
@@ -98,4 +111,17 @@ def command(
         )
 
     with models(base, trust_remote_code=trust_remote_code):
-        return write(merge, f"merging into {base}", as_json=json_)
+        status = write(merge, f"merging into {base}", as_json=json_)
+        if status == EXIT_DONE and quant is not None and _is_unrecorded(base, adapter, manifest):
+            say(
+                f"note: nothing here records how BASE was quantized in training, so --quant {quant} was taken at its "
+                f"word ({KINDS_OF_NF4}); another quantization in training has other weights"
+            )
+    return status
+
+
+def _is_unrecorded(base: str, adapter: Path, manifest: Path | None) -> bool:
+    from transformers import PretrainedConfig
+
+    is_manifest_there = manifest is not None or (adapter / "kbitwrap.json").is_file()
+    return not is_manifest_there and "quantization_config" not in PretrainedConfig.get_config_dict(base)[0]

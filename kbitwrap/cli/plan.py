@@ -16,7 +16,7 @@ from .console import EXIT_DONE, EXIT_NO, InputError, first_line, hanging, joined
 from .hub import models, quantization_config
 from .plot import check_plot, draw
 from .tables import table, with_bars
-from .usage import HALF_DTYPES, PRECISIONS, QUANTS, Json, choice, integer, num_bytes, path
+from .usage import HALF_DTYPES, KINDS_OF_NF4, PRECISIONS, QUANTS, Json, choice, integer, num_bytes, path
 
 if TYPE_CHECKING:
     from .. import Plan
@@ -42,7 +42,12 @@ def _count(name: str, help: str) -> Any:
 def command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a config.json, or a name on the hub.")],
     quant: Annotated[
-        str, choice("--quant", choices=QUANTS, help="Quantization; a model that is quantized already keeps its own.")
+        str,
+        choice(
+            "--quant",
+            choices=QUANTS,
+            help=f"Quantization: {KINDS_OF_NF4}. A model that is quantized already keeps its own.",
+        ),
     ] = "nf4",
     dtype: Annotated[
         str, choice("--dtype", choices=HALF_DTYPES, help="Dtype of the tensors that are not quantized.")

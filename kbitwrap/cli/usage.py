@@ -22,7 +22,17 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 PRECISIONS = tuple(precision.value for precision in Precision)
 HALF_DTYPES = ("bfloat16", "float16")
-QUANTS = ("nf4", "int8", "none")
+# What the command line can say of how bitsandbytes quantizes, by the word for it: fields of BitsAndBytesConfig.
+_4BIT = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+QUANTS: dict[str, dict[str, Any] | None] = {
+    "nf4": _4BIT,
+    "nf4-double": {**_4BIT, "bnb_4bit_use_double_quant": True},
+    "fp4": {**_4BIT, "bnb_4bit_quant_type": "fp4"},
+    "int8": {"load_in_8bit": True},
+    "none": None,
+}
+KINDS_OF_NF4 = "nf4 is without double quantization, nf4-double with it; load_in_4bit=True alone makes fp4"
+TRAINED_QUANTS = ("nf4", "int8")  # of the models that demo and bench train
 _DEVICES = ("cpu", "cuda", "mps", "xpu", "npu", "hpu")
 
 Parser = Callable[[Any], Any]
@@ -33,7 +43,7 @@ Parser = Callable[[Any], Any]
 # ----------------------------------------------------------------------------------------------------
 
 
-def one_of(choices: Sequence[str]) -> Parser:
+def one_of(choices: Iterable[str]) -> Parser:
     """Make a parser of one of a few words.
 
     Args:
@@ -129,7 +139,7 @@ def path(text: str | Path) -> Path:
 # ----------------------------------------------------------------------------------------------------
 
 
-def choice(*names: str, choices: Sequence[str], help: str, **fields: Any) -> Any:
+def choice(*names: str, choices: Iterable[str], help: str, **fields: Any) -> Any:
     """Make an option whose value is one of a few words, which a shell completes.
 
     Args:

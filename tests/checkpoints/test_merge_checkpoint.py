@@ -116,6 +116,8 @@ def test_the_manifest_says_how_the_base_was_quantized_and_is_compared_with_it(be
     merge_checkpoint(
         zoo.checkpoint("llama"), run.adapter, tmp_path / "merged", manifest=None if beside else run.manifest
     )
+    card = (tmp_path / "merged" / "README.md").read_text()
+    assert "bitsandbytes_4bit (nf4, with double quantization) as in training" in card
     assert_same_model(tmp_path / "merged", run.merged)
     other = tmp_path / "other"
     shutil.copytree(zoo.checkpoint("llama"), other)
@@ -227,7 +229,8 @@ def test_the_tokenizer_and_a_card_are_beside_it(owner: str, tmp_path: Path) -> N
     assert (tmp_path / "out" / "preprocessor_config.json").is_file()
     card = (tmp_path / "out" / "README.md").read_text()
     assert "base_model: someone/Tiny-Llama\n" in card
-    assert "quantized with bitsandbytes_4bit as in training" in card
+    assert "quantized with bitsandbytes_4bit (nf4, without double quantization) as the merge was told" in card
+    assert "as in training" not in card
     assert str(tmp_path) not in card
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert loaded.dtype == torch.bfloat16

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 import forks
@@ -17,6 +18,7 @@ import zoo
 from files import tensors_of
 from kbitwrap import KbitPreparedModel, convert_checkpoint
 from kbitwrap.cli import main
+from snapshot import tensor_digest
 
 
 @pytest.fixture(scope="module")
@@ -316,6 +318,27 @@ def test_merge_writes_a_half_model(trained: Path, capsys: pytest.CaptureFixture[
     assert len(result["merged"]) == 2 * len(zoo.ARCHITECTURES["llama"].targets)
     assert result["num_tensors"] == len(tensors_of(tmp_path / "out"))
     assert {tensor.dtype for tensor in tensors_of(tmp_path / "out").values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("quant", ["nf4", "nf4-double", "fp4", "int8"])
+def test_a_quantization_that_was_only_said_is_the_one_that_is_used_and_no_record(
+    quant: str, trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    base, adapter = zoo.checkpoint("llama"), tmp_path / "adapter"
+    adapter.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (adapter / name).write_bytes((trained / name).read_bytes())
+    options = ("--quant", quant, "--dtype", "bfloat16", "--device", "cpu")
+    status, _, err = run(capsys, "merge", base, adapter, "--out", tmp_path / "out", *options)
+    assert (status, len(err.splitlines())) == (0, 1)
+    assert f"nothing here records how BASE was quantized in training, so --quant {quant} was taken" in err
+    assert "as the merge was told, which no record of the training confirms" in (tmp_path / "out/README.md").read_text()
+    with KbitPreparedModel(zoo.load("llama", quant)) as prepared:
+        peft_model = PeftModel.from_pretrained(prepared.model, adapter)
+        prepared.export(tmp_path / "live", merge_adapters=True, model=peft_model)
+        peft_model.unload()
+    wanted = {name: tensor_digest(tensor) for name, tensor in tensors_of(tmp_path / "live").items()}
+    assert {name: tensor_digest(tensor) for name, tensor in tensors_of(tmp_path / "out").items()} == wanted
 
 
 def test_merge_needs_a_base_that_the_manifest_records(
