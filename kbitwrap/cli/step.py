@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import ConfigError, StepPredictor, UnsupportedModelError
-from .console import EXIT_DONE, EXIT_NO, InputError, first_line, hanging, progress, quiet_libraries, show
+from .console import EXIT_DONE, EXIT_NO, InputError, first_line, hanging, joined, progress, quiet_libraries, show
 from .hub import models, quantization_config
 from .plot import draw_steps
 from .tables import table
@@ -143,7 +143,7 @@ def _predict(request: StepRequest, precision: str, say: Any) -> Prediction:
 def _show(request: StepRequest, found: dict[str, Prediction]) -> None:
     rows = [["precision", "before", "forward", "backward", "optimizer", "peak"]]
     if request.budget is not None:
-        rows[0] += ["fits", "longest sequence", "largest batch"]
+        rows[0] += ["fits", "longest sequence", f"largest batch at {request.seq_len:,}"]
     for name, one in found.items():
         step = one.step
         figures = (step.static_bytes, step.forward_bytes, step.backward_bytes, step.optimizer_bytes, step.peak_bytes)
@@ -166,8 +166,25 @@ def _show(request: StepRequest, found: dict[str, Prediction]) -> None:
         table(rows, right=True),
         *([f"For each: {same}."] if same else []),
         table(held, right=True),
+        *_beside(found),
         *(hanging(f"note: {note}", 2) for note in dict.fromkeys(n for one in found.values() for n in one.step.notes)),
     )
+
+
+def _beside(found: dict[str, Prediction]) -> list[Any]:
+    """What a device holds beside the figures: the range of what is not known, and what no figure counts."""
+    steps = [one.step for one in found.values()]
+    parts = dict.fromkeys(part.what.partition(",")[0].lstrip("0123456789 ") for step in steps for part in step.unknown)
+    if not parts:
+        return []
+    least, most = min(step.unknown_bytes[0] for step in steps), max(step.unknown_bytes[1] for step in steps)
+    sign = "-" * (least < 0)
+    lines = [
+        f"Unknown, beside each peak: {sign}{_gib(abs(least))} to {_gib(most)} ({'; '.join(parts)}).",
+        "Tensors alone are counted, and a budget is compared with them: the CUDA context, fragmentation and other "
+        "programs on the device come on top.",
+    ]
+    return [joined(hanging(line, 2) for line in lines)]
 
 
 def _gib(num_bytes: int) -> str:

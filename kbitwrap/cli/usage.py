@@ -103,6 +103,8 @@ def num_bytes(text: str | int) -> int:
     except ConfigError as error:
         raise typer.BadParameter(str(error).removeprefix("memory_budget: ")) from None
     assert value is not None
+    if 0 < value < 2**20 and str(text).strip().isdecimal():
+        raise typer.BadParameter(f"{value} bytes: give a unit, as in 8GiB")
     return value
 
 

@@ -147,6 +147,19 @@ def test_what_is_the_same_for_every_precision_is_said_once(
     assert "largest batch" in out
 
 
+def test_what_a_step_may_take_beside_its_peak_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(step, "_predict", lambda request, precision, say: predict(request, precision))
+    arguments = ["--step", "--seq", "8", "--budget", "8GiB", "--precision", "norms", "none"]
+    assert main(["plan", str(zoo.checkpoint("llama")), *arguments]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "largest batch at 8" in out
+    assert "Unknown, beside each peak: " in out
+    assert "workspaces of cuBLAS" in out
+    assert "the CUDA context, fragmentation and other programs on the device come on top" in out
+
+
 def predict(request: step.StepRequest, precision: str) -> step.Prediction:
     from transformers import BitsAndBytesConfig
 

@@ -32,6 +32,8 @@ WRONG = {
     "plan m --precision norm": "found 'norm'; did you mean 'norms'?",
     "plan m --precision full half": "unexpected argument 'half'",
     "plan m --memory-budget -5MiB": "--memory-budget: expected a number of bytes such as 536870912 or '512MiB'",
+    "plan m --memory-budget 8": "--memory-budget: 8 bytes: give a unit, as in 8GiB",
+    "plan m --step --budget 8": "--budget: 8 bytes: give a unit, as in 8GiB",
     "plan /no/such": "there is no model at '/no/such'",
     "plan .": "there is no config.json in '.'",
     "plan m --plot plot.txt": "--plot: expected a name that ends in .svg or .png or .pdf, found 'plot.txt'",

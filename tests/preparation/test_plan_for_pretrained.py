@@ -395,8 +395,8 @@ def test_the_budget_decides(capsys: pytest.CaptureFixture[str]) -> None:
     zoo.checkpoint("llama")
     capsys.readouterr()
     peak = Plan.for_pretrained(zoo.checkpoint("llama"), NF4, "bfloat16", precision="full").peak_bytes
-    assert run_json(capsys, "--precision", "full", "--memory-budget", str(peak))[0] == 0
-    status, result = run_json(capsys, "--precision", "full", "--memory-budget", str(peak - 1))
+    assert run_json(capsys, "--precision", "full", "--memory-budget", f"{peak}B")[0] == 0
+    status, result = run_json(capsys, "--precision", "full", "--memory-budget", f"{peak - 1}B")
     assert (status, result["fits"]) == (1, {"full": False})
     assert result["fitting"] == ["compute", "norms", "adapted", "none"]
     assert run_json(capsys, "--precision", "norms", "none", "--memory-budget", "0")[0] == 0
