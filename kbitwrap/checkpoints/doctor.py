@@ -207,6 +207,9 @@ def _of_folder(folder: Path, base: Any, adapter: Any) -> _Faults:
     left = [name for names in report.leftovers.values() for name in names if is_half]
     meta = checkpoint.meta_model()
     ties = [] if meta is None or checkpoint.config.get("tie_word_embeddings") is False else tied_names(meta)
+    if report.config_dtype == "float32" and report.dtypes.keys() == {"float32"}:
+        evidence = "all is float32, as the config says; if the original was half: `kbitwrap convert --dtype bfloat16`"
+        yield "whether a preparation left float32", evidence, ""
     yield from _of_base(plain, meta, ties, left, report.use_cache is False)
     yield from _of_merge(sources, checkpoint.dtype, folder, base, adapter)
 
@@ -276,7 +279,7 @@ def _of_manifest(folder: Path, base: Any) -> _Faults:
     if base is None and manifest.config.freeze and has_weights(folder) and inspect_checkpoint(folder).is_quantized:
         base = folder  # otherwise it was merged or trained
     if base is None or (device == "cuda" and not torch.cuda.is_available()):
-        yield "whether the base is the manifest's, and unchanged", f"give base, on a machine with a {device}", ""
+        yield "whether the base is the manifest's, and unchanged", f"give base (--base), on a machine with {device}", ""
         return
     new: set[str] = set()  # a head that was made for the task, say
     if not isinstance(base, nn.Module):
@@ -291,7 +294,7 @@ def _of_manifest(folder: Path, base: Any) -> _Faults:
 def _of_merge(sources: Mapping[str, Any], dtype: torch.dtype | None, subject: Any, base: Any, adapter: Any) -> _Faults:
     """``sources``: the dtype from which each 4-bit weight was quantized, which PEFT's merge makes float32."""
     if sources and (base is None or adapter is None or isinstance(base, nn.Module)):
-        yield "how much of an adapter 4-bit weights hold, if one was merged", "give the folders of base and adapter", ""
+        yield "how much of an adapter 4-bit weights hold, if merged", "give the folders of both (--base, --adapter)", ""
         merged = [fqn.partition(".quant_state.")[0] for fqn, source in sources.items() if source == torch.float32]
         if merged and (len(merged) < len(sources) or dtype in HALF_DTYPES):
             yield _MERGED, f"quantized from float32: {shown(merged)}; how much survived: not measured", _EXPORT

@@ -65,7 +65,12 @@ def command(
             if path.is_dir() or path.suffix == ".safetensors":
                 with quiet_libraries():
                     report = inspect_checkpoint(path)
-                result: dict[str, Any] = {"kind": "checkpoint", **report.to_dict(), "suggestion": _suggestion(report)}
+                result: dict[str, Any] = {
+                    "kind": "checkpoint",
+                    **report.to_dict(),
+                    "suggestion": _suggestion(report),
+                    "note": _note(report),
+                }
                 parts = _describe_checkpoint(report)
                 status = EXIT_NO if report else EXIT_DONE
             else:
@@ -91,6 +96,16 @@ def _suggestion(report: CheckpointReport) -> str | None:
     return f"kbitwrap convert --from {shlex.quote(str(report.path))} --out DST {how}"
 
 
+def _note(report: CheckpointReport) -> str | None:
+    """What cannot be told of a checkpoint that is float32 throughout."""
+    if not (report.config_dtype == "float32" and report.dtypes.keys() == {"float32"}):
+        return None
+    return (
+        "all of it is float32, as its config says: nothing tells a preparation from a model trained in float32; if the "
+        f"original was half: kbitwrap convert --from {shlex.quote(str(report.path))} --out DST --dtype bfloat16"
+    )
+
+
 def _describe_checkpoint(report: CheckpointReport) -> list[Text]:
     dtypes = ", ".join(f"{row['count']} {name} ({row['bytes']:,} bytes)" for name, row in report.dtypes.items())
     quantized = "quantized" if report.is_quantized else "not quantized"
@@ -104,7 +119,7 @@ def _describe_checkpoint(report: CheckpointReport) -> list[Text]:
     if report.use_cache is False:
         lines.append("use_cache is false in the config, as trainers leave it: generation is slower without the cache")
     if not report:
-        lines.append("no tensor was left in float32 by a preparation")
+        lines.append(_note(report) or "no tensor was left in float32 by a preparation")
     parts = [joined(hanging(line, 2) for line in lines)]
     if report:
         rows = [("left in float32", "tensors", "wasted bytes", "names")]

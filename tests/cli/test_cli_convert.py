@@ -104,8 +104,17 @@ def test_what_an_architecture_keeps_in_float32_is_no_leftover(
     assert run(capsys, "inspect", tmp_path / "model")[0] == 0
 
 
-def test_a_float32_model_is_clean(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "inspect", zoo.checkpoint("llama"))[0] == 0
+def test_a_float32_model_is_clean_and_said_to_tell_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "inspect", zoo.checkpoint("llama"))
+    assert status == 0
+    assert "no tensor was left" not in out
+    out = " ".join(out.split())
+    assert "nothing tells a preparation from a model trained in float32; if the original was half:" in out
+    assert out.endswith("--out DST --dtype bfloat16")
+    assert run_json(capsys, "doctor", zoo.checkpoint("llama"))[1]["not_measured"] == [
+        "whether a preparation left float32: all is float32, as the config says; if the original was half: "
+        "`kbitwrap convert --dtype bfloat16`"
+    ]
 
 
 def test_inspect_finds_a_partly_upcast_merged_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
