@@ -140,7 +140,7 @@ def _quantization(base: Any, given: Any, manifest: Manifest | None, trust_remote
         if given is False or differing:
             raise ConfigError(
                 f"the base {os.fspath(base)!r} has a quantization of its own, and it is not the one given "
-                f"({'; '.join(differing) or 'none'}): leave that out (quantization_config, --quant), or give the base "
+                f"({'; '.join(differing) or 'none'}): leave that out (quantization_config), or give the base "
                 "that was trained on"
             )
         return None
@@ -149,7 +149,7 @@ def _quantization(base: Any, given: Any, manifest: Manifest | None, trust_remote
     if manifest is None:
         raise ConfigError(
             f"it is not known how the base {os.fspath(base)!r} was quantized in training: its config says nothing; "
-            "give the manifest (--manifest), or the quantization (quantization_config, --quant; False, 'none' for none)"
+            "give the manifest (manifest), or the quantization (quantization_config; False for none)"
         )
     return recorded_quantization(manifest)
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .. import ExportReport
+from .. import ConfigError, ExportReport
 from .console import EXIT_DONE, check_folder, say
 from .convert import write
 from .hub import models, quantization_config
@@ -37,6 +38,11 @@ may quantize a last bit differently: merge on the type of device that was traine
 
 Exit status: 0 written, 1 BASE is not the one that the manifest records, 2 bad usage, bad input, or it cannot be
 written; unless it is 0, nothing is left at DST."""
+_OPTIONS = {
+    "(manifest)": "(--manifest)",
+    "(quantization_config)": "(--quant)",
+    "(quantization_config; False for none)": "(--quant; 'none' for none)",
+}
 
 
 def command(
@@ -96,19 +102,20 @@ def command(
         from .. import merge_checkpoint
         from .loading import choose_device
 
-        return merge_checkpoint(
-            base,
-            adapter,
-            out,
-            manifest=manifest,
-            quantization_config=None if quant is None else quantization_config(quant, dtype) or False,
-            dtype=dtype,
-            max_shard_size=max_shard_size,
-            overwrite=overwrite,
-            progress=written,
-            device=choose_device(device),
-            trust_remote_code=trust_remote_code,
-        )
+        with _in_options():
+            return merge_checkpoint(
+                base,
+                adapter,
+                out,
+                manifest=manifest,
+                quantization_config=None if quant is None else quantization_config(quant, dtype) or False,
+                dtype=dtype,
+                max_shard_size=max_shard_size,
+                overwrite=overwrite,
+                progress=written,
+                device=choose_device(device),
+                trust_remote_code=trust_remote_code,
+            )
 
     with models(base, trust_remote_code=trust_remote_code):
         status = write(merge, f"merging into {base}", as_json=json_)
@@ -118,6 +125,18 @@ def command(
                 f"word ({KINDS_OF_NF4}); another quantization in training has other weights"
             )
     return status
+
+
+@contextlib.contextmanager
+def _in_options() -> Iterator[None]:
+    """Let an error name the options in the place of the arguments."""
+    try:
+        yield
+    except ConfigError as error:
+        text = str(error)
+        for argument, option in _OPTIONS.items():
+            text = text.replace(argument, option)
+        raise ConfigError(text) from error
 
 
 def _is_unrecorded(base: str, adapter: Path, manifest: Path | None) -> bool:

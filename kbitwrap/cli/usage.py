@@ -33,6 +33,7 @@ QUANTS: dict[str, dict[str, Any] | None] = {
 }
 KINDS_OF_NF4 = "nf4 is without double quantization, nf4-double with it; load_in_4bit=True alone makes fp4"
 TRAINED_QUANTS = ("nf4", "int8")  # of the models that demo and bench train
+_OTHER_WORDS = {"fp16": "float16", "bf16": "bfloat16"}
 _DEVICES = ("cpu", "cuda", "mps", "xpu", "npu", "hpu")
 
 Parser = Callable[[Any], Any]
@@ -302,7 +303,9 @@ def _meant(text: str, known: Iterable[str]) -> str:
     """A suggestion, or nothing."""
     names = {name.strip("-"): name for name in known}
     typed = text.strip("-")
+    typed = _OTHER_WORDS.get(typed, typed)
     found = [name for name in names if len(typed) > 1 and name.startswith(typed)]
+    found = found or [name for name in names if len(name) > 2 and typed.startswith(name)]
     found = found or get_close_matches(typed, names, n=1, cutoff=0.72)
     return f"; did you mean {names[found[0]]!r}?" if found else ""
 
