@@ -66,8 +66,7 @@ def merge_checkpoint(
         manifest: The record of the preparation, or its path: it says how the base was quantized, and the base is
             compared with its digests. ``None`` for ``kbitwrap.json`` in the adapter's folder, if there is one.
         quantization_config: How the base was quantized in training, as for ``from_pretrained``; ``None`` for what the
-            base's own config, or the manifest, says; ``False`` for a base that was not quantized. Without a record of
-            the training it is not checked, and the model card says so.
+            base's own config, or the manifest, says; ``False`` for a base that was not quantized.
         dtype: The dtype of what is not quantized; ``None`` for the manifest's, or else the config's.
         max_shard_size: The maximum size of a file in bytes, or a string such as ``"5GB"``.
         overwrite: Replace a folder that is not empty.
@@ -121,8 +120,9 @@ def merge_checkpoint(
             save_model(twin.model, writer, max_shard_size)
         for names in (_TOKENIZER, _PROCESSOR):
             _copy(names, base, folder, writer.folder)
-        how = _how(model, is_said=record is None and (settings is not None or quantization_config is False))
-        (writer.folder / "README.md").write_text(_card(base, folder, config, how, device), encoding="utf-8")
+        is_said = record is None and (settings is not None or quantization_config is False)  # and recorded nowhere
+        card = _card(base, folder, config, model, is_said, device)
+        (writer.folder / "README.md").write_text(card, encoding="utf-8")
     seconds = time.perf_counter() - start
     return ExportReport(Path(dst), writer.files, writer.num_tensors, writer.num_bytes, twin.converted, merged, seconds)
 
@@ -205,19 +205,15 @@ def _copy(names: tuple[str, ...], base: str | os.PathLike[str], adapter: Path, d
             shutil.copyfile(found, dst / name)
 
 
-def _how(model: nn.Module, *, is_said: bool) -> str:
-    """How the base was quantized for the merge; ``is_said`` where that was given, and no record of the training."""
+def _card(base: Any, adapter: Path, config: dict[str, Any], model: nn.Module, is_said: bool, device: Any) -> str:
+    """A model card that says what was merged from what; a folder is named by its last part."""
+    named = str(config.get("base_model_name_or_path") or os.fspath(base))
+    name = Path(named).name if os.path.isabs(named) or os.path.isdir(named) else named
     method, own = ModelTree(model).quantization.method, getattr(model.config, "quantization_config", None)
     kind, double = (getattr(own, f"bnb_4bit_{name}", None) for name in ("quant_type", "use_double_quant"))
     four = f" ({kind}, with{'' if double else 'out'} double quantization)" if getattr(own, "load_in_4bit", 0) else ""
     said = "as the merge was told, which no record of the training confirms," if is_said else "as in training"
-    return f"quantized with {method}{four} {said} and dequantized exactly" if method else f"unquantized, {said}"
-
-
-def _card(base: str | os.PathLike[str], adapter: Path, config: dict[str, Any], how: str, device: Any) -> str:
-    """A model card that says what was merged from what; a folder is named by its last part."""
-    named = str(config.get("base_model_name_or_path") or os.fspath(base))
-    name = Path(named).name if os.path.isabs(named) or os.path.isdir(named) else named
+    how = f"quantized with {method}{four} {said} and dequantized exactly" if method else f"unquantized, {said}"
     tool = " ".join(("kbitwrap", versions().get("kbitwrap", ""))).strip()
     return (
         f"---\nbase_model: {name}\nlibrary_name: transformers\ntags:\n- merged\n---\n\n# {name}, merged\n\n"

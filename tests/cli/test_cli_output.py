@@ -176,7 +176,11 @@ def on_terminal(program: str, **variables: str) -> str:
 
 @pytest.mark.parametrize(
     ("typed", "words"),
-    [("kbitwrap pl", ["plan"]), ("kbitwrap plan m --quant ", ["nf4", "int8", "none"]), ("kbitwrap plan --me", None)],
+    [
+        ("kbitwrap pl", ["plan"]),
+        ("kbitwrap plan m --quant ", ["nf4", "nf4-double", "fp4", "int8", "none"]),
+        ("kbitwrap plan --me", None),
+    ],
 )
 def test_a_shell_completes(typed: str, words: list[str] | None) -> None:
     environment = {
