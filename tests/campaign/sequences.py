@@ -82,14 +82,15 @@ class World:
         self.suspended: Snapshot | None = None  # the model when it was suspended, while nothing was done to it
         self.log: list[str] = []
         self.found: list[str] = []
+        self.note_sharing()
         self._note_objects()
 
-    def sharing(self) -> list[list[str]]:
-        """The names of different parameters that lie in one memory now, in the twin."""
+    def note_sharing(self) -> None:
+        """Note the names of different parameters that lie in one memory, before any is trained."""
         groups: dict[int, list[str]] = {}
         for name, p in self.twin.named_parameters() if self.kind == "tree" else ():
             groups.setdefault(p.untyped_storage()._cdata, []).append(name)
-        return [names for names in groups.values() if len(names) > 1]
+        self.sharing = [names for names in groups.values() if len(names) > 1]
 
     def say(self, line: str) -> None:
         """Note a violation."""
@@ -491,7 +492,7 @@ def train(world: World, rng: random.Random) -> None:
     ids = {id(p): p for p, _ in stepped}
     # What lies in the memory of a trained parameter is trained too, or lies elsewhere from then on.
     named = dict(top.named_parameters(remove_duplicate=False))
-    for group in world.sharing():
+    for group in world.sharing:
         if any(id(named[name]) in ids for name in group):
             ids.update({id(named[name]): named[name] for name in group})
             for name in group:
@@ -595,6 +596,7 @@ def state_dict(world: World, rng: random.Random) -> None:
 def assign(world: World, rng: random.Random) -> None:
     if world.kind in ("tree", "llama") and world.state in ("new", "restored") and not world.is_trained:
         world.both(lambda top: top.load_state_dict(top.state_dict(), assign=True))
+        world.note_sharing()  # of a tie are made two parameters over one memory
 
 
 # Of models of transformers.
