@@ -142,7 +142,8 @@ def _model_class(config: Any) -> Any:
     """The class that the config names, or the first Auto class that knows the config."""
     import transformers
 
-    for name in getattr(config, "architectures", None) or ():
+    names = getattr(config, "architectures", None)
+    for name in names if isinstance(names, (list, tuple)) else ():
         found = getattr(transformers, str(name), None)
         if inspect.isclass(found) and issubclass(found, transformers.PreTrainedModel):
             return found

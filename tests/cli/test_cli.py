@@ -293,11 +293,14 @@ def test_bad_usage_is_one_line(capsys: pytest.CaptureFixture[str], arguments: li
     assert captured.out == ""
 
 
-@pytest.mark.parametrize("broken", ["empty", "config", "weights", "type", "vocabulary"])
+@pytest.mark.parametrize("broken", ["empty", "config", "weights", "type", "vocabulary", "dtype"])
 def test_unreadable_model_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, broken: str) -> None:
-    if broken in ("weights", "vocabulary"):
+    if broken in ("weights", "vocabulary", "dtype"):
         save_llama(tmp_path, vocab_size=100)
         capsys.readouterr()
+    if broken == "dtype":
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "mine.Mine"}))
     if broken == "weights":
         (tmp_path / "model.safetensors").write_bytes(b"not a checkpoint")
     elif broken in ("config", "type"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import resource
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -447,3 +448,11 @@ def test_a_refusal_to_prepare_is_bad_input(capsys: pytest.CaptureFixture[str]) -
     capsys.readouterr()
     assert exit_status(model) == 2
     assert "cannot be prepared: " in capsys.readouterr().err
+
+
+def test_architectures_that_are_no_list_name_no_class(tmp_path: Path) -> None:
+    shutil.copytree(zoo.checkpoint("llama"), tmp_path, dirs_exist_ok=True)
+    expected = Plan.for_pretrained(tmp_path, precision="full").added_bytes
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": 10**12}))
+    assert Plan.for_pretrained(tmp_path, precision="full").added_bytes == expected
