@@ -15,7 +15,7 @@ from typing import Any
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, FIGURES = DOCS / "guarantees.md", DOCS / "benchmarks" / "guarantees.json"
-BEGIN, END = "<!-- figures -->\n\n", "\n<!-- end -->"
+BEGIN, END = "<!-- figures -->\n", "<!-- end -->"
 GOALS = {"faults": 100_000, "cycles": 10_000, "kills": 500, "sequences": 100_000, "files": 1_000_000}
 
 
@@ -49,7 +49,7 @@ def main() -> None:
     FIGURES.write_text(json.dumps(runs, indent=1) + "\n")
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    PAGE.write_text(before + BEGIN + table(runs) + "\n" + END + after)
+    PAGE.write_text(f"{before}{BEGIN}\n{table(runs)}\n\n{END}{after}")
 
 
 if __name__ == "__main__":
