@@ -7,6 +7,7 @@ import io
 import linecache
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -62,14 +63,15 @@ def line(frame: Any, event: str, _: object) -> bool:
 def primitive(frame: Any, event: str, function: Any) -> bool:
     """An attribute of a module or a hook is to be set, a tensor computed, checkpointing enabled, or a file changed.
 
-    What C does without a call, as writing ``parameter.data``, is seen by the lines alone.
+    What C does without a call, as writing ``parameter.data``, is seen by the lines alone. Finalizers are passed over:
+    Python drops what is raised in one.
     """
     if event == "call":
         return frame.f_code in _FUNCTIONS
     return (
         event == "c_call"
         and _is_primitive(function.__self__, function.__name__)
-        and not frame.f_code.co_filename.startswith(_READERS)
+        and not frame.f_code.co_filename.startswith((_READERS, weakref.__file__))
     )
 
 

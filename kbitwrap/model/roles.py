@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
 from ..tensors.dtypes import HALF_DTYPES
 from .quantization import is_quantized_parameter
-from .tree import ModelTree, Node
+from .tree import ModelTree, Node, shallow_copy
 
 
 class Role(str, Enum):
@@ -60,16 +59,9 @@ def _is_named_norm(cls: Any) -> bool:
 def _embeddings(tree: ModelTree, getter: str) -> list[nn.Module]:
     """The modules that ``getter`` returns of the model and of every model inside it, with the modules in them."""
     found: list[nn.Module] = []
-    methods: dict[type, Any] = {}  # most modules are of a few classes
-    for _, _, module, _ in tree.modules:
-        cls = type(module)
-        if cls not in methods:
-            methods[cls] = getattr(cls, getter, None)
-        method = methods[cls]
-        if method is None:
-            continue
+    for node in tree.of_class(lambda cls: hasattr(cls, getter)):
         try:
-            one = method(module)
+            one = getattr(node.module, getter)()
         except (NotImplementedError, AttributeError):
             continue  # transformers' way to say that this model has none
         if isinstance(one, nn.Module):
@@ -135,10 +127,24 @@ class _OnMeta(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function on tensors without memory in place of those that have some."""
-        args, kwargs = tree_map_only(
-            torch.Tensor, lambda t: t.as_subclass(torch.Tensor).to("meta"), (args, kwargs or {})
-        )
-        return func(*args, **kwargs)
+        return func(*map(_to_meta, args), **{name: _to_meta(value) for name, value in (kwargs or {}).items()})
+
+
+def _to_meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.as_subclass(torch.Tensor).to("meta")
+    return type(value)(map(_to_meta, value)) if type(value) in (list, tuple) else value
+
+
+def _copied(module: nn.Module, base: nn.Module, plain: nn.Module) -> nn.Module:
+    """A copy that shares its tensors, with another base: a forward may set attributes, and fill lists and dicts."""
+    if module is base:
+        return plain
+    made = shallow_copy(module)
+    fields = vars(made)
+    fields.update({name: copy.copy(value) for name, value in fields.items() if type(value) in (list, dict, set)})
+    fields["_modules"] = {name: child and _copied(child, base, plain) for name, child in fields["_modules"].items()}
+    return made
 
 
 def returns_float32(adapter: nn.Module, dtype: torch.dtype) -> bool:
@@ -147,7 +153,7 @@ def returns_float32(adapter: nn.Module, dtype: torch.dtype) -> bool:
     try:
         with torch.no_grad(), _OnMeta():  # inside, the mode would see how no_grad ends, where an interrupt leaves it on
             plain = _AsItsInput(width, adapter.out_features, False, "meta", dtype)  # type: ignore[arg-type]
-            copied = copy.deepcopy(adapter, {id(adapter._modules["base_layer"]): plain})
+            copied = _copied(adapter, adapter.get_submodule("base_layer"), plain)
             output: torch.Tensor = type(copied).forward(copied, torch.empty(1, 1, width, dtype=dtype, device="meta"))
             return output.dtype == torch.float32
     except Exception:  # a layer that is not linear, or does not run so: of that nothing is said

@@ -6,6 +6,7 @@ A tensor is identified by its owner and its name there; its *fqn* is its name wi
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -212,8 +213,16 @@ class ModelTree:
     @cached_property
     def adapters(self) -> list[Node]:
         """PEFT's own modules."""
-        found = {cls for cls in {type(node.module) for node in self.nodes} if is_adapter_class(cls)}
+        return self.of_class(is_adapter_class)
+
+    def of_class(self, is_one: Callable[[Any], bool]) -> list[Node]:
+        """The modules whose class a test holds for; it is asked once for each class."""
+        found = {cls for cls in self._classes if is_one(cls)}
         return [node for node in self.modules if type(node.module) in found] if found else []
+
+    @cached_property
+    def _classes(self) -> set[type]:
+        return {type(node.module) for node in self.modules}
 
     @cached_property
     def adapter_ids(self) -> set[int]:

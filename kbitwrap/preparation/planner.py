@@ -204,12 +204,11 @@ class Planner:
             return []
         blocks = tuple(self.tree.adapted_blocks) if precision is Precision.ADAPTED else ("",)
         # Few modules own a half parameter: only these get the slower checks.
-        tensors = [t for t in self.tree.all_tensors if t.parameter.dtype in HALF_DTYPES]
-        halves = {id(t.module) for t in tensors if not is_quantized_parameter(t.parameter)}
+        halves = {id(module) for tensor in self._castable for module, _ in self.tree.places(tensor)}
         found: dict[int, Node] = {}
-        for node in self.tree.base:
+        for node in [node for node in self.tree.base if id(node.module) in halves]:
             fqn, module = node.fqn, node.module
-            if id(module) not in halves or id(module) in found or not is_norm(module, self.config.norm_modules):
+            if id(module) in found or not is_norm(module, self.config.norm_modules):
                 continue
             if not fqn.startswith(blocks) or computes_in_float32(module):
                 continue
@@ -280,9 +279,9 @@ class Planner:
         """Say which layers let no gradient through to their input: nothing else would."""
         kinds: dict[Any, bool] = {}
         found = []
-        for node in self.tree.base:
+        for node in self.tree.of_class(lambda cls: cls is nn.Linear):
             weight = node.module._parameters.get("weight")
-            if type(node.module) is not nn.Linear or weight is None or not is_composed(type(weight)) or weight.is_meta:
+            if not node.is_base or weight is None or not is_composed(type(weight)) or weight.is_meta:
                 continue
             kind = type(weight), repr(weight.__tensor_flatten__()[1])  # type: ignore[attr-defined]
             if kind not in kinds:

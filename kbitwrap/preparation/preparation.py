@@ -129,9 +129,10 @@ class Preparation:
             )
         if not tree.adapter_ids:
             raise UnsupportedModelError(f"{type(peft_model).__name__} holds no adapter inside the prepared model")
-        planner = Planner(tree, self.plan.config, tree.quantization)
-        computes, told = [*planner.compute_norms(), *planner.compute_head()], self.plan.warnings
-        new = [warning for warning in planner.warnings_of_adapters() if warning not in told]
+        with only_reading():
+            planner, told = Planner(tree, self.plan.config, tree.quantization), self.plan.warnings
+            computes = [*planner.compute_norms(), *planner.compute_head()]
+            new = [warning for warning in planner.warnings_of_adapters() if warning not in told]
         before, start = dict(vars(self)), len(self.journal.changes)
         try:
             self.journal.apply(computes, tree)
@@ -283,11 +284,11 @@ class Preparation:
 
 def refuse_held(tree: ModelTree, but: Preparation | None = None) -> None:
     """Raise for a model of which another preparation than ``but`` holds a part: a module's, or a shared parameter."""
-    name, paths = type(tree.model).__name__, {id(t.parameter): t.path for t in tree.tensors}
     for preparation in list(_in_force):
         model = preparation.original.model()
         if model is None or preparation is but:
             continue
+        name, paths = type(tree.model).__name__, {id(t.parameter): t.path for t in tree.tensors}
         other = ModelTree(model)
         shared = [paths[id(t.parameter)] for t in other.tensors if id(t.parameter) in paths]
         is_part = not other.owners.isdisjoint(tree.owners)
