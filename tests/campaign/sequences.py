@@ -631,6 +631,11 @@ def add_adapter(world: World, rng: random.Random) -> None:
     else:
         world.both(lambda top: top.add_adapter(name, copy.deepcopy(config)))
     _after_peft(world)
+    if world.state == "prepared":  # PEFT copied what is frozen, and makes only copies of active adapters trainable
+        named = dict(world.tops[1].named_parameters())
+        for path, p in world.tops[0].named_parameters():
+            if path.endswith((f".modules_to_save.{name}.weight", f".modules_to_save.{name}.bias")) and path in named:
+                named[path].requires_grad_(p.requires_grad)
     if rng.random() < 0.5 and world.state == "prepared" and world.wrapper is not None:
         world.ours(lambda: world.wrapper.adopt(world.tops[0]))
 
