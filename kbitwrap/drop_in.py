@@ -90,25 +90,19 @@ def prepare_model_for_kbit_training(
         >>> model.weight.dtype, model.weight.requires_grad
         (torch.float16, True)
     """
-    _prepare(
-        model,
-        auto_clear_cache,
-        precision=precision,
+    config = PrepareConfig(
+        precision=precision,  # type: ignore[arg-type]
         gradient_checkpointing=bool(use_gradient_checkpointing),
         gradient_checkpointing_kwargs=gradient_checkpointing_kwargs or {},
         empty_cache=False,
     )
-    return model
-
-
-def _prepare(model: nn.Module, auto_clear_cache: bool, **fields: Any) -> None:
-    config = PrepareConfig(**fields)
     with changing:
         wrapper = KbitPreparedModel.as_peft(model, config)
     if auto_clear_cache and detect_as_peft(model).casts:
         empty_cache()
     if not wrapper.plan.is_quantized:
-        warnings.warn(wrapper.plan.warnings[0], UserWarning, stacklevel=3)
+        warnings.warn(wrapper.plan.warnings[0], UserWarning, stacklevel=2)
+    return model
 
 
 def restore(model: nn.Module, trained: TrainedPolicy = "keep") -> RestoreReport:

@@ -210,12 +210,14 @@ def _casts_by_reference(
 
 
 def casts_by_dtype(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The casts that make a checkpoint as a model loaded in a half dtype saves it.
-
-    What the architecture does not name is cast, too, but for adapters and what belongs to quantized weights.
-    """
+    """The casts to what a model loaded in a half dtype saves, tensors unknown to it too, but no adapter's or code's."""
     stored_names = {canonical_fqn(name) for name in checkpoint.tensors}
-    originals = _as_loaded(checkpoint, dtype)
+    model = checkpoint.meta_model(dtype)
+    originals: dict[str, torch.Tensor] = {}
+    if model is not None:  # no preparation casts buffers, so a float32 one was float32
+        originals = {n: torch.empty(b.shape, dtype=torch.float32, device="meta") for n, b in model.named_buffers()}
+        originals |= model.named_parameters(remove_duplicate=False)
+        originals = {**_renamed(model, originals), **originals}
     is_foreign = is_of_another_library(checkpoint.config.get("quantization_config"))
     casts = {}
     for name, stored in checkpoint.tensors.items():
@@ -225,17 +227,6 @@ def casts_by_dtype(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> dict[str,
         if not is_foreign if original is None else original.dtype in HALF_DTYPES:
             casts[name] = dtype
     return casts
-
-
-def _as_loaded(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> _Originals:
-    """The tensors of the config's model, loaded in a half dtype, by their own names and those they are saved under."""
-    model = checkpoint.meta_model(dtype)
-    if model is None:
-        return {}
-    originals = dict(model.named_parameters(remove_duplicate=False))
-    # No preparation casts buffers, so a float32 one was float32.
-    originals |= {fqn: torch.empty(b.shape, dtype=torch.float32, device="meta") for fqn, b in model.named_buffers()}
-    return {**_renamed(model, originals), **originals}
 
 
 def _renamed(model: Any, originals: _Originals) -> dict[str, torch.Tensor]:

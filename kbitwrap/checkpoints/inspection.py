@@ -101,7 +101,9 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
     checkpoint = open_checkpoint(path)
     names = {canonical_fqn(name) for name in checkpoint.tensors}
     beside = {name for name in checkpoint.tensors if is_trained_copy(name) or is_beside(name, names)}
-    quantization = {name for name in beside if _is_quantization(name)}
+    owners = {name: name.rpartition(".")[::2] for name in beside}
+    ends = ".weight", ".quant_state"
+    quantization = {n for n, (owner, last) in owners.items() if last in EIGHT_BIT_STATE or owner.endswith(ends)}
     half = _half_dtype(checkpoint, beside)
     leftovers: dict[str, dict[str, int]] = {}
     if half is not None or quantization:
@@ -141,8 +143,3 @@ def _half_dtype(checkpoint: SavedCheckpoint, beside: set[str]) -> torch.dtype | 
     settings = checkpoint.config.get("quantization_config")
     found = find_dtype(settings.get("bnb_4bit_compute_dtype")) if isinstance(settings, dict) else None
     return found if found in HALF_DTYPES else None
-
-
-def _is_quantization(name: str) -> bool:
-    owner, _, last = name.rpartition(".")
-    return last in EIGHT_BIT_STATE or owner.endswith((".weight", ".quant_state")) or ".quant_state." in name

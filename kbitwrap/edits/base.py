@@ -108,10 +108,7 @@ class Together:
 
 
 class Anchor:
-    """Keeps a wrapper alive as long as the model that it prepared; a copy of the model gets an empty one.
-
-    Other modules whose parameters are upcast have empty ones: copies of them are told by these, and are retyped.
-    """
+    """Keeps a wrapper alive with its model; empty on copies, and on upcast modules, to tell copies of these."""
 
     def __init__(self, wrapper: object = None) -> None:
         self.wrapper = wrapper

@@ -209,10 +209,7 @@ def _build(config: Any, quantization_config: Any, dtype: torch.dtype) -> nn.Modu
 
 @contextlib.contextmanager
 def _loading(model_class: Any, dtype: torch.dtype) -> Iterator[None]:
-    """The contexts in which ``from_pretrained`` builds: meta device, the dtype as default, no initialization.
-
-    A model of more modules than any has is refused while it is built.
-    """
+    """The contexts in which ``from_pretrained`` builds; a model of more modules than any has is refused meanwhile."""
     from transformers.initialization import no_init_weights
 
     values = {"dtype": dtype, "is_quantized": True, "_is_ds_init_called": False, "allow_all_kernels": None}

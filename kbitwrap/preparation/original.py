@@ -124,8 +124,10 @@ class Original:
         self._buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, Buffer]] = weakref.WeakKeyDictionary()
         for module in _hooked(tree):
             self._hook_ids.update(key for name in _HOOK_DICTS for key in getattr(module, name))
-        for module in [node.module for node in tree.modules if node.module._buffers]:
-            self._buffers[module] = _read_buffers(module)
+        for m in [node.module for node in tree.modules if node.module._buffers]:
+            saved = [(n, b) for n, b in m._buffers.items() if b is not None and n not in m._non_persistent_buffers_set]
+            # Training writes them, and they are small.
+            self._buffers[m] = {n: (b.dtype, b.shape, begin_digest(b)) for n, b in saved if is_dense(b)}
         for config in tree.configs:
             if _is_saved(config):
                 copy.deepcopy(config, self._configs)
@@ -322,12 +324,3 @@ def _is_recorded(record: ParameterRecord, module: nn.Module, parameter: torch.Te
     if tree.sharded.get(id(parameter)) is not record:
         return False
     return record.quant_state is None or record.quant_state() is quant_state_of(module, parameter)
-
-
-def _read_buffers(module: nn.Module) -> dict[str, Buffer]:
-    """The persistent buffers of a module. Training writes them, and they are small."""
-    return {
-        name: (buffer.dtype, buffer.shape, begin_digest(buffer))
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set and is_dense(buffer)
-    }

@@ -186,10 +186,7 @@ class Preparation:
             return self.left.diff(tree, self.changes(tree).drifted)
 
     def undoing(self, trained: TrainedPolicy) -> Callable[[], RestoreReport]:
-        """Compare the model, and return the call that undoes everything, newest first, and reports it.
-
-        What fails stays in the journal, and the model stays held. The call goes on where it was interrupted.
-        """
+        """Compare the model, and return the call, to be made again after a failure, that undoes all and reports it."""
         config = self.plan.config
         if trained == "discard" and not config.keep_originals:
             raise ConfigError("restore(trained='discard') needs a preparation with keep_originals=True")

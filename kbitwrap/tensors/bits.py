@@ -235,12 +235,9 @@ def _block_sums(words: torch.Tensor, factors: torch.Tensor) -> list[torch.Tensor
     """The sum of each block's mixed words: one tensor for the whole blocks, another for the rest."""
     whole = words.numel() - words.numel() % _BLOCK
     parts = (words[:whole].view(-1, _BLOCK), words[whole:].view(1, -1))
-    return [_mixed(part, factors[: part.shape[1]]).sum(1) for part in parts if part.numel()]
-
-
-def _mixed(words: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    mixed = words ^ factors
-    mixed ^= mixed >> 32
-    mixed *= _MURMUR
-    mixed ^= mixed >> 29
-    return mixed
+    mixed = [part ^ factors[: part.shape[1]] for part in parts if part.numel()]
+    for part in mixed:
+        part ^= part >> 32
+        part *= _MURMUR
+        part ^= part >> 29
+    return [part.sum(1) for part in mixed]
