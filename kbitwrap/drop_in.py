@@ -90,19 +90,19 @@ def prepare_model_for_kbit_training(
         >>> model.weight.dtype, model.weight.requires_grad
         (torch.float16, True)
     """
-    config = PrepareConfig(
-        precision=precision,  # type: ignore[arg-type]
-        gradient_checkpointing=bool(use_gradient_checkpointing),
-        gradient_checkpointing_kwargs=gradient_checkpointing_kwargs or {},
-        empty_cache=False,
-    )
+    # TRL takes local variables for parameters too, so there are none.
+    _prepare(model, precision, bool(use_gradient_checkpointing), gradient_checkpointing_kwargs, auto_clear_cache)
+    return model
+
+
+def _prepare(model: nn.Module, precision: Any, checkpoints: bool, kwargs: Any, clears_cache: bool) -> None:
+    fields: dict[str, Any] = {"gradient_checkpointing": checkpoints, "gradient_checkpointing_kwargs": kwargs or {}}
     with changing:
-        wrapper = KbitPreparedModel.as_peft(model, config)
-    if auto_clear_cache and detect_as_peft(model).casts:
+        wrapper = KbitPreparedModel.as_peft(model, PrepareConfig(precision=precision, empty_cache=False, **fields))
+    if clears_cache and detect_as_peft(model).casts:
         empty_cache()
     if not wrapper.plan.is_quantized:
-        warnings.warn(wrapper.plan.warnings[0], UserWarning, stacklevel=2)
-    return model
+        warnings.warn(wrapper.plan.warnings[0], UserWarning, stacklevel=3)
 
 
 def restore(model: nn.Module, trained: TrainedPolicy = "keep") -> RestoreReport:

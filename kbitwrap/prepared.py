@@ -129,7 +129,7 @@ class KbitPreparedModel:
             refuse_held(tree, but=preparation)
             plan = write_plan(Planner(tree, config, detect_as_peft(model), freeze_adapters=True))
         for alarm in plan.alarms:
-            warnings.warn(alarm, UserWarning, stacklevel=3)
+            warnings.warn(alarm, UserWarning, stacklevel=4)
         wrapper = None if preparation is None else preparation.holder()
         if not isinstance(wrapper, KbitPreparedModel):
             wrapper = cls.__new__(cls)
