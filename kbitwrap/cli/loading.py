@@ -6,12 +6,14 @@ import contextlib
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
+from .. import Plan
 from .console import InputError, first_line
 from .text import NUM_BYTES, ByteTokens, TokenizerTokens, Tokens
 
@@ -109,6 +111,8 @@ def load_named(name: str, quant: str, device: torch.device, trust_remote_code: b
         InputError: It cannot be loaded, or its vocabulary has no room for bytes and it has no tokenizer.
     """
     try:
+        if not trust_remote_code:
+            _refuse_larger(name)
         model = _from_pretrained(name, quant, device, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever transformers, safetensors and the network raise, the input was at fault
         raise InputError(f"cannot load the model {name!r}: {first_line(error)}") from error
@@ -121,6 +125,15 @@ def load_named(name: str, quant: str, device: torch.device, trust_remote_code: b
                 f"the model {name!r} has no tokenizer, and its vocabulary is too small for bytes"
             ) from None
     return LoadedModel(name, model, tokens, 2e-4, None)
+
+
+def _refuse_larger(name: str) -> None:
+    """Raise where a config describes far more than the files of its folder hold, or than any model has."""
+    described = sum(row["bytes"] for row in Plan.for_pretrained(name).by_role.values())
+    files = [path for path in Path(name).glob("*") if path.suffix in (".safetensors", ".bin")]
+    held = sum(path.stat().st_size for path in files)
+    if files and described > 32 * held + (128 << 20):
+        raise InputError(f"its config describes {described:,} bytes, and its files hold {held:,}")
 
 
 def _from_pretrained(name: str, quant: str, device: torch.device, **kwargs: Any) -> Any:
