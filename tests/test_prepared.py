@@ -791,15 +791,21 @@ class TestOthers:
         assert adapters <= set(report.foreign)
         assert sum("lora_" in fqn for fqn, _ in peft_model.named_parameters()) == len(adapters)
 
-    def test_resized_embeddings(self) -> None:
-        model = zoo.load("llama")
-        prepared = KbitPreparedModel(model, precision="full").prepare()
-        model.resize_token_embeddings(model.config.vocab_size + 5)
+    @pytest.mark.parametrize("precision", ["full", "norms"])
+    def test_resized_embeddings(self, precision: str) -> None:
+        model, size = zoo.load("llama"), zoo.VOCAB_SIZE + 5
+        prepared = KbitPreparedModel(model, precision=precision).prepare()
+        model.resize_token_embeddings(size, mean_resizing=False)
+        embeddings = model.model.embed_tokens._parameters["weight"], model.lm_head._parameters["weight"]
+        with prepared.suspended():
+            assert all(weight.requires_grad for weight in embeddings)
+        assert not any(weight.requires_grad for weight in embeddings)
         report = prepared.restore()
-        assert model.get_input_embeddings().weight.dtype == torch.bfloat16
-        assert model.lm_head.weight.dtype == torch.bfloat16
+        assert [(weight.dtype, weight.requires_grad) for weight in embeddings] == [(torch.bfloat16, True)] * 2
+        assert (model.vocab_size, model.config.vocab_size, model.lm_head.out_features) == (size, size, size)
         assert {"model.embed_tokens.weight", "lm_head.weight"} <= set(report.replaced)
         assert not report.trained
+        assert not report.put_back
 
     def test_restoring_under_an_adapter_warns_of_a_trainable_base(self) -> None:
         model = zoo.load("llama")

@@ -21,9 +21,7 @@ class FlagsChange(ChangeBase):
     def undo(self, tree: ModelTree) -> None:
         """Set the recorded flags back."""
         with only_reading():
-            found = tree.live
-            live = [(found[r] if r in found else r.there(), flag) for r, flag in self.flags.items()]
-            changed = [(p, flag) for p, flag in live if p is not None and p.requires_grad != flag]
+            changed = [(p, self.flags[r]) for r, p in self._live(tree) if p.requires_grad != self.flags[r]]
         for parameter, flag in changed:
             if parameter.is_leaf:
                 with torch.inference_mode(parameter.is_inference()):  # the mode that it was made in
@@ -31,7 +29,15 @@ class FlagsChange(ChangeBase):
 
     def now(self, tree: ModelTree) -> FlagsChange:
         """Record the current flags."""
-        return FlagsChange((r, p.requires_grad) for r in self.flags if (p := r.there()) is not None)
+        return FlagsChange((r, p.requires_grad) for r, p in self._live(tree))
+
+    def _live(self, tree: ModelTree) -> list[tuple[ParameterRecord, torch.Tensor]]:
+        """The parameters that are there, and resized embeddings: those of the name, with another number of rows."""
+        found, named = tree.live, {tensor.fqn: tensor.parameter for tensor in tree.base_tensors}
+        live = [(record, found[record] if record in found else record.there()) for record in self.flags]
+        same = [(record, named[record.fqn]) for record in self.flags if record.fqn in named]
+        live += [(r, p) for r, p in same if p.shape != r.shape and p.shape[1:] == r.shape[1:]]
+        return [(record, parameter) for record, parameter in live if parameter is not None]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,10 +75,7 @@ _MOST_INTERRUPTS = 8  # in one undo: what raises one each time is not tried for 
 
 
 def finish(call: Callable[..., T], *args: Any) -> T:
-    """Make a call, which goes on where it stopped, again after an interrupt, and once after an error of others.
-
-    The interrupt is raised then; an error of the package is raised at once.
-    """
+    """Make a call, again after an interrupt, which is raised in the end, and once after an error that is not ours."""
     stops: list[BaseException] = []
     try:
         while True:

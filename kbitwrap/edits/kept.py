@@ -90,14 +90,22 @@ class KeptChange(ChangeBase):
 
     def undo(self, tree: ModelTree) -> None:
         """Put back what changed, on substitutes too; values of other types that others put there stay."""
-        found = {}
+        found, around = {}, self._around_resized(tree)
         for reached, is_substitute in ((self._index.live(), False), (self._index.substitutes(tree), True)):
             for number, module in reached:
                 kept = self._kept[number]
                 if kept is not None:
-                    found[id(module)] = self._write(module, kept, is_substitute=is_substitute, is_shared=is_substitute)
+                    only_tensors = is_substitute or id(module) in around
+                    found[id(module)] = self._write(module, kept, only_tensors=only_tensors, is_shared=is_substitute)
         named = [(node.fqn, name) for node in tree.modules for name in found.get(id(node.module), ())]
         self.put_back = tuple([join(fqn, name) for fqn, name in named if name != KERNEL])  # which a preparation sets
+
+    def _around_resized(self, tree: ModelTree) -> set[int]:
+        """The ``id`` of modules around one whose parameters have another size: their plain values are as new as it."""
+        sizes = {id(m): kept.sizes for n, m in self._index.live() if (kept := self._kept[n]) is not None}
+        resized = [path for path, _, m, _ in tree.nodes if sizes.get(id(m), found := _sizes(m)) != found]
+        around = {path[:end] for path in resized for end in (0, *[i for i, c in enumerate(path) if c == "."])}
+        return {id(node.module) for node in tree.nodes if node.path in around}
 
     def now(self, tree: ModelTree) -> KeptChange:
         """Record what modules keep now."""
@@ -108,10 +116,10 @@ class KeptChange(ChangeBase):
         number = self._index.number(module)
         kept = None if number is None else self._kept[number]
         if kept is not None:
-            self._write(shell, kept, is_substitute=False, is_shared=True)
+            self._write(shell, kept, only_tensors=False, is_shared=True)
 
     @staticmethod
-    def _write(module: nn.Module, kept: _Kept, *, is_substitute: bool, is_shared: bool) -> list[str]:
+    def _write(module: nn.Module, kept: _Kept, *, only_tensors: bool, is_shared: bool) -> list[str]:
         """Put back what differs, and return the names of it but for what was moved to another device."""
         fields, buffers, unsaved = module.__dict__, module._buffers, module._non_persistent_buffers_set
         before = kept.fields
@@ -141,7 +149,7 @@ class KeptChange(ChangeBase):
             return []
         tensors = [was for n, was in changed.items() if torch.Tensor in (type(was), type(fields.get(n)))]
         tensors += [*(changed[name] for name in cached), *replaced.values(), *[MISSING for _ in new]]
-        if is_substitute and not tensors:
+        if only_tensors and not tensors:
             return []
         if not any(was is MISSING for was in tensors):
             changed = {name: was for name, was in changed.items() if was is not MISSING}

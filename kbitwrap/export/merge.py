@@ -75,7 +75,12 @@ def merge_into(twin: Twin, adapters: Sequence[str] | None = None) -> tuple[str, 
     for merge in merges:
         merge.replace_tensors()
     _settle_ties(twin.model, shared)
-    _forget_quantization(twin.model)
+    for _, module in named_modules(twin.model):
+        for name in _MODEL_ATTRIBUTES:
+            vars(module).pop(name, None)
+    for config in _configs(twin.model):
+        for name in _CONFIG_ATTRIBUTES:
+            vars(config).pop(name, None)
     return tuple(merge.fqn for merge in merges if merge.is_adapted)
 
 
@@ -326,12 +331,3 @@ def _configs(model: nn.Module) -> Iterator[Any]:
             seen.add(id(config))
             yield config
             found += vars(config).values()
-
-
-def _forget_quantization(model: nn.Module) -> None:
-    for _, module in named_modules(model):
-        for name in _MODEL_ATTRIBUTES:
-            vars(module).pop(name, None)
-    for config in _configs(model):
-        for name in _CONFIG_ATTRIBUTES:
-            vars(config).pop(name, None)

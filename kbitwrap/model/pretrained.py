@@ -37,7 +37,10 @@ _MAX_COUNT, _MAX_MODULES = 100_000, 200_000
 def meta_model(name_or_path: Any, quantization_config: Any = None, dtype: Any = None) -> nn.Module:
     """Build the model that ``from_pretrained`` would load, in evaluation mode; no weight is read or allocated."""
     config = read_config(name_or_path)
-    chosen = _as_dtype(dtype, config)
+    if dtype is None or dtype == "auto":
+        # A composite config has its dtype in its parts; of two text parts the decoder's counts.
+        dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
+    chosen = parse_dtype(torch.bfloat16 if dtype is None else dtype, is_floating=True)
     try:
         return _build(config, quantization_config, chosen)
     except ConfigError:
@@ -128,14 +131,6 @@ def read_config(name_or_path: Any, trust_remote_code: bool = False) -> Any:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever transformers, the JSON parser and the network raise
         raise ConfigError(f"cannot read a config from {name!r}: {_reason(error)}") from error
-
-
-def _as_dtype(dtype: Any, config: Any) -> torch.dtype:
-    if dtype is None or dtype == "auto":
-        # A composite config has its dtype in its parts; of two text parts the decoder's counts.
-        dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
-        dtype = dtype or torch.bfloat16
-    return parse_dtype(dtype, is_floating=True)
 
 
 def _model_class(config: Any) -> Any:
