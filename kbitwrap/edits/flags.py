@@ -13,23 +13,25 @@ from .base import ANCHOR_ATTRIBUTE, Anchor, AttributesNow, ChangeBase, EditBase
 
 
 class FlagsChange(ChangeBase):
-    """Parameters' ``requires_grad`` flags as they were."""
+    """Parameters' ``requires_grad`` flags as they were; ``is_now``: after they were those of the original state."""
 
-    def __init__(self, flags: Iterable[tuple[ParameterRecord, bool]]) -> None:
-        self.flags = dict(flags)
+    def __init__(self, flags: Iterable[tuple[ParameterRecord, bool]], *, is_now: bool = False) -> None:
+        self.flags, self._is_now = dict(flags), is_now
 
     def undo(self, tree: ModelTree) -> None:
         """Set the recorded flags back."""
         with only_reading():
-            changed = [(p, self.flags[r]) for r, p in self._live(tree) if p.requires_grad != self.flags[r]]
-        for parameter, flag in changed:
+            changed = [(r, p, self.flags[r]) for r, p in self._live(tree) if p.requires_grad != self.flags[r]]
+            # What stands there resized may be what others trained: only the preparation's own freezing is undone.
+            changed = [found for found in changed if found[2] or self._is_now or found[0].shape == found[1].shape]
+        for _, parameter, flag in changed:
             if parameter.is_leaf:
                 with torch.inference_mode(parameter.is_inference()):  # the mode that it was made in
                     parameter.requires_grad_(flag)
 
     def now(self, tree: ModelTree) -> FlagsChange:
         """Record the current flags."""
-        return FlagsChange((r, p.requires_grad) for r, p in self._live(tree))
+        return FlagsChange(((r, p.requires_grad) for r, p in self._live(tree)), is_now=True)
 
     def _live(self, tree: ModelTree) -> list[tuple[ParameterRecord, torch.Tensor]]:
         """The parameters that are there, and resized embeddings: those of the name, with another number of rows."""

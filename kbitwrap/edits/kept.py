@@ -104,8 +104,7 @@ class KeptChange(ChangeBase):
         """The ``id`` of modules around one whose parameters have another size: their plain values are as new as it."""
         sizes = {id(m): kept.sizes for n, m in self._index.live() if (kept := self._kept[n]) is not None}
         resized = [path for path, _, m, _ in tree.nodes if sizes.get(id(m), found := _sizes(m)) != found]
-        around = {path[:end] for path in resized for end in (0, *[i for i, c in enumerate(path) if c == "."])}
-        return {id(node.module) for node in tree.nodes if node.path in around}
+        return {id(m) for path, _, m, _ in tree.nodes if any(name.startswith(path and f"{path}.") for name in resized)}
 
     def now(self, tree: ModelTree) -> KeptChange:
         """Record what modules keep now."""

@@ -619,17 +619,22 @@ def resize(world: World, rng: random.Random) -> None:
     """Resize the embeddings: their weight gets other memory, and another head stands in the place of the head."""
     if world.kind == "tree" or world.state == "suspended" or world.tops[0] is not world.model:
         return
-    size, head = rng.choice((8, 12, 24)), dict(world.model.named_parameters())["lm_head.weight"]
-    flag = world.flags.get(id(head), (head, head.requires_grad))[1]
+    size, before = rng.choice((8, 12, 24)), dict(world.model.named_parameters())
     is_resized = world.both(lambda top: top.resize_token_embeddings(size, mean_resizing=False))
     world.both(lambda top: top.lm_head.train(top.training))  # the new one is in train mode
-    if is_resized and world.state == "prepared":
-        named = dict(world.model.named_parameters())
-        resized = {id(named[name]): named[name] for name in ("model.embed_tokens.weight", "lm_head.weight")}
-        world.flags[id(named["lm_head.weight"])] = named["lm_head.weight"], flag
-        world.trained.update(resized)
-        world.is_trained = True
-        world.take_over(lambda name, p: id(p) in resized)
+    if not is_resized or world.state != "prepared":
+        return
+    after, twins = dict(world.model.named_parameters()), dict(world.twin.named_parameters())
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        resized = after[name]
+        _, flag = world.flags.pop(id(before[name]), (None, False))
+        if flag:
+            world.flags[id(resized)] = resized, True
+        else:  # what was frozen before, or is a copy that others trained, is left as it is
+            twins[name].requires_grad_(resized.requires_grad)
+        world.trained[id(resized)] = resized
+    world.is_trained = True
+    world.take_over(lambda name, p: id(p) in world.trained)
 
 
 @operation(6)
