@@ -78,6 +78,7 @@ class World:
         self.trained: dict[int, nn.Parameter] = {}  # of the base: their memory may be another
         self.flags: dict[int, tuple[nn.Parameter, bool]] = {}  # of the base when it was prepared, which go back
         self.is_trained = False
+        self.is_over = False  # whether the twin went on where the model could not
         self.is_used = False  # whether a user set flags, or ran the model, since it was suspended
         self.suspended: Snapshot | None = None  # the model when it was suspended, while nothing was done to it
         self.log: list[str] = []
@@ -118,6 +119,8 @@ class World:
         ours, theirs = outcomes
         if ours is not None and type(ours) is not type(theirs) and not isinstance(ours, KbitWrapError):
             self.say(f"raised {ours!r}, and unprepared {theirs!r}")
+        # A weight upcast at use refuses to be trained in the middle of a call of others, which leaves theirs half done.
+        self.is_over |= isinstance(ours, KbitWrapError) and theirs is None
         self.suspended, self.is_used = None, self.is_used or (self.state == "suspended" and self.kind != "tree")
         self._note_objects()
         return ours is None and theirs is None
@@ -171,6 +174,8 @@ class World:
 
     def check(self) -> None:
         """Compare the model with its twin, where it is to be as it was."""
+        if self.is_over:
+            return
         named = dict(self.tops[0].named_parameters(remove_duplicate=False))
         for name, parameter in named.items():
             if self.objects.get(name) is not parameter:
@@ -723,6 +728,8 @@ def unload(world: World, rng: random.Random) -> None:
 
 def act(world: World, name: str, seed: int) -> None:
     """One call, and what has to hold after it."""
+    if world.is_over:
+        return
     world.log.append(f"{name}@{world.state}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
