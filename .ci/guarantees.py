@@ -2,8 +2,8 @@
 
     python .ci/guarantees.py [RECORD ...]
 
-The records are added to docs/benchmarks/guarantees.json: each is one run, told by its kind, its versions and its first
-and next seeds, and the same rounds are not added twice. Without a record the page is written from what is there.
+The records are added to docs/benchmarks/guarantees.json: each is one run, told by its kind and its first seed, and a
+longer record of it takes the place of a shorter one. Without a record the page is written from what is there.
 """
 
 from __future__ import annotations

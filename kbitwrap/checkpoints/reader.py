@@ -335,7 +335,7 @@ def is_trained_copy(name: str) -> bool:
 
 
 def is_beside(name: str, known: Collection[str]) -> bool:
-    """Whether a name is below a known canonical one or a module with such a weight: an adapter's or a quantizer's."""
+    """Whether a tensor is an adapter's or quantization state: its name is below a known tensor's, or its module's."""
     parts = canonical_fqn(name).split(".")
     owner = ".".join(parts[:-1])
     if owner in known or (parts[-1] in EIGHT_BIT_STATE and f"{owner}.weight" in known):

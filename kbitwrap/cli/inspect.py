@@ -97,7 +97,7 @@ def _suggestion(report: CheckpointReport) -> str | None:
 
 
 def _note(report: CheckpointReport) -> str | None:
-    """What cannot be told of a checkpoint that is float32 throughout."""
+    """Say that nothing can be told of a checkpoint that is float32 throughout; ``None`` of others."""
     if not (report.config_dtype == "float32" and report.dtypes.keys() == {"float32"}):
         return None
     return (

@@ -172,7 +172,7 @@ def _show(request: StepRequest, found: dict[str, Prediction]) -> None:
 
 
 def _beside(found: dict[str, Prediction]) -> list[Any]:
-    """What a device holds beside the figures: the range of what is not known, and what no figure counts."""
+    """Say what a device holds beside the figures: the range of the unknown parts, and what no figure counts."""
     steps = [one.step for one in found.values()]
     parts = dict.fromkeys(part.what.partition(",")[0].lstrip("0123456789 ") for step in steps for part in step.unknown)
     if not parts:

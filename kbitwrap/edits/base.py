@@ -108,7 +108,7 @@ class Together:
 
 
 class Anchor:
-    """Keeps a wrapper alive with its model; empty on copies, and on upcast modules, to tell copies of these."""
+    """Keeps a wrapper alive with its model. Copies get an empty one; upcast modules too, and it tells their copies."""
 
     def __init__(self, wrapper: object = None) -> None:
         self.wrapper = wrapper

@@ -13,7 +13,7 @@ from .base import ANCHOR_ATTRIBUTE, Anchor, AttributesNow, ChangeBase, EditBase
 
 
 class FlagsChange(ChangeBase):
-    """Parameters' ``requires_grad`` flags as they were; ``is_now``: after they were those of the original state."""
+    """Parameters' ``requires_grad`` flags as they were, or, ``is_now``, as they are to be when a suspension ends."""
 
     def __init__(self, flags: Iterable[tuple[ParameterRecord, bool]], *, is_now: bool = False) -> None:
         self.flags, self._is_now = dict(flags), is_now
@@ -21,24 +21,24 @@ class FlagsChange(ChangeBase):
     def undo(self, tree: ModelTree) -> None:
         """Set the recorded flags back."""
         with only_reading():
-            changed = [(r, p, self.flags[r]) for r, p in self._live(tree) if p.requires_grad != self.flags[r]]
-            # What stands there resized may be what others trained: only the preparation's own freezing is undone.
-            changed = [found for found in changed if found[2] or self._is_now or found[0].shape == found[1].shape]
-        for _, parameter, flag in changed:
+            live = [(r, p, self.flags[r]) for r, p in self._live(tree) if p.requires_grad != self.flags[r]]
+            # Others may train what was resized: only the preparation's own freezing is undone.
+            changed = [(p, flag) for r, p, flag in live if flag or self._is_now or not r.was_resized(p)]
+        for parameter, flag in changed:
             if parameter.is_leaf:
                 with torch.inference_mode(parameter.is_inference()):  # the mode that it was made in
                     parameter.requires_grad_(flag)
 
     def now(self, tree: ModelTree) -> FlagsChange:
         """Record the current flags."""
-        return FlagsChange(((r, p.requires_grad) for r, p in self._live(tree)), is_now=True)
+        with only_reading():
+            return FlagsChange([(r, p.requires_grad) for r, p in self._live(tree)], is_now=True)
 
     def _live(self, tree: ModelTree) -> list[tuple[ParameterRecord, torch.Tensor]]:
-        """The parameters that are there, and resized embeddings: those of the name, with another number of rows."""
-        found, named = tree.live, {tensor.fqn: tensor.parameter for tensor in tree.base_tensors}
+        """The parameters that are there, and resized embeddings."""
+        found = tree.live
         live = [(record, found[record] if record in found else record.there()) for record in self.flags]
-        same = [(record, named[record.fqn]) for record in self.flags if record.fqn in named]
-        live += [(r, p) for r, p in same if p.shape != r.shape and p.shape[1:] == r.shape[1:]]
+        live += [(record, tensor.parameter) for record, tensor in tree.resized(self.flags)]
         return [(record, parameter) for record, parameter in live if parameter is not None]
 
 

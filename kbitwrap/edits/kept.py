@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from enum import Enum
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..model.quantization import KERNEL, transposed_codes
+from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, join, only_reading
 from .base import ChangeBase, write_attribute
 from .journal import MISSING
@@ -65,8 +66,8 @@ class KeptChange(ChangeBase):
     trained or moved, and stays, as does all of a module whose parameters others replaced.
     """
 
-    def __init__(self, tree: ModelTree) -> None:
-        self._index = tree.index
+    def __init__(self, tree: ModelTree, records: Collection[ParameterRecord] = ()) -> None:
+        self._index, self._records = tree.index, records
         base = {id(node.module) for node in tree.plain_base}
         with only_reading():
             self._kept = [self._read(module) if id(module) in base else None for _, module in self._index.live()]
@@ -90,7 +91,13 @@ class KeptChange(ChangeBase):
 
     def undo(self, tree: ModelTree) -> None:
         """Put back what changed, on substitutes too; values of other types that others put there stay."""
-        found, around = {}, self._around_resized(tree)
+        with only_reading():
+            resized = [tensor.path for _, tensor in tree.resized(self._records)]
+        # Resizing sets plain values on the modules around, as the vocabulary's size: these stay.
+        around = {
+            id(m) for path, _, m, _ in tree.nodes if any(name.startswith(path and f"{path}.") for name in resized)
+        }
+        found = {}
         for reached, is_substitute in ((self._index.live(), False), (self._index.substitutes(tree), True)):
             for number, module in reached:
                 kept = self._kept[number]
@@ -99,12 +106,6 @@ class KeptChange(ChangeBase):
                     found[id(module)] = self._write(module, kept, only_tensors=only_tensors, is_shared=is_substitute)
         named = [(node.fqn, name) for node in tree.modules for name in found.get(id(node.module), ())]
         self.put_back = tuple([join(fqn, name) for fqn, name in named if name != KERNEL])  # which a preparation sets
-
-    def _around_resized(self, tree: ModelTree) -> set[int]:
-        """The ``id`` of modules around one whose parameters have another size: their plain values are as new as it."""
-        sizes = {id(m): kept.sizes for n, m in self._index.live() if (kept := self._kept[n]) is not None}
-        resized = [path for path, _, m, _ in tree.nodes if sizes.get(id(m), found := _sizes(m)) != found]
-        return {id(m) for path, _, m, _ in tree.nodes if any(name.startswith(path and f"{path}.") for name in resized)}
 
     def now(self, tree: ModelTree) -> KeptChange:
         """Record what modules keep now."""

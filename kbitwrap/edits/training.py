@@ -222,7 +222,7 @@ class Record(EditBase):
             AccelerateChange(tree.model),
             AttributesChange(tree, ("training", COPIED_ATTRIBUTE)),  # adapters keep theirs
             *{id(t.module): RuntimeChange(t.module, tree.record(t)) for t in weights}.values(),
-            KeptChange(tree),
+            KeptChange(tree, [tree.record(tensor) for tensor in tree.base_tensors]),
             AttributesNow([config for config in tree.configs if hasattr(config, "__dict__")], ["use_cache"]),
         )
 

@@ -61,7 +61,7 @@ class Ledger:
         self.events.append(~number)
 
     def mark(self, phase: str, part: Hashable) -> None:
-        """Begin a run, unless it is the same one that goes on."""
+        """Begin a run, unless it continues the last one."""
         if not self.marks or self.marks[-1][1] != (phase, part):
             self.marks.append((len(self.events), (phase, part)))
 

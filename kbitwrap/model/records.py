@@ -63,6 +63,11 @@ class ParameterRecord:
             return True
         return _key_of(parameter) in self._memories
 
+    def was_resized(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter of the name has another number of rows, as resized embeddings have; a shard has not."""
+        is_other = self.shape != parameter.shape and self.shape[1:] == parameter.shape[1:]
+        return is_other and not is_sharded_tensor(parameter)
+
     def at_places(self) -> list[nn.Parameter]:
         """The parameters at its places now."""
         live = [(module, name) for owner, name in self.refs if (module := owner()) is not None]

@@ -140,8 +140,7 @@ def _copied(module: nn.Module, base: nn.Module, plain: nn.Module) -> nn.Module:
     """A copy that shares its tensors, with another base: a forward may set attributes, and fill lists and dicts."""
     if module is base:
         return plain
-    made = shallow_copy(module)
-    fields = vars(made)
+    fields = vars(made := shallow_copy(module))
     fields.update({name: copy.copy(value) for name, value in fields.items() if type(value) in (list, dict, set)})
     fields["_modules"] = {name: child and _copied(child, base, plain) for name, child in fields["_modules"].items()}
     return made

@@ -6,7 +6,7 @@ A tensor is identified by its owner and its name there; its *fqn* is its name wi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -209,6 +209,11 @@ class ModelTree:
             return self.all_tensors
         inside = {node.path for node in self.plain_base}
         return [tensor for tensor in self.all_tensors if tensor.path[: -len(tensor.name) - 1] in inside]
+
+    def resized(self, records: Iterable[ParameterRecord]) -> list[tuple[ParameterRecord, NamedTensor]]:
+        """The base's tensors that have a recorded one's name and another number of rows, as resized embeddings have."""
+        named = {tensor.fqn: tensor for tensor in self.base_tensors}
+        return [(r, t) for r in records if (t := named.get(r.fqn)) is not None and r.was_resized(t.parameter)]
 
     @cached_property
     def adapters(self) -> list[Node]:

@@ -28,8 +28,7 @@ from ..tensors.lazy import values_of
 from .fingerprints import Fingerprints
 from .payloads import MemoryRecord, MomentRecord, StateRecord
 
-Buffer = tuple[torch.dtype, torch.Size, Callable[[], int]]
-"""Dtype, shape and digest, which is begun when the model is recorded and read when it is asked for."""
+Buffer = tuple[torch.dtype, torch.Size, Callable[[], int]]  # its digest, begun when recorded, is read when asked for
 REPLACED, DECOMPRESSED = "was replaced or resized", "was decompressed by its library when the model ran"
 _HOOK_DICTS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -255,7 +254,7 @@ class Original:
         found = []
         # transformers resizes the input embeddings in place, and puts a new head there with as many rows.
         ours = [t for t in tree.tensors if COPIED_ATTRIBUTE in vars(t.module) and t.fqn in self.base]
-        resized = {t.parameter.shape[:1] for t in ours if t.parameter.shape != self.base[t.fqn].shape}
+        resized = {t.parameter.shape[:1] for t in ours if self.base[t.fqn].was_resized(t.parameter)}
         for tensor in tree.tensors:
             parameter = tensor.parameter
             own = known.get(id(parameter))
@@ -266,12 +265,7 @@ class Original:
             original = own or self.base.get(tensor.fqn)
             # What the user put there is the user's, whatever its dtype.
             is_ours = own or COPIED_ATTRIBUTE in vars(tensor.module) or parameter.shape[:1] in resized
-            if (
-                original is None
-                or not is_ours
-                or original.dtype not in HALF_DTYPES
-                or parameter.dtype == original.dtype
-            ):
+            if not (original and is_ours) or original.dtype not in HALF_DTYPES or parameter.dtype == original.dtype:
                 continue
             if parameter.dtype in (torch.float32, *HALF_DTYPES):
                 is_resized = parameter.shape != original.shape
