@@ -6,11 +6,12 @@ is freed at once.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from ..model.records import ParameterRecord
 from ..model.roles import Role
@@ -133,14 +134,16 @@ class AttributesChange(ChangeBase):
 
     def __init__(self, tree: ModelTree, names: tuple[str, ...]) -> None:
         self.index = tree.index
-        fields = [vars(module) for _, module in self.index.live()]
-        self._values = {name: [of_module.get(name, MISSING) for of_module in fields] for name in names}
+        self._values = {name: [of_module.get(name, MISSING) for of_module in tree.fields] for name in names}
 
-    def undo(self, tree: ModelTree | None, names: Collection[str] | None = None) -> None:
-        """Write the recorded values back, of some of the attributes or of all, on the tree's substitutes too."""
-        reached = self.index.live() + (self.index.substitutes(tree) if tree else [])
-        fields = [(number, vars(module)) for number, module in reached]
-        for name in self._values if names is None else names:
+    def undo(self, tree: ModelTree) -> None:
+        """Write the recorded values back, on the tree's substitutes too."""
+        self.write(self.index.live() + self.index.substitutes(tree), self._values)
+
+    def write(self, modules: Iterable[tuple[int, nn.Module]], names: Iterable[str]) -> None:
+        """Write the recorded values of some of the attributes back to modules, given with their numbers."""
+        fields = [(number, vars(module)) for number, module in modules]
+        for name in names:
             values = self._values[name]
             for number, of_module in fields:
                 if of_module.get(name, MISSING) is not values[number]:

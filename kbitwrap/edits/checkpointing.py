@@ -73,24 +73,25 @@ class HooksChange(ChangeBase):
 
     def __init__(self, tree: ModelTree) -> None:
         self._index = tree.index
-        self.before = {key for module in self._hooked(tree) for key in preparation_hooks(module)}
+        hooked = tree.having("_forward_hooks", "_forward_pre_hooks")
+        self.before = {key for node in hooked for key in preparation_hooks(node.module)}
 
-    def _hooked(self, tree: ModelTree | None) -> dict[nn.Module, None]:
-        modules = [m for _, m in self._index.live()] + [node.module for node in (tree.modules if tree else ())]
-        return dict.fromkeys([m for m in modules if m._forward_hooks or m._forward_pre_hooks])
+    def _modules(self, tree: ModelTree) -> list[nn.Module]:
+        return [module for _, module in self._index.live()] + [node.module for node in tree.modules]
 
-    def _affected(self, tree: ModelTree | None) -> dict[nn.Module, list[int]]:
-        found = {m: [key for key in preparation_hooks(m) if key not in self.before] for m in self._hooked(tree)}
+    def _affected(self, modules: list[nn.Module]) -> dict[nn.Module, list[int]]:
+        hooked = dict.fromkeys([m for m in modules if m._forward_hooks or m._forward_pre_hooks])
+        found = {m: [key for key in preparation_hooks(m) if key not in self.before] for m in hooked}
         return {module: keys for module, keys in found.items() if keys}
 
     def undo(self, tree: ModelTree) -> None:
         """Remove the hooks added since."""
-        self.remove_added(tree, keep_one=False)
+        self.remove_added(self._modules(tree), keep_one=False)
 
-    def remove_added(self, tree: ModelTree | None, *, keep_one: bool) -> bool:
+    def remove_added(self, modules: list[nn.Module], *, keep_one: bool) -> bool:
         """Remove later hooks, all or all but one of each hooked module, and say whether a later one is left."""
         is_left = False
-        for module, keys in self._affected(tree).items():
+        for module, keys in self._affected(modules).items():
             keeps_newest = keep_one and not self.before.intersection(module._forward_hooks)
             is_left |= keeps_newest
             for key in keys[:-1] if keeps_newest else keys:
@@ -100,7 +101,7 @@ class HooksChange(ChangeBase):
 
     def now(self, tree: ModelTree) -> WayBack:
         """Record the current hooks and their order."""
-        affected = self._affected(tree)
+        affected = self._affected(self._modules(tree))
         removed = {key for keys in affected.values() for key in keys}
         held = [getattr(module, name) for module in affected for name in _HOOK_DICTS]
         saved = [(hooks, list(hooks.items())) for hooks in held]
@@ -191,9 +192,10 @@ class Checkpoint(EditBase):
             model.get_input_embeddings().register_forward_hook(make_inputs_require_grad)  # type: ignore[operator]
         if self.enable:
             _enable_checkpointing(model, self.kwargs)
-        if not change.hooks.remove_added(None, keep_one=self.hook_inputs):
-            change.attributes.undo(None, _HOOK_ATTRIBUTES)
-        for _, block in change.attributes.index.live() if self.hook_blocks else ():
+        live = change.attributes.index.live()
+        if not change.hooks.remove_added([module for _, module in live], keep_one=self.hook_inputs):
+            change.attributes.write(live, _HOOK_ATTRIBUTES)
+        for _, block in live if self.hook_blocks else ():
             if vars(block).get("gradient_checkpointing") is True and not input_gradient_hooks(block):
                 block.register_forward_pre_hook(make_block_input_require_grad)
         if self.hook_model and warn_of_sharding not in model._forward_pre_hooks.values():

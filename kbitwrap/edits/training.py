@@ -25,7 +25,7 @@ from ..model.quantization import (
     unpacked_state,
 )
 from ..model.records import ParameterRecord
-from ..model.tree import ModelTree
+from ..model.tree import ModelTree, only_reading
 from .base import (
     COPIED_ATTRIBUTE,
     AttributesChange,
@@ -104,7 +104,13 @@ class RuntimeChange(HeldOriginal):
         self._module = weakref.ref(module)
         fields = vars(module)
         self._attributes = {name: fields[name] for name in RUNTIME_ATTRIBUTES if name in fields}
-        self._state = {name: _recorded(vars(owner), keys) for name, owner, keys in state_owners(module, weight)}
+        is_small = weight.is_cpu and "state" not in fields  # of 4 bits
+        self._state = {}
+        for name, owner, keys in state_owners(module, weight):
+            held = vars(owner)
+            found = held.copy() if keys is None else {key: held.get(key, MISSING) for key in keys}
+            large = () if is_small else [key for key, value in found.items() if _is_large(value)]
+            self._state[name] = found | {key: _HeldWeakly(found[key]) for key in large} if large else found
 
     def keep_unpacked(self) -> None:
         """Keep the trainable layout in eval mode too: the kernel for the other has no backward."""
@@ -182,13 +188,9 @@ class _HeldWeakly:
         return next((t for t in tensors if t.untyped_storage()._cdata == key and t.shape == shape), None)
 
 
-def _recorded(fields: dict[str, Any], keys: tuple[str, ...] | None) -> dict[str, Any]:
-    """Record all fields of an object, or the ``keys``; large (int8) tensors, and those off the CPU, are held weakly."""
-    found = dict(fields) if keys is None else {key: fields.get(key, MISSING) for key in keys}
-    for key, value in found.items():
-        if isinstance(value, torch.Tensor) and not (value.is_cpu and value.dtype != torch.int8):
-            found[key] = _HeldWeakly(value)
-    return found
+def _is_large(value: Any) -> bool:
+    """Whether a value is an int8 tensor, or one that is not on the CPU: these are held weakly."""
+    return isinstance(value, torch.Tensor) and not (value.is_cpu and value.dtype != torch.int8)
 
 
 def _values(recorded: dict[str, Any], fields: dict[str, Any], places: list[dict[str, Any]]) -> dict[str, Any]:
@@ -218,10 +220,12 @@ class Record(EditBase):
         """Record all of it, as one change."""
         layers = {id(layer) for ref in self.layers if (layer := ref()) is not None}
         weights = [t for t in tree.all_tensors if t.name == "weight" and id(t.module) in layers]
+        with only_reading():
+            runtime = {id(t.module): RuntimeChange(t.module, tree.record(t)) for t in weights}
         return Together(
             AccelerateChange(tree.model),
             AttributesChange(tree, ("training", COPIED_ATTRIBUTE)),  # adapters keep theirs
-            *{id(t.module): RuntimeChange(t.module, tree.record(t)) for t in weights}.values(),
+            *runtime.values(),
             KeptChange(tree, [tree.record(tensor) for tensor in tree.base_tensors]),
             AttributesNow([config for config in tree.configs if hasattr(config, "__dict__")], ["use_cache"]),
         )

@@ -138,7 +138,8 @@ def build_twin(tree: ModelTree, preparation: Preparation | None = None, gatherin
         # As when undoing, the oldest decides.
         for one in [*preparation.copies(tree), *preparation.journal.parts(HeldOriginal)]:
             held.update({(id(module), ref.name): one for ref in one.record.refs if (module := ref.owner()) is not None})
-        if preparation.is_of(tree.model):
+        prepared = preparation.original.model()
+        if prepared is not None and unwrap(prepared)[0] is unwrap(tree.model)[0]:  # and no part or container of it
             original = preparation.original
             changes = preparation.changes(tree)
             _refuse_replaced(changes)

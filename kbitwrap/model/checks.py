@@ -55,7 +55,7 @@ def refuse_unsupported_tensors(tree: ModelTree, *, allow_meta: bool, allow_shard
 
 
 def _refuse_sharded(tree: ModelTree, allow_sharded: bool = False) -> None:
-    for tensor in tree.tensors:
+    for tensor in [t for t in tree.tensors if type(t.parameter) is not nn.Parameter or vars(t.parameter)]:
         sharding = _sharding_of(tensor.parameter)
         if sharding and not (allow_sharded and is_sharded_tensor(tensor.parameter)):
             raise UnsupportedModelError(f"{tensor.path} is {sharding}: {_BEFORE}", fqn=tensor.path)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from functools import cached_property
+from itertools import compress
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -62,6 +64,8 @@ class ModelTree:
         self.model = model
         self.records = Records() if records is None else records
         self._has_wrappers = False
+        self._children: dict[nn.Module, dict[str, nn.Module | None]] = {}  # of those that have any, as they were walked
+        self._classes: set[type] = set()  # of its modules
         self._recorded: dict[int, ParameterRecord] = {}  # by ``id`` of parameters that the model holds
         self.known: dict[int, ParameterRecord] = {}  # those of parameters recorded earlier that were found again
         self.sharded: dict[int, ParameterRecord] = {}  # and of those found sharded: where they were, and no values
@@ -72,18 +76,12 @@ class ModelTree:
         return self if self._is_current() else ModelTree(self.model, self.records)
 
     def _is_current(self) -> bool:
-        named = [(n, id(p)) for node in self.nodes for n, p in node.module._parameters.items() if p is not None]
-        if named != [(name, id(parameter)) for _, _, name, parameter, _ in self.all_tensors]:
+        if len([children for fields in self.fields if (children := fields["_modules"])]) != len(self._children):
             return False
-        walked, stack = iter(self.nodes), [("", self.model)]
-        while stack:
-            name, module = stack.pop()
-            node = next(walked, None)
-            if node is None or node.module is not module or not node.path.endswith(name):
-                return False
-            if module._modules:
-                stack += [(key, child) for key, child in reversed(module._modules.items()) if child is not None]
-        return next(walked, None) is None
+        if any(module._modules != children for module, children in self._children.items()):
+            return False
+        named = [(n, id(p)) for _, _, module, _ in self.nodes for n, p in module._parameters.items() if p is not None]
+        return named == [(name, id(parameter)) for _, _, name, parameter, _ in self.all_tensors]
 
     @cached_property
     def nodes(self) -> list[Node]:
@@ -92,22 +90,24 @@ class ModelTree:
         stack = [("", "", self.model, True, False)]
         while stack:
             path, fqn, module, is_base, holds_copies = stack.pop()
-            if isinstance(module, torch.jit.ScriptModule):
-                where = f"{path or 'the model'} is a {type(module).__name__} of TorchScript"
-                raise UnsupportedModelError(
-                    f"{where}, whose parameters cannot be edited: load the model itself", fqn=path
-                )
+            if type(module) not in self._classes:
+                self._classes.add(type(module))
+                if isinstance(module, torch.jit.ScriptModule):
+                    what = f"{path or 'the model'} is a {type(module).__name__} of TorchScript, whose parameters"
+                    raise UnsupportedModelError(f"{what} cannot be edited: load the model itself", fqn=path)
             children = module._modules
             if not children:  # the most part
                 found.append(Node(path, fqn, module, is_base))
                 continue
+            self._children[module] = children.copy()
             wrapped = wrapped_children(module)
             found.append(Node(path, fqn, module, is_base and not wrapped))
             paths, fqns = path and f"{path}.", fqn and f"{fqn}."
             if not wrapped and not holds_copies:
                 for name, child in reversed(children.items()):
                     if child is not None:
-                        stack.append((paths + name, fqns + name, child, is_base, False))
+                        place = paths + name
+                        stack.append((place, place if paths == fqns else fqns + name, child, is_base, False))
                 continue
             self._has_wrappers |= bool(wrapped)
             is_adapter = bool(wrapped) and is_adapter_class(type(module))
@@ -140,16 +140,24 @@ class ModelTree:
         return [node for node in self.base if id(node.module) not in adapters] if adapters else self.base
 
     @cached_property
+    def fields(self) -> list[dict[str, Any]]:
+        """The instance attributes of each of its modules: the dictionaries themselves."""
+        return [node.module.__dict__ for node in self.modules]
+
+    def having(self, *names: str) -> list[Node]:
+        """The modules that have something in one of these, two or more, collections that every module has."""
+        return list(compress(self.modules, map(any, map(itemgetter(*names), self.fields))))
+
+    @cached_property
     def configs(self) -> list[Any]:
         """The configs of its modules, each once: the layers of a model share its config."""
-        fields = [node.module.__dict__ for node in self.modules]
-        found = [of_module[name] for of_module in fields for name in CONFIG_ATTRIBUTES if name in of_module]
+        found = [of_module[name] for of_module in self.fields for name in CONFIG_ATTRIBUTES if name in of_module]
         return [config for config in {id(config): config for config in found}.values() if config is not None]
 
     @cached_property
     def owners(self) -> set[int]:
         """The ``id`` of every module that holds parameters itself: others, as activations, may be in several models."""
-        return {id(node.module) for node in self.modules if node.module._parameters}
+        return {id(module) for _, module, _, _, _ in self.all_tensors}
 
     @cached_property
     def all_tensors(self) -> list[NamedTensor]:
@@ -222,12 +230,9 @@ class ModelTree:
 
     def of_class(self, is_one: Callable[[Any], bool]) -> list[Node]:
         """The modules whose class a test holds for; it is asked once for each class."""
+        modules = self.modules
         found = {cls for cls in self._classes if is_one(cls)}
-        return [node for node in self.modules if type(node.module) in found] if found else []
-
-    @cached_property
-    def _classes(self) -> set[type]:
-        return {type(node.module) for node in self.modules}
+        return [node for node in modules if type(node.module) in found] if found else []
 
     @cached_property
     def adapter_ids(self) -> set[int]:

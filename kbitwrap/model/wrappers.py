@@ -35,7 +35,6 @@ _TABLE = (
 )
 COPIES = ("modules_to_save", "ln_tuning_layers")
 """The children of PEFT's wrappers that hold copies of the wrapped module, by adapter."""
-_CHILDREN = {row.child for row in _TABLE}
 _BY_OWNER = {
     owner: tuple(row.child for row in _TABLE if row.owner == owner) for owner in dict.fromkeys(r.owner for r in _TABLE)
 }
@@ -109,10 +108,8 @@ def _before_sharding(cls: Any) -> Any:
 
 def wrapped_children(module: nn.Module) -> tuple[str, ...]:
     """The children that hold the wrapped module, the one to follow first; none where a module is no wrapper."""
-    if _CHILDREN.isdisjoint(module._modules):
-        return ()
     names = _BY_OWNER.get(_owner(class_before_sharding(module)), ())
-    return tuple(name for name in names if module._modules.get(name) is not None)
+    return tuple([name for name in names if module._modules.get(name) is not None]) if names else ()
 
 
 def unwrap(module: nn.Module) -> tuple[nn.Module, tuple[nn.Module, ...]]:

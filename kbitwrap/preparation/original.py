@@ -56,10 +56,11 @@ def _state(tree: ModelTree) -> StateRecord:
     modules: dict[nn.Module, str] = {}
     for node in tree.base:
         modules.setdefault(node.module, node.fqn)
+    hooked = [node.module for node in tree.having("_forward_hooks", "_forward_pre_hooks") if node.module in modules]
     use_cache = getattr(getattr(tree.model, "config", None), "use_cache", None)
     return StateRecord.model_construct(
         input_gradient_hooks={
-            fqn: len(keys) for m, fqn in modules.items() if m._forward_hooks and (keys := input_gradient_hooks(m))
+            modules[m]: len(keys) for m in hooked if m._forward_hooks and (keys := input_gradient_hooks(m))
         },
         checkpointing=tuple([fqn for m, fqn in modules.items() if vars(m).get("gradient_checkpointing") is True]),
         use_cache=use_cache if isinstance(use_cache, bool) else None,
@@ -121,19 +122,18 @@ class Original:
         self._configs: dict[int, Any] = {}  # by ``id``; the memo of ``deepcopy`` holds the configs
         self._hook_ids: set[int] = set()
         self._buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, Buffer]] = weakref.WeakKeyDictionary()
-        for module in _hooked(tree):
+        for _, _, module, _ in tree.having(*_HOOK_DICTS):
             self._hook_ids.update(key for name in _HOOK_DICTS for key in getattr(module, name))
-        for m in [node.module for node in tree.modules if node.module._buffers]:
+        for m in [node.module for node, fields in zip(tree.modules, tree.fields, strict=True) if fields["_buffers"]]:
             saved = [(n, b) for n, b in m._buffers.items() if b is not None and n not in m._non_persistent_buffers_set]
             # Training writes them, and they are small.
             self._buffers[m] = {n: (b.dtype, b.shape, begin_digest(b)) for n, b in saved if is_dense(b)}
         for config in tree.configs:
             if _is_saved(config):
                 copy.deepcopy(config, self._configs)
-        owners: dict[Any, list[ParameterRecord]] = {}
-        for record in once:
-            owners.setdefault(record.memory, []).append(record)
-        self.sharing_memory = {record for group in owners.values() if len(group) > 1 for record in group}
+        first: dict[Any, ParameterRecord] = {}
+        pairs = [(record, first.setdefault(record.memory, record)) for record in once]
+        self.sharing_memory = {record for pair in pairs if pair[0] is not pair[1] for record in pair}
 
     @functools.cached_property
     def _inside(self) -> dict[str, dict[str, ParameterRecord]]:
@@ -290,22 +290,13 @@ class Original:
         new = [tensor for tensor in tree.tensors if id(tensor.parameter) not in known]
         replaced = [tensor.fqn for tensor in new if tensor.fqn in self.base]
         foreign = [tensor.path for tensor in new if tensor.fqn not in self.base or tensor.fqn != tensor.path]
-        for module, path in _hooked(tree).items():
+        for path, _, module, _ in tree.having(*_HOOK_DICTS):
             ours = {*self._hook_ids, *preparation_hooks(module)}
             for name in _HOOK_DICTS:
                 hooks = [hook for key, hook in vars(module)[name].items() if key not in ours]
                 kind = name.strip("_").replace("_", " ").removesuffix("s")
                 foreign += [f"{path}: {kind} {getattr(hook, '__name__', type(hook).__name__)}" for hook in hooks]
         return replaced, foreign
-
-
-def _hooked(tree: ModelTree) -> dict[nn.Module, str]:
-    """The modules that have hooks, each with its path."""
-    return {
-        m: path
-        for path, _, m, _ in tree.modules
-        if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
-    }
 
 
 def _is_recorded(record: ParameterRecord, module: nn.Module, parameter: torch.Tensor, tree: ModelTree) -> bool:

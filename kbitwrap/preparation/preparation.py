@@ -9,7 +9,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from tqdm.auto import tqdm
@@ -25,7 +25,6 @@ from ..errors import ConfigError, EditError, RestoreError, StateError, Unsupport
 from ..model.checks import refuse_sharded_since, tree_of
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, NamedTensor, only_reading
-from ..model.wrappers import unwrap
 from ..reports import LifecycleState, RestoreReport, StateDiff
 from .engines import notes_on
 from .original import Changes, Original, read_moment
@@ -83,11 +82,6 @@ class Preparation:
         self.original.follow(tree)
         return tree
 
-    def is_of(self, model: nn.Module) -> bool:
-        """Whether a model is the one prepared, with adapters or without, and no part or container of it."""
-        prepared = self.original.model()
-        return prepared is not None and unwrap(prepared)[0] is unwrap(model)[0]
-
     def apply(self, plan: Plan, tree: ModelTree) -> None:
         """Apply a plan on top of what is applied, all or nothing, and take hold of the model."""
         before, start = dict(vars(self)), len(self.journal.changes)
@@ -119,7 +113,8 @@ class Preparation:
 
     def adopt(self, peft_model: nn.Module) -> None:
         """Compute norms of blocks with new adapters as the precision says, all or nothing; the plan grows by it."""
-        tree = self.tree()
+        # What happened to its parameters does not matter here.
+        tree = ModelTree(cast("nn.Module", self.original.model()), self.original.records)
         inside = peft_model.modules() if isinstance(peft_model, nn.Module) else ()
         if not any(id(module) in tree.owners for module in inside):
             name = type(tree.model).__name__
@@ -301,8 +296,7 @@ def refuse_held(tree: ModelTree, but: Preparation | None = None) -> None:
 
 def _bar(items: Sequence[Any], what: str, config: PrepareConfig) -> Iterable[Any]:
     """The items, with a progress bar on standard error if that was asked for."""
-    bar: Iterable[Any] = tqdm(items, desc=what, unit="edit", disable=not config.progress, leave=False)
-    return bar
+    return cast("Iterable[Any]", tqdm(items, desc=what, unit="edit", disable=not config.progress, leave=False))
 
 
 def _emptying_cache(edits: Iterable[EditBase], is_wanted: bool) -> Iterator[Any]:
