@@ -210,7 +210,7 @@ def _casts_by_reference(
 
 
 def casts_by_dtype(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The casts to what a model loaded in a half dtype saves; tensors that it has not are cast too, but none beside."""
+    """The casts to what a model loaded in a half dtype saves; adapters, trained copies and quantization state stay."""
     stored_names = {canonical_fqn(name) for name in checkpoint.tensors}
     model = checkpoint.meta_model(dtype)
     originals: dict[str, torch.Tensor] = {}

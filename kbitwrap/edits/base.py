@@ -109,7 +109,7 @@ class Together:
 
 
 class Anchor:
-    """Keeps a wrapper alive with its model. Copies get an empty one; upcast modules too, and it tells their copies."""
+    """Keeps a wrapper alive with its model; an empty one is on a model's copies, and marks copies of upcast modules."""
 
     def __init__(self, wrapper: object = None) -> None:
         self.wrapper = wrapper
@@ -151,5 +151,4 @@ class AttributesChange(ChangeBase):
 
     def now(self, tree: ModelTree) -> AttributesNow:
         """Record the current values, of modules that others added too."""
-        recorded = [module for _, module in self.index.live()]
-        return AttributesNow(dict.fromkeys([*recorded, *(node.module for node in tree.modules)]), [*self._values])
+        return AttributesNow(self.index.live_and_of(tree), [*self._values])

@@ -76,17 +76,14 @@ class HooksChange(ChangeBase):
         hooked = tree.having("_forward_hooks", "_forward_pre_hooks")
         self.before = {key for node in hooked for key in preparation_hooks(node.module)}
 
-    def _modules(self, tree: ModelTree) -> list[nn.Module]:
-        return [module for _, module in self._index.live()] + [node.module for node in tree.modules]
-
     def _affected(self, modules: list[nn.Module]) -> dict[nn.Module, list[int]]:
-        hooked = dict.fromkeys([m for m in modules if m._forward_hooks or m._forward_pre_hooks])
+        hooked = [m for m in modules if m._forward_hooks or m._forward_pre_hooks]
         found = {m: [key for key in preparation_hooks(m) if key not in self.before] for m in hooked}
         return {module: keys for module, keys in found.items() if keys}
 
     def undo(self, tree: ModelTree) -> None:
         """Remove the hooks added since."""
-        self.remove_added(self._modules(tree), keep_one=False)
+        self.remove_added(self._index.live_and_of(tree), keep_one=False)
 
     def remove_added(self, modules: list[nn.Module], *, keep_one: bool) -> bool:
         """Remove later hooks, all or all but one of each hooked module, and say whether a later one is left."""
@@ -101,7 +98,7 @@ class HooksChange(ChangeBase):
 
     def now(self, tree: ModelTree) -> WayBack:
         """Record the current hooks and their order."""
-        affected = self._affected(self._modules(tree))
+        affected = self._affected(self._index.live_and_of(tree))
         removed = {key for keys in affected.values() for key in keys}
         held = [getattr(module, name) for module in affected for name in _HOOK_DICTS]
         saved = [(hooks, list(hooks.items())) for hooks in held]

@@ -13,7 +13,7 @@ from .base import ANCHOR_ATTRIBUTE, Anchor, AttributesNow, ChangeBase, EditBase
 
 
 class FlagsChange(ChangeBase):
-    """Parameters' ``requires_grad`` flags as they were, or, ``is_now``, as they are to be when a suspension ends."""
+    """Parameters' ``requires_grad`` flags: as they were, or, with ``is_now``, as they are when a suspension begins."""
 
     def __init__(self, flags: Iterable[tuple[ParameterRecord, bool]], *, is_now: bool = False) -> None:
         self.flags, self._is_now = dict(flags), is_now

@@ -108,9 +108,9 @@ class RuntimeChange(HeldOriginal):
         self._state = {}
         for name, owner, keys in state_owners(module, weight):
             held = vars(owner)
-            found = held.copy() if keys is None else {key: held.get(key, MISSING) for key in keys}
+            found = self._state[name] = held.copy() if keys is None else {key: held.get(key, MISSING) for key in keys}
             large = () if is_small else [key for key, value in found.items() if _is_large(value)]
-            self._state[name] = found | {key: _HeldWeakly(found[key]) for key in large} if large else found
+            found.update({key: _HeldWeakly(found[key]) for key in large})
 
     def keep_unpacked(self) -> None:
         """Keep the trainable layout in eval mode too: the kernel for the other has no backward."""

@@ -97,8 +97,8 @@ class Watch(TorchDispatchMode):
     def follow_phase(self, *, is_made: bool = False) -> None:
         """Note the phase that the step is in: autograd says when it runs.
 
-        A forward pass begins again where something is made that gradients may flow through: what reads a loss, clips
-        gradients or sets them to zero goes on in the phase before.
+        The next forward pass begins when a tensor is made that gradients may flow through. Reading a loss, clipping
+        gradients and setting them to zero make none: the phase stays the one before.
         """
         if self.phase == OPTIMIZER_STEP:
             return

@@ -76,9 +76,7 @@ class ModelTree:
         return self if self._is_current() else ModelTree(self.model, self.records)
 
     def _is_current(self) -> bool:
-        if len([children for fields in self.fields if (children := fields["_modules"])]) != len(self._children):
-            return False
-        if any(module._modules != children for module, children in self._children.items()):
+        if {node.module: node.module._modules for node in self.having("_modules")} != self._children:
             return False
         named = [(n, id(p)) for _, _, module, _ in self.nodes for n, p in module._parameters.items() if p is not None]
         return named == [(name, id(parameter)) for _, _, name, parameter, _ in self.all_tensors]
@@ -145,8 +143,9 @@ class ModelTree:
         return [node.module.__dict__ for node in self.modules]
 
     def having(self, *names: str) -> list[Node]:
-        """The modules that have something in one of these, two or more, collections that every module has."""
-        return list(compress(self.modules, map(any, map(itemgetter(*names), self.fields))))
+        """The modules of which any of these collections, which every module has, is not empty."""
+        columns = [map(itemgetter(name), self.fields) for name in names]
+        return list(compress(self.modules, map(any, zip(*columns, strict=True))))
 
     @cached_property
     def configs(self) -> list[Any]:
@@ -307,6 +306,10 @@ class ModuleIndex:
     def live(self) -> list[tuple[int, nn.Module]]:
         """The modules that are still alive, each with its number."""
         return [(n, m) for n, reference in enumerate(self._references) if (m := reference()) is not None]
+
+    def live_and_of(self, tree: ModelTree) -> list[nn.Module]:
+        """The modules that are still alive, and those of a tree, each once."""
+        return list(dict.fromkeys([*(m for _, m in self.live()), *(node.module for node in tree.modules)]))
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -56,11 +56,11 @@ def _state(tree: ModelTree) -> StateRecord:
     modules: dict[nn.Module, str] = {}
     for node in tree.base:
         modules.setdefault(node.module, node.fqn)
-    hooked = [node.module for node in tree.having("_forward_hooks", "_forward_pre_hooks") if node.module in modules]
+    hooked = [node.module for node in tree.having("_forward_hooks") if node.module in modules]
     use_cache = getattr(getattr(tree.model, "config", None), "use_cache", None)
     return StateRecord.model_construct(
         input_gradient_hooks={
-            modules[m]: len(keys) for m in hooked if m._forward_hooks and (keys := input_gradient_hooks(m))
+            modules[module]: len(keys) for module in hooked if (keys := input_gradient_hooks(module))
         },
         checkpointing=tuple([fqn for m, fqn in modules.items() if vars(m).get("gradient_checkpointing") is True]),
         use_cache=use_cache if isinstance(use_cache, bool) else None,
@@ -124,7 +124,7 @@ class Original:
         self._buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, Buffer]] = weakref.WeakKeyDictionary()
         for _, _, module, _ in tree.having(*_HOOK_DICTS):
             self._hook_ids.update(key for name in _HOOK_DICTS for key in getattr(module, name))
-        for m in [node.module for node, fields in zip(tree.modules, tree.fields, strict=True) if fields["_buffers"]]:
+        for m in [node.module for node in tree.having("_buffers")]:
             saved = [(n, b) for n, b in m._buffers.items() if b is not None and n not in m._non_persistent_buffers_set]
             # Training writes them, and they are small.
             self._buffers[m] = {n: (b.dtype, b.shape, begin_digest(b)) for n, b in saved if is_dense(b)}

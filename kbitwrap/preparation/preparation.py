@@ -113,7 +113,7 @@ class Preparation:
 
     def adopt(self, peft_model: nn.Module) -> None:
         """Compute norms of blocks with new adapters as the precision says, all or nothing; the plan grows by it."""
-        # What happened to its parameters does not matter here.
+        # Only forwards of modules are replaced: no parameter has to be found again.
         tree = ModelTree(cast("nn.Module", self.original.model()), self.original.records)
         inside = peft_model.modules() if isinstance(peft_model, nn.Module) else ()
         if not any(id(module) in tree.owners for module in inside):

@@ -448,6 +448,60 @@ def test_a_tree_is_the_model_at_one_moment_and_is_walked_once() -> None:
     assert again.tensors[0].parameter is model[0].weight
 
 
+def rename_child(model: nn.Sequential) -> None:
+    model._modules["last"] = model._modules.pop("1")
+
+
+def rename_parameter(model: nn.Sequential) -> None:
+    model[0]._parameters = {"kernel": model[0].weight, "bias": model[0].bias}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.append(nn.ReLU()),
+        lambda model: model.pop(1),
+        lambda model: model[1].add_module("inner", nn.ReLU()),
+        lambda model: setattr(model, "1", nn.ReLU()),
+        lambda model: (model[1].add_module("inner", nn.ReLU()), delattr(model[2], "0")),
+        lambda model: setattr(model[0], "bias", None),
+        lambda model: model[1].register_parameter("scale", nn.Parameter(torch.ones(1))),
+        rename_child,
+        rename_parameter,
+    ],
+)
+def test_a_model_is_walked_again_only_where_a_module_or_parameter_changed(change: Callable[[nn.Module], Any]) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.ReLU()))
+    tree = ModelTree(model)
+    model.eval()
+    model[0].weight.data = torch.ones(2, 2)
+    assert tree.again() is tree
+    change(model)
+    again = tree.again()
+    assert again is not tree
+    assert [(node.path, node.module) for node in again.nodes] == [*model.named_modules()]
+    assert [tensor.path for tensor in again.tensors] == [name for name, _ in model.named_parameters()]
+
+
+def test_modules_are_found_by_what_their_collections_hold() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.ReLU())
+    model[2].register_forward_hook(lambda module, args, output: None)
+    tree = ModelTree(model)
+    assert [node.path for node in tree.having("_buffers")] == ["1"]
+    assert [node.path for node in tree.having("_parameters", "_forward_hooks")] == ["0", "1", "2"]
+    assert tree.having("_backward_hooks") == []
+
+
+def test_another_number_of_rows_is_resized_and_another_width_or_a_shard_is_not() -> None:
+    layer = nn.Embedding(4, 2)
+    record = ModelTree(layer).record(ModelTree(layer).tensors[0])
+    shard = nn.Parameter(torch.ones(2, 2))
+    assert record.was_resized(shard)
+    vars(shard)["_fsdp_flattened"] = True  # stands for FSDP1's mark: one process has no shard that is smaller
+    found = [record.was_resized(parameter) for parameter in (layer.weight, nn.Parameter(torch.ones(4, 3)), shard)]
+    assert found == [False, False, False]
+
+
 def test_a_module_that_is_at_two_places_is_one_owner() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     model.append(model[0])
