@@ -54,10 +54,11 @@ Kind = Callable[[Any, str, Any], bool]
 def line(frame: Any, event: str, _: object) -> bool:
     """A line of the package is to run.
 
-    Lines of ``with`` are passed over: CPython reports one before it calls ``__exit__``, and looks for no signal there.
+    Lines of ``with`` and of ``try`` are passed over: CPython reports the first before it calls ``__exit__``, too, and
+    the second is outside of the with-block around it. It looks for no signal there.
     """
     text = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-    return event == "line" and not text.lstrip().startswith("with ")
+    return event == "line" and not text.lstrip().startswith(("with ", "try:"))
 
 
 def primitive(frame: Any, event: str, function: Any) -> bool:

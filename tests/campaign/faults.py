@@ -23,6 +23,7 @@ import plain
 import training
 import zoo
 from kbitwrap import EditError, KbitPreparedModel, KbitWrapError, LifecycleState, Precision, RestoreError, prepared_of
+from kbitwrap.preparation.preparation import changing
 from snapshot import Snapshot
 
 FOLDER = Path(tempfile.mkdtemp(prefix="faults-", dir=zoo.checkpoints()))
@@ -53,6 +54,7 @@ def process() -> list[object]:
         *(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")),
         *(torch._C._is_torch_function_enabled(), torch._C._len_torch_function_stack(), torch.get_default_dtype()),
         *(torch._C._len_torch_dispatch_stack(), len(warnings.filters), zlib.crc32(torch.get_rng_state().numpy())),
+        changing._is_owned(),
     ]
 
 
