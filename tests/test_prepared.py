@@ -499,7 +499,7 @@ def test_a_fault_anywhere_in_prepare_leaves_the_model_as_it_was(
 ) -> None:
     model = zoo.load("gemma2")
     before = Snapshot(model)
-    prepared = KbitPreparedModel(model, precision=precision)
+    prepared = KbitPreparedModel(model, precision=precision, progress=True)
     num_edits = len(prepared.plan.edits) + 1
     for position in range(num_edits):
         for phase in ("capture", "apply"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from enum import Enum
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -75,17 +75,17 @@ class KeptChange(ChangeBase):
 
     @staticmethod
     def _read(module: nn.Module) -> _Kept:
+        found, caches = module.__dict__, _EMPTY
         fields: dict[str, Any] = {}
-        caches: dict[str, Any] = _EMPTY
-        for name, value in module.__dict__.items():
+        for name, value in found.items():
             if name not in _OWN:
                 is_plain = _is_plain[type(value)]
                 fields[name] = value if is_plain else _OTHER
                 if not is_plain and type(value) in _CACHES and all(_is_plain[type(one)] for one in _members(value)):
                     caches = {**caches, name: (value, value.copy())}
-        children, sizes = tuple(module._modules), _sizes(module)
-        if not (caches or module._buffers):  # nearly always; and then nothing else is kept
-            return _Kept(fields, _EMPTY, _EMPTY, (), children, sizes)
+        children, sizes = tuple(found["_modules"]), _sizes(found["_parameters"])
+        if not (caches or found["_buffers"]):  # nearly always; and then nothing else is kept
+            return tuple.__new__(_Kept, (fields, _EMPTY, _EMPTY, (), children, sizes))  # twice as fast
         unsaved = tuple(module._non_persistent_buffers_set)
         return _Kept(fields, caches, dict(module._buffers), unsaved, children, sizes)
 
@@ -144,7 +144,7 @@ class KeptChange(ChangeBase):
         }
         added = module._modules.keys() - kept.children if len(module._modules) > len(kept.children) else ()
         new = [name for name in added if _is_cache(module._modules[name])]
-        if not (changed or replaced or new) or _sizes(module) != kept.sizes:
+        if not (changed or replaced or new) or _sizes(module._parameters) != kept.sizes:
             return []
         tensors = [was for n, was in changed.items() if torch.Tensor in (type(was), type(fields.get(n)))]
         tensors += [*(changed[name] for name in cached), *replaced.values(), *[MISSING for _ in new]]
@@ -187,8 +187,7 @@ def _is_cache(child: nn.Module | None) -> bool:
     return bool(tensors) and not any(module._parameters for module in modules)
 
 
-def _sizes(module: nn.Module) -> tuple[int, ...]:
-    parameters = module._parameters
+def _sizes(parameters: Mapping[str, torch.Tensor | None]) -> tuple[int, ...]:
     return tuple([0 if p is None else p.numel() for p in parameters.values()]) if parameters else ()
 
 

@@ -108,9 +108,8 @@ class RuntimeChange(HeldOriginal):
         self._state = {}
         for name, owner, keys in state_owners(module, weight):
             held = vars(owner)
-            found = self._state[name] = held.copy() if keys is None else {key: held.get(key, MISSING) for key in keys}
-            large = () if is_small else [key for key, value in found.items() if _is_large(value)]
-            found.update({key: _HeldWeakly(found[key]) for key in large})
+            found = held.copy() if keys is None else {key: held.get(key, MISSING) for key in keys}
+            self._state[name] = found if is_small else {key: _weakly(value) for key, value in found.items()}
 
     def keep_unpacked(self) -> None:
         """Keep the trainable layout in eval mode too: the kernel for the other has no backward."""
@@ -188,9 +187,10 @@ class _HeldWeakly:
         return next((t for t in tensors if t.untyped_storage()._cdata == key and t.shape == shape), None)
 
 
-def _is_large(value: Any) -> bool:
-    """Whether a value is an int8 tensor, or one that is not on the CPU: these are held weakly."""
-    return isinstance(value, torch.Tensor) and not (value.is_cpu and value.dtype != torch.int8)
+def _weakly(value: Any) -> Any:
+    """A value, held weakly if it is large: an int8 tensor, or one that is not on the CPU."""
+    is_large = isinstance(value, torch.Tensor) and not (value.is_cpu and value.dtype != torch.int8)
+    return _HeldWeakly(value) if is_large else value
 
 
 def _values(recorded: dict[str, Any], fields: dict[str, Any], places: list[dict[str, Any]]) -> dict[str, Any]:

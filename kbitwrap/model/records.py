@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ class ParameterRecord:
 
     __slots__ = ("__weakref__", "_memories", "dtype", "fqn", "quant_state", "quantized_class", "refs", "shape")
 
-    def __init__(self, fqn: str, places: Sequence[tuple[nn.Module, str]], parameter: nn.Parameter) -> None:
+    def __init__(self, fqn: str, places: Iterable[tuple[nn.Module, str]], parameter: nn.Parameter) -> None:
         self.fqn = fqn
         self.refs = tuple([TensorRef(weakref.ref(module), name) for module, name in places])
         self.dtype = parameter.dtype
@@ -41,15 +41,15 @@ class ParameterRecord:
         self.quantized_class = type(parameter) if is_quantized_parameter(parameter) else None
         state = getattr(parameter, "quant_state", None)
         self.quant_state: weakref.ref[Any] | None = None if state is None else weakref.ref(state)
-        self._memories = dict((_memory_of(parameter),))
+        self._memories = _memory_of(parameter)
 
     def expects(self, data: torch.Tensor) -> None:
         """Note that the parameter is about to get this memory, so that it is found wherever that is interrupted."""
-        self._memories.update((_memory_of(data),))
+        self._memories.update(_memory_of(data))
 
     def saw(self, parameter: torch.Tensor) -> None:
         """Note that the parameter lies in this memory now."""
-        self._memories = dict((_memory_of(parameter),))
+        self._memories = _memory_of(parameter)
 
     @property
     def memory(self) -> tuple[Any, ...]:
@@ -86,15 +86,15 @@ class ParameterRecord:
         return next((parameter for is_it in kinds for parameter in found if is_it(parameter)), None)
 
 
-def _memory_of(tensor: torch.Tensor) -> tuple[Any, Any]:
-    """The key of the memory that a tensor lies in, and the references by which nothing else gets that key."""
+def _memory_of(tensor: torch.Tensor) -> dict[Any, Any]:
+    """The key of the memory that a tensor lies in, with the references by which nothing else gets that key."""
     if is_composed(type(tensor)):
         memory = [StorageWeakRef(part.untyped_storage()) for part in dense_parts(tensor)]
-        return tuple([reference.cdata for reference in memory]), memory
+        return {tuple([reference.cdata for reference in memory]): memory}
     if tensor.layout is not torch.strided:
-        return (), None
+        return {(): None}
     reference = StorageWeakRef(tensor.untyped_storage())
-    return reference.cdata, reference
+    return {reference.cdata: reference}
 
 
 def _key_of(tensor: torch.Tensor) -> Any:
@@ -116,7 +116,7 @@ class Records:
         found = self._by_place.get((id(module), name))
         return found if found is not None and any(owner() is module for owner, _ in found.refs) else None
 
-    def add(self, record: ParameterRecord) -> None:
+    def add(self, record: ParameterRecord, places: Iterable[tuple[nn.Module, str]]) -> None:
         """Keep a record under each of its places."""
-        for owner, name in record.refs:
-            self._by_place[id(owner()), name] = record
+        for owner, name in places:
+            self._by_place[id(owner), name] = record

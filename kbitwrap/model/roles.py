@@ -117,6 +117,9 @@ def loses_gradients(weight: torch.Tensor) -> bool:
 class _AsItsInput(nn.Linear):
     """A layer that returns the dtype of its input, as quantized ones do."""
 
+    def reset_parameters(self) -> None:
+        """Draw no values."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute nothing."""
         return x.new_empty(*x.shape[:-1], self.out_features)

@@ -84,7 +84,7 @@ class ModelTree:
     @cached_property
     def nodes(self) -> list[Node]:
         """Every place of every module, in depth-first order."""
-        found: list[Node] = []
+        found, make = list[Node](), tuple.__new__  # a fifth faster than the class itself
         stack = [("", "", self.model, True, False)]
         while stack:
             path, fqn, module, is_base, holds_copies = stack.pop()
@@ -95,7 +95,7 @@ class ModelTree:
                     raise UnsupportedModelError(f"{what} cannot be edited: load the model itself", fqn=path)
             children = module._modules
             if not children:  # the most part
-                found.append(Node(path, fqn, module, is_base))
+                found.append(make(Node, (path, fqn, module, is_base)))
                 continue
             self._children[module] = children.copy()
             wrapped = wrapped_children(module)
@@ -144,8 +144,8 @@ class ModelTree:
 
     def having(self, *names: str) -> list[Node]:
         """The modules of which any of these collections, which every module has, is not empty."""
-        columns = [map(itemgetter(name), self.fields) for name in names]
-        return list(compress(self.modules, map(any, zip(*columns, strict=True))))
+        first, *others = [map(itemgetter(name), self.fields) for name in names]
+        return list(compress(self.modules, map(any, zip(first, *others, strict=True)) if others else first))
 
     @cached_property
     def configs(self) -> list[Any]:
@@ -161,13 +161,13 @@ class ModelTree:
     @cached_property
     def all_tensors(self) -> list[NamedTensor]:
         """Every place of every parameter."""
-        found = []
+        found, make = list[NamedTensor](), tuple.__new__
         for path, fqn, module, _ in self.nodes:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     full = f"{fqn}.{name}" if fqn else name
                     place = full if path == fqn else join(path, name)
-                    found.append(NamedTensor(full, module, name, parameter, place))
+                    found.append(make(NamedTensor, (full, module, name, parameter, place)))
         return found
 
     @cached_property
@@ -204,8 +204,9 @@ class ModelTree:
         if found is None:
             found = self.records.at(tensor.module, tensor.name)
             if found is None or not found.is_seen(tensor.parameter):
-                found = ParameterRecord(tensor.fqn, self.places(tensor), tensor.parameter)
-                self.records.add(found)
+                places = self.places(tensor)
+                found = ParameterRecord(tensor.fqn, places, tensor.parameter)
+                self.records.add(found, places)
             self._recorded[id(tensor.parameter)] = found
         return found
 
@@ -278,16 +279,12 @@ class ModuleIndex:
     """The modules of a tree, numbered and held weakly, to be found again through wrappers, copies and merges."""
 
     def __init__(self, tree: ModelTree) -> None:
-        self._references: list[weakref.ref[nn.Module]] = []
-        self._classes: list[type] = []
-        self._numbers: dict[int, int] = {}
-        self._by_fqn: dict[str, int] = {}  # a shared module under each of its names
-        for _, fqn, module, _ in tree.nodes:
-            number = self._numbers.setdefault(id(module), len(self._references))
-            if number == len(self._references):
-                self._references.append(weakref.ref(module))
-                self._classes.append(type(module))
-            self._by_fqn[fqn] = number
+        modules = [node.module for node in tree.modules]
+        self._references = [weakref.ref(module) for module in modules]
+        self._classes = [type(module) for module in modules]
+        self._numbers = {id(module): number for number, module in enumerate(modules)}
+        # A shared module is there under each of its names.
+        self._by_fqn = {fqn: self._numbers[id(module)] for _, fqn, module, _ in tree.nodes}
 
     def number(self, module: nn.Module) -> int | None:
         """The number of a module, in the tree's order; ``None`` if it was not there."""

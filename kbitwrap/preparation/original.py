@@ -40,7 +40,7 @@ def signature(tree: ModelTree) -> int:
         parts += path, id(m), type(m), len(m.__dict__)
     try:
         for _, _, name, p, _ in tree.all_tensors:
-            parts += name, id(p), p.dtype, p.shape, p.device, p.requires_grad, 0 if p.is_meta else p.data_ptr()
+            parts += name, id(p), p.dtype, p.shape, p.device, p.requires_grad, p.data_ptr()
     except RuntimeError:
         return 0  # as of no model that can be planned
     return hash(tuple(parts))
@@ -54,8 +54,8 @@ def read_moment(tree: ModelTree) -> MomentRecord:
 
 def _state(tree: ModelTree) -> StateRecord:
     modules: dict[nn.Module, str] = {}
-    for node in tree.base:
-        modules.setdefault(node.module, node.fqn)
+    for _, fqn, module, _ in tree.base:
+        modules.setdefault(module, fqn)
     hooked = [node.module for node in tree.having("_forward_hooks") if node.module in modules]
     use_cache = getattr(getattr(tree.model, "config", None), "use_cache", None)
     return StateRecord.model_construct(
@@ -110,9 +110,9 @@ class Original:
         self.before = read_moment(tree)
         with only_reading():
             self._modules = {node.fqn: weakref.ref(node.module) for node in tree.plain_base}
-            records = [(tree.record(tensor), tensor) for tensor in tree.base_tensors]
-            self.base = {tensor.fqn: record for record, tensor in records}
-            once = {record: tensor.parameter for record, tensor in records}
+            records = [tree.record(tensor) for tensor in tree.base_tensors]
+            self.base = dict(zip([tensor.fqn for tensor in tree.base_tensors], records, strict=True))
+            once = dict(zip(records, [tensor.parameter for tensor in tree.base_tensors], strict=True))
             self._records = list(once)
             self._fingerprints = Fingerprints(once.items(), audit)
             # Those of adapters that were there before, too.
@@ -132,8 +132,8 @@ class Original:
             if _is_saved(config):
                 copy.deepcopy(config, self._configs)
         first: dict[Any, ParameterRecord] = {}
-        pairs = [(record, first.setdefault(record.memory, record)) for record in once]
-        self.sharing_memory = {record for pair in pairs if pair[0] is not pair[1] for record in pair}
+        others = [record for record in once if first.setdefault(record.memory, record) is not record]
+        self.sharing_memory = {one for record in others for one in (record, first[record.memory])}
 
     @functools.cached_property
     def _inside(self) -> dict[str, dict[str, ParameterRecord]]:

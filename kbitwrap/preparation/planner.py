@@ -264,12 +264,11 @@ class Planner:
         seen = set()  # what is one memory seen in one way counts once
         for tensor in self.tree.tensors:
             parameter = tensor.parameter
-            row, num_elements = rows[self.roles[id(parameter)]], parameter.numel()
+            view = storage_key(parameter), parameter.storage_offset(), parameter.numel()
+            row = rows[self.roles[id(parameter)]]
             row["count"] += 1
-            view = storage_key(parameter), parameter.storage_offset(), num_elements
-            if view not in seen:
-                seen.add(view)
-                row["bytes"] += num_elements * parameter.element_size()
+            row["bytes"] += 0 if view in seen else view[2] * parameter.element_size()
+            seen.add(view)
         for store in stores:
             assert store.role is not None
             rows[store.role]["added_bytes"] += store.added_bytes

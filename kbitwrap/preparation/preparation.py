@@ -296,7 +296,7 @@ def refuse_held(tree: ModelTree, but: Preparation | None = None) -> None:
 
 def _bar(items: Sequence[Any], what: str, config: PrepareConfig) -> Iterable[Any]:
     """The items, with a progress bar on standard error if that was asked for."""
-    return cast("Iterable[Any]", tqdm(items, desc=what, unit="edit", disable=not config.progress, leave=False))
+    return cast("Iterable[Any]", tqdm(items, desc=what, unit="edit", leave=False)) if config.progress else items
 
 
 def _emptying_cache(edits: Iterable[EditBase], is_wanted: bool) -> Iterator[Any]:

@@ -28,11 +28,9 @@ class PreparedState:
 
     def __init__(self, tree: ModelTree) -> None:
         with only_reading():
-            # Two of them may have one fqn.
-            self._base = [(tree.record(t), t.fqn, _read_parameter(t.parameter)) for t in tree.base_tensors]
-            self._by_record = {record: read for record, _, read in self._base}
-            adapters = [t for t in tree.tensors if id(t.parameter) in tree.adapter_ids] if tree.adapter_ids else []
-            self._by_record.update({tree.record(t): _read_parameter(t.parameter) for t in adapters})
+            self._by_record = {tree.record(tensor): _read_parameter(tensor.parameter) for tensor in tree.tensors}
+            # Two of them may have one fqn, or be one parameter.
+            self._base = [(tree.record(tensor), tensor.fqn) for tensor in tree.base_tensors]
             self._modules = {node.fqn: _read_module(node.module) for node in tree.base}
 
     def of(self, record: ParameterRecord) -> tuple[torch.dtype, bool] | None:
@@ -56,7 +54,7 @@ class PreparedState:
         adapting = [node.module for node in tree.adapters if hasattr(node.module, "parameter_name")]
         parametrized = {id(p) for lora in adapting for p in lora.get_base_layer().parameters()}  # type: ignore[operator]
         is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        for record, fqn, expected in self._base:
+        for record, fqn in self._base:
             here = live.get(fqn, [])
             found = next((p for p in here if record.is_seen(p)), here[-1] if here else None)
             is_sharded = tree.sharded.get(id(found)) is record
@@ -73,7 +71,7 @@ class PreparedState:
                     ignored.append("writes")
                 if is_sharded:
                     ignored += ["shape", "writes"]
-                _compare(differences, fqn, _named(expected), _named(_read_parameter(found)), ignored)
+                _compare(differences, fqn, _named(self._by_record[record]), _named(_read_parameter(found)), ignored)
         for fqn in drifted:
             found_value = "another value, although the parameter is frozen"
             differences.setdefault(fqn, {})["value"] = ("the original value", found_value)
