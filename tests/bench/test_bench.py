@@ -49,7 +49,7 @@ from kbitwrap.bench.settings import (
 from kbitwrap.cli import main
 from training import is_checkpointing
 
-HIDDEN, LAYERS, VOCAB = 256, 2, 2048  # the head, made in one piece, decides the peak of a step
+HIDDEN, LAYERS, VOCAB = 256, 1, 2048  # the head, made in one piece, decides the peak of a step
 TINY = Shape(
     hidden_size=64,
     num_layers=2,
