@@ -17,6 +17,8 @@ from bitsandbytes.nn import modules
 import zoo
 
 torch.set_num_threads(1)
+# Searching for garbage as often as Python does takes a tenth of the tests' time; what asks for a search gets it.
+gc.set_threshold(5_000, 10, 10)
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
