@@ -488,6 +488,15 @@ def test_suspended_resumes_after_an_exception() -> None:
     assert during.diff(Snapshot(model), moved=True, ignore=REORDERED) == []
 
 
+def test_no_bar_is_made_where_none_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bar of tqdm starts a thread that stays, even a bar that is not shown."""
+    monkeypatch.setattr("kbitwrap.preparation.preparation.tqdm", None)
+    model = zoo.load("llama")
+    KbitPreparedModel(model).prepare().restore()
+    with pytest.raises(EditError, match="NoneType"):
+        KbitPreparedModel(model, progress=True).prepare()
+
+
 class FaultError(Exception):
     """Raised on purpose."""
 
