@@ -54,7 +54,7 @@ class _Kept(NamedTuple):
     buffers: dict[str, torch.Tensor | None]
     unsaved: tuple[str, ...]  # the names of buffers that no checkpoint holds
     children: tuple[str, ...]
-    sizes: tuple[int, ...]  # of the parameters
+    sizes: int  # a hash of those of the parameters
 
 
 class KeptChange(ChangeBase):
@@ -187,8 +187,8 @@ def _is_cache(child: nn.Module | None) -> bool:
     return bool(tensors) and not any(module._parameters for module in modules)
 
 
-def _sizes(parameters: Mapping[str, torch.Tensor | None]) -> tuple[int, ...]:
-    return tuple([0 if p is None else p.numel() for p in parameters.values()]) if parameters else ()
+def _sizes(parameters: Mapping[str, torch.Tensor | None]) -> int:
+    return hash(tuple([0 if p is None else p.numel() for p in parameters.values()])) if parameters else 0
 
 
 def _is_alike(value: torch.Tensor | None, other: torch.Tensor | None) -> bool:

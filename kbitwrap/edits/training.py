@@ -226,7 +226,7 @@ class Record(EditBase):
             AccelerateChange(tree.model),
             AttributesChange(tree, ("training", COPIED_ATTRIBUTE)),  # adapters keep theirs
             *runtime.values(),
-            KeptChange(tree, [tree.record(tensor) for tensor in tree.base_tensors]),
+            KeptChange(tree, tree.base_records),
             AttributesNow([config for config in tree.configs if hasattr(config, "__dict__")], ["use_cache"]),
         )
 

@@ -108,15 +108,15 @@ class Records:
     """The records of a model's parameters, one for each, by owner and name."""
 
     def __init__(self) -> None:
-        # By the ``id`` of the owner, which is compared with the owner itself: a dictionary of weak keys is slower.
-        self._by_place: dict[tuple[int, str], ParameterRecord] = {}
+        # By name, and the ``id`` of the owner, which is compared with it: a dictionary of weak keys is slower.
+        self._by_place: dict[str, dict[int, ParameterRecord]] = {}
 
     def at(self, module: nn.Module, name: str) -> ParameterRecord | None:
         """The record of the parameter that was at a place."""
-        found = self._by_place.get((id(module), name))
+        found = self._by_place.get(name, {}).get(id(module))
         return found if found is not None and any(owner() is module for owner, _ in found.refs) else None
 
     def add(self, record: ParameterRecord, places: Iterable[tuple[nn.Module, str]]) -> None:
         """Keep a record under each of its places."""
         for owner, name in places:
-            self._by_place[id(owner), name] = record
+            self._by_place.setdefault(name, {})[id(owner)] = record

@@ -218,6 +218,11 @@ class ModelTree:
         inside = {node.path for node in self.plain_base}
         return [tensor for tensor in self.all_tensors if tensor.path[: -len(tensor.name) - 1] in inside]
 
+    @cached_property
+    def base_records(self) -> list[ParameterRecord]:
+        """Their records."""
+        return [self.record(tensor) for tensor in self.base_tensors]
+
     def resized(self, records: Iterable[ParameterRecord]) -> list[tuple[ParameterRecord, NamedTensor]]:
         """The base's tensors that have a recorded one's name and another number of rows, as resized embeddings have."""
         named = {tensor.fqn: tensor for tensor in self.base_tensors}

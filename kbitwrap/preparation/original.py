@@ -59,9 +59,7 @@ def _state(tree: ModelTree) -> StateRecord:
     hooked = [node.module for node in tree.having("_forward_hooks") if node.module in modules]
     use_cache = getattr(getattr(tree.model, "config", None), "use_cache", None)
     return StateRecord.model_construct(
-        input_gradient_hooks={
-            modules[module]: len(keys) for module in hooked if (keys := input_gradient_hooks(module))
-        },
+        input_gradient_hooks={modules[m]: len(keys) for m in hooked if (keys := input_gradient_hooks(m))},
         checkpointing=tuple([fqn for m, fqn in modules.items() if vars(m).get("gradient_checkpointing") is True]),
         use_cache=use_cache if isinstance(use_cache, bool) else None,
         num_modules=len(modules),
@@ -110,9 +108,8 @@ class Original:
         self.before = read_moment(tree)
         with only_reading():
             self._modules = {node.fqn: weakref.ref(node.module) for node in tree.plain_base}
-            records = [tree.record(tensor) for tensor in tree.base_tensors]
-            self.base = dict(zip([tensor.fqn for tensor in tree.base_tensors], records, strict=True))
-            once = dict(zip(records, [tensor.parameter for tensor in tree.base_tensors], strict=True))
+            self.base = dict(zip([tensor.fqn for tensor in tree.base_tensors], tree.base_records, strict=True))
+            once = dict(zip(tree.base_records, [tensor.parameter for tensor in tree.base_tensors], strict=True))
             self._records = list(once)
             self._fingerprints = Fingerprints(once.items(), audit)
             # Those of adapters that were there before, too.
@@ -120,10 +117,9 @@ class Original:
             self.flags = {record: parameter.requires_grad for record, parameter in once.items()}
             self.flags.update({tree.record(t): t.parameter.requires_grad for t in adapters})
         self._configs: dict[int, Any] = {}  # by ``id``; the memo of ``deepcopy`` holds the configs
-        self._hook_ids: set[int] = set()
         self._buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, Buffer]] = weakref.WeakKeyDictionary()
-        for _, _, module, _ in tree.having(*_HOOK_DICTS):
-            self._hook_ids.update(key for name in _HOOK_DICTS for key in getattr(module, name))
+        hooked = [node.module for node in tree.having(*_HOOK_DICTS)]
+        self._hook_ids = {key for module in hooked for name in _HOOK_DICTS for key in getattr(module, name)}
         for m in [node.module for node in tree.having("_buffers")]:
             saved = [(n, b) for n, b in m._buffers.items() if b is not None and n not in m._non_persistent_buffers_set]
             # Training writes them, and they are small.

@@ -20,7 +20,6 @@ from ..reports import StateDiff
 from ..tensors.upcast import UpcastTensor
 
 Differences = dict[str, dict[str, tuple[Any, Any]]]
-_Read = tuple[torch.dtype, torch.Size, bool, int | None]  # a parameter's dtype, shape and flag, and the writes to it
 
 
 class PreparedState:
@@ -28,15 +27,16 @@ class PreparedState:
 
     def __init__(self, tree: ModelTree) -> None:
         with only_reading():
-            self._by_record = {tree.record(tensor): _read_parameter(tensor.parameter) for tensor in tree.tensors}
+            self._numbers = {tree.record(tensor): number for number, tensor in enumerate(tree.tensors)}
+            self._columns = _read([tensor.parameter for tensor in tree.tensors])
             # Two of them may have one fqn, or be one parameter.
-            self._base = [(tree.record(tensor), tensor.fqn) for tensor in tree.base_tensors]
+            self._base = tree.base_records, [tensor.fqn for tensor in tree.base_tensors]
             self._modules = {node.fqn: _read_module(node.module) for node in tree.base}
 
     def of(self, record: ParameterRecord) -> tuple[torch.dtype, bool] | None:
         """The dtype and ``requires_grad`` that a parameter was left with; ``None`` of one that was not there."""
-        read = self._by_record.get(record)
-        return None if read is None else (read[0], read[2])
+        number = self._numbers.get(record)
+        return None if number is None else (self._columns["dtype"][number], self._columns["requires_grad"][number])
 
     def reread(self, tree: ModelTree, modules: Collection[nn.Module]) -> PreparedState:
         """This state, with modules read again that were edited since: their attributes now are the expected ones."""
@@ -54,7 +54,7 @@ class PreparedState:
         adapting = [node.module for node in tree.adapters if hasattr(node.module, "parameter_name")]
         parametrized = {id(p) for lora in adapting for p in lora.get_base_layer().parameters()}  # type: ignore[operator]
         is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        for record, fqn in self._base:
+        for record, fqn in zip(*self._base, strict=True):
             here = live.get(fqn, [])
             found = next((p for p in here if record.is_seen(p)), here[-1] if here else None)
             is_sharded = tree.sharded.get(id(found)) is record
@@ -71,7 +71,9 @@ class PreparedState:
                     ignored.append("writes")
                 if is_sharded:
                     ignored += ["shape", "writes"]
-                _compare(differences, fqn, _named(self._by_record[record]), _named(_read_parameter(found)), ignored)
+                expected = {name: column[self._numbers[record]] for name, column in self._columns.items()}
+                now = {name: value for name, (value,) in _read([found]).items()}
+                _compare(differences, fqn, expected, now, ignored)
         for fqn in drifted:
             found_value = "another value, although the parameter is frozen"
             differences.setdefault(fqn, {})["value"] = ("the original value", found_value)
@@ -84,13 +86,15 @@ class PreparedState:
         return StateDiff(differences)
 
 
-def _read_parameter(p: nn.Parameter) -> _Read:
-    return p.dtype, p.shape, p.requires_grad, None if p.is_inference() else p._version
-
-
-def _named(read: _Read) -> dict[str, Any]:
-    dtype, shape, requires_grad, writes = read
-    return {"dtype": dtype, "shape": tuple(shape), "requires_grad": requires_grad, "writes": writes}
+def _read(parameters: list[nn.Parameter]) -> dict[str, list[Any]]:
+    """What is compared of parameters, as columns: hundreds of rows would be work for the garbage collector."""
+    shapes: dict[torch.Size, tuple[int, ...]] = {}
+    return {
+        "dtype": [p.dtype for p in parameters],
+        "shape": [shapes.setdefault(shape := p.shape, tuple(shape)) for p in parameters],
+        "requires_grad": [p.requires_grad for p in parameters],
+        "writes": [None if p.is_inference() else p._version for p in parameters],
+    }
 
 
 _MARKS = {*CHECKPOINTING_ATTRIBUTES, "forward", "_old_forward", "__deepcopy__"}
