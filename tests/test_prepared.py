@@ -816,7 +816,7 @@ class TestOthers:
         assert not report.trained
         assert not report.put_back
 
-    def test_a_head_made_anew_with_the_size_from_before_stays_as_it_is_and_is_named(self) -> None:
+    def test_a_head_that_was_resized_and_resized_back_is_named(self) -> None:
         model = zoo.load("llama")
         prepared = KbitPreparedModel(model, precision="full").prepare()
         for size in (zoo.VOCAB_SIZE + 5, zoo.VOCAB_SIZE):
@@ -824,7 +824,7 @@ class TestOthers:
         report = prepared.restore()
         embeddings, head = model.model.embed_tokens.weight, model.lm_head.weight
         assert (embeddings.dtype, embeddings.requires_grad) == (torch.bfloat16, True)
-        assert (head.dtype, head.requires_grad) == (torch.float32, False)
+        assert (head.dtype, head.requires_grad) == (torch.float32, False)  # the limit that docs/check.md tells of
         assert "lm_head.weight" in report.replaced
 
     def test_restoring_under_an_adapter_warns_of_a_trainable_base(self) -> None:

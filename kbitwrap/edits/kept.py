@@ -54,7 +54,7 @@ class _Kept(NamedTuple):
     buffers: dict[str, torch.Tensor | None]
     unsaved: tuple[str, ...]  # the names of buffers that no checkpoint holds
     children: tuple[str, ...]
-    sizes: int  # a hash of those of the parameters
+    sizes: int  # a hash of the numbers of elements of its parameters
 
 
 class KeptChange(ChangeBase):

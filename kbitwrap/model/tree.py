@@ -220,7 +220,7 @@ class ModelTree:
 
     @cached_property
     def base_records(self) -> list[ParameterRecord]:
-        """Their records."""
+        """The records of ``base_tensors``, in their order."""
         return [self.record(tensor) for tensor in self.base_tensors]
 
     def resized(self, records: Iterable[ParameterRecord]) -> list[tuple[ParameterRecord, NamedTensor]]:

@@ -87,7 +87,7 @@ class PreparedState:
 
 
 def _read(parameters: list[nn.Parameter]) -> dict[str, list[Any]]:
-    """What is compared of parameters, as columns: hundreds of rows would be work for the garbage collector."""
+    """List each compared property of all parameters: one list for each parameter would slow the garbage collector."""
     shapes: dict[torch.Size, tuple[int, ...]] = {}
     return {
         "dtype": [p.dtype for p in parameters],

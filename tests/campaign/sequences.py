@@ -77,7 +77,6 @@ class World:
         self.handles: list[tuple[Any, Any]] = []
         self.trained: dict[int, nn.Parameter] = {}  # of the base: their memory may be another
         self.flags: dict[int, tuple[nn.Parameter, bool]] = {}  # of the base when it was prepared, which go back
-        self.rows: int | None = None  # of the embeddings when they were prepared, where they were resized since
         self.is_trained = False
         self.is_over = False  # whether the twin went on where the model could not
         self.is_used = False  # whether a user set flags, or ran the model, since it was suspended
@@ -215,7 +214,7 @@ class World:
                 if self.state == "restored" and name in twins:
                     twins[name].requires_grad_(parameter.requires_grad)
         if self.state == "restored":
-            self.flags, self.rows = {}, None
+            self.flags = {}
 
 
 Op = Callable[[World, random.Random], None]
@@ -625,11 +624,7 @@ def resize(world: World, rng: random.Random) -> None:
     """Resize the embeddings: their weight gets other memory, and another head stands in the place of the head."""
     if world.kind == "tree" or world.state == "suspended" or world.tops[0] is not world.model:
         return
-    if world.state == "prepared":
-        world.rows = world.rows or world.model.get_input_embeddings().weight.shape[0]
-    # A head that was made anew with the size from before counts as the user's own: docs/check.md says so.
-    size = rng.choice([size for size in (8, 12, 24) if size != world.rows])
-    before = dict(world.model.named_parameters())
+    size, before = rng.choice((8, 12, 24)), dict(world.model.named_parameters())
     is_resized = world.both(lambda top: top.resize_token_embeddings(size, mean_resizing=False))
     world.both(lambda top: top.lm_head.train(top.training))  # the new one is in train mode
     if not is_resized or world.state != "prepared":
