@@ -79,3 +79,13 @@ def test_the_plain_weight_of_old_weight_norm_is_put_back(precision: str) -> None
             assert torch.equal(model(INPUTS), expected)
     assert before.diff(Snapshot(model), moved=True) == []
     assert torch.equal(model(INPUTS), expected)
+
+
+def test_the_settings_of_a_layer_whose_weight_was_widened_stay() -> None:
+    layer = nn.Linear(4, 4).bfloat16()
+    prepared = KbitPreparedModel(nn.Sequential(nn.Embedding(8, 4), layer).bfloat16()).prepare()
+    layer.weight, layer.in_features = nn.Parameter(torch.ones(4, 6)), 6
+    report = prepared.restore()
+    assert layer.in_features == 6
+    assert report.replaced == ("1.weight",)
+    assert report.put_back == ()
