@@ -116,11 +116,6 @@ def test_a_folders_init_is_a_docstring(path: Path) -> None:
     assert [type(node) for node in source(path).body] == [ast.Expr]
 
 
-def test_no_file_is_long() -> None:
-    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files()}
-    assert {path.name: n for path, n in lengths.items() if n > (450 if path == PACKAGE / "prepared.py" else 400)} == {}
-
-
 def test_the_walk_sees_every_kind_of_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / PACKAGE.name
     package.mkdir()
