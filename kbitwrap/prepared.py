@@ -8,7 +8,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -102,6 +102,10 @@ class KbitPreparedModel:
         """Raise; where the model has what was asked for, say that ``.model`` is meant."""
         hint = f"; it wraps a model, and its .model has {name!r}" if hasattr(vars(self).get("model"), name) else ""
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raise: it is the model that is called."""
+        raise TypeError(f"a {type(self).__name__} wraps a model and is not one: call its .model, prepared.model(...)")
 
     def prepare(self) -> KbitPreparedModel:
         """Apply the plan, all or nothing, and return the wrapper; from ``RESTORED`` a second time.
@@ -232,6 +236,10 @@ class KbitPreparedModel:
         try:
             self._suspend(suspension, "suspended")
             yield self.model
+        except Exception as error:
+            if self._preparation is not None:
+                self._preparation.explain(error)
+            raise
         finally:
             finish(self._end, suspension)
 
@@ -423,7 +431,7 @@ class KbitPreparedModel:
 
         Args:
             model: The recorded model, loaded again; it may carry adapters, or be the ``PeftModel`` around it.
-            manifest: The manifest, or the file that it was saved to.
+            manifest: The manifest, the file that it was saved to, or a folder that holds it as ``kbitwrap.json``.
 
         Returns:
             The wrapper, in state ``NEW``: ``prepare`` or ``with`` applies it.

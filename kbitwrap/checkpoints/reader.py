@@ -20,6 +20,7 @@ import torch
 from ..errors import ConfigError, ExportError
 from ..export.staging import refuse_special
 from ..export.writer import read_header
+from ..manifest.manifest import MANIFEST_NAME as MANIFEST_NAME
 from ..manifest.manifest import Manifest
 from ..model.pretrained import meta_model
 from ..model.wrappers import canonical_fqn
@@ -29,8 +30,6 @@ from ..tensors.lazy import LazyTensor
 # The ways to store weights, the best first: the name of a single file, and the beginning of the names of several.
 _WAYS = (("model.safetensors", ""), ("pytorch_model.bin", "pytorch_model"))
 _ADAPTER = "adapter_model"
-MANIFEST_NAME = "kbitwrap.json"
-"""The file in which a run's folder has its manifest."""
 _PICKLED = ".bin"
 # The bytes rounded at once: they fit the processor's cache, and are below the 32,768 elements from which torch takes
 # several threads, which cost more than they gain, and much more where other processes want the cores.

@@ -52,9 +52,10 @@ def command(
         raise InputError(f"cannot read the script {path!r}: {error.strerror}") from error
     main = types.ModuleType("__main__")
     vars(main).update(__file__=path, __loader__=loader, __builtins__=builtins, __cached__=None)
-    with _process_of(main, [script, *(arguments or [])]), _patched_when_imported(precision):
+    with _process_of(main, [script, *(arguments or [])]):
         try:
-            exec(loader.source_to_code(source, path), vars(main))
+            with _patched_when_imported(precision):
+                exec(loader.source_to_code(source, path), vars(main))
         except SystemExit:
             raise
         except BaseException as error:

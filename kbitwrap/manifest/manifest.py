@@ -30,6 +30,8 @@ from .diff import ManifestDiff, as_loaded, compare, for_training
 from .schema import AdapterRecord, ConfigRecord, Kind, ModelRecord, Name, Row, TensorRecord, parse_json
 
 FORMAT = "kbitwrap-manifest"
+MANIFEST_NAME = "kbitwrap.json"
+"""The name of the file beside an adapter or a checkpoint."""
 VERSIONS = (1, 2)
 # Settings that change no result and no storage.
 _OPERATIONAL = {"memory_budget", "audit", "keep_originals", "empty_cache", "progress"}
@@ -343,7 +345,7 @@ class Manifest(Report, Record):
         """Read a manifest from a file.
 
         Args:
-            path: The file.
+            path: The file, or a folder that holds it as ``kbitwrap.json``, such as an adapter's.
 
         Returns:
             The manifest.
@@ -352,6 +354,8 @@ class Manifest(Report, Record):
             ManifestError: The file cannot be read, is larger than 128 MiB, or holds no valid manifest.
             ManifestVersionError: It has a version that this kbitwrap does not read.
         """
+        if os.path.isdir(path):
+            path = os.path.join(path, MANIFEST_NAME)
         name = repr(os.fspath(path))
         try:
             refuse_special(path)

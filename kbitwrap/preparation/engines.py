@@ -62,9 +62,20 @@ def check_sharding(model: nn.Module, engine: str, param_dtype: torch.dtype | str
     return ShardingReport(engine, None if dtype is None else dtype_name(dtype), outcomes)
 
 
-def notes_on(error: BaseException | None, precision: Precision) -> list[str]:
-    """The way out of FSDP1's error where it refuses the dtypes of a prepared model; none for any other error."""
-    if not str(error).startswith(("Must flatten tensors with uniform dtype", "Cannot flatten integer dtype")):
+_OF_FSDP1 = ("Must flatten tensors with uniform dtype", "Cannot flatten integer dtype")
+_OF_CONVOLUTIONS = "Input type ("  # what torch's convolutions say of an input in another dtype than their weight's
+
+
+def notes_on(error: BaseException | None, precision: Precision, *, is_suspended: bool = False) -> list[str]:
+    """The way out of torch's errors about the dtypes of a prepared model; none for any other error."""
+    message = str(error)
+    if message.startswith(_OF_CONVOLUTIONS) and (is_suspended or not precision.upcasts_all):
+        others = "" if precision.upcasts_all else ", or prepare with precision 'full' or 'compute'"
+        return [
+            "the model computes in the dtype that it was loaded in, as it does unprepared: give it its float inputs "
+            f"(input_features, pixel_values) in model.dtype, or run it under autocast{others}"
+        ]
+    if not message.startswith(_OF_FSDP1):
         return []
     return [
         "FSDP1 lays out parameters of one dtype together, and the model was prepared with precision "

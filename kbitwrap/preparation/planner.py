@@ -326,12 +326,13 @@ class Planner:
             if experts:
                 self.warnings.append(f"unquantized experts are doubled: {format_bytes(experts)} more")
 
-    def warnings_of_adapters(self) -> list[str]:
+    def warnings_of_adapters(self, *, is_suspended: bool = False) -> list[str]:
         """Name the adapters whose float32 output breaks the half model, prepared or not; at most one."""
         halves = (p.dtype for t in self.base if not is_quantized_parameter(p := t.parameter) and p.dtype in HALF_DTYPES)
         dtype = next(halves, None)  # that the model computes in
-        is_float32 = self.config.precision.upcasts_all and self.quantization.casts
-        if is_float32 or dtype is None or mixed_precision(self.base) is not None:
+        can_be_float32 = self.quantization.casts
+        is_float32 = self.config.precision.upcasts_all and can_be_float32
+        if (is_float32 and not is_suspended) or dtype is None or mixed_precision(self.base) is not None:
             return []
         found: dict[Any, list[Node]] = {}
         for node in self.tree.adapters:
@@ -341,11 +342,11 @@ class Planner:
         if not names:
             return []
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        others = " or prepare with precision 'full' or 'compute'" if self.quantization.casts else ""
+        others = " or prepare with precision 'full' or 'compute'" if can_be_float32 and not is_float32 else ""
         return [
             f"the adapters on {names[0]}{more} return float32 where the model computes in {dtype}: attention, or "
-            "the head, will raise that dtypes differ, as in the unprepared model; train under autocast "
-            f"(Trainer(bf16=True)){others}"
+            "the head, will raise that dtypes differ, as in the unprepared model; run it under autocast "
+            f"(torch.autocast, Trainer(bf16=True)){others}"
         ]
 
     def _warn_of_mixed_precision(self) -> None:

@@ -145,13 +145,16 @@ class Preparation:
             warnings.warn(warning, UserWarning, stacklevel=3)
 
     def explain(self, error: BaseException | None) -> None:
-        """Add to an error of torch about dtypes, as notes, what is known of its cause."""
-        notes = notes_on(error, self.plan.config.precision)
+        """Add to an error of torch about dtypes, as notes, what is known of its cause, each once."""
+        is_suspended = getattr(self.holder(), "state", None) is LifecycleState.SUSPENDED
+        notes = notes_on(error, self.plan.config.precision, is_suspended=is_suspended)
         if type(error) is RuntimeError and "dtype" in str(error):
             tree = self.tree()
-            notes += Planner(tree, self.plan.config, tree.quantization).warnings_of_adapters()
+            planner = Planner(tree, self.plan.config, tree.quantization)
+            notes += planner.warnings_of_adapters(is_suspended=is_suspended)
         for note in notes:
-            getattr(error, "add_note", _logger.error)(note)  # before Python 3.11 errors have no notes
+            if note not in getattr(error, "__notes__", ()):
+                getattr(error, "add_note", _logger.error)(note)  # before Python 3.11 errors have no notes
 
     def copies(self, tree: ModelTree) -> list[CopyChange]:
         """The changes that take back the float32 copies that PEFT made of base modules while all was upcast."""
@@ -272,6 +275,12 @@ class Preparation:
         """End a suspension; what failed stays in ``way_back``, and this may be called again."""
         with plain_mode():
             way_back.resume(self.tree())
+
+
+def explain(error: BaseException) -> None:
+    """Add to an error what any preparation that is in force knows of its cause."""
+    for preparation in list(_in_force):
+        preparation.explain(error)
 
 
 def refuse_held(tree: ModelTree, but: Preparation | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,19 @@ def test_peft_is_patched_when_the_script_imports_it(tmp_path: Path) -> None:
     )
     status, out, err = run("-m", "kbitwrap", "run", "--precision", "norms", "script.py", folder=tmp_path)
     assert (status, out) == (0, "norms\n"), err
+
+
+def test_what_torch_raises_of_a_prepared_models_dtypes_is_explained_below_the_scripts_traceback(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import peft, torch\n"
+        "model = torch.nn.Sequential(torch.nn.Conv1d(4, 4, 1)).bfloat16()\n"
+        "model = peft.prepare_model_for_kbit_training(model)\n"
+        "model(torch.zeros(1, 4, 2))\n"
+    )
+    status, _, err = run("-m", "kbitwrap", "run", "--precision", "norms", "script.py", folder=tmp_path)
+    assert status == 1
+    if sys.version_info >= (3, 11):
+        assert re.search(r"RuntimeError: Input type .*\nthe model computes in the dtype .* autocast", err), err
 
 
 def test_the_process_is_afterwards_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

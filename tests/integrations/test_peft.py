@@ -53,6 +53,8 @@ def test_a_wrapper_given_for_its_model_says_that_the_model_is_meant(tmp_path: Pa
     ):
         with pytest.raises(AttributeError, match=rf"has no attribute '{name}'; .* its \.model has '{name}'"):
             call()
+    with pytest.raises(TypeError, match=r"is not one: call its \.model"):
+        prepared(**zoo.inputs("llama", prepared.model))
 
 
 def test_a_wrapper_has_no_attribute_of_its_model() -> None:
@@ -303,6 +305,44 @@ def test_what_torch_raises_of_adapters_that_were_not_adopted_leaves_the_with_blo
     assert prepared.state is LifecycleState.RESTORED
     if sys.version_info >= (3, 11):
         assert re.search(SAID, "\n".join(caught.value.__notes__))
+
+
+@pytest.mark.parametrize("precision", ["full", "compute", "norms"])
+def test_what_torch_raises_of_adapters_in_a_suspended_model_has_the_way_out_once(precision: str) -> None:
+    def evaluate() -> None:
+        with KbitPreparedModel(zoo.load("llama"), precision=precision) as prepared:
+            model = peft.get_peft_model(prepared.model, FLOAT32_ADAPTERS["ia3"]())
+            with prepared.suspended():
+                model(**zoo.inputs("llama", model))
+
+    with pytest.raises(RuntimeError, match="same dtype") as caught:
+        evaluate()
+    if sys.version_info >= (3, 11):
+        (note,) = caught.value.__notes__
+        assert re.search("return float32 .* autocast", note)
+        assert ("'full' or 'compute'" in note) == (precision == "norms")
+
+
+@pytest.mark.parametrize("precision", ["full", "compute", "norms"])
+def test_what_torch_raises_of_float_features_has_the_way_out_once(precision: str) -> None:
+    model = zoo.load("whisper")
+    inputs = zoo.inputs("whisper", model)
+    inputs["input_features"] = inputs["input_features"].float()
+
+    def evaluate() -> None:
+        with KbitPreparedModel(model, precision=precision) as prepared:
+            if precision == "norms":
+                model(**inputs)
+            assert torch.isfinite(model(**inputs).loss)
+            with prepared.suspended():
+                model(**inputs)
+
+    with pytest.raises(RuntimeError, match="Input type") as caught:
+        evaluate()
+    if sys.version_info >= (3, 11):
+        (note,) = caught.value.__notes__
+        assert "input_features" in note
+        assert ("'full' or 'compute'" in note) == (precision == "norms")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), ValueError("dtype")], ids=repr)

@@ -7,6 +7,7 @@ import datetime
 import json
 import random
 import re
+import shutil
 import types
 import warnings
 from collections.abc import Callable
@@ -817,6 +818,13 @@ def test_every_setting_comes_back(tmp_path: Path) -> None:
     again = KbitPreparedModel.from_manifest(tied(), tmp_path / "m.json").config
     expected = dataclasses.replace(prepared.config, norm_modules=("OddNorm", "Scale.*"))
     assert again == expected
+    shutil.copy(tmp_path / "m.json", tmp_path / "kbitwrap.json")
+    assert KbitPreparedModel.from_manifest(tied(), tmp_path).config == expected
+
+
+def test_a_folder_without_a_manifest_is_named_with_the_file_that_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match=r"cannot read the manifest '.*kbitwrap\.json'"):
+        Manifest.load(tmp_path)
 
 
 def test_from_a_manifest_the_model_is_untouched_and_new(llama: Manifest) -> None:
