@@ -354,9 +354,12 @@ class Manifest(Report, Record):
             ManifestError: The file cannot be read, is larger than 128 MiB, or holds no valid manifest.
             ManifestVersionError: It has a version that this kbitwrap does not read.
         """
+        name = repr(os.fspath(path))
         if os.path.isdir(path):
             path = os.path.join(path, MANIFEST_NAME)
-        name = repr(os.fspath(path))
+            if not os.path.exists(path):
+                raise ManifestError(f"cannot read the manifest {name}: the folder holds no {MANIFEST_NAME}")
+            name = repr(path)
         try:
             refuse_special(path)
             with open(path, "rb") as file:
