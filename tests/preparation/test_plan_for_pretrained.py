@@ -58,7 +58,7 @@ def parameter_bytes(model: nn.Module) -> int:
 
 @pytest.fixture(scope="module")
 def memory_tables() -> ModuleType:
-    path = Path(__file__).parents[2] / ".ci" / "memory_tables.py"
+    path = Path(__file__).parents[2] / "docs" / "figures" / "memory_tables.py"
     spec = importlib.util.spec_from_file_location("memory_tables", path)
     assert spec is not None
     assert spec.loader is not None

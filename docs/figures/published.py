@@ -1,6 +1,6 @@
 """Predicts the published memory of training steps, and writes prediction and measurement side by side.
 
-    python .ci/published.py [WORD ...]
+    python docs/figures published [WORD ...]
 
 The measurements are those of published.csv, in this folder, by others; WORD picks the rows that have it in their
 source, model or settings. Models are built from their published shapes: nothing is downloaded. The result is the data
@@ -43,11 +43,11 @@ from transformers import (
 
 from kbitwrap import StepMemory, predict_step
 from kbitwrap.model.pretrained import meta_model
+from sections import DOCS, replace_section
 
-HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "published.md"
-_BEGIN, _END = "<!-- published -->\n\n", "\n<!-- end -->"
-FOLDER = HERE.parent / "docs" / "benchmarks"
+MEASURED = Path(__file__).with_name("published.csv")
+PAGE = DOCS / "published.md"
+FOLDER = DOCS / "benchmarks"
 SOURCES = {
     "fsdp_qlora": "https://github.com/AnswerDotAI/fsdp_qlora/blob/main/nbs/00-profile_lora_qlora.ipynb",
     "fitcheck": "https://github.com/Anassbzdd/fitcheck/tree/main/data/measurements",
@@ -283,7 +283,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("words", nargs="*")
     words = parser.parse_args().words
-    with open(HERE / "published.csv", newline="") as file:
+    with open(MEASURED, newline="") as file:
         given = list(csv.DictReader(file))
     rows = [row for row in given if all(any(word in cell for cell in row.values()) for word in words)]
     results = []
@@ -296,10 +296,4 @@ def main() -> None:
         versions = {module.__name__: module.__version__ for module in (torch, transformers, peft)}
         result = {"versions": versions, "sources": SOURCES, "rows": results}
         (FOLDER / "published.json").write_text(json.dumps(result, indent=1) + "\n")
-        page = PAGE.read_text()
-        start, end = page.index(_BEGIN) + len(_BEGIN), page.index(_END)
-        PAGE.write_text(page[:start] + table(results) + page[end:])
-
-
-if __name__ == "__main__":
-    main()
+        replace_section(PAGE, "published", table(results))

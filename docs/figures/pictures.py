@@ -1,6 +1,6 @@
 """Draws what each way to prepare does to Mistral-7B: the bytes that it holds meanwhile, and what it leaves behind.
 
-    python .ci/pictures.py [--from]
+    python docs/figures pictures [--from]
 
 Measures a model of Mistral-7B's shapes with random quantized weights on this CPU, PEFT's function and every precision
 in one run, writes the figures to docs/benchmarks/preparing.json, and draws docs/pictures/preparing.svg and
@@ -31,8 +31,8 @@ from kbitwrap.bench.plot import STYLE
 from kbitwrap.bench.settings import MISTRAL_7B, Shape
 from kbitwrap.cli.base_state import ASPECTS, BaseState
 from kbitwrap.cli.demo_sides import prepare_by_peft
+from sections import DOCS
 
-DOCS = Path(__file__).parents[1] / "docs"
 FIGURES = DOCS / "benchmarks" / "preparing.json"
 PICTURES = DOCS / "pictures"
 PEFT = "peft"
@@ -195,7 +195,3 @@ def main() -> None:
     with matplotlib.rc_context(STYLE):
         save(draw_bytes(ways), PICTURES / "preparing.svg")
         save(draw_left(ways), PICTURES / "left.svg")
-
-
-if __name__ == "__main__":
-    main()

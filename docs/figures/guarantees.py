@@ -1,6 +1,6 @@
 """Writes the figures of docs/guarantees.md from the records of `python tests/campaign`.
 
-    python .ci/guarantees.py [RECORD ...]
+    python docs/figures guarantees [RECORD ...]
 
 The records are added to docs/benchmarks/guarantees.json: each is one run, told by its kind and its first seed, and a
 longer record of it takes the place of a shorter one. Without a record the page is written from what is there.
@@ -13,9 +13,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-DOCS = Path(__file__).parents[1] / "docs"
+from sections import DOCS, replace_section
+
 PAGE, FIGURES = DOCS / "guarantees.md", DOCS / "benchmarks" / "guarantees.json"
-BEGIN, END = "<!-- figures -->\n", "<!-- end -->"
 GOALS = {"faults": 100_000, "cycles": 10_000, "kills": 500, "sequences": 100_000, "files": 1_000_000}
 
 
@@ -47,10 +47,4 @@ def main() -> None:
         add(runs, json.loads(path.read_text()))
     runs.sort(key=lambda run: (run["kind"], run["seed"]))
     FIGURES.write_text(json.dumps(runs, indent=1) + "\n")
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n{table(runs)}\n\n{END}{after}")
-
-
-if __name__ == "__main__":
-    main()
+    replace_section(PAGE, "figures", table(runs))

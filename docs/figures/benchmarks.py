@@ -1,7 +1,7 @@
 """Measures what docs/benchmarks.md shows, and writes it there: tables, plots, and the figures themselves as JSON.
 
-    python .ci/benchmarks.py NAME...            measure, save the figures, draw them, write the page
-    python .ci/benchmarks.py --saved NAME...    draw and write what was saved
+    python docs/figures benchmarks NAME...            measure, save the figures, draw them, write the page
+    python docs/figures benchmarks --saved NAME...    draw and write what was saved
 
 A name is one of `BENCHMARKS`. What the page has between `<!-- benchmark: NAME -->` and `<!-- end -->` is replaced.
 Leave the machine alone meanwhile; timings are compared within a run, but a busy machine is unfair to some cases.
@@ -12,12 +12,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import re
-from pathlib import Path
 
 from kbitwrap.cli import main as kbitwrap
+from sections import DOCS, replace_section
 
-DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "benchmarks.md"
 FIGURES = DOCS / "benchmarks"
 BENCHMARKS = {
@@ -46,7 +44,7 @@ def bench(*options: str) -> str:
     return printed.getvalue().rstrip()
 
 
-def section(name: str, *, is_saved: bool) -> str:
+def benchmark(name: str, *, is_saved: bool) -> str:
     """What the page shows of a benchmark."""
     FIGURES.mkdir(exist_ok=True)
     saved = FIGURES / f"{name}.json"
@@ -66,18 +64,5 @@ def main() -> None:
     parser.add_argument("--saved", action="store_true", help="measure nothing")
     arguments = parser.parse_args()
     for name in arguments.names:
-        shown = section(name, is_saved=arguments.saved)
-        page = PAGE.read_text(encoding="utf-8")
-        page, count = re.subn(
-            rf"(<!-- benchmark: {name} -->\n).*?(<!-- end -->)",
-            lambda found, shown=shown: f"{found[1]}\n{shown}\n\n{found[2]}",
-            page,
-            flags=re.DOTALL,
-        )
-        if count != 1:
-            raise SystemExit(f"{PAGE}: expected one section <!-- benchmark: {name} -->, found {count}")
-        PAGE.write_text(page, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+        shown = benchmark(name, is_saved=arguments.saved)
+        replace_section(PAGE, f"benchmark: {name}", shown)

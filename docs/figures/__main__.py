@@ -1,0 +1,40 @@
+"""Writes the figures, tables and pictures of the documentation, each by one command.
+
+python docs/figures                       list the commands and what each writes
+python docs/figures NAME [ARGUMENT ...]   run one; `--help` shows its arguments
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+WRITES = {
+    "benchmarks": "docs/benchmarks.md, with plots: timings and bytes beside PEFT",
+    "compatibility": "docs/compatibility.md: what the tests of the quantizers find",
+    "evidence": "docs/evidence.md, with its plot: what norms in float32 are worth",
+    "guarantees": "docs/guarantees.md: the sums of the records of `python tests/campaign`",
+    "memory_tables": "docs/pictures/step.svg; the site's build computes the tables of docs/memory.md and docs/step.md",
+    "pictures": "docs/pictures/preparing.svg and left.svg: what each way holds, and what it leaves",
+    "published": "docs/published.md: predictions beside what others measured",
+}
+
+
+def main() -> int:
+    """List the commands, or run the one that is named."""
+    if len(sys.argv) == 1:
+        print(__doc__)
+        for name, written in WRITES.items():
+            print(f"{name:14} {written}")
+        return 0
+    name = sys.argv[1]
+    if name not in WRITES:
+        print(f"no figures are called {name!r}: expected one of {', '.join(WRITES)}", file=sys.stderr)
+        return 2
+    sys.argv[:2] = [f"python docs/figures {name}"]
+    status: int | None = importlib.import_module(name).main()
+    return status or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
