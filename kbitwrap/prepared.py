@@ -107,6 +107,13 @@ class KbitPreparedModel:
         """Raise: it is the model that is called."""
         raise TypeError(f"a {type(self).__name__} wraps a model and is not one: call its .model, prepared.model(...)")
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Raise for a copy and for a pickle: the way back leads to this very model."""
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled, because it leads back to one model: copy the model, "
+            "copy.deepcopy(prepared.model), and prepare that, or save prepared.manifest()"
+        )
+
     def prepare(self) -> KbitPreparedModel:
         """Apply the plan, all or nothing, and return the wrapper; from ``RESTORED`` a second time.
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..model.quantization import (
     KERNEL,
@@ -24,7 +23,7 @@ from ..model.quantization import (
     unpacked_copy,
     unpacked_state,
 )
-from ..model.records import ParameterRecord
+from ..model.records import MemoryRef, ParameterRecord
 from ..model.tree import ModelTree, only_reading
 from .base import (
     COPIED_ATTRIBUTE,
@@ -178,7 +177,7 @@ class _HeldWeakly:
     """A tensor that is found among others by its memory, so that a record keeps no device memory alive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._memory = StorageWeakRef(tensor.untyped_storage())
+        self._memory = MemoryRef(tensor.untyped_storage())
         self._shape = tensor.shape
 
     def find(self, tensors: list[torch.Tensor]) -> torch.Tensor | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -13,6 +13,24 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..tensors.bits import dense_parts, is_composed
 from .quantization import is_quantized_parameter
 from .wrappers import is_sharded_tensor
+
+
+class MemoryRef(StorageWeakRef):
+    """A weak reference to memory; copies are the same object, because each object frees what it refers by."""
+
+    __slots__ = ()
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        super().__init__(storage)  # type: ignore[no-untyped-call]
+
+    def __copy__(self) -> MemoryRef:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MemoryRef:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("cannot pickle a weak reference to memory")
 
 
 class TensorRef(NamedTuple):
@@ -89,11 +107,11 @@ class ParameterRecord:
 def _memory_of(tensor: torch.Tensor) -> dict[Any, Any]:
     """The key of the memory that a tensor lies in, with the references by which nothing else gets that key."""
     if is_composed(type(tensor)):
-        memory = [StorageWeakRef(part.untyped_storage()) for part in dense_parts(tensor)]
+        memory = [MemoryRef(part.untyped_storage()) for part in dense_parts(tensor)]
         return {tuple([reference.cdata for reference in memory]): memory}
     if tensor.layout is not torch.strided:
         return {(): None}
-    reference = StorageWeakRef(tensor.untyped_storage())
+    reference = MemoryRef(tensor.untyped_storage())
     return {reference.cdata: reference}
 
 
