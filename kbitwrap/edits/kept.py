@@ -54,7 +54,7 @@ class _Kept(NamedTuple):
     buffers: dict[str, torch.Tensor | None]
     unsaved: tuple[str, ...]  # the names of buffers that no checkpoint holds
     children: tuple[str, ...]
-    sizes: int  # a hash of the numbers of elements of its parameters
+    sizes: int  # a hash of the names of its parameters and their numbers of elements
 
 
 class KeptChange(ChangeBase):
@@ -188,7 +188,7 @@ def _is_cache(child: nn.Module | None) -> bool:
 
 
 def _sizes(parameters: Mapping[str, torch.Tensor | None]) -> int:
-    return hash(tuple([0 if p is None else p.numel() for p in parameters.values()])) if parameters else 0
+    return hash(tuple([(name, 0 if p is None else p.numel()) for name, p in parameters.items()])) if parameters else 0
 
 
 def _is_alike(value: torch.Tensor | None, other: torch.Tensor | None) -> bool:

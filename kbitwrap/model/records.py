@@ -69,6 +69,10 @@ class ParameterRecord:
         """Note that the parameter lies in this memory now."""
         self._memories = _memory_of(parameter)
 
+    def moved(self, places: Iterable[tuple[nn.Module, str]]) -> None:
+        """Note where others put the parameter, beside the places that it had."""
+        self.refs += tuple([TensorRef(weakref.ref(module), name) for module, name in places])
+
     @property
     def memory(self) -> tuple[Any, ...]:
         """The keys of the memory that it was last seen in, or may have got since."""
@@ -79,7 +83,7 @@ class ParameterRecord:
         state = None if self.quant_state is None else self.quant_state()
         if state is not None and getattr(parameter, "quant_state", None) is state:
             return True
-        return _key_of(parameter) in self._memories
+        return key_of(parameter) in self._memories
 
     def was_resized(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter of the name has another number of rows, as resized embeddings have; a shard has not."""
@@ -115,7 +119,7 @@ def _memory_of(tensor: torch.Tensor) -> dict[Any, Any]:
     return {reference.cdata: reference}
 
 
-def _key_of(tensor: torch.Tensor) -> Any:
+def key_of(tensor: torch.Tensor) -> Any:
     """The key of the memory that a tensor lies in."""
     if is_composed(type(tensor)):
         return tuple([part.untyped_storage()._cdata for part in dense_parts(tensor)])

@@ -19,7 +19,7 @@ from ..edits.base import COPIED_ATTRIBUTE, HeldOriginal
 from ..edits.checkpointing import input_gradient_hooks, preparation_hooks
 from ..edits.storage import CopyChange, StorageChange
 from ..model.quantization import is_quantized_parameter, is_rewritten, quant_state_of, was_decompressed
-from ..model.records import ParameterRecord
+from ..model.records import ParameterRecord, key_of
 from ..model.tree import CONFIG_ATTRIBUTES, ModelTree, NamedTensor, join, only_reading
 from ..model.wrappers import is_flattened, is_sharded_tensor
 from ..tensors.bits import begin_digest, is_dense
@@ -163,7 +163,7 @@ class Original:
         return had and any(p is parameter and at(module, other) is not None for other, p in module._parameters.items())
 
     def follow(self, tree: ModelTree) -> None:
-        """Find every parameter again; of one that was moved or swapped, what is there holds the recorded values."""
+        """Find every parameter again, wherever others put it."""
         with only_reading():
             lost = []
             for record in self.flags:
@@ -174,14 +174,43 @@ class Original:
                     tree.sharded[id(shard)] = record
                 elif seen is not None:
                     tree.known[id(seen)] = record
-                elif found and found[0].shape == record.shape and self._fingerprints.has(record):
-                    lost.append((record, found[0]))
-            changed = self._fingerprints.changed(lost) if lost else set()
-        for record, there in lost:
+                else:
+                    lost.append(record)
+            if lost:
+                self._find_by_value(tree, self._find_by_memory(tree, lost))
+
+    def _find_by_memory(self, tree: ModelTree, lost: list[ParameterRecord]) -> list[ParameterRecord]:
+        """Find parameters at places that they did not have, and return the records of the others."""
+        new = [tensor for tensor in tree.tensors if id(tensor.parameter) not in tree.known]
+        by_memory = {key_of(tensor.parameter): tensor for tensor in new}
+        still_lost = []
+        for record in lost:
+            tensor = next((by_memory[key] for key in record.memory if key and key in by_memory), None)
+            if tensor is None or tensor.parameter.shape != record.shape:
+                still_lost.append(record)
+                continue
+            record.moved(tree.places(tensor))
+            tree.known[id(tensor.parameter)] = record
+        return still_lost
+
+    def _find_by_value(self, tree: ModelTree, lost: list[ParameterRecord]) -> None:
+        """Find parameters that got other memory: what is at their place, or has their name, holds their values."""
+        named = {tensor.fqn: tensor for tensor in tree.base_tensors}
+        candidates = []
+        for record in lost:
+            tensor = named.get(record.fqn)
+            there = next(iter(record.at_places()), None if tensor is None else tensor.parameter)
+            if there is not None and there.shape == record.shape and self._fingerprints.has(record):
+                candidates.append((record, there))
+        changed = self._fingerprints.changed(candidates) if candidates else set()
+        for record, there in candidates:
             # A layer that rewrites a parameter moves it before training changes it.
-            if record not in changed or any((m := ref.owner()) and is_rewritten(m, ref.name) for ref in record.refs):
-                record.saw(there)
-                tree.known[id(there)] = record
+            if record in changed and not any((m := ref.owner()) and is_rewritten(m, ref.name) for ref in record.refs):
+                continue
+            if not any(there is parameter for parameter in record.at_places()):
+                record.moved(tree.places(named[record.fqn]))
+            record.saw(there)
+            tree.known[id(there)] = record
 
     def differs(self, record: ParameterRecord, value: torch.Tensor) -> bool:
         """Whether a value is not the recorded one, as far as was recorded."""
