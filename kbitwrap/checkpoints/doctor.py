@@ -304,7 +304,8 @@ def _of_merge(sources: Mapping[str, Any], dtype: torch.dtype | None, subject: An
         layers = {node.fqn: node.module for node in ModelTree(found).base if is_quantized_layer(node.module)}
         original, _ = load_pretrained(base, found.config.quantization_config, dtype)
         sums = torch.zeros(3, dtype=torch.float64)
-        for _, fqn, layer, _ in ModelTree(with_adapter(original, Path(adapter), saved)).nodes:
+        for node in ModelTree(with_adapter(original, Path(adapter), saved)).nodes:
+            fqn, layer = node.fqn, node.module
             if fqn in layers and is_tuner_layer(layer):
                 one: Any = layer
                 source = one.get_base_layer()

@@ -134,7 +134,7 @@ class AttributesChange(ChangeBase):
 
     def __init__(self, tree: ModelTree, names: tuple[str, ...]) -> None:
         self.index = tree.index
-        self._values = {name: [of_module.get(name, MISSING) for of_module in tree.fields] for name in names}
+        self._values = {name: [vars(node.module).get(name, MISSING) for node in tree.modules] for name in names}
 
     def undo(self, tree: ModelTree) -> None:
         """Write the recorded values back, on the tree's substitutes too."""

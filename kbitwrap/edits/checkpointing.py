@@ -151,7 +151,7 @@ def refuse_without_checkpointing(tree: ModelTree) -> None:
         instead = f"prepare what it wraps, its .{inner[0]}, before it is wrapped" if inner else remedy
         raise UnsupportedModelError(f"{name} has no method that enables activation checkpointing; {instead}")
     supports = getattr(model, "supports_gradient_checkpointing", None)
-    listens = any(hasattr(module, "gradient_checkpointing") for _, _, module, _ in tree.modules)
+    listens = any(hasattr(node.module, "gradient_checkpointing") for node in tree.modules)
     if supports is False or (supports is True and not listens):
         raise UnsupportedModelError(f"{name} does not support activation checkpointing; {remedy}")
 

@@ -70,7 +70,7 @@ class KeptChange(ChangeBase):
         self._index, self._records = tree.index, records
         base = {id(node.module) for node in tree.plain_base}
         with only_reading():
-            self._kept = [self._read(module) if id(module) in base else None for _, _, module, _ in tree.modules]
+            self._kept = [self._read(node.module) if id(node.module) in base else None for node in tree.modules]
         self.put_back: tuple[str, ...] = ()  # the names of what the last undo put back
 
     @staticmethod
@@ -94,8 +94,11 @@ class KeptChange(ChangeBase):
         with only_reading():
             resized = [tensor.path for _, tensor in tree.resized(self._records)]
         # Resizing sets plain values on the modules around, as the vocabulary's size: these stay.
-        nodes = tree.nodes if resized else ()
-        around = {id(m) for path, _, m, _ in nodes if any(name.startswith(path and f"{path}.") for name in resized)}
+        around = set()
+        for node in tree.nodes if resized else ():
+            prefix = join(node.path, "")
+            if any(name.startswith(prefix) for name in resized):
+                around.add(id(node.module))
         found = {}
         for reached, is_substitute in ((self._index.live(), False), (self._index.substitutes(tree), True)):
             for number, module in reached:

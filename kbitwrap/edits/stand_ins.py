@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..model.quantization import is_quantized_parameter
 from ..model.records import TensorRef
-from ..model.tree import ModelTree, only_reading
+from ..model.tree import ModelTree, join, only_reading
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.upcast import UpcastTensor, multiplies_half
 from .base import COPIED_ATTRIBUTE, Anchor, ChangeBase, EditBase, write_attribute
@@ -143,9 +143,10 @@ class UpcastChange(ChangeBase):
                     owner = owner.rpartition(".")[0]
             nodes = [node for node in tree.modules if id(first.get(node.path)) in weights]
             stored = [t for t in tensors if t.parameter.dtype == torch.float32 and not t.parameter.requires_grad]
-        for path, _, module, _ in nodes:
-            half = first[path]
-            inside = (t for t in stored if not path or t.path.startswith(f"{path}."))
+        for node in nodes:
+            module, half = node.module, first[node.path]
+            prefix = join(node.path, "")
+            inside = (t for t in stored if t.path.startswith(prefix))
             precedes = next((t for t in inside if t.parameter.device == half.device), None)
             if precedes is not None and "parameters" not in vars(module):
                 vars(module)["parameters"] = Float32First(module, precedes.module, precedes.name)

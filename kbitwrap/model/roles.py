@@ -76,7 +76,8 @@ def parameter_roles(tree: ModelTree, norm_modules: tuple[type | str, ...] = ()) 
         for getter in ("get_input_embeddings", "get_output_embeddings")
     )
     roles: dict[int, Role] = {}
-    for fqn, module, _, parameter, _ in tree.tensors:
+    for tensor in tree.tensors:
+        module, parameter = tensor.module, tensor.parameter
         key = id(parameter)
         if key in tree.adapter_ids:
             roles[key] = Role.ADAPTER
@@ -88,7 +89,7 @@ def parameter_roles(tree: ModelTree, norm_modules: tuple[type | str, ...] = ()) 
             roles[key] = Role.OUTPUT_EMBEDDINGS
         elif is_norm(module, norm_modules) or isinstance(module, nn.modules.batchnorm._NormBase):
             roles[key] = Role.NORM
-        elif re.search(r"(?:^|[._])experts?(?:[._]|$)", fqn):
+        elif re.search(r"(?:^|[._])experts?(?:[._]|$)", tensor.fqn):
             roles[key] = Role.EXPERT
         else:
             roles[key] = Role.OTHER

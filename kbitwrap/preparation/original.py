@@ -36,11 +36,12 @@ _HOOK_DICTS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_
 def signature(tree: ModelTree) -> int:
     """A hash, good in this process, of what a plan depends on: modules, parameters, and what these are and where."""
     parts: list[Any] = []  # flat: hundreds of tuples would be work for the garbage collector
-    for path, _, m, _ in tree.nodes:
-        parts += path, id(m), type(m), len(m.__dict__)
+    for node in tree.nodes:
+        parts += node.path, id(node.module), type(node.module), len(vars(node.module))
     try:
-        for _, _, name, p, _ in tree.all_tensors:
-            parts += name, id(p), p.dtype, p.shape, p.device, p.requires_grad, p.data_ptr()
+        for tensor in tree.all_tensors:
+            p = tensor.parameter
+            parts += tensor.name, id(p), p.dtype, p.shape, p.device, p.requires_grad, p.data_ptr()
     except RuntimeError:
         return 0  # as of no model that can be planned
     return hash(tuple(parts))
@@ -54,8 +55,8 @@ def read_moment(tree: ModelTree) -> MomentRecord:
 
 def _state(tree: ModelTree) -> StateRecord:
     modules: dict[nn.Module, str] = {}
-    for _, fqn, module, _ in tree.base:
-        modules.setdefault(module, fqn)
+    for node in tree.base:
+        modules.setdefault(node.module, node.fqn)
     hooked = [node.module for node in tree.having("_forward_hooks") if node.module in modules]
     use_cache = getattr(getattr(tree.model, "config", None), "use_cache", None)
     return StateRecord.model_construct(
@@ -315,12 +316,12 @@ class Original:
         new = [tensor for tensor in tree.tensors if id(tensor.parameter) not in known]
         replaced = [tensor.fqn for tensor in new if tensor.fqn in self.base]
         foreign = [tensor.path for tensor in new if tensor.fqn not in self.base or tensor.fqn != tensor.path]
-        for path, _, module, _ in tree.having(*_HOOK_DICTS):
-            ours = {*self._hook_ids, *preparation_hooks(module)}
+        for node in tree.having(*_HOOK_DICTS):
+            ours = {*self._hook_ids, *preparation_hooks(node.module)}
             for name in _HOOK_DICTS:
-                hooks = [hook for key, hook in vars(module)[name].items() if key not in ours]
+                hooks = [hook for key, hook in vars(node.module)[name].items() if key not in ours]
                 kind = name.strip("_").replace("_", " ").removesuffix("s")
-                foreign += [f"{path}: {kind} {getattr(hook, '__name__', type(hook).__name__)}" for hook in hooks]
+                foreign += [f"{node.path}: {kind} {getattr(hook, '__name__', type(hook).__name__)}" for hook in hooks]
         return replaced, foreign
 
 
