@@ -221,7 +221,8 @@ class KbitPreparedModel:
         """Put the model, which is yielded, in its original state for a while: for ``generate``, evaluation, saving.
 
         Adapters stay in place. Afterwards everything is as before, trained float32 values bit for bit, and so are the
-        states of torch's random generators, so that training continues as without a suspension.
+        states of torch's random generators, so that training continues as without a suspension. Values that others
+        wrote into parameters inside, by loading a checkpoint or merging an adapter, are upcast and kept.
 
         Raises:
             StateError: The model is not prepared, or suspended already; or a process group is initialized and a

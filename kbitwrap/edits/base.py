@@ -16,6 +16,7 @@ from torch import nn
 from ..model.records import ParameterRecord
 from ..model.roles import Role
 from ..model.tree import ModelTree
+from ..tensors.bits import differ
 from .journal import MISSING
 
 TrainedPolicy = Literal["keep", "discard", "error"]
@@ -78,6 +79,12 @@ class HeldOriginal(ChangeBase):
         self.record.expects(data)
         parameter.data = data
         self.record.saw(parameter)
+
+    def resume(self, parameter: torch.Tensor, saved: torch.Tensor, left: torch.Tensor) -> None:
+        """Write the value from before a suspension, which ``left`` another; or keep one that others wrote meanwhile."""
+        is_theirs = parameter.shape != saved.shape or bool(differ(parameter.data, left))
+        value = parameter.data if is_theirs else saved
+        self.write(parameter, value.to(parameter.device, saved.dtype))
 
 
 class AttributesNow(ChangeBase):

@@ -13,26 +13,33 @@ from .base import ANCHOR_ATTRIBUTE, Anchor, AttributesNow, ChangeBase, EditBase
 
 
 class FlagsChange(ChangeBase):
-    """Parameters' ``requires_grad`` flags: as they were, or, with ``is_now``, as they are when a suspension begins."""
+    """Parameters' ``requires_grad`` flags as they were; with ``left``, those that a suspension left instead."""
 
-    def __init__(self, flags: Iterable[tuple[ParameterRecord, bool]], *, is_now: bool = False) -> None:
-        self.flags, self._is_now = dict(flags), is_now
+    def __init__(
+        self, flags: Iterable[tuple[ParameterRecord, bool]], left: dict[ParameterRecord, bool] | None = None
+    ) -> None:
+        self.flags, self._left = dict(flags), left
 
     def undo(self, tree: ModelTree) -> None:
-        """Set the recorded flags back."""
+        """Set the recorded flags back, but for those that others set while the model was suspended."""
         with only_reading():
             live = [(r, p, self.flags[r]) for r, p in self._live(tree) if p.requires_grad != self.flags[r]]
-            # Others may train what was resized: only the preparation's own freezing is undone.
-            changed = [(p, flag) for r, p, flag in live if flag or self._is_now or not r.was_resized(p)]
+            changed = [(p, flag) for r, p, flag in live if self._is_ours(r, p, flag)]
         for parameter, flag in changed:
             if parameter.is_leaf:
                 with torch.inference_mode(parameter.is_inference()):  # the mode that it was made in
                     parameter.requires_grad_(flag)
 
+    def _is_ours(self, record: ParameterRecord, parameter: torch.Tensor, flag: bool) -> bool:
+        if self._left is not None:
+            return parameter.requires_grad == self._left[record]
+        # Others may train what was resized: only the preparation's own freezing is undone.
+        return flag or not record.was_resized(parameter)
+
     def now(self, tree: ModelTree) -> FlagsChange:
         """Record the current flags."""
         with only_reading():
-            return FlagsChange([(r, p.requires_grad) for r, p in self._live(tree)], is_now=True)
+            return FlagsChange([(r, p.requires_grad) for r, p in self._live(tree)], left=self.flags)
 
     def _live(self, tree: ModelTree) -> list[tuple[ParameterRecord, torch.Tensor]]:
         """The parameters that are there, and resized embeddings."""

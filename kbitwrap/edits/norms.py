@@ -169,15 +169,15 @@ class ComputeChange(ChangeBase):
                 write_attribute(vars(forward.module), slot, inner)
 
     def now(self, tree: ModelTree) -> WayBack:
-        """Record where the forwards are, to install the same objects again."""
+        """Record which forwards are there, to install the same objects again."""
         live = self._live(tree)
-        installed = [(f, slot) for f in live for slot in _SLOTS if vars(f.module).get(slot) is f]
+        installed = [f for f in live if vars(f.module).get(forward_slot(f.module)) is f]
 
         def resume() -> None:
             for forward in live:
                 forward.is_active = True
-            for forward, slot in installed:
-                vars(forward.module)[slot] = forward
+            for forward in installed:
+                vars(forward.module)[forward_slot(forward.module)] = forward
 
         return Call(resume)
 

@@ -218,9 +218,11 @@ class UpcastChange(ChangeBase):
 
         def resume() -> None:
             for module, name, value in current:
-                write_attribute(vars(module), name, value)
                 if isinstance(value, UpcastTensor):
+                    if module._parameters.get(name) is None:
+                        continue  # others moved it meanwhile
                     value._is_param = True
+                write_attribute(vars(module), name, value)
             self.follow()
 
         return Call(resume)

@@ -175,7 +175,7 @@ class StorageChange(HeldOriginal):
         current = parameter.data
         dtype = current.dtype
         found = self._find_original(current)
-        bits = self.kept.clone() if self.kept is not None and self._is_seen and found.is_trained else None
+        bits = self.kept.clone() if self.kept is not None and self._is_seen else None
         if self.kept is not None and _is_same_tensor(found.original, self.kept) and not self._is_seen:
             # What is written into it meanwhile is not what is kept.
             found = found._replace(original=Layout.place([(found.original, self.layout)])[0])
@@ -187,10 +187,12 @@ class StorageChange(HeldOriginal):
             live = self.record.live()
             self._is_undone = False
             self._ready = None
+            if live is not None and saved is None:
+                self.write(live, live.data.to(dtype))
+            elif live is not None and saved is not None:
+                self.resume(live, saved, self._rounded(saved))
             if bits is not None and self.kept is not None:
                 self.kept.copy_(bits)
-            if live is not None:
-                self.write(live, live.data.to(dtype) if saved is None else saved)
 
         return Call(resume)
 
@@ -283,7 +285,7 @@ class CopyChange(HeldOriginal):
     def now(self, tree: ModelTree) -> WayBack:
         """Record the exact float32 value."""
         saved = self.parameter.data
-        return Call(lambda: self.write(self.parameter, saved))
+        return Call(lambda: self.resume(self.parameter, saved, saved.to(self.dtype)))
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
         """The live parameter rounded to the original dtype when it is used; see ``HeldOriginal``."""
