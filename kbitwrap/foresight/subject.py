@@ -27,6 +27,10 @@ PEFT = "peft"
 """The precision that stands for PEFT's own preparation."""
 
 
+_CPU, _META = torch.device("cpu"), torch.device("meta")
+_DEVICE_OF = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+
+
 class _Holder:
     """Stands for the wrapper that holds a preparation."""
 
@@ -45,6 +49,24 @@ class _CopiesWithoutValues(TorchFunctionMode):
             memo[id(tensor)] = made = in_memory_of(tensor, self.memory, "meta")
             return made
         return func(*args, **(kwargs or {}))
+
+
+class _AsOnCpu(TorchFunctionMode):
+    """Calls the meta device a CPU, and makes on it what is asked for on a CPU.
+
+    PEFT casts adapters to the dtype of the layer under them, and then to float32. It leaves that out on the meta device,
+    where ties that it breaks would stay, and parameters would stay frozen that it makes trainable.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one function, on the meta device."""
+        if func == _DEVICE_OF:
+            return _CPU
+        args = tuple(_META if isinstance(value, torch.device) else value for value in args)
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") is not None:
+            kwargs["device"] = _META
+        return func(*args, **kwargs)
 
 
 def without_values(model: nn.Module) -> nn.Module:
@@ -172,7 +194,7 @@ def _with_adapters(model: nn.Module, lora: Any) -> nn.Module:
     if isinstance(getattr(lora, "init_lora_weights", True), str):
         lora.init_lora_weights = True  # the values do not matter here, and to make them takes weights
     try:
-        with with_statistics(model), torch.device("meta"):
+        with with_statistics(model), torch.device("meta"), _AsOnCpu():
             adapted: nn.Module = peft.get_peft_model(model, lora)
     except Exception as error:  # whatever PEFT raises for a config that does not suit the model
         raise UnsupportedModelError(f"PEFT cannot put these adapters on the model: {error}") from error
