@@ -1300,6 +1300,12 @@ class TestAdapted:
         prepared.adopt(peft.get_peft_model(model, peft.LoraConfig(target_modules=["layers.1.q_proj"])))
         assert self.norms_in_float32(model) == {"layers.1.norm"}
 
+    def test_adapters_outside_of_the_model_are_adopted(self) -> None:
+        prepared = KbitPreparedModel(zoo.load("llama"), precision="adapted").prepare()
+        prompts = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+        prepared.adopt(peft.get_peft_model(prepared.model, prompts))
+        assert not prepared.verify()
+
     def test_what_is_not_of_the_model_is_refused(self) -> None:
         prepared = KbitPreparedModel(zoo.load("llama"), precision="adapted").prepare()
         with pytest.raises(UnsupportedModelError, match="another"):

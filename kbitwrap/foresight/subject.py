@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -28,7 +29,7 @@ PEFT = "peft"
 
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
-_DEVICE_OF = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+_DEVICE_OF = torch.Tensor.device.__get__
 
 
 class _Holder:
@@ -54,8 +55,8 @@ class _CopiesWithoutValues(TorchFunctionMode):
 class _AsOnCpu(TorchFunctionMode):
     """Calls the meta device a CPU, and makes on it what is asked for on a CPU.
 
-    PEFT casts adapters to the dtype of the layer under them, and then to float32. It leaves that out on the meta device,
-    where ties that it breaks would stay, and parameters would stay frozen that it makes trainable.
+    PEFT casts adapters to the dtype of the layer under them, and then to float32. On the meta device it would not: ties
+    that the casts break would stay, and parameters would stay frozen that they make trainable.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -152,7 +153,9 @@ class Subject:
         if precision == PEFT:
             base = _prepared_by_peft(base, fields)
         else:
-            config = PrepareConfig.of(None, {**fields, "precision": precision, "progress": False})
+            config = PrepareConfig.of(None, {**fields, "precision": precision})
+            # What is only recorded is not read, for there are no values; a step does not depend on it.
+            config = dataclasses.replace(config, progress=False, keep_originals=False, audit=False)
             preparation = Preparation(self._holder)
             preparation.apply(build_plan(base, config), tree_of(base))
         model = base if has_adapters else _with_adapters(base, lora or default_lora())

@@ -122,8 +122,12 @@ class Preparation:
                 f"adopt() expects what was made of the prepared {name}, such as "
                 f"get_peft_model(prepared.model, ...), found another {type(peft_model).__name__}"
             )
-        if not tree.adapter_ids:
-            raise UnsupportedModelError(f"{type(peft_model).__name__} holds no adapter inside the prepared model")
+        # Those of prompt learning lie outside of the prepared model, in what was made of it.
+        if not (tree.adapter_ids or ModelTree(peft_model).adapter_ids):
+            raise UnsupportedModelError(
+                f"adopt() expects a model with adapters, found no adapter in this {type(peft_model).__name__}; make "
+                "them first, with get_peft_model"
+            )
         with only_reading():
             planner, told = Planner(tree, self.plan.config, tree.quantization), self.plan.warnings
             computes = [*planner.compute_norms(), *planner.compute_head()]

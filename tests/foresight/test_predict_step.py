@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import get_peft_model, prepare_model_for_kbit_training
+from peft import AdaLoraConfig, LoraConfig, PromptTuningConfig, get_peft_model, prepare_model_for_kbit_training
 
 import zoo
 from kbitwrap import KbitPreparedModel, Precision, StepMemory, StepTracker, patched, predict_step
@@ -15,15 +15,15 @@ REENTRANT = {"use_reentrant": True}  # as PEFT's function by default, and withou
 WAYS = (*(precision.value for precision in Precision), "peft")
 
 
-def tracked(name: str, way: str, batch: zoo.Batch, **lora: Any) -> StepTracker:
+def tracked(name: str, way: str, batch: zoo.Batch, lora: Any, **fields: Any) -> StepTracker:
     """A real second step."""
     model: Any = zoo.load(name, quant="nf4")
     prepared = None
     if way == "peft":
         model = prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs=REENTRANT)
     else:
-        prepared = KbitPreparedModel(model, precision=way).prepare()
-    model = get_peft_model(model, zoo.lora_config(name, **lora))
+        prepared = KbitPreparedModel(model, precision=way, **fields).prepare()
+    model = get_peft_model(model, lora)
     if prepared is not None:
         prepared.adopt(model)
     model.train()
@@ -51,7 +51,39 @@ def test_a_predicted_step_equals_the_real_one_to_the_byte(name: str, way: str) -
     predicted = predict_step(
         model, precision=way, batch_size=2, seq_len=12, inputs=batch, lora=lora, kernels="cpu", **fields
     )
-    assert figures(predicted) == figures(tracked(name, way, batch))
+    assert figures(predicted) == figures(tracked(name, way, batch, lora))
+
+
+# Each with a model, and a precision.
+ADAPTERS: dict[str, tuple[str, str, Any]] = {
+    "AdaLoRA, whose ranks PEFT makes trainable": (
+        "llama",
+        "full",
+        AdaLoraConfig(init_r=6, target_modules=["q_proj", "v_proj"], total_step=10, task_type="CAUSAL_LM"),
+    ),
+    "LoRA on tied embeddings, whose tie PEFT breaks": (
+        "gemma2",
+        "norms",
+        LoraConfig(r=4, target_modules=["embed_tokens"], ensure_weight_tying=True, task_type="CAUSAL_LM"),
+    ),
+    "prompt tuning, outside of the model": (
+        "llama",
+        "compute",
+        PromptTuningConfig(num_virtual_tokens=5, task_type="CAUSAL_LM"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_a_step_with_other_adapters_and_originals_kept_equals_the_real_one_to_the_byte(kind: str) -> None:
+    name, way, adapters = ADAPTERS[kind]
+    fields = {"keep_originals": True, "audit": True}
+    model = zoo.load(name, quant="nf4")
+    batch = zoo.inputs(name, model)
+    predicted = predict_step(
+        model, precision=way, batch_size=2, seq_len=12, inputs=batch, lora=adapters, kernels="cpu", **fields
+    )
+    assert figures(predicted) == figures(tracked(name, way, batch, adapters, **fields))
 
 
 def test_pefts_own_function_is_predicted_where_a_drop_in_stands_in_its_place() -> None:
