@@ -129,7 +129,8 @@ class Merger:
     def run(self, plain: nn.Module) -> None:
         """Compute what the layers do over the sampled rows of a plain base; merged ones take the place of these."""
         adapted, layer = plain, self._layers[0].layer
-        knows_it = type(layer).__module__.endswith(_QUANTIZED_MODULES) or layer.quantization_backend is not None
+        backend = getattr(layer, "quantization_backend", None)  # not in every version of PEFT
+        knows_it = backend is not None or type(layer).__module__.endswith(_QUANTIZED_MODULES)
         if self._stored is not None and not knows_it:
             adapted = _as_stored(plain, self._stored, self.sampled)
         with self._layers[-1].refusing():

@@ -15,11 +15,10 @@ from torch import nn
 
 from ..errors import ConfigError, ExportError
 from ..model.quantization import Rows, dequantizer, is_quantized_layer, is_quantized_parameter, quant_state_of
-from ..model.tree import ModelTree, named_modules, shallow_copy
+from ..model.tree import ModelTree, join, named_modules, shallow_copy
 from ..model.wrappers import is_adapter_class
-from ..tensors.bits import content_digest
 from ..tensors.dtypes import HALF_DTYPES
-from ..tensors.lazy import LazyTensor, materialize, values_of
+from ..tensors.lazy import LazyTensor, values_of
 from .adapters import (
     Merger,
     active_adapters,
@@ -33,6 +32,7 @@ from .adapters import (
     trained_copy,
 )
 from .plain import dequantized, float32_module, is_transposed, parameter_of, plain_layer
+from .ties import configs_of_all, settle_ties
 from .twin import Twin
 
 # The attributes that a quantized load leaves on a model, and on its configs.
@@ -49,7 +49,6 @@ _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 1 << 20, 4 << 20
 
 _Reader = Callable[[Rows], torch.Tensor]
 _Layers = list[tuple[Any, tuple[str, ...]]]
-_Places = list[list[tuple[nn.Module, str]]]
 
 
 def merge_into(twin: Twin, adapters: Sequence[str] | None = None) -> tuple[str, ...]:
@@ -74,11 +73,11 @@ def merge_into(twin: Twin, adapters: Sequence[str] | None = None) -> tuple[str, 
         merge.try_out()
     for merge in merges:
         merge.replace_tensors()
-    _settle_ties(twin.model, shared)
+    settle_ties(twin.model, shared)
     for _, module in named_modules(twin.model):
         for name in _MODEL_ATTRIBUTES:
             vars(module).pop(name, None)
-    for config in _configs(twin.model):
+    for config in configs_of_all(twin.model):
         for name in _CONFIG_ATTRIBUTES:
             vars(config).pop(name, None)
     return tuple(merge.fqn for merge in merges if merge.is_adapted)
@@ -288,7 +287,25 @@ def _plan(twin: Twin, dtype: torch.dtype, rounded: set[int], chosen: Sequence[st
     for fqn, module in named_modules(twin.model):
         if is_quantized_layer(module) or id(module) in rounded:
             merge_of(fqn, module)
+    _refuse_partly_adapted(twin, merges)
     return list(merges.values())
+
+
+def _refuse_partly_adapted(twin: Twin, merges: Mapping[int, _Merge]) -> None:
+    """Raise where a module has several places and an adapter only some of them: merged, it would be in all."""
+    places: dict[int, dict[tuple[int, str], str]] = {}  # of each shell: where it lies, with its name there
+    for fqn, parent in named_modules(twin.model):
+        for name, child in parent._modules.items():
+            places.setdefault(id(child), {})[id(parent), name] = join(fqn, name)
+    for peeled in twin.peeled:
+        parent_fqn, _, name = peeled.fqn.rpartition(".")
+        places.get(id(peeled.shell), {}).pop((id(twin.model.get_submodule(parent_fqn)), name), None)
+    for peeled in twin.peeled:
+        merge = merges.get(id(peeled.shell))
+        others = places.get(id(peeled.shell))
+        if merge is not None and merge.is_adapted and others:
+            other = next(iter(others.values()))
+            raise refusal(peeled.fqn, peeled.wrappers[0], (), f"the module is {other} too, and is not adapted there")
 
 
 def _half_dtype(model: nn.Module) -> torch.dtype:
@@ -297,37 +314,3 @@ def _half_dtype(model: nn.Module) -> torch.dtype:
     parameters = [p for _, module in named_modules(model) for p in module._parameters.values() if p is not None]
     votes = Counter(p.dtype for p in parameters if p.dtype in HALF_DTYPES and not is_quantized_parameter(p))
     return votes.most_common(1)[0][0] if votes else torch.float32
-
-
-def _settle_ties(model: nn.Module, places: _Places) -> None:
-    """Tie again the weights that were tied, if all are still equal; otherwise untie all of them, in the configs too."""
-    is_untied = False
-    for group in places:
-        tensors = {id(tensor): tensor for module, name in group if (tensor := module._parameters[name]) is not None}
-        if len(tensors) == 1:
-            continue
-        if len({content_digest(materialize(tensor)) for tensor in tensors.values()}) > 1:
-            is_untied = True
-            continue
-        for module, name in group:
-            vars(module)["_parameters"][name] = next(iter(tensors.values()))
-    if not is_untied:
-        return
-    for module, name in (place for group in places for place in group[1:]):
-        tied = parameter_of(module, name)
-        vars(module)["_parameters"][name] = LazyTensor(tied.shape, tied.dtype, functools.partial(values_of, tied))
-    for config in _configs(model):
-        if getattr(config, "tie_word_embeddings", False):
-            config.tie_word_embeddings = False
-
-
-def _configs(model: nn.Module) -> Iterator[Any]:
-    """The configs of a model and of its modules, nested ones included."""
-    found = [vars(module).get("config") for _, module in named_modules(model)]
-    seen: set[int] = set()
-    while found:
-        config = found.pop()
-        if hasattr(config, "save_pretrained") and id(config) not in seen:
-            seen.add(id(config))
-            yield config
-            found += vars(config).values()

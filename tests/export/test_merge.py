@@ -15,6 +15,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -175,21 +176,71 @@ def head_and_embeddings(model: PreTrainedModel) -> tuple[nn.Parameter, nn.Parame
     return model.get_output_embeddings().weight, model.get_input_embeddings().weight
 
 
+def trained_modules(name: str, model: PreTrainedModel) -> dict[str, list[str]]:
+    """What an adapter trains whole beside its LoRA, by the name of the case; where nothing is tied, one case tells."""
+    head = zoo.ARCHITECTURES[name].head
+    try:
+        embeddings = model.get_input_embeddings()
+    except NotImplementedError:  # of sound and images
+        return {"head": [head]}
+    fqn = next(fqn for fqn, module in model.named_modules() if module is embeddings)
+    both = {"both": [head, fqn]}
+    return {"nothing": [], "head": [head], "embeddings": [fqn], **both} if name in TIED else both
+
+
 @pytest.mark.usefixtures("whole_layers")
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_the_plain_model_computes_what_the_adapted_one_does_and_stays_tied(name: str, tmp_path: Path) -> None:
+def test_the_plain_model_computes_what_the_adapted_one_does_whatever_is_trained(name: str, tmp_path: Path) -> None:
     # Everything in float32, so that nothing but the merge makes a difference.
-    adapted = training.adapt(name, zoo.load(name, "nf4", FLOAT32))
-    export(adapted, tmp_path / "merged")
-    plain = same_outputs(name, adapted, tmp_path / "merged")
-    batch = zoo.inputs(name, plain)
-    with torch.no_grad():
-        expected = plain(**batch)[0]
-        with adapted.disable_adapter():
-            assert (adapted(**batch)[0] - expected).abs().max() > 1e-3
-    if name in TIED:
-        head, embeddings = head_and_embeddings(plain)
-        assert head is embeddings
+    model = zoo.load(name, "nf4", FLOAT32)
+    adapted: PeftModel | None = None
+    torch.manual_seed(0)
+    for case, trained in trained_modules(name, model).items():
+        config = zoo.lora_config(name)
+        config.modules_to_save = trained or None
+        if adapted is None:
+            adapted = get_peft_model(model, config, case)
+        else:
+            adapted.add_adapter(case, config)
+        adapted.set_adapter(case)
+        jitter(adapted)
+        export(adapted, tmp_path / case)
+        plain = same_outputs(name, adapted, tmp_path / case)
+        batch = zoo.inputs(name, plain)
+        with torch.no_grad():
+            expected = plain(**batch)[0]
+            with adapted.disable_adapter():
+                assert (adapted(**batch)[0] - expected).abs().max() > 1e-3
+        if name in TIED:
+            head, embeddings = head_and_embeddings(plain)
+            assert torch.equal(head, embeddings) == (head is embeddings) == (case == "nothing")
+
+
+@pytest.mark.parametrize("kind", ["SwitchTransformers", "LongT5"])
+def test_a_config_that_says_more_than_what_is_tied_still_says_it(kind: str, tmp_path: Path) -> None:
+    """Both families read from `tie_word_embeddings` whether to scale what the head gets: it may not become false."""
+    sizes: dict[str, Any] = {"vocab_size": 128, "d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    model_class = getattr(transformers, f"{kind}ForConditionalGeneration")
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(**sizes, decoder_start_token_id=0)).eval()
+    batch = {"input_ids": torch.arange(8, 20)[None], "decoder_input_ids": torch.arange(20, 27)[None]}
+    for case, trained in {"head": ["lm_head"], "embeddings": ["shared"], "both": ["lm_head", "shared"]}.items():
+        config = peft.LoraConfig(target_modules=["q"], modules_to_save=trained)
+        adapted = get_peft_model(copy.deepcopy(model), config, case)
+        jitter(adapted, 0.1)
+        export(adapted, tmp_path / case)
+        plain = model_class.from_pretrained(tmp_path / case)
+        with torch.no_grad():
+            torch.testing.assert_close(plain(**batch).logits, adapted.eval()(**batch).logits, rtol=1e-3, atol=1e-4)
+
+
+def test_a_module_of_two_places_that_is_adapted_at_one_of_them_is_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(OrderedDict(first=nn.Linear(4, 4), second=nn.Identity(), third=nn.Linear(4, 4)))
+    model.second = model.first
+    config = peft.LoraConfig(target_modules=["third"], modules_to_save=["first"])
+    adapted = get_peft_model(model, config)
+    with pytest.raises(ExportError, match=r"first: .*the module is second too, and is not adapted there"):
+        export(adapted, tmp_path / "merged", base=model)
 
 
 PRECISIONS = ["full", "compute", "norms", "none"]
@@ -650,20 +701,8 @@ def test_fused_experts_of_two_dimensions_are_rounded_once(tmp_path: Path) -> Non
 # ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("whole_layers")
-@pytest.mark.parametrize("name", TIED)
-def test_a_trained_head_is_untied(name: str, tmp_path: Path) -> None:
-    adapted = training.adapt(name, zoo.load(name, "nf4", FLOAT32), modules_to_save=True)
-    jitter(adapted)
-    report = export(adapted, tmp_path / "merged")
-    assert any(fqn.endswith(zoo.ARCHITECTURES[name].head) for fqn in report.merged)
-    head, embeddings = head_and_embeddings(same_outputs(name, adapted, tmp_path / "merged"))
-    assert head is not embeddings
-    assert not torch.equal(head, embeddings)
-
-
 @pytest.mark.parametrize("name", ["gemma2", "t5"])
-def test_a_trained_embedding_is_untied(name: str, tmp_path: Path) -> None:
+def test_an_embedding_that_an_adapter_is_on_is_untied(name: str, tmp_path: Path) -> None:
     embedding = "embed_tokens" if name == "gemma2" else "shared"
     adapted = training.adapt(name, zoo.load(name, "nf4", FLOAT32), target_modules=["q_proj", "q", embedding])
     jitter(adapted)

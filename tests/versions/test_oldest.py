@@ -18,7 +18,7 @@ from torch import nn
 import kbitwrap
 import zoo
 from files import read, saved, tensors_of
-from kbitwrap import KbitPreparedModel, Manifest, Precision
+from kbitwrap import ExportError, KbitPreparedModel, Manifest, Precision
 from snapshot import Snapshot, tensor_digest
 from training import adapt, step
 
@@ -82,6 +82,26 @@ def test_a_journey(name: str, quant: str, precision: Precision, tmp_path: Path) 
     vars(model).pop("peft_config", None)  # that PEFT leaves it
     assert before.diff(Snapshot(model), moved=precision.upcasts_all) == []
     assert torch.equal(logits(name, model), expected)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("lm_head", "T5ForConditionalGeneration.forward computes something else where tie_word_embeddings is false"),
+        ("shared", "the module is encoder.embed_tokens too, and is not adapted there"),
+    ],
+)
+def test_a_merge_that_no_checkpoint_of_this_version_can_hold_is_refused(
+    module: str, message: str, tmp_path: Path
+) -> None:
+    model = zoo.load("t5", None, torch.float32)
+    config = peft.LoraConfig(target_modules=["q"], modules_to_save=[module])
+    adapted = peft.get_peft_model(model, config)
+    _, gradients = step("t5", adapted)
+    assert gradients
+    wrapper = KbitPreparedModel(model, gradient_checkpointing=False)
+    with pytest.raises(ExportError, match=message):
+        wrapper.export(tmp_path / "merged", merge_adapters=True, model=adapted)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
