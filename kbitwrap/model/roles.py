@@ -14,7 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from ..tensors.dtypes import HALF_DTYPES
 from .quantization import is_quantized_parameter
-from .tree import ModelTree, Node, shallow_copy
+from .tree import ModelTree, NamedTensor, Node, shallow_copy
+
+_EXPERT = re.compile(r"(?:^|[._])experts?(?:[._]|$)")
 
 
 class Role(str, Enum):
@@ -34,19 +36,23 @@ class Role(str, Enum):
 
 def is_norm(module: nn.Module, norm_modules: tuple[type | str, ...] = ()) -> bool:
     """Whether a module is one of ``norm_modules``, or a leaf of a class named a norm whose parameters are vectors."""
-    cls: Any = type(module)
-    is_named = _is_named_norm(cls)
-    dimensions = [p.dim() for p in module._parameters.values() if p is not None] if is_named or norm_modules else []
-    if not dimensions:
+    parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+    if not parameters:
         return False
-    for wanted in norm_modules:
-        if isinstance(wanted, str):
-            names = [base.__name__ for base in cls.__mro__ if base not in (nn.Module, object)]
-            if any(re.fullmatch(wanted, name) for name in names):
-                return True
-        elif isinstance(module, wanted):
-            return True
-    return is_named and max(dimensions) <= 1 and all(child is None for child in module._modules.values())
+    cls: Any = type(module)
+    if any(_is_wanted(cls, wanted) for wanted in norm_modules):
+        return True
+    if not _is_named_norm(cls) or any(child is not None for child in module._modules.values()):
+        return False
+    return all(parameter.dim() <= 1 for parameter in parameters)
+
+
+def _is_wanted(cls: type, wanted: type | str) -> bool:
+    """Whether a class is the one wanted or derived from it, or a base of it has a name that the pattern matches."""
+    if not isinstance(wanted, str):
+        return issubclass(cls, wanted)
+    names = [base.__name__ for base in cls.__mro__ if base not in (nn.Module, object)]
+    return any(re.fullmatch(wanted, name) for name in names)
 
 
 @functools.cache
@@ -60,49 +66,54 @@ def _embeddings(tree: ModelTree, getter: str) -> list[nn.Module]:
     """The modules that ``getter`` returns of the model and of every model inside it, with the modules in them."""
     found: list[nn.Module] = []
     for node in tree.of_class(lambda cls: hasattr(cls, getter)):
+        get = getattr(node.module, getter)
         try:
-            one = getattr(node.module, getter)()
+            embeddings = get()
         except (NotImplementedError, AttributeError):
             continue  # transformers' way to say that this model has none
-        if isinstance(one, nn.Module):
-            found += one.modules()
+        if isinstance(embeddings, nn.Module):
+            found += embeddings.modules()
     return found
+
+
+def _parameter_ids(modules: list[nn.Module]) -> set[int]:
+    return {id(parameter) for module in modules for parameter in module._parameters.values()}
 
 
 def parameter_roles(tree: ModelTree, norm_modules: tuple[type | str, ...] = ()) -> dict[int, Role]:
     """The role of every parameter, by its ``id``. A tied embedding counts as input embedding."""
-    inputs, outputs = (
-        {id(p) for module in _embeddings(tree, getter) for p in module._parameters.values()}
-        for getter in ("get_input_embeddings", "get_output_embeddings")
-    )
-    roles: dict[int, Role] = {}
-    for tensor in tree.tensors:
+    inputs = _parameter_ids(_embeddings(tree, "get_input_embeddings"))
+    outputs = _parameter_ids(_embeddings(tree, "get_output_embeddings"))
+
+    def role_of(tensor: NamedTensor) -> Role:
         module, parameter = tensor.module, tensor.parameter
-        key = id(parameter)
-        if key in tree.adapter_ids:
-            roles[key] = Role.ADAPTER
-        elif is_quantized_parameter(parameter) or not torch.is_floating_point(parameter):
-            roles[key] = Role.QUANTIZED
-        elif key in inputs:
-            roles[key] = Role.INPUT_EMBEDDINGS
-        elif key in outputs:
-            roles[key] = Role.OUTPUT_EMBEDDINGS
-        elif is_norm(module, norm_modules) or isinstance(module, nn.modules.batchnorm._NormBase):
-            roles[key] = Role.NORM
-        elif re.search(r"(?:^|[._])experts?(?:[._]|$)", tensor.fqn):
-            roles[key] = Role.EXPERT
-        else:
-            roles[key] = Role.OTHER
-    return roles
+        if id(parameter) in tree.adapter_ids:
+            return Role.ADAPTER
+        if is_quantized_parameter(parameter) or not torch.is_floating_point(parameter):
+            return Role.QUANTIZED
+        if id(parameter) in inputs:
+            return Role.INPUT_EMBEDDINGS
+        if id(parameter) in outputs:
+            return Role.OUTPUT_EMBEDDINGS
+        if is_norm(module, norm_modules) or isinstance(module, nn.modules.batchnorm._NormBase):
+            return Role.NORM
+        return Role.EXPERT if _EXPERT.search(tensor.fqn) else Role.OTHER
+
+    return {id(tensor.parameter): role_of(tensor) for tensor in tree.tensors}
 
 
 def heads(tree: ModelTree) -> list[Node]:
     """The output heads that are unquantized linear layers with a half weight, and the trained copies of such."""
     inside = {id(module) for module in _embeddings(tree, "get_output_embeddings")}
     fqns = {node.fqn for node in tree.base if id(node.module) in inside}
-    linears = [node for node in tree.modules if node.fqn in fqns and isinstance(node.module, nn.Linear)]
-    weights = [(node, node.module._parameters.get("weight")) for node in linears]
-    return [node for node, weight in weights if type(weight) is nn.Parameter and weight.dtype in HALF_DTYPES]
+    found = []
+    for node in tree.modules:
+        if node.fqn not in fqns or not isinstance(node.module, nn.Linear):
+            continue
+        weight = node.module._parameters.get("weight")
+        if type(weight) is nn.Parameter and weight.dtype in HALF_DTYPES:
+            found.append(node)
+    return found
 
 
 def loses_gradients(weight: torch.Tensor) -> bool:
@@ -131,22 +142,29 @@ class _OnMeta(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function on tensors without memory in place of those that have some."""
-        return func(*map(_to_meta, args), **{name: _to_meta(value) for name, value in (kwargs or {}).items()})
+        return func(*_to_meta(args), **{name: _to_meta(value) for name, value in (kwargs or {}).items()})
 
 
 def _to_meta(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.as_subclass(torch.Tensor).to("meta")
-    return type(value)(map(_to_meta, value)) if type(value) in (list, tuple) else value
+    if type(value) in (list, tuple):
+        return type(value)(map(_to_meta, value))
+    return value
 
 
 def _copied(module: nn.Module, base: nn.Module, plain: nn.Module) -> nn.Module:
     """A copy that shares its tensors, with another base: a forward may set attributes, and fill lists and dicts."""
     if module is base:
         return plain
-    fields = vars(made := shallow_copy(module))
-    fields.update({name: copy.copy(value) for name, value in fields.items() if type(value) in (list, dict, set)})
-    fields["_modules"] = {name: child and _copied(child, base, plain) for name, child in fields["_modules"].items()}
+    made = shallow_copy(module)
+    fields = vars(made)
+    for name, value in fields.items():
+        if type(value) in (list, dict, set):
+            fields[name] = copy.copy(value)
+    for name, child in module._modules.items():
+        if child is not None:
+            made._modules[name] = _copied(child, base, plain)
     return made
 
 
@@ -157,7 +175,8 @@ def returns_float32(adapter: nn.Module, dtype: torch.dtype) -> bool:
         with torch.no_grad(), _OnMeta():  # inside, the mode would see how no_grad ends, where an interrupt leaves it on
             plain = _AsItsInput(width, adapter.out_features, False, "meta", dtype)  # type: ignore[arg-type]
             copied = _copied(adapter, adapter.get_submodule("base_layer"), plain)
-            output: torch.Tensor = type(copied).forward(copied, torch.empty(1, 1, width, dtype=dtype, device="meta"))
+            row = torch.empty(1, 1, width, dtype=dtype, device="meta")
+            output: torch.Tensor = type(copied).forward(copied, row)
             return output.dtype == torch.float32
     except Exception:  # a layer that is not linear, or does not run so: of that nothing is said
         return False

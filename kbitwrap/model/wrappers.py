@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 
-class _Wrapping(NamedTuple):
+@dataclass(frozen=True)
+class _Wrapping:
     """The child that holds the wrapped module in wrappers of a library, the ``owner``."""
 
     child: str
@@ -35,13 +37,11 @@ _TABLE = (
 )
 COPIES = ("modules_to_save", "ln_tuning_layers")
 """The children of PEFT's wrappers that hold copies of the wrapped module, by adapter."""
-_BY_OWNER = {
-    owner: tuple(row.child for row in _TABLE if row.owner == owner) for owner in dict.fromkeys(r.owner for r in _TABLE)
-}
-_LEADING = re.compile("^(?:" + "|".join(sorted({re.escape(row.leads) for row in _TABLE if row.leads})) + r")(?:\.|$)")
-_INSIDE = re.compile(
-    r"\.(?:" + "|".join(row.child for row in _TABLE if row.is_inside) + f"|(?:{'|'.join(COPIES)})" + r"\.[^.]+)(?=\.|$)"
-)
+_LEADS = "|".join(re.escape(row.leads) for row in _TABLE if row.leads)
+_LEADING = re.compile(rf"^(?:{_LEADS})(?:\.|$)")
+_CHILDREN = "|".join(row.child for row in _TABLE if row.is_inside)
+_COPIES = "|".join(COPIES)
+_INSIDE = re.compile(rf"\.(?:{_CHILDREN}|(?:{_COPIES})\.[^.]+)(?=\.|$)")
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -108,8 +108,11 @@ def _before_sharding(cls: Any) -> Any:
 
 def wrapped_children(module: nn.Module) -> tuple[str, ...]:
     """The children that hold the wrapped module, the one to follow first; none where a module is no wrapper."""
-    names = _BY_OWNER.get(_owner(class_before_sharding(module)), ())
-    return tuple([name for name in names if module._modules.get(name) is not None]) if names else ()
+    if not module._modules:
+        return ()
+    owner = _owner(class_before_sharding(module))
+    children = [row.child for row in _TABLE if row.owner == owner]
+    return tuple(child for child in children if module._modules.get(child) is not None)
 
 
 def unwrap(module: nn.Module) -> tuple[nn.Module, tuple[nn.Module, ...]]:
