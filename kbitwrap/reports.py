@@ -30,6 +30,13 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
 
 
+def first_of(texts: Sequence[str], limit: int = 3, separator: str = ", ") -> str:
+    """The first of many texts in one line, and how many more there are."""
+    num_left = len(texts) - limit
+    more = f" and {num_left:,} more" if num_left > 0 else ""
+    return separator.join(texts[:limit]) + more
+
+
 def few(texts: Sequence[str], limit: int = 12) -> list[str]:
     """The first of many texts, and how many more there are."""
     return [*texts[:limit], *([f"... and {len(texts) - limit:,} more"] if len(texts) > limit else [])]
@@ -151,9 +158,7 @@ class Differences(Report):
 
     def summary(self, limit: int = 5) -> str:
         """The differences as one line of text: the first ``limit`` of them, and the number of the others."""
-        lines = self.lines()
-        more = [f"and {len(lines) - limit} more differences"] if len(lines) > limit else []
-        return "; ".join(lines[:limit] + more)
+        return first_of(self.lines(), limit, "; ")
 
     def __str__(self) -> str:
         return "\n".join(few(self.lines())) or self._empty

@@ -19,7 +19,7 @@ from ..export.writer import Progress, checkpoint_writer, split_into_files
 from ..manifest.manifest import Manifest
 from ..model.quantization import is_of_another_library
 from ..model.wrappers import canonical_fqn
-from ..reports import Differences, ExportReport
+from ..reports import Differences, ExportReport, first_of
 from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype, parse_dtype
 from .reader import SavedCheckpoint, StoredTensor, config_dtype, is_beside, is_trained_copy, open_checkpoint, read_json
 
@@ -158,10 +158,9 @@ def casts_by_manifest(checkpoint: SavedCheckpoint, manifest: Manifest) -> dict[s
             different[name] = {"dtype": (original.dtype, stored.dtype)}
     if unexpected or different:
         lines = Differences(different).lines() + [f"{name}: the manifest has no such tensor" for name in unexpected]
-        more = f" (and {len(lines) - 3} more)" if len(lines) > 3 else ""
         raise ManifestMismatchError(
             f"{checkpoint.path} is not a checkpoint of the model that the manifest records: "
-            f"{'; '.join(lines[:3])}{more}; nothing was written",
+            f"{first_of(lines, 3, '; ')}; nothing was written",
             unexpected=unexpected,
             different=different,
         )

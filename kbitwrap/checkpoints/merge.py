@@ -24,7 +24,7 @@ from ..model.pretrained import load_pretrained, read_config
 from ..model.tree import ModelTree
 from ..model.wrappers import canonical_fqn
 from ..preparation.process import plain_mode
-from ..reports import ExportReport, shown
+from ..reports import ExportReport, first_of, shown
 from ..tensors.dtypes import find_dtype
 from .reader import MANIFEST_NAME, adapter_file, read_json, read_tensors, recorded_quantization
 
@@ -103,7 +103,7 @@ def merge_checkpoint(
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         model, new = load_pretrained(base, settings, chosen, device, None, trust_remote_code)
         if new:
-            raise ConfigError(f"the base {os.fspath(base)!r} lacks weights: {min(new)} and {len(new) - 1} more")
+            raise ConfigError(f"the base {os.fspath(base)!r} lacks weights: {first_of(sorted(new))}")
         if record is not None:
             record.check(model)
         adapted = with_adapter(model, folder, saved)
@@ -184,7 +184,7 @@ def with_adapter(model: nn.Module, folder: Path, saved: set[str]) -> nn.Module:
     unknown = {name for name in saved - expected if canonical_fqn(name) not in known}
     for names, what in ((unknown, "has tensors that the base has no place for"), (expected - saved, "lacks tensors")):
         if names:
-            raise ConfigError(f"the adapter in {os.fspath(folder)!r} {what}: {min(names)} and {len(names) - 1} more")
+            raise ConfigError(f"the adapter in {os.fspath(folder)!r} {what}: {first_of(sorted(names))}")
     return adapted  # type: ignore[no-any-return]
 
 

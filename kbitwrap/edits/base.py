@@ -16,6 +16,7 @@ from torch import nn
 from ..model.records import ParameterRecord
 from ..model.roles import Role
 from ..model.tree import ModelTree
+from ..reports import first_of
 from ..tensors.bits import differ
 from .journal import MISSING
 
@@ -41,9 +42,7 @@ class EditBase:
 
     def describe(self) -> str:
         """Say in one line what the edit does, and to what."""
-        shown = ", ".join(name or "the model" for name in self.fqns[:3])
-        more = f" and {len(self.fqns) - 3} more" if len(self.fqns) > 3 else ""
-        return f"{self.action} {shown}{more}"
+        return f"{self.action} {first_of([name or 'the model' for name in self.fqns])}"
 
 
 class ChangeBase:

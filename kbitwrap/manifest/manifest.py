@@ -24,7 +24,7 @@ from ..export.staging import atomic_write, refuse_special
 from ..preparation.payloads import Count, MomentRecord, PlanRecord, Record, Text
 from ..preparation.preparation import Preparation
 from ..preparation.process import devices
-from ..reports import Report, shown
+from ..reports import Report, first_of, shown
 from .contents import read_contents, versions
 from .diff import ManifestDiff, as_loaded, compare, for_training
 from .schema import AdapterRecord, ConfigRecord, Kind, ModelRecord, Name, Row, TensorRecord, parse_json
@@ -382,11 +382,10 @@ def _refusing(complaint: str, kind: type[ManifestError] = ManifestError) -> Iter
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False)
         lines = []
-        for entry in found[:3]:
+        for entry in found:
             where = ".".join(repr(str(part))[1:-1][:80] for part in entry["loc"])
             lines.append(f"{where or 'the whole'}: {entry['msg']}, found {shown(entry['input'])}")
-        more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
-        refusal = kind(f"{complaint}: {'; '.join(lines)}{more}")
+        refusal = kind(f"{complaint}: {first_of(lines, 3, '; ')}")
         first = found[0]["loc"]
         refusal.fqn = str(first[1]) if first[:1] == ("tensors",) and len(first) > 1 else ""
         raise refusal from error

@@ -30,6 +30,7 @@ from ..model.quantization import (
 from ..model.records import TensorRef
 from ..model.roles import Role, heads, is_norm, loses_gradients, parameter_roles, returns_float32
 from ..model.tree import ModelTree, NamedTensor, Node, storage_key
+from ..reports import first_of
 from ..tensors.bits import is_composed
 from ..tensors.dtypes import HALF_DTYPES
 from .process import mixed_precision
@@ -341,10 +342,9 @@ class Planner:
         names = [n.fqn for nodes in found.values() if returns_float32(nodes[0].module, dtype) for n in nodes]
         if not names:
             return []
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         others = " or prepare with precision 'full' or 'compute'" if can_be_float32 and not is_float32 else ""
         return [
-            f"the adapters on {names[0]}{more} return float32 where the model computes in {dtype}: attention, or "
+            f"the adapters on {first_of(names, 1)} return float32 where the model computes in {dtype}: attention, or "
             "the head, will raise that dtypes differ, as in the unprepared model; run it under autocast "
             f"(torch.autocast, Trainer(bf16=True)){others}"
         ]

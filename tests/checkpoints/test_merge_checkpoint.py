@@ -173,7 +173,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     tensors = load_file(path)
     first = min(tensors)
     for change, message in (
-        ({first: None}, f"lacks tensors: {re.escape(first)} and 0 more"),
+        ({first: None}, f"lacks tensors: {re.escape(first)}$"),
         ({first.replace("layers.0", "layers.9"): tensors[first].clone()}, r"has no place for: .*layers\.9\."),
         ({first: tensors[first][:1].clone()}, "does not fit the base"),
     ):
