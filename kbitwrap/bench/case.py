@@ -7,39 +7,53 @@ compare theirs with.
 from __future__ import annotations
 
 import contextlib
-import filecmp
 import gc
 import inspect
 import json
-import os
-import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from bitsandbytes.functional import dequantize_4bit
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
-from safetensors.torch import load_file, save_file
-from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from .. import KbitPreparedModel, Precision, StepMemory, StepTracker, predict_step
-from .memory import MemoryMeter, live_bytes, stored_bytes
+from .. import KbitPreparedModel, Precision, StepMemory, predict_step
+from .exports import ExportMeasurement
+from .memory import MemoryMeter, Timings, live_bytes
 from .models import LINEARS, build_model
 from .settings import CHUNKED, MERGED, PEFT, PEFT_UNCLEARED, Settings
+from .steps import StepMeasurement
 
 # Where only preparing is measured, the adapter that "adapted" is told of sits on this many layers, the last ones.
 _ADAPTED_LAYERS = 2
 # Memory is measured first: what is freed for a clean start has to be got again, which takes time.
 _MEMORY_RUNS = 4
 _RANK = 16
-_NO_SHARDS = "1TB"
-_COSTS = ("system_peak_bytes", "seconds", "peak_bytes")
-_NUMBERS = ("loss", "num_gradients", "largest_gradient_difference")
+# The precisions of the cases that are not named after theirs.
+_PRECISIONS = {PEFT_UNCLEARED: PEFT, CHUNKED: "compute", MERGED: "norms"}
+
+
+@dataclass(frozen=True)
+class _Preparing:
+    """What one preparation cost, which was taken back afterwards.
+
+    Attributes:
+        seconds: The time to prepare and, under ``"adapted"``, to adopt the adapter.
+        restore_seconds: The time to restore; ``None`` for PEFT's function, which nothing undoes.
+        peak_bytes: The most memory held meanwhile, above the start; ``None`` where only time was measured.
+        live_bytes: What the prepared base holds.
+        allocator: What CUDA's allocator held before and after; ``None`` on a host.
+    """
+
+    seconds: float
+    restore_seconds: float | None
+    peak_bytes: int | None
+    live_bytes: int
+    allocator: dict[str, Any] | None
 
 
 class Case:
@@ -61,6 +75,7 @@ class Case:
         self.device = torch.device(settings.device)
         self.meter = MemoryMeter(self.device)
         self.result: dict[str, Any] = {"case": name, "memory_method": self.meter.method}
+        self._is_peft = name in (PEFT, PEFT_UNCLEARED)
         self._wrapper: KbitPreparedModel | None = None
 
     def run(self) -> dict[str, Any]:
@@ -76,138 +91,134 @@ class Case:
     def _measure(self) -> None:
         self.meter.start()
         baseline = self.meter.system_held()  # what the libraries hold: no part of a training step's figure
-        seconds: list[float] = []
-        with self.meter.timed(seconds):
-            compute_dtype = getattr(torch, self.settings.compute_dtype)
-            self.model = build_model(
-                self.settings.shape, self.device, compute_dtype=compute_dtype, seed=self.settings.seed
-            )
-        self.result["build_seconds"] = seconds[0]
+        self._build()
         if self.settings.export:
-            self._prepare()
             self._measure_export()
             return
-        predicted = [self._predict(tokens) for tokens in self.settings.tokens] if self.settings.predict else []
+        predictions = []
+        if self.settings.predict:
+            predictions = [self._predict(number) for number in self.settings.tokens]
         self._measure_preparing()
         if self.settings.step:
-            self._prepare()
-            adapted = self._adapt().train()
-            self.result["steps"] = [self._measure_step(adapted, tokens, baseline) for tokens in self.settings.tokens]
-            for step, prediction in zip(self.result["steps"], predicted, strict=False):
-                step["predicted"] = prediction.to_dict()
+            self._measure_steps(baseline, predictions)
+
+    def _build(self) -> None:
+        timings = Timings()
+        compute_dtype = getattr(torch, self.settings.compute_dtype)
+        with self.meter.timed(timings):
+            self.model = build_model(
+                self.settings.shape,
+                self.device,
+                compute_dtype=compute_dtype,
+                seed=self.settings.seed,
+            )
+        self.result["build_seconds"] = timings.seconds[0]
 
     def _measure_export(self) -> None:
-        """Export, in turn with the library's way to write the same bytes, which has them at hand, and with merging."""
-        assert self._wrapper is not None
+        wrapper = self._prepare_by_wrapper()
         adapted = self._adapt() if self.name == MERGED else None
-        host = MemoryMeter(torch.device("cpu"))
-        exported, saved = self.folder / "exported", self.folder / "saved.safetensors"
-        save: tuple[list[float], list[float]] = ([], [])
-        export: tuple[list[float], list[float]] = ([], [])
-        merge: tuple[list[float], list[float]] = ([], [])
-        peaks: list[int] = []
-        tensors: dict[str, torch.Tensor] = {}
-        for _ in range(1 + self.settings.repeats):
-            _settle_disk()
-            host.start()
-            with self.meter.timed(*export):
-                report = self._wrapper.export(
-                    exported, merge_adapters=adapted is not None, model=adapted, max_shard_size=_NO_SHARDS
-                )
-            peaks.append(host.peak())
-            (file,) = exported.glob("*.safetensors")
-            tensors = tensors or {name: tensor.clone() for name, tensor in load_file(file).items()}
-            _settle_disk()
-            with self.meter.timed(*save):
-                save_file(tensors, saved, metadata={"format": "pt"})
-            if adapted is not None:
-                _settle_disk()
-                with self.meter.timed(*merge):
-                    _merge(adapted)
-            is_identical = filecmp.cmp(file, saved, shallow=False)
-            shutil.rmtree(exported)
-            saved.unlink()
-        timings = {"export": export, "save": save, "merge": merge}
-        self.result |= {
-            # The first also sets things up.
-            **{f"{name}_seconds": wall[1:] for name, (wall, _) in timings.items()},
-            **{f"{name}_cpu_seconds": cpu[1:] for name, (_, cpu) in timings.items()},
-            "export_peak_bytes": min(peaks),
-            "export_bytes": report.num_bytes,
-            "largest_bytes": max(tensor.nbytes for tensor in tensors.values()),
-            "is_identical": is_identical,
-        }
+        measurement = ExportMeasurement(wrapper, adapted, self.meter, self.folder)
+        self.result |= measurement.run(self.settings.repeats)
 
     def _measure_preparing(self) -> None:
-        prepare: list[float] = []
-        restore: list[float] = []
-        peaks: list[int] = []
+        repeats = self.settings.repeats
         loaded_bytes = live_bytes(self.model, _is_base)
-        memory_runs = _MEMORY_RUNS if self.settings.repeats else 0
-        for run in range(memory_runs + self.settings.repeats):
-            measures_memory = run < memory_runs
-            undo = _undo_of_peft(self.model) if self.name in (PEFT, PEFT_UNCLEARED) else None
-            gc.collect()  # garbage of the previous run must not cost time in this one
-            if measures_memory:
-                self.meter.start()
-            before = self.meter.allocator()
-            with self.meter.timed(prepare):
-                self._prepare()
-            after = self.meter.allocator()
-            if measures_memory:
-                peaks.append(self.meter.peak())
-            adapted = None
-            if self.name == Precision.ADAPTED.value:
-                adapted = self._adapt()
-                prepare[-1] += self.result["adopt_seconds"]
-            if run == 0:
-                self.result["added_bytes"] = live_bytes(self.model, _is_base) - loaded_bytes
-                self.result["allocator"] = None if after is None else {"before": before, "after": after}
-            if adapted is not None:
-                adapted.unload()
-            if undo is not None:
-                undo()
-            else:
-                assert self._wrapper is not None
-                with self.meter.timed(restore):
-                    self._wrapper.restore()
-        left = live_bytes(self.model, _is_base) - loaded_bytes
-        self.result |= {
-            "prepare_seconds": prepare[memory_runs:],
-            "restore_seconds": restore[memory_runs:],
-            "left_bytes": left,
-        }
+        memory_runs = []
+        if repeats:
+            memory_runs = [self._prepare_once(measures_memory=True) for _ in range(_MEMORY_RUNS)]
+            first = memory_runs[0]
+            self.result["added_bytes"] = first.live_bytes - loaded_bytes
+            self.result["allocator"] = first.allocator
+        timed_runs = [self._prepare_once(measures_memory=False) for _ in range(repeats)]
+        restore_seconds = [run.restore_seconds for run in timed_runs if run.restore_seconds is not None]
+        self.result["prepare_seconds"] = [run.seconds for run in timed_runs]
+        self.result["restore_seconds"] = restore_seconds
+        self.result["left_bytes"] = live_bytes(self.model, _is_base) - loaded_bytes
+        peaks = [run.peak_bytes for run in memory_runs if run.peak_bytes is not None]
         if peaks:
             # The first also pages in the code that runs, which counts in a resident set.
             self.result["transient_peak_bytes"] = min(peaks)
 
+    def _prepare_once(self, *, measures_memory: bool) -> _Preparing:
+        """Prepare, and take it back."""
+        meter = self.meter
+        undo_peft = _undo_of_peft(self.model) if self._is_peft else None
+        gc.collect()  # garbage of the previous run must not cost time in this one
+        if measures_memory:
+            meter.start()
+        before = meter.allocator()
+        prepare = Timings()
+        with meter.timed(prepare):
+            self._prepare()
+        after = meter.allocator()
+        peak_bytes = meter.peak() if measures_memory else None
+        seconds = prepare.seconds[0]
+        adapted = None
+        if self.name == Precision.ADAPTED.value:
+            adapted = self._adapt()
+            seconds += self.result["adopt_seconds"]
+        prepared_bytes = live_bytes(self.model, _is_base)
+        if adapted is not None:
+            adapted.unload()
+        restore = Timings()
+        if undo_peft is not None:
+            undo_peft()
+        if self._wrapper is not None:
+            with meter.timed(restore):
+                self._wrapper.restore()
+        return _Preparing(
+            seconds=seconds,
+            restore_seconds=restore.seconds[0] if restore.seconds else None,
+            peak_bytes=peak_bytes,
+            live_bytes=prepared_bytes,
+            allocator=None if after is None else {"before": before, "after": after},
+        )
+
+    def _measure_steps(self, baseline: int, predictions: list[StepMemory]) -> None:
+        self._prepare()
+        adapted = self._adapt().train()
+        measurement = StepMeasurement(self.name, adapted, self.settings, self.meter, baseline, self.folder)
+        steps = [measurement.measure(self._tokens(number)) for number in self.settings.tokens]
+        self.result["steps"] = steps
+        # Without --predict there are none.
+        for step, prediction in zip(steps, predictions, strict=False):
+            step["predicted"] = prediction.to_dict()
+
     def _prepare(self) -> None:
-        checkpointing = {"use_reentrant": self.settings.reentrant}
-        if self.name in (PEFT, PEFT_UNCLEARED):
-            # Versions that do not take it never clear the cache.
-            takes_it = "auto_clear_cache" in inspect.signature(prepare_model_for_kbit_training).parameters
-            cache = {"auto_clear_cache": False} if takes_it and self.name == PEFT_UNCLEARED else {}
-            prepare_model_for_kbit_training(self.model, gradient_checkpointing_kwargs=checkpointing, **cache)
-            return
+        if self._is_peft:
+            self._prepare_by_peft()
+        else:
+            self._prepare_by_wrapper()
+
+    def _prepare_by_peft(self) -> None:
+        options: dict[str, Any] = {"gradient_checkpointing_kwargs": {"use_reentrant": self.settings.reentrant}}
+        # Versions that do not take it never clear the cache.
+        takes_it = "auto_clear_cache" in inspect.signature(prepare_model_for_kbit_training).parameters
+        if takes_it and self.name == PEFT_UNCLEARED:
+            options["auto_clear_cache"] = False
+        prepare_model_for_kbit_training(self.model, **options)
+
+    def _prepare_by_wrapper(self) -> KbitPreparedModel:
         self._wrapper = KbitPreparedModel(self.model, **self._fields()).prepare()
+        return self._wrapper
 
     def _fields(self) -> dict[str, Any]:
         """The settings of the preparation."""
         fields: dict[str, Any] = {
-            "precision": {CHUNKED: "compute", MERGED: "norms", PEFT_UNCLEARED: PEFT}.get(self.name, self.name),
+            "precision": _PRECISIONS.get(self.name, self.name),
             "gradient_checkpointing_kwargs": {"use_reentrant": self.settings.reentrant},
         }
         if self.name == CHUNKED:
             fields["head_chunk_bytes"] = self.settings.head_chunk_bytes
         return fields
 
-    def _predict(self, tokens: int) -> StepMemory:
+    def _predict(self, num_tokens: int) -> StepMemory:
         """The memory of a step, before there is one."""
-        ids = self._tokens(tokens)
+        ids = self._tokens(num_tokens)
         return predict_step(
             self.model,
             batch_size=1,
-            seq_len=tokens,
+            seq_len=num_tokens,
             inputs={"input_ids": ids, "labels": ids},
             lora=self._lora(),
             optimizer=None,
@@ -217,21 +228,23 @@ class Case:
         )
 
     def _tokens(self, number: int) -> torch.Tensor:
+        """A batch of one row, ``(1, number)``, int64, on the host."""
         generator = torch.Generator().manual_seed(self.settings.seed)
         return torch.randint(self.settings.shape.vocab_size, (1, number), generator=generator)
 
     def _lora(self) -> LoraConfig:
-        num_layers = self.settings.shape.num_layers
+        settings = self.settings
         layers = None
-        if not self.settings.step and not self.settings.export:
-            layers = list(range(max(0, num_layers - _ADAPTED_LAYERS), num_layers))
+        if not settings.step and not settings.export:
+            num_layers = settings.shape.num_layers
+            layers = list(range(num_layers))[-_ADAPTED_LAYERS:]
         return LoraConfig(
             r=_RANK,
             lora_alpha=2 * _RANK,
             target_modules=list(LINEARS),
             layers_to_transform=layers,
             init_lora_weights=False,  # both factors random: otherwise the gradient of the first is zero
-            modules_to_save=["lm_head"] if self.settings.step and self.settings.modules_to_save else None,
+            modules_to_save=["lm_head"] if settings.step and settings.modules_to_save else None,
         )
 
     def _adapt(self) -> PeftModel:
@@ -239,91 +252,11 @@ class Case:
         torch.manual_seed(self.settings.seed)
         adapted = get_peft_model(self.model, self._lora())
         if self._wrapper is not None:
-            seconds: list[float] = []
-            with self.meter.timed(seconds):
+            timings = Timings()
+            with self.meter.timed(timings):
                 self._wrapper.adopt(adapted)
-            self.result["adopt_seconds"] = seconds[0]
+            self.result["adopt_seconds"] = timings.seconds[0]
         return adapted
-
-    def _measure_step(self, model: PeftModel, tokens: int, baseline: int) -> dict[str, Any]:
-        """The cost of a step, and its numbers; ``None`` for figures that the device has too little memory for."""
-        settings = self.settings
-        ids = self._tokens(tokens).to(self.device)
-
-        def step() -> torch.Tensor:
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=settings.autocast):
-                loss: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
-            loss.backward()
-            return loss.detach()
-
-        def costs() -> dict[str, Any]:
-            # The first step also pays for what is set up once.
-            self.meter.start()
-            step()
-            system_peak = self.meter.system_peak() - baseline
-            seconds: list[float] = []
-            for _ in range(settings.repeats):
-                model.zero_grad(set_to_none=True)
-                with self.meter.timed(seconds):
-                    step()
-            model.zero_grad(set_to_none=True)
-            peak = self.meter.tensor_peak(lambda: stored_bytes(model), step)
-            found = {"system_peak_bytes": system_peak, "seconds": seconds, "peak_bytes": peak}
-            if settings.predict:
-                model.zero_grad(set_to_none=True)
-                with StepTracker(model, inputs=[ids]) as tracker:
-                    step()
-                found["tracked_bytes"] = tracker.peak_bytes
-            return found
-
-        def numbers() -> dict[str, Any]:
-            with _deterministic(self.device):
-                loss = step().item()
-            return {"loss": loss, **self._compare(model, tokens)}
-
-        result: dict[str, Any] = {"tokens": tokens}
-        for measure, figures in ((costs, _COSTS), (numbers, _NUMBERS)) if settings.repeats else ((numbers, _NUMBERS),):
-            try:
-                result |= measure()
-            except torch.OutOfMemoryError:
-                result |= dict.fromkeys(figures)
-            model.zero_grad(set_to_none=True)
-        return result
-
-    def _compare(self, model: nn.Module, tokens: int) -> dict[str, Any]:
-        gradients = {name: p.grad.detach().cpu() for name, p in model.named_parameters() if p.grad is not None}
-        path = self.folder / f"gradients-{tokens}.pt"
-        if self.name == PEFT:
-            torch.save(gradients, path)
-        if not path.exists():
-            return {"num_gradients": len(gradients)}
-        expected = torch.load(path, mmap=True)
-        if expected.keys() != gradients.keys():
-            raise RuntimeError(f"other parameters have a gradient: {sorted(expected.keys() ^ gradients.keys())[:3]}")
-        return {
-            "num_gradients": len(gradients),
-            "largest_gradient": max(float(g.abs().max()) for g in expected.values()),
-            "largest_gradient_difference": max(
-                float((gradients[name].double() - g.double()).abs().max()) for name, g in expected.items()
-            ),
-        }
-
-
-@torch.no_grad()
-def _merge(adapted: PeftModel) -> None:
-    """Compute each merged weight by what it takes and nothing else, and drop it."""
-    layers: list[Any] = [module for module in adapted.modules() if "lora_A" in module._modules]
-    for layer in layers:
-        weight = layer.get_base_layer().weight
-        merged = dequantize_4bit(weight.data, weight.quant_state).float()
-        merged += layer.get_delta_weight("default")
-        merged.to(weight.quant_state.dtype)
-
-
-def _settle_disk() -> None:
-    """Wait until earlier writes are on the disk, so that they do not slow this one."""
-    if hasattr(os, "sync"):
-        os.sync()
 
 
 def _is_base(name: str) -> bool:
@@ -333,7 +266,7 @@ def _is_base(name: str) -> bool:
 def _undo_of_peft(model: PreTrainedModel) -> Callable[[], None]:
     """A call that puts the model back so that PEFT's function, which nothing undoes, can be timed once more."""
     states = [(parameter, parameter.dtype, parameter.requires_grad) for parameter in model.parameters()]
-    hooks = {id(module): list(module._forward_hooks) for module in model.modules()}
+    hooks = {id(module): set(module._forward_hooks) for module in model.modules()}
 
     def undo() -> None:
         for parameter, dtype, requires_grad in states:
@@ -342,25 +275,11 @@ def _undo_of_peft(model: PreTrainedModel) -> Callable[[], None]:
             parameter.requires_grad_(requires_grad)
         model.gradient_checkpointing_disable()
         for module in model.modules():
-            for key in set(module._forward_hooks) - set(hooks[id(module)]):
+            added = set(module._forward_hooks) - hooks[id(module)]
+            for key in added:
                 del module._forward_hooks[key]
 
     return undo
-
-
-@contextlib.contextmanager
-def _deterministic(device: torch.device) -> Iterator[None]:
-    """Where numbers are compared bit for bit, the same operations must give the same: not all of CUDA's kernels do.
-
-    Those that only warn, as torch's fused attention does, are left out: attention is computed by its formula.
-    """
-    attention = sdpa_kernel(SDPBackend.MATH) if device.type == "cuda" else contextlib.nullcontext()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        with attention:
-            yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @contextlib.contextmanager
@@ -379,8 +298,10 @@ def main(request_path: str, result_path: str) -> None:
         result_path: Where to write the figures, as JSON. PEFT's gradients are kept in the same folder.
     """
     request = json.loads(Path(request_path).read_text())
-    case = Case(request["case"], Settings.from_dict(request["settings"]), Path(result_path).parent)
-    Path(result_path).write_text(json.dumps(case.run()))
+    settings = Settings.from_dict(request["settings"])
+    result = Path(result_path)
+    case = Case(request["case"], settings, result.parent)
+    result.write_text(json.dumps(case.run()))
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ import dataclasses
 import functools
 import importlib
 import inspect
-import itertools
+import operator
 import statistics
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -25,12 +25,13 @@ from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
 from tqdm.auto import tqdm
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from .. import KbitPreparedModel
 from .environment import environment
-from .settings import FLOAT64, LAST_STEPS, PEFT, BenchError, LossSettings
+from .settings import DISTANCES, FLOAT64, LAST_STEPS, PEFT, BenchError, LossSettings
 
 NUM_BYTES = 256
 """The vocabulary: a token is a byte."""
@@ -51,7 +52,6 @@ _PRETRAINING_RATE = 3e-3
 _WARMUP_STEPS = 20
 _HEAD_SIZE = 32
 _IN_FLOAT32 = "-float32"  # how the name of a case ends whose adapters are in float32
-_DISTANCES = ("logits_distance", "gradient_distance")
 
 
 @dataclass(frozen=True)
@@ -84,19 +84,24 @@ def read_text(settings: LossSettings) -> Text:
     from pydoc_data.topics import topics
 
     try:
-        sources = [
-            "\n".join(inspect.getsource(importlib.import_module(name)) for name in names)
-            for names in (_TRAINING_MODULES, _HELD_OUT_MODULES)
-        ]
+        training = _blocks(_sources(_TRAINING_MODULES), settings)
+        held_out = _blocks(_sources(_HELD_OUT_MODULES), settings)
     except OSError as error:
         raise BenchError(f"--loss trains on the source code of the standard library: {error}") from error
-    training, held_out = (
-        _tokens(source, settings).unfold(0, settings.length + 1, settings.length) for source in sources
-    )
     if len(held_out) < settings.num_held_out or len(training) < settings.batch_size:
         raise BenchError(f"--loss: the standard library's source has only {len(training)} and {len(held_out)} blocks")
-    kept = torch.linspace(0, len(held_out) - 1, settings.num_held_out).long()
-    return Text(_tokens("\n".join(topics[name] for name in sorted(topics)), settings), training, held_out[kept])
+    english = "\n".join(topics[name] for name in sorted(topics))
+    evenly_spread = torch.linspace(0, len(held_out) - 1, settings.num_held_out).long()
+    return Text(_tokens(english, settings), training, held_out[evenly_spread])
+
+
+def _sources(modules: Sequence[str]) -> str:
+    return "\n".join(inspect.getsource(importlib.import_module(name)) for name in modules)
+
+
+def _blocks(text: str, settings: LossSettings) -> torch.Tensor:
+    """Text as ``(num_blocks, length + 1)`` tokens: a block's last one is the first of the next."""
+    return _tokens(text, settings).unfold(0, settings.length + 1, settings.length)
 
 
 def _tokens(text: str, settings: LossSettings) -> torch.Tensor:
@@ -121,22 +126,25 @@ def run_loss(
         BenchError: There is no text to train on.
     """
     text = read_text(settings)
-    names = list(dict.fromkeys(cases))
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
     with torch.random.fork_rng(), tempfile.TemporaryDirectory(prefix="kbitwrap-bench-") as temporary:
-        for number, seed in enumerate(range(settings.seed, settings.seed + settings.repeats), 1):
-            base = (folder or Path(temporary)) / f"seed-{seed}"
+        bases = folder or Path(temporary)
+        for index in range(settings.repeats):
+            seed = settings.seed + index
+            prefix = f"seed {index + 1} of {settings.repeats}"
+            base = bases / f"seed-{seed}"
             if not base.exists():
-                show(f"seed {number} of {settings.repeats}: pretraining")
+                show(f"{prefix}: pretraining")
                 _pretrain(text, settings, seed).bfloat16().save_pretrained(base)
             exact = _adapt(_exact(base, settings), settings)
-            for name in names:
-                show(f"seed {number} of {settings.repeats}: {name}")
-                runs[name].append(_Run(name, settings, seed, base, exact).train(text))
+            for name, own in runs.items():
+                show(f"{prefix}: {name}")
+                run = _Run(name, settings, seed, base, exact)
+                own.append(run.train(text))
     return {
         "environment": environment(settings.device),
         "settings": dataclasses.asdict(settings),
-        "losses": [_summary(name, runs) for name in names],
+        "losses": [_summary(name, runs) for name in runs],
     }
 
 
@@ -146,31 +154,36 @@ def _summary(name: str, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]
     summary: dict[str, Any] = {"case": name, "adapters": str(_adapter_dtype(name)).removeprefix("torch.")}
     for key in ("base_loss", "held_out_loss", "end_loss"):
         summary[key] = _spread([run[key] for run in own])
-    for key in _DISTANCES:
-        summary[key] = {when: _spread([run[key][when] for run in own]) for when in own[0][key]}
-    summary["train_loss"] = [
-        statistics.fmean(losses) for losses in zip(*(run["train_loss"] for run in own), strict=True)
-    ]
+    for key in DISTANCES:
+        start = [run[key]["start"] for run in own]
+        end = [run[key]["end"] for run in own]
+        summary[key] = {"start": _spread(start), "end": _spread(end)}
+    curves = [run["train_loss"] for run in own]
+    summary["train_loss"] = [statistics.fmean(losses) for losses in zip(*curves, strict=True)]
     other = COMPARED_WITH.get(name)
     if other in runs:
-        pairs = list(zip(own, runs[other], strict=True))
-        differences: dict[str, Any] = {"case": other}
-        for key in ("held_out_loss", "end_loss"):
-            differences[key] = _spread([run[key] - its[key] for run, its in pairs])
-        curves = [
-            [loss - its_loss for loss, its_loss in zip(run["train_loss"], its["train_loss"], strict=True)]
-            for run, its in pairs
-        ]
-        steps = [_spread(list(losses)) for losses in zip(*curves, strict=True)]
-        differences["train_loss"] = {key: [step[key] for step in steps] for key in ("mean", "error")}
-        summary["difference"] = differences
+        summary["difference"] = {"case": other, **_differences(own, runs[other])}
     return summary
+
+
+def _differences(own: list[dict[str, Any]], others: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a case's losses are above another's, seed by seed; of the training's losses, step by step."""
+    pairs = list(zip(own, others, strict=True))
+    differences: dict[str, Any] = {}
+    for key in ("held_out_loss", "end_loss"):
+        differences[key] = _spread([run[key] - other[key] for run, other in pairs])
+    curves = [map(operator.sub, run["train_loss"], other["train_loss"]) for run, other in pairs]
+    steps = [_spread(list(losses)) for losses in zip(*curves, strict=True)]
+    differences["train_loss"] = {key: [step[key] for step in steps] for key in ("mean", "error")}
+    return differences
 
 
 def _spread(values: list[float]) -> dict[str, Any]:
     """Their mean, their standard deviation and the standard error of the mean; one value has neither of the two."""
-    deviation = statistics.stdev(values) if len(values) > 1 else None
-    error = None if deviation is None else deviation / len(values) ** 0.5
+    deviation = error = None
+    if len(values) > 1:
+        deviation = statistics.stdev(values)
+        error = deviation / len(values) ** 0.5
     return {"mean": statistics.fmean(values), "deviation": deviation, "error": error, "all": values}
 
 
@@ -191,21 +204,28 @@ def _pretrain(text: Text, settings: LossSettings, seed: int) -> Any:
     model: Any = LlamaForCausalLM(config).train()
     model.to(settings.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_PRETRAINING_RATE)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / _WARMUP_STEPS, 1 - step / settings.pretraining_steps)
-    )
-    tokens, offsets = text.pretraining, torch.arange(settings.length + 1)
+
+    def rate(step: int) -> float:
+        warming = (step + 1) / _WARMUP_STEPS
+        falling = 1 - step / settings.pretraining_steps
+        return min(warming, falling)
+
+    schedule = LambdaLR(optimizer, rate)
+    tokens = text.pretraining
+    offsets = torch.arange(settings.length + 1)
     for _ in _bar(settings.pretraining_steps, "pretrain"):
         starts = torch.randint(len(tokens) - settings.length, (2 * settings.batch_size, 1))
-        blocks = tokens[(starts + offsets).to(settings.device)]
-        _step(model, blocks, optimizer, schedule, is_autocast=True)
+        positions = (starts + offsets).to(settings.device)
+        _step(model, tokens[positions], optimizer, schedule, is_autocast=True)
     return model
 
 
 def _adapter_dtype(name: str) -> torch.dtype:
     if name == FLOAT64:
         return torch.float64
-    return torch.float32 if name == PEFT or name.endswith(_IN_FLOAT32) else torch.bfloat16
+    if name == PEFT or name.endswith(_IN_FLOAT32):
+        return torch.float32
+    return torch.bfloat16
 
 
 class _Run:
@@ -223,16 +243,22 @@ class _Run:
         self.settings = settings
         self.seed = seed
         self.exact = exact
-        self.model = exact if name == FLOAT64 else _adapt(self._prepared(name, base), settings)
-        self.is_autocast = settings.autocast and self.model is not exact
-        generator = torch.Generator().manual_seed(seed)
-        for fqn, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                values = torch.zeros(parameter.shape)
-                if "lora_A" in fqn:
-                    bound = parameter.shape[1] ** -0.5  # PEFT's own
-                    values.uniform_(-bound, bound, generator=generator)
-                parameter.data = values.to(parameter.device, _adapter_dtype(name))
+        if name == FLOAT64:
+            self.model = exact
+        else:
+            self.model = _adapt(self._prepared(name, base), settings)
+        self.is_autocast = settings.autocast and name != FLOAT64
+        self._draw_adapters(_adapter_dtype(name))
+
+    def _draw_adapters(self, dtype: torch.dtype) -> None:
+        """Give the adapters PEFT's initial values, drawn in float32 on the host: the same in each case."""
+        generator = torch.Generator().manual_seed(self.seed)
+        for fqn, parameter in _trainable(self.model).items():
+            values = torch.zeros(parameter.shape)
+            if "lora_A" in fqn:
+                bound = parameter.shape[1] ** -0.5
+                values.uniform_(-bound, bound, generator=generator)
+            parameter.data = values.to(parameter.device, dtype)
 
     def _prepared(self, name: str, checkpoint: Path) -> Any:
         base: Any = _load(checkpoint, self.settings)
@@ -242,75 +268,99 @@ class _Run:
                 warnings.simplefilter("ignore", FutureWarning)  # transformers renamed what PEFT calls
                 return prepare_model_for_kbit_training(base, gradient_checkpointing_kwargs=checkpointing)
         precision = name.removesuffix(_IN_FLOAT32)
-        return KbitPreparedModel(base, precision=precision, gradient_checkpointing_kwargs=checkpointing).prepare().model
+        wrapper = KbitPreparedModel(base, precision=precision, gradient_checkpointing_kwargs=checkpointing)
+        return wrapper.prepare().model
 
     def train(self, text: Text) -> dict[str, Any]:
         """Train it.
 
         Args:
-            text: What on.
+            text: The text to train on, and the one to measure the loss of.
 
         Returns:
             The losses of each step and of what is held out, and the distances from exact arithmetic.
         """
+        base_loss = self._held_out_loss(text)
+        probe = text.training[: 2 * self.settings.batch_size]
+        before = self._distances(probe)
+        losses = self._train_steps(text)
+        after = self._distances(probe)
+        result = {
+            "base_loss": base_loss,
+            "train_loss": losses,
+            "end_loss": statistics.fmean(losses[-LAST_STEPS:]),
+            "held_out_loss": self._held_out_loss(text),
+        }
+        for key in DISTANCES:
+            result[key] = {"start": before[key], "end": after[key]}
+        return result
+
+    def _train_steps(self, text: Text) -> list[float]:
         settings = self.settings
-        generator = torch.Generator().manual_seed(self.seed)
-        orders = (torch.randperm(len(text.training), generator=generator) for _ in itertools.count())
-        batches = (batch for order in orders for batch in order.split(settings.batch_size))
-        result: dict[str, Any] = {"base_loss": self._held_out_loss(text)}
-        probe = text.training[: 2 * settings.batch_size]
-        distances = {"start": self._distances(probe)}
-        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=0, fused=True)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / settings.steps)
+        adapters = _trainable(self.model).values()
+        optimizer = torch.optim.AdamW(adapters, lr=settings.learning_rate, weight_decay=0, fused=True)
+        schedule = LambdaLR(optimizer, lambda step: 1 - step / settings.steps)
+        batches = self._batches(len(text.training))
         losses = []
         for _ in _bar(settings.steps, "train"):
             blocks = text.training[next(batches).to(settings.device)]
             losses.append(_step(self.model, blocks, optimizer, schedule, is_autocast=self.is_autocast))
-        distances["end"] = self._distances(probe)
-        return {
-            **result,
-            "train_loss": losses,
-            "end_loss": statistics.fmean(losses[-LAST_STEPS:]),
-            "held_out_loss": self._held_out_loss(text),
-            **{key: {when: found[key] for when, found in distances.items()} for key in _DISTANCES},
-        }
+        return losses
 
+    def _batches(self, num_blocks: int) -> Iterator[torch.Tensor]:
+        """The numbers of the blocks in each batch, without end: all blocks in one order, then in another."""
+        generator = torch.Generator().manual_seed(self.seed)
+        while True:
+            order = torch.randperm(num_blocks, generator=generator)
+            yield from order.split(self.settings.batch_size)
+
+    @torch.no_grad()
     def _held_out_loss(self, text: Text) -> float:
         """The loss in the case's own arithmetic, and in train mode: nothing drops out."""
-        with torch.no_grad():
-            parts = text.held_out.split(2 * self.settings.batch_size)
-            losses = [
-                _loss(self.model, blocks, is_autocast=self.is_autocast)[0].item() * len(blocks) for blocks in parts
-            ]
-        return sum(losses) / len(text.held_out)
+        total = 0.0
+        for blocks in text.held_out.split(2 * self.settings.batch_size):
+            loss, _ = _loss(self.model, blocks, is_autocast=self.is_autocast)
+            total += loss.item() * len(blocks)
+        return total / len(text.held_out)
 
     def _distances(self, blocks: torch.Tensor) -> dict[str, float]:
         """How far logits and the adapters' gradients are from those of the same model and adapters in float64."""
-        found = []
-        for model in (self.model, self.exact):
-            if model is not self.model:  # the model in float64 gets the adapters as they are
-                own = dict(self.model.named_parameters())
-                for name, parameter in model.named_parameters():
-                    if parameter.requires_grad:
-                        parameter.data = own[name].detach().double()
-            loss, logits = _loss(model, blocks, is_autocast=self.is_autocast and model is self.model)
-            loss.backward()
-            gradients = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
-            model.zero_grad(set_to_none=True)
-            found.append(
-                (logits.detach().double(), torch.cat([gradients[name].flatten() for name in sorted(gradients)]))
-            )
-        return {
-            key: ((ours - exact).norm() / exact.norm()).item()
-            for key, ours, exact in zip(_DISTANCES, *found, strict=True)
-        }
+        ours = _logits_and_gradients(self.model, blocks, is_autocast=self.is_autocast)
+        own = _trainable(self.model)
+        for name, parameter in _trainable(self.exact).items():
+            parameter.data = own[name].detach().double()
+        exacts = _logits_and_gradients(self.exact, blocks, is_autocast=False)
+        distances = {}
+        for key, values, exact in zip(DISTANCES, ours, exacts, strict=True):
+            distances[key] = ((values - exact).norm() / exact.norm()).item()
+        return distances
+
+
+def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _logits_and_gradients(
+    model: nn.Module, blocks: torch.Tensor, *, is_autocast: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits, and all gradients as one vector, in float64."""
+    loss, logits = _loss(model, blocks, is_autocast=is_autocast)
+    loss.backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    gradients = [found[name] for name in sorted(found)]
+    vector = torch.cat([gradient.double().flatten() for gradient in gradients if gradient is not None])
+    model.zero_grad(set_to_none=True)
+    return logits.detach().double(), vector
 
 
 def _adapt(base: Any, settings: LossSettings) -> PeftModel:
     """Put a LoRA on a base. Its values are drawn later: PEFT draws other ones for another dtype."""
-    rank = settings.rank
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=2 * settings.rank,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
     return cast(PeftModel, get_peft_model(base, config)).train()
 
 
@@ -330,9 +380,11 @@ def quantization_config(quant: str) -> BitsAndBytesConfig:
 
 def _load(base: Path, settings: LossSettings) -> nn.Module:
     """The base, quantized, in train mode: in eval mode some CPUs repack its weights, and have no backward then."""
-    config, place = quantization_config(settings.quant), {"": settings.device}
     model: nn.Module = LlamaForCausalLM.from_pretrained(
-        base, quantization_config=config, dtype=torch.bfloat16, device_map=place
+        base,
+        quantization_config=quantization_config(settings.quant),
+        dtype=torch.bfloat16,
+        device_map={"": settings.device},
     )
     return model.train()
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import itertools
 import json
 import resource
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +22,20 @@ from torch.profiler import ProfilerActivity, profile
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_HIGH_WATER_MARK = "5"  # proc(5)
+
+
+@dataclass
+class Timings:
+    """How long each of several runs of one thing took.
+
+    Attributes:
+        seconds: By the clock.
+        cpu_seconds: Those that the threads of this process computed, which others' work on the machine adds little to;
+            a thread that waits for another may count.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
 
 
 class MemoryMeter:
@@ -115,14 +130,7 @@ class MemoryMeter:
         before = stored()
         with _no_collection(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
             run()
-        with tempfile.TemporaryDirectory(prefix="kbitwrap-bench-") as folder:
-            path = Path(folder) / "trace.json"
-            recorded.export_chrome_trace(str(path))
-            events = json.loads(path.read_text())["traceEvents"]
-        changes = [event for event in events if event["name"] == "[memory]"]
-        first = min(changes, key=lambda event: event["ts"])["args"]
-        start = first["Total Allocated"] - first["Bytes"]
-        return int(before + max(event["args"]["Total Allocated"] for event in changes) - start)
+        return before + _most_allocated(recorded)
 
     def synchronize(self) -> None:
         """Wait until the device has done what it was asked to."""
@@ -130,24 +138,35 @@ class MemoryMeter:
             torch.cuda.synchronize(self.device)
 
     @contextlib.contextmanager
-    def timed(self, seconds: list[float], cpu_seconds: list[float] | None = None) -> Iterator[None]:
-        """Append the seconds that the block took.
+    def timed(self, timings: Timings) -> Iterator[None]:
+        """Append how long the block took, unless it raised.
 
         Args:
-            seconds: Where to.
-            cpu_seconds: Where to append those that the threads of this process computed, which others' work on the
-                machine adds little to; a thread that waits for another may count.
+            timings: The record to append to.
 
         Yields:
             Nothing.
         """
         self.synchronize()
-        started, cpu_started = time.perf_counter(), time.process_time()
+        started = time.perf_counter()
+        cpu_started = time.process_time()
         yield
         self.synchronize()
-        seconds.append(time.perf_counter() - started)
-        if cpu_seconds is not None:
-            cpu_seconds.append(time.process_time() - cpu_started)
+        timings.seconds.append(time.perf_counter() - started)
+        timings.cpu_seconds.append(time.process_time() - cpu_started)
+
+
+def _most_allocated(recorded: profile) -> int:
+    """The most bytes that the host's allocator held during a recording, above those held when it began."""
+    with tempfile.TemporaryDirectory(prefix="kbitwrap-bench-") as folder:
+        path = Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    changes = [event for event in events if event["name"] == "[memory]"]
+    first = min(changes, key=lambda event: event["ts"])["args"]
+    held_at_start = first["Total Allocated"] - first["Bytes"]
+    most_held = max(event["args"]["Total Allocated"] for event in changes)
+    return int(most_held - held_at_start)
 
 
 @contextlib.contextmanager
@@ -183,13 +202,11 @@ def live_bytes(model: nn.Module, is_counted: Callable[[str], bool]) -> int:
         >>> live_bytes(torch.nn.Linear(4, 4, bias=False), lambda name: True)
         64
     """
-    tensors = (
-        tensor
-        for named in (model.named_parameters, model.named_buffers)
-        for name, tensor in named(remove_duplicate=False)
-        if is_counted(name)
+    named = itertools.chain(
+        model.named_parameters(remove_duplicate=False),
+        model.named_buffers(remove_duplicate=False),
     )
-    return _storage_bytes(tensors)
+    return _storage_bytes(tensor for name, tensor in named if is_counted(name))
 
 
 def stored_bytes(model: nn.Module) -> int:
@@ -209,7 +226,7 @@ def stored_bytes(model: nn.Module) -> int:
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    storages: dict[tuple[Any, ...], int] = {}
+    storages: dict[tuple[torch.device, int], int] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         storages[storage.device, storage.data_ptr()] = storage.nbytes()

@@ -38,14 +38,15 @@ def build_model(shape: Shape, device: torch.device, *, compute_dtype: torch.dtyp
     generator = torch.Generator(device).manual_seed(seed)
     with torch.device("meta"):
         model: Any = MistralForCausalLM(config).bfloat16()
+    # The order of the draws decides the weights: a module's children, before the children of any of them.
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear) and name in LINEARS:
-                setattr(module, name, _linear(child, device, compute_dtype, generator))
+                setattr(module, name, _linear(child, compute_dtype, generator))
             elif isinstance(child, nn.Linear | nn.Embedding):
-                child.weight = _parameter(child.weight, 0.0, _EMBEDDING_DEVIATION, device, generator)
+                child.weight = _parameter(child.weight, 0.0, _EMBEDDING_DEVIATION, generator)
             elif hasattr(child, "variance_epsilon"):  # a norm
-                child.weight = _parameter(child.get_parameter("weight"), 1.0, 0.1, device, generator)
+                child.weight = _parameter(child.get_parameter("weight"), 1.0, 0.1, generator)
             elif hasattr(child, "inv_freq"):
                 setattr(module, name, type(child)(config).to(device))
     if shape.is_tied:
@@ -75,20 +76,22 @@ def _config(shape: Shape) -> MistralConfig:
     )
 
 
-def _parameter(
-    like: torch.Tensor, mean: float, deviation: float, device: torch.device, generator: torch.Generator
-) -> nn.Parameter:
-    values = torch.empty(like.shape, dtype=like.dtype, device=device)
+def _parameter(like: torch.Tensor, mean: float, deviation: float, generator: torch.Generator) -> nn.Parameter:
+    """A parameter of the shape and dtype of one on the meta device, on the generator's device, its values random."""
+    values = torch.empty(like.shape, dtype=like.dtype, device=generator.device)
     return nn.Parameter(values.normal_(mean, deviation, generator=generator))
 
 
-def _linear(
-    linear: nn.Linear, device: torch.device, compute_dtype: torch.dtype, generator: torch.Generator
-) -> Linear4bit:
-    """A quantized layer of the same shape, its packed values random."""
+def _linear(linear: nn.Linear, compute_dtype: torch.dtype, generator: torch.Generator) -> Linear4bit:
+    """A quantized layer of the same shape, on the generator's device, its packed values random."""
+    device = generator.device
     with torch.device("meta"):
         layer = Linear4bit(
-            linear.in_features, linear.out_features, bias=False, compute_dtype=compute_dtype, quant_type="nf4"
+            linear.in_features,
+            linear.out_features,
+            bias=False,
+            compute_dtype=compute_dtype,
+            quant_type="nf4",
         )
     num_values = linear.in_features * linear.out_features
     words = torch.empty(num_values // 16, dtype=torch.int64, device=device)  # 16 packed values each

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -33,16 +34,6 @@ STYLE: dict[Any, Any] = {
 # Vermillion and blue of Okabe and Ito's palette, which people who see colors differently can tell apart.
 _PEFT_COLOR, _OWN_COLOR = "#d55e00", "#0072b2"
 _ZERO_COLOR = "#1f2328"
-# For each curve of the same palette a color and a style: those that lie on one another show through each other's gaps.
-_LOOKS = (
-    ("#e69f00", "-"),
-    ("#0072b2", "--"),
-    ("#cc79a7", "-."),
-    ("#009e73", "--"),
-    ("#d55e00", "-."),
-    ("#1f2328", ":"),
-    ("#56b4e9", "--"),
-)
 _LINEAR_UP_TO = 1e-3
 
 
@@ -63,11 +54,24 @@ class _Panel:
     label: str
 
 
-class _Line(NamedTuple):
+@dataclass(frozen=True)
+class _Look:
     """How a curve looks."""
 
     color: str
     style: str
+
+
+# Of the same palette. Curves that lie on one another show through each other's gaps.
+_LOOKS = (
+    _Look("#e69f00", "-"),
+    _Look("#0072b2", "--"),
+    _Look("#cc79a7", "-."),
+    _Look("#009e73", "--"),
+    _Look("#d55e00", "-."),
+    _Look("#1f2328", ":"),
+    _Look("#56b4e9", "--"),
+)
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -83,17 +87,19 @@ def draw(result: dict[str, Any], path: Path) -> None:
     rows = _rows(result)
     names = [case["case"] for case in result["cases"]]
     shape = result["settings"]["shape"]
+    num_rows, num_columns = len(rows), len(rows[0])
+    width, height = _PANEL_SIZE
     with matplotlib.rc_context(STYLE):
-        width, height = _PANEL_SIZE
-        figure = Figure(figsize=(width * len(rows[0]), height * len(rows)), layout="constrained")
+        figure = Figure(figsize=(width * num_columns, height * num_rows), layout="constrained")
         figure.suptitle(
             f"Mistral in nf4 and bfloat16, hidden {shape['hidden_size']}, {shape['num_layers']} layers, "
             f"vocabulary {shape['vocab_size']}, on {where(result)}"
         )
-        for row, axes in zip(rows, figure.subplots(len(rows), len(rows[0]), squeeze=False), strict=True):
-            for panel, axis in zip(row, axes, strict=True):
-                _draw_panel(axis, panel, names)
-        figure.savefig(path, metadata={_STAMPS[path.suffix]: None})
+        grid = figure.subplots(num_rows, num_columns, squeeze=False)
+        panels = itertools.chain.from_iterable(rows)
+        for panel, axis in zip(panels, grid.flat, strict=True):
+            _draw_panel(axis, panel, names)
+        _save(figure, path)
 
 
 def draw_losses(result: dict[str, Any], path: Path) -> None:
@@ -106,48 +112,83 @@ def draw_losses(result: dict[str, Any], path: Path) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    settings, losses = result["settings"], result["losses"]
-    lines = {case["case"]: _Line(*look) for case, look in zip(losses, _LOOKS, strict=False)}
-    adapters = {case["case"]: case["adapters"] for case in losses}
+    settings = result["settings"]
+    losses = result["losses"]
+    looks = {case["case"]: look for case, look in zip(losses, _LOOKS, strict=False)}
     compared = [case for case in losses if "difference" in case]
     steps = range(1, settings["steps"] + 1)
+    width, height = _PANEL_SIZE
     with matplotlib.rc_context(STYLE):
-        width, height = _PANEL_SIZE
         figure = Figure(figsize=(width * 2.7, height * 2.6), layout="constrained")
-        figure.suptitle(
-            f"LoRA on a byte-level Llama in {settings.get('quant', 'nf4')} and bfloat16, "
-            f"{'' if settings.get('autocast', True) else 'no autocast, '}"
-            f"hidden {settings['hidden_size']}, layers {settings['num_layers']}, seeds {settings['repeats']}"
-        )
+        figure.suptitle(_losses_title(settings))
         (curves, ends), (preparations, dtypes) = figure.subplots(2, 2)
         for case in losses:
-            line = lines[case["case"]]
-            curves.plot(steps, case["train_loss"], line.style, color=line.color, label=case["case"], linewidth=1.2)
-        for row, case in enumerate(compared):
-            difference, color = case["difference"], lines[case["case"]].color
-            is_alike = case["adapters"] == adapters[difference["case"]]
-            _draw_differences(preparations if is_alike else dtypes, steps, case, color)
-            ends.plot(difference["held_out_loss"]["all"], [row] * settings["repeats"], ".", color=color, alpha=0.5)
-            mean, error = (difference["held_out_loss"][key] for key in ("mean", "error"))
-            ends.errorbar(mean, row, xerr=error, fmt="D", color=color, capsize=3, markersize=4)
+            look = looks[case["case"]]
+            curves.plot(steps, case["train_loss"], look.style, color=look.color, label=case["case"], linewidth=1.2)
+        adapters = {case["case"]: case["adapters"] for case in losses}
+        for case in compared:
+            has_same_dtype = case["adapters"] == adapters[case["difference"]["case"]]
+            axis = preparations if has_same_dtype else dtypes
+            _draw_differences(axis, steps, case, looks[case["case"]].color)
+        _draw_ends(ends, compared, looks)
         _finish(curves, "train loss, mean of the seeds", "step")
         _finish(preparations, "difference of train losses, same dtype of adapters", "step")
         _finish(dtypes, "difference of train losses, another dtype", "step")
-        _scale(ends, [value for case in compared for value in case["difference"]["held_out_loss"]["all"]])
-        ends.axvline(0, color=_ZERO_COLOR, linewidth=0.6)
-        ends.set_yticks(range(len(compared)), [_difference_name(case, "\n") for case in compared])
-        ends.set_ylim(max(len(compared), 1) - 0.5, -0.5)
         _finish(ends, "difference of held-out losses", f"each seed, mean and standard error; linear to {_LINEAR_UP_TO}")
-        figure.savefig(path, metadata={_STAMPS[path.suffix]: None})
+        _save(figure, path)
+
+
+def _losses_title(settings: dict[str, Any]) -> str:
+    # Results saved before there was a choice do not name it.
+    quant = settings.get("quant", "nf4")
+    autocast = "" if settings.get("autocast", True) else "no autocast, "
+    return (
+        f"LoRA on a byte-level Llama in {quant} and bfloat16, {autocast}"
+        f"hidden {settings['hidden_size']}, layers {settings['num_layers']}, seeds {settings['repeats']}"
+    )
+
+
+def _save(figure: Figure, path: Path) -> None:
+    stamp = _STAMPS[path.suffix]
+    figure.savefig(path, metadata={stamp: None})
 
 
 def _draw_differences(axis: Axes, steps: range, case: dict[str, Any], color: str) -> None:
-    means, errors = (case["difference"]["train_loss"][key] for key in ("mean", "error"))
+    """A curve of the differences of the train losses, in a band of their standard errors where these are known."""
+    difference = case["difference"]["train_loss"]
+    means = difference["mean"]
+    errors = difference["error"]
     axis.plot(steps, means, color=color, label=_difference_name(case, " "), linewidth=1.2)
     axis.axhline(0, color=_ZERO_COLOR, linewidth=0.6)
-    if None not in errors:
-        below, above = ([mean + sign * error for mean, error in zip(means, errors, strict=True)] for sign in (-1, 1))
-        axis.fill_between(steps, below, above, color=color, alpha=0.2, linewidth=0)
+    if None in errors:
+        return
+    below = [mean - error for mean, error in zip(means, errors, strict=True)]
+    above = [mean + error for mean, error in zip(means, errors, strict=True)]
+    axis.fill_between(steps, below, above, color=color, alpha=0.2, linewidth=0)
+
+
+def _draw_ends(axis: Axes, compared: list[dict[str, Any]], looks: dict[str, _Look]) -> None:
+    """A row for each comparison: the differences of the held-out losses of each seed, their mean and its error."""
+    values: list[float] = []
+    for row, case in enumerate(compared):
+        color = looks[case["case"]].color
+        difference = case["difference"]["held_out_loss"]
+        seeds = difference["all"]
+        axis.plot(seeds, [row] * len(seeds), ".", color=color, alpha=0.5)
+        axis.errorbar(
+            difference["mean"],
+            row,
+            xerr=difference["error"],
+            fmt="D",
+            color=color,
+            capsize=3,
+            markersize=4,
+        )
+        values += seeds
+    _scale(axis, values)
+    axis.axvline(0, color=_ZERO_COLOR, linewidth=0.6)
+    axis.set_yticks(range(len(compared)), [_difference_name(case, "\n") for case in compared])
+    axis.set_ylim(max(len(compared), 1) - 0.5, -0.5)
 
 
 def _difference_name(case: dict[str, Any], between: str) -> str:
@@ -156,10 +197,14 @@ def _difference_name(case: dict[str, Any], between: str) -> str:
 
 def _scale(axis: Axes, values: list[float]) -> None:
     """Scale differences of several magnitudes: linearly near zero, by the logarithm beyond, with room at both ends."""
-    least, most = (1.3 * bound for bound in (min([*values, -_LINEAR_UP_TO]), max([*values, _LINEAR_UP_TO])))
+    least = 1.3 * min([*values, -_LINEAR_UP_TO])
+    most = 1.3 * max([*values, _LINEAR_UP_TO])
     axis.set_xscale("symlog", linthresh=_LINEAR_UP_TO)
     axis.set_xlim(least, most)
-    ticks = [0.0, *(sign * _LINEAR_UP_TO * 10**power for power in range(4) for sign in (-1, 1))]
+    magnitudes = [_LINEAR_UP_TO * 10**power for power in range(4)]
+    ticks = [0.0]
+    for magnitude in magnitudes:
+        ticks += [-magnitude, magnitude]
     shown = [tick for tick in ticks if least <= tick <= most]
     axis.set_xticks(shown, [f"{tick:g}" for tick in shown])
     axis.minorticks_off()
@@ -175,28 +220,37 @@ def _finish(axis: Axes, title: str, label: str) -> None:
         axis.spines[side].set_visible(False)
 
 
-def _rows(result: dict[str, Any]) -> list[tuple[_Panel, _Panel, _Panel]]:
+def _rows(result: dict[str, Any]) -> list[tuple[_Panel, ...]]:
     """A row of panels of preparing, and one of training steps for each number of tokens."""
     cases = {case["case"]: case for case in result["cases"]}
-    rows = [
-        (
-            _Panel("live bytes added", "MiB", _mib(cases, "added_bytes"), "{:.2f}"),
-            _Panel("peak while preparing", "MiB above the start", _mib(cases, "transient_peak_bytes"), "{:.1f}"),
-            _Panel("time to prepare", "ratio to PEFT's", _ratios(cases, "prepare_seconds"), "{:.3f}"),
-        )
-    ]
-    for index, tokens in enumerate(result["settings"]["tokens"] if result["settings"]["step"] else ()):
-        steps = {name: case["steps"][index] for name, case in cases.items()}
-        rows.append(
-            (
-                _Panel(f"peak of tensors in a step, {tokens} tokens", "MiB", _mib(steps, "peak_bytes"), "{:.0f}"),
-                _Panel(
-                    f"peak of the system in a step, {tokens} tokens", "MiB", _mib(steps, "system_peak_bytes"), "{:.0f}"
-                ),
-                _Panel(f"step time, {tokens} tokens", "ratio to PEFT's", _ratios(steps, "seconds"), "{:.3f}"),
-            )
-        )
+    rows = [_preparing_row(cases)]
+    if result["settings"]["step"]:
+        for index, tokens in enumerate(result["settings"]["tokens"]):
+            steps = {name: case["steps"][index] for name, case in cases.items()}
+            rows.append(_step_row(steps, tokens))
     return rows
+
+
+def _preparing_row(cases: dict[str, dict[str, Any]]) -> tuple[_Panel, ...]:
+    added = _mib(cases, "added_bytes")
+    peak = _mib(cases, "transient_peak_bytes")
+    seconds = _ratios(cases, "prepare_seconds")
+    return (
+        _Panel("live bytes added", "MiB", added, "{:.2f}"),
+        _Panel("peak while preparing", "MiB above the start", peak, "{:.1f}"),
+        _Panel("time to prepare", "ratio to PEFT's", seconds, "{:.3f}"),
+    )
+
+
+def _step_row(steps: dict[str, dict[str, Any]], tokens: int) -> tuple[_Panel, ...]:
+    tensors = _mib(steps, "peak_bytes")
+    system = _mib(steps, "system_peak_bytes")
+    seconds = _ratios(steps, "seconds")
+    return (
+        _Panel(f"peak of tensors in a step, {tokens} tokens", "MiB", tensors, "{:.0f}"),
+        _Panel(f"peak of the system in a step, {tokens} tokens", "MiB", system, "{:.0f}"),
+        _Panel(f"step time, {tokens} tokens", "ratio to PEFT's", seconds, "{:.3f}"),
+    )
 
 
 def _mib(parts: dict[str, dict[str, Any]], key: str) -> dict[str, float]:
@@ -204,8 +258,13 @@ def _mib(parts: dict[str, dict[str, Any]], key: str) -> dict[str, float]:
 
 
 def _ratios(parts: dict[str, dict[str, Any]], key: str) -> dict[str, float]:
-    ratios = {name: part.get("ratio_to_peft", {}).get(key) for name, part in parts.items()}
-    return {name: ratio for name, ratio in ratios.items() if ratio is not None}
+    """The ratios to PEFT's figure; empty where PEFT's function was not measured."""
+    ratios = {}
+    for name, part in parts.items():
+        own = part.get("ratio_to_peft", {})
+        if key in own:
+            ratios[name] = own[key]
+    return ratios
 
 
 def _draw_panel(axis: Axes, panel: _Panel, names: list[str]) -> None:

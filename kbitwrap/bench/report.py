@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from .environment import where
-from .settings import LAST_STEPS
+from .settings import DISTANCES, LAST_STEPS
 
 _MIB = 1024**2
 _NONE = "-"
 _OUT_OF_MEMORY = "out of memory"
-_DISTANCES = ("logits_distance", "gradient_distance")
+# The last columns of a table of steps, which _numbers fills.
+_NUMBERS = ("loss", "loss difference", "gradient difference")
 
 
 def header(result: dict[str, Any]) -> str:
@@ -23,43 +24,61 @@ def header(result: dict[str, Any]) -> str:
         The lines.
     """
     settings = result["settings"]
-    shape = settings["shape"]
-    model = (
-        f"model     Mistral in nf4 and bfloat16: hidden {shape['hidden_size']}, {shape['num_layers']} layers, "
-        f"{shape['num_heads']} heads, {shape['num_kv_heads']} key-value heads, "
-        f"intermediate {shape['intermediate_size']}, vocabulary {shape['vocab_size']}"
-    )
-    step = (
-        f"step      {', '.join(map(str, settings['tokens']))} tokens, LoRA on all linears, quantized layers compute in "
-        f"{settings['compute_dtype']}"
-    )
+    model = _model_line(settings["shape"])
+    step = _step_line(settings)
     lines = _environment_lines(result)
     if "combinations" in result:
         return "\n".join([*lines, model, step])
+    options = _options(settings)
     compared = "save_file's medians" if settings["export"] else "PEFT's medians"
+    methods = {case["memory_method"] for case in result["cases"]}
     lines += [
-        f"{model}, head {'tied' if shape['is_tied'] else 'not tied'}",
+        f"{model}, head {options['head']}",
         f"timings   median (least - most) of {settings['repeats']}; ratios are to {compared} in this run",
-        f"memory    {', '.join(sorted({case['memory_method'] for case in result['cases']}))}",
+        f"memory    {', '.join(sorted(methods))}",
     ]
     if settings["step"]:
         lines.append(
-            f"{step}, {'bfloat16' if settings['autocast'] else 'no'} autocast, "
-            f"{'reentrant' if settings['reentrant'] else 'non-reentrant'} checkpointing, "
-            f"modules_to_save {'lm_head' if settings['modules_to_save'] else 'none'}, "
+            f"{step}, {options['autocast']} autocast, {options['checkpointing']} checkpointing, "
+            f"modules_to_save {options['modules_to_save']}, "
             f"head_chunk_bytes {settings['head_chunk_bytes']} under compute-chunked"
         )
     return "\n".join(lines)
 
 
+def _model_line(shape: dict[str, Any]) -> str:
+    return (
+        f"model     Mistral in nf4 and bfloat16: hidden {shape['hidden_size']}, {shape['num_layers']} layers, "
+        f"{shape['num_heads']} heads, {shape['num_kv_heads']} key-value heads, "
+        f"intermediate {shape['intermediate_size']}, vocabulary {shape['vocab_size']}"
+    )
+
+
+def _step_line(settings: dict[str, Any]) -> str:
+    tokens = ", ".join(map(str, settings["tokens"]))
+    return f"step      {tokens} tokens, LoRA on all linears, quantized layers compute in {settings['compute_dtype']}"
+
+
+def _options(settings: dict[str, Any]) -> dict[str, str]:
+    """What may change the arithmetic of a step, in words."""
+    return {
+        "head": "tied" if settings["shape"]["is_tied"] else "not tied",
+        "checkpointing": "reentrant" if settings["reentrant"] else "non-reentrant",
+        "autocast": "bfloat16" if settings["autocast"] else "no",
+        "modules_to_save": "lm_head" if settings["modules_to_save"] else "none",
+    }
+
+
 def _environment_lines(result: dict[str, Any]) -> list[str]:
     machine = result["environment"]["machine"]
-    memory = machine["memory_bytes"]
+    versions = [f"{name} {found}" for name, found in result["environment"]["versions"].items()]
+    memory = "unknown"
+    if machine["memory_bytes"] is not None:
+        memory = f"{machine['memory_bytes'] / 1024**3:.1f} GiB"
     return [
         f"machine   {machine['processor']}, {machine['num_cores']} cores, {machine['num_threads']} torch threads, "
-        f"{'unknown' if memory is None else f'{memory / 1024**3:.1f} GiB'} of memory, {machine['system']}; "
-        f"device {where(result)}",
-        "versions  " + ", ".join(f"{name} {found}" for name, found in result["environment"]["versions"].items()),
+        f"{memory} of memory, {machine['system']}; device {where(result)}",
+        f"versions  {', '.join(versions)}",
     ]
 
 
@@ -110,14 +129,15 @@ def export_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
         "largest tensor MiB",
         "bytes",
     )
-    return [
-        columns,
-        *(
+    rows: list[tuple[str, ...]] = [columns]
+    for case in result["cases"]:
+        merge = case.get("merge_seconds")
+        rows.append(
             (
                 case["case"],
                 _mib(case["export_bytes"], 0),
                 _seconds(case["save_seconds"]),
-                _seconds(case["merge_seconds"]) if case.get("merge_seconds") else "",
+                _seconds(merge) if merge else "",
                 _seconds(case["export_seconds"]),
                 _throughput(case, "seconds"),
                 _throughput(case, "cpu_seconds"),
@@ -125,15 +145,18 @@ def export_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
                 _mib(case["largest_bytes"], 1),
                 "identical" if case["is_identical"] else "different",
             )
-            for case in result["cases"]
-        ),
-    ]
+        )
+    return rows
 
 
 def _throughput(case: dict[str, Any], kind: str) -> str:
     """The time that the parts of an export take alone, computing what is merged and writing, by the export's."""
-    parts = (case[f"save_{kind}"], case.get(f"merge_{kind}"))
-    return f"{sum(part['median'] for part in parts if part) / case[f'export_{kind}']['median']:.2f}"
+    alone = case[f"save_{kind}"]["median"]
+    merge = case.get(f"merge_{kind}")
+    if merge:
+        alone += merge["median"]
+    export = case[f"export_{kind}"]["median"]
+    return f"{alone / export:.2f}"
 
 
 def allocator_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -145,20 +168,26 @@ def allocator_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
     Returns:
         The header and a row for each case, or nothing where no case ran on CUDA.
     """
-    rows: list[tuple[str, ...]] = []
-    for case in result["cases"]:
-        if case["allocator"] is not None:
-            before, after = case["allocator"]["before"], case["allocator"]["after"]
-            row = [case["case"]]
-            for name in ("allocated", "reserved"):
-                held = (before[f"{name}_bytes"], after[f"{name}_bytes"])
-                row += [_mib(value, 1) for value in (*held, held[1] - held[0], after[f"{name}_peak_bytes"])]
-            rows.append(tuple(row))
-    if rows:
-        figures = ("before", "after", "added", "peak")
-        columns = [f"{name} MiB {figure}" for name in ("allocated", "reserved") for figure in figures]
-        rows.insert(0, ("case", *columns))
+    on_cuda = [case for case in result["cases"] if case["allocator"] is not None]
+    if not on_cuda:
+        return []
+    columns = ["case"]
+    for kind in ("allocated", "reserved"):
+        columns += [f"{kind} MiB {figure}" for figure in ("before", "after", "added", "peak")]
+    rows = [tuple(columns)]
+    for case in on_cuda:
+        allocated = _held(case["allocator"], "allocated")
+        reserved = _held(case["allocator"], "reserved")
+        rows.append((case["case"], *allocated, *reserved))
     return rows
+
+
+def _held(allocator: dict[str, Any], kind: str) -> list[str]:
+    """What was held before and after, what was added, and the peak."""
+    before = allocator["before"][f"{kind}_bytes"]
+    after = allocator["after"][f"{kind}_bytes"]
+    peak = allocator["after"][f"{kind}_peak_bytes"]
+    return [_mib(value, 1) for value in (before, after, after - before, peak)]
 
 
 def step_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -171,7 +200,7 @@ def step_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
         The header, and for each number of tokens a row for each case.
     """
     columns = ("tokens", "case", "step peak MiB", "ratio", "system MiB", "step s", "ratio")
-    rows: list[tuple[str, ...]] = [(*columns, "loss", "loss difference", "gradient difference")]
+    rows: list[tuple[str, ...]] = [(*columns, *_NUMBERS)]
     for index, tokens in enumerate(result["settings"]["tokens"]):
         for case in result["cases"]:
             step = case["steps"][index]
@@ -202,7 +231,9 @@ def prediction_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
     for index, tokens in enumerate(result["settings"]["tokens"]):
         for case in result["cases"]:
             step = case["steps"][index]
-            predicted, tracked, peak = step["predicted"]["peak_bytes"], step.get("tracked_bytes"), step["peak_bytes"]
+            predicted = step["predicted"]["peak_bytes"]
+            tracked = step.get("tracked_bytes")
+            peak = step["peak_bytes"]
             rows.append(
                 (
                     str(tokens),
@@ -226,21 +257,14 @@ def identity_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
     Returns:
         The header, and for each combination and number of tokens a row for each case.
     """
-    options = ("case", "head", "checkpointing", "autocast", "modules_to_save", "tokens", "gradients")
-    rows: list[tuple[str, ...]] = [(*options, "loss", "loss difference", "gradient difference")]
+    columns = ("case", "head", "checkpointing", "autocast", "modules_to_save", "tokens", "gradients")
+    rows: list[tuple[str, ...]] = [(*columns, *_NUMBERS)]
     for combination in result["combinations"]:
-        settings = combination["settings"]
+        options = _options(combination["settings"])
         for case in combination["cases"]:
             for step in case["steps"]:
-                row = (
-                    case["case"],
-                    "tied" if settings["shape"]["is_tied"] else "not tied",
-                    "reentrant" if settings["reentrant"] else "non-reentrant",
-                    "bfloat16" if settings["autocast"] else "no",
-                    "lm_head" if settings["modules_to_save"] else "none",
-                    str(step["tokens"]),
-                    str(step["num_gradients"] or _NONE),
-                )
+                gradients = str(step["num_gradients"] or _NONE)
+                row = (case["case"], *options.values(), str(step["tokens"]), gradients)
                 rows.append((*row, *_numbers(step)))
     return rows
 
@@ -255,21 +279,22 @@ def loss_header(result: dict[str, Any]) -> str:
         The lines.
     """
     settings = result["settings"]
-    before = result["losses"][0]["base_loss"]
+    before = _with_deviation(result["losses"][0]["base_loss"])
+    # Results saved before there was a choice do not name it.
+    quant = settings.get("quant", "nf4")
+    autocast = "bfloat16" if settings.get("autocast", True) else "no"
     steps = f"{settings['steps']} steps of {settings['batch_size']} blocks of {settings['length']} bytes"
     return "\n".join(
         [
             *_environment_lines(result),
-            f"model     Llama over bytes in {settings.get('quant', 'nf4')} and bfloat16, "
-            f"hidden {settings['hidden_size']}, "
+            f"model     Llama over bytes in {quant} and bfloat16, hidden {settings['hidden_size']}, "
             f"{settings['num_layers']} layers, pretrained for {settings['pretraining_steps']} steps on pydoc's topics",
-            f"training  LoRA of rank {settings['rank']} on all linears, "
-            f"{'bfloat16' if settings.get('autocast', True) else 'no'} autocast, "
+            f"training  LoRA of rank {settings['rank']} on all linears, {autocast} autocast, "
             f"learning rate {settings['learning_rate']:g} falling to 0, {steps} of the standard library's source",
             f"seeds     {settings['repeats']}, each with a base, adapters and an order of its own, alike in all cases; "
             "() is the deviation between seeds, ± the standard error of a mean over them",
             f"losses    of a byte: of {settings['num_held_out']} blocks that are held out, before training "
-            f"{_with_deviation(before)}; and of training, the mean of the last {LAST_STEPS} steps",
+            f"{before}; and of training, the mean of the last {LAST_STEPS} steps",
             "off       the distance from float64 with the same adapters, in parts of that, before and after training",
         ]
     )
@@ -284,36 +309,63 @@ def loss_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
     Returns:
         The header and a row for each case.
     """
-    columns = ("case", "adapters", "train loss", "held-out loss", "minus", "train difference", "held-out difference")
-    rows: list[tuple[str, ...]] = [(*columns, "logits off", "gradients off", "logits off after", "gradients off after")]
+    columns = (
+        "case",
+        "adapters",
+        "train loss",
+        "held-out loss",
+        "minus",
+        "train difference",
+        "held-out difference",
+        "logits off",
+        "gradients off",
+        "logits off after",
+        "gradients off after",
+    )
+    rows: list[tuple[str, ...]] = [columns]
     for case in result["losses"]:
-        other = case.get("difference")
-        distances = [f"{case[key][when]['mean']:.3%}" for when in ("start", "end") for key in _DISTANCES]
+        minus = train_difference = held_out_difference = _NONE
+        if "difference" in case:
+            difference = case["difference"]
+            minus = difference["case"]
+            train_difference = _with_error(difference["end_loss"])
+            held_out_difference = _with_error(difference["held_out_loss"])
+        start = [f"{case[key]['start']['mean']:.3%}" for key in DISTANCES]
+        end = [f"{case[key]['end']['mean']:.3%}" for key in DISTANCES]
         rows.append(
             (
                 case["case"],
                 case["adapters"],
                 f"{case['end_loss']['mean']:.4f}",
                 _with_deviation(case["held_out_loss"]),
-                other["case"] if other else _NONE,
-                *(_with_error(other[key]) if other else _NONE for key in ("end_loss", "held_out_loss")),
-                *distances,
+                minus,
+                train_difference,
+                held_out_difference,
+                *start,
+                *end,
             )
         )
     return rows
 
 
 def _with_deviation(spread: dict[str, Any]) -> str:
-    return f"{spread['mean']:.4f} ({_NONE if spread['deviation'] is None else format(spread['deviation'], '.4f')})"
+    deviation = spread["deviation"]
+    shown = _NONE if deviation is None else f"{deviation:.4f}"
+    return f"{spread['mean']:.4f} ({shown})"
 
 
 def _with_error(spread: dict[str, Any]) -> str:
-    return f"{spread['mean']:+.5f} ± {_NONE if spread['error'] is None else format(spread['error'], '.5f')}"
+    error = spread["error"]
+    shown = _NONE if error is None else f"{error:.5f}"
+    return f"{spread['mean']:+.5f} ± {shown}"
 
 
 def _numbers(step: dict[str, Any]) -> tuple[str, str, str]:
+    """The loss, and how far it and the gradients are from PEFT's."""
     loss = _OUT_OF_MEMORY if step["loss"] is None else f"{step['loss']:.7f}"
-    return loss, _difference(step.get("loss_difference")), _difference(step.get("largest_gradient_difference"))
+    loss_difference = _difference(step.get("loss_difference"))
+    gradient_difference = _difference(step.get("largest_gradient_difference"))
+    return loss, loss_difference, gradient_difference
 
 
 def _seconds(timing: dict[str, Any]) -> str:

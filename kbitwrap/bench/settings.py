@@ -158,6 +158,8 @@ LOSS_CASES = (*DEFAULT_LOSS_CASES, "full-float32")
 """``"full-float32"`` computes what PEFT's function does, so it is trained where it is named only."""
 LAST_STEPS = 20
 """Steps at the end of a training of which the mean loss is taken."""
+DISTANCES = ("logits_distance", "gradient_distance")
+"""The figures that say how far a case is from float64, in parts of what float64 gives."""
 
 
 @dataclass(frozen=True, kw_only=True)

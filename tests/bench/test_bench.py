@@ -23,6 +23,7 @@ import forks
 from kbitwrap import build_plan
 from kbitwrap.bench import case as bench_case
 from kbitwrap.bench import runner
+from kbitwrap.bench import steps as bench_steps
 from kbitwrap.bench.memory import MemoryMeter, live_bytes, stored_bytes
 from kbitwrap.bench.models import build_model
 from kbitwrap.bench.plot import draw
@@ -360,7 +361,7 @@ def test_numbers_are_compared_where_attention_is_computed_by_its_formula_on_cuda
 
     before = enabled()
     for device, allowed in (("cuda:0", {"math"}), ("cpu", {name for name, on in before.items() if on})):
-        with bench_case._deterministic(torch.device(device)):
+        with bench_steps._deterministic(torch.device(device)):
             assert {name for name, on in enabled().items() if on} == allowed
             assert torch.are_deterministic_algorithms_enabled()
     assert enabled() == before
