@@ -252,6 +252,8 @@ def _notes(
     notes = []
     if idle := [name for name, roles in added.items() if not any(roles.values())]:
         notes.append(hanging(f"Nothing is added by {', '.join(idle)}.", 2))
+    if samples := max((plan.sample_bytes for plan in plans.values()), default=0):
+        notes.append(hanging(f"Beside it, samples of the parameters take {_mib(samples)} while prepared.", 2))
     if peft["cache_bytes"]:
         notes.append(hanging(f"PEFT's function ({PEFT}): {_CACHE}.", 2))
     for warning in dict.fromkeys(warning for plan in plans.values() for warning in plan.warnings):

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ..errors import UnsupportedModelError
 from ..model.checks import tree_of
 from ..model.tree import ModelTree
+from ..preparation.preparation import Preparation
 from ..tensors.bits import parts_of
 from .cuda import ALLOCATION_BYTES, SCRATCH
 from .ledger import (
@@ -214,6 +215,7 @@ class StepTracker:
             those that did not run.
         by_kind: The bytes held at the peak, by kind.
         static_bytes: The bytes held at the start.
+        sample_bytes: The bytes of the samples that a preparation of the model keeps beside all of these.
 
     Raises:
         UnsupportedModelError: ``model`` is not a ``torch.nn.Module``.
@@ -240,12 +242,16 @@ class StepTracker:
         self._watch: Watch | None = None
         self._peaks: Peaks | None = None
         self.static_bytes = 0
+        self.sample_bytes = 0
 
     def __enter__(self) -> StepTracker:
         on_cuda = any(parameter.is_cuda for parameter in self._model.parameters())
         device = (ALLOCATION_BYTES, SCRATCH, "cuda") if on_cuda else ()
         watch = self._watch = Watch(vocabulary_size(self._model), *device)
-        hold_all(watch, tree_of(self._model), self._optimizer, self._inputs, on_cuda)
+        tree = tree_of(self._model)
+        preparation = Preparation.find(tree)
+        self.sample_bytes = 0 if preparation is None else preparation.original.sample_bytes
+        hold_all(watch, tree, self._optimizer, self._inputs, on_cuda)
         self.static_bytes = watch.ledger.held().total()
         self._hooks = []
         if self._optimizer is not None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from ..config import format_bytes
-from ..model.quantization import is_quantized_parameter
+from ..preparation.fingerprints import sample_bytes
 from .cuda import LARGE_BYTES
 from .ledger import DEQUANTIZED, FORWARD
 
@@ -50,7 +50,7 @@ def unknowns(step: Step, tokens: int, sampled: int, *, has_int8: bool) -> tuple[
         what = f"weights dequantized in the forward pass, which a fused kernel may spare up to {FUSED_TOKENS} tokens"
         found.append(Unknown(what, -dequantized, 0))
     if sampled:
-        found.append(Unknown("samples of parameters, by which kbitwrap tells what training changed", 0, 2 * sampled))
+        found.append(Unknown("samples of parameters, by which kbitwrap tells what training changed", sampled, sampled))
     if has_int8:
         found.append(Unknown("columns of outliers in 8-bit layers: none are assumed, and no bound is known", 0, 0))
     return tuple(found)
@@ -62,13 +62,5 @@ def sampled_bytes(model: nn.Module, blocks: Blocks) -> int:
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None and not parameter.requires_grad:
-                by_part[blocks.owner(module)] += _sampled_bytes(parameter)
+                by_part[blocks.owner(module)] += sample_bytes(parameter)
     return sum(blocks.whole(dict(by_part)))
-
-
-def _sampled_bytes(parameter: Any) -> int:
-    """At most 4096 elements of a parameter, and 512 of an 8-bit one; a 4-bit one is told by its statistics."""
-    if getattr(parameter, "quant_state", None) is not None:
-        return 0
-    most = 512 if is_quantized_parameter(parameter) or not parameter.is_floating_point() else 4096
-    return int(min(parameter.numel(), most)) * int(parameter.element_size())

@@ -9,9 +9,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..model.quantization import unpacked_copy
+from ..model.quantization import is_quantized_parameter, unpacked_copy
 from ..model.records import ParameterRecord
-from ..tensors.bits import begin_digest, content_digest, dense_parts, differs, is_dense, same_bytes, sample
+from ..tensors.bits import (
+    RUNS,
+    begin_digest,
+    content_digest,
+    dense_parts,
+    differs,
+    is_dense,
+    num_sampled,
+    same_bytes,
+    sample,
+)
 
 _RUNS_OF_QUANTIZED = 8  # their samples tell whether a parameter is the recorded one, and no more
 
@@ -32,6 +42,16 @@ def _sampled(record: ParameterRecord, parameter: torch.Tensor) -> torch.Tensor |
     return taken if taken.dtype is record.dtype else taken.to(record.dtype)
 
 
+def sample_bytes(parameter: torch.Tensor) -> int:
+    """The bytes that a parameter's sample takes, without reading a value; on the meta device as on any other."""
+    is_quantized = is_quantized_parameter(parameter)
+    if is_quantized and parameter.dtype is not torch.int8:
+        return 0  # one of 4 bits is told by its statistics
+    parts = dense_parts(parameter)
+    num_runs = _RUNS_OF_QUANTIZED if is_quantized else RUNS
+    return num_sampled(parts[0], num_runs) * parts[0].itemsize if parts else 0
+
+
 class Fingerprints:
     """A sample of every parameter, on its device, which may miss a few elements; with ``audit`` digests too."""
 
@@ -49,6 +69,11 @@ class Fingerprints:
             together = torch.cat([taken for _, taken in found])  # one piece of memory, and nothing pinned
             pieces = together.split([taken.numel() for _, taken in found])
             self._samples.update(zip((record for record, _ in found), pieces, strict=True))
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the samples."""
+        return sum(taken.nbytes for taken in self._samples.values())
 
     def has(self, record: ParameterRecord) -> bool:
         """Whether there is a sample of a parameter."""

@@ -141,6 +141,11 @@ class Original:
             found.setdefault(owner, {})[name] = record
         return found
 
+    @property
+    def sample_bytes(self) -> int:
+        """The bytes of the samples that are held."""
+        return self._fingerprints.num_bytes
+
     def config(self, config: Any) -> Any:
         """A config as it was recorded; one that is new, as it is."""
         return self._configs.get(id(config), config)

@@ -36,6 +36,8 @@ class Plan(Report):
         record_bytes: The bytes that the record itself holds beyond that: biases that bitsandbytes rewrites and, of a
             model on an accelerator with ``keep_originals``, host copies of all that is cast. (On the CPU those are the
             originals themselves, and count in ``added_bytes``.)
+        sample_bytes: The bytes of the samples that tell what training changed, kept on the parameters' devices while
+            the model is prepared; beside the figures above, which do not count them.
         warnings: Consequences of these settings that need attention.
         alarms: Those of them that a wrapper gives as ``UserWarning``, whether anybody looks at its plan or not.
         is_quantized: Whether the model is quantized; an unquantized one is never checkpointed.
@@ -54,6 +56,7 @@ class Plan(Report):
     alarms: tuple[str, ...] = ()
     is_quantized: bool = True
     casts: bool = True
+    sample_bytes: int = 0
 
     @classmethod
     def for_pretrained(
@@ -92,7 +95,8 @@ class Plan(Report):
         Returns:
             Names as the attributes; each edit with its action, names, role and bytes.
         """
-        names = ("quantization", "added_bytes", "peak_bytes", "cache_bytes", "record_bytes", "by_role")
+        totals = ("added_bytes", "peak_bytes", "cache_bytes", "record_bytes", "sample_bytes")
+        names = ("quantization", *totals, "by_role")
         return {
             "precision": self.config.precision.value,
             **{name: getattr(self, name) for name in names},
@@ -121,8 +125,11 @@ class Plan(Report):
 
     def _lines(self) -> list[str]:
         peak, cache = format_bytes(self.peak_bytes), format_bytes(self.cache_bytes)
-        said = f"peak while preparing {peak}; PEFT's way leaves {cache} in the allocator's cache"
-        return [said, *few([f"warning: {warning}" for warning in self.warnings])]
+        said = [
+            f"peak while preparing {peak}; PEFT's way leaves {cache} in the allocator's cache",
+            f"beside it, samples of the parameters: {format_bytes(self.sample_bytes)}",
+        ]
+        return [*said, *few([f"warning: {warning}" for warning in self.warnings])]
 
 
 def build_plan(model: nn.Module, config: PrepareConfig | None = None, **fields: Any) -> Plan:
@@ -195,4 +202,5 @@ def write_plan(planner: Planner) -> Plan:
         alarms=tuple(planner.alarms),
         is_quantized=planner.quantization.is_quantized,
         casts=planner.quantization.casts,
+        sample_bytes=planner.sample_bytes(),
     )

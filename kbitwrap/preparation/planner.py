@@ -33,6 +33,7 @@ from ..model.tree import ModelTree, NamedTensor, Node, storage_key
 from ..reports import first_of
 from ..tensors.bits import is_composed
 from ..tensors.dtypes import HALF_DTYPES
+from .fingerprints import sample_bytes
 from .process import mixed_precision
 
 
@@ -103,6 +104,11 @@ class Planner:
     def cache_bytes(self) -> int:
         """The bytes of the half originals that PEFT's way frees, and an allocator keeps."""
         return sum(t.parameter.nbytes for t in self._castable)
+
+    def sample_bytes(self) -> int:
+        """The bytes of the samples that the record of the base keeps, each parameter counted once."""
+        base = {id(tensor.parameter): tensor.parameter for tensor in self.tree.base_tensors}
+        return sum(map(sample_bytes, base.values()))
 
     @functools.cached_property
     def _castable(self) -> list[NamedTensor]:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _CHUNK = 1 << 20  # elements compared at once: bounds what a comparison holds beside the tensors compared
 _ROW = 4096  # int64 words in a row of a fingerprint
-_RUN, _RUNS = 64, 64  # elements in a run of a sample, and runs
+_RUN, RUNS = 64, 64  # elements in a run of a sample, and runs
 _BLOCK = 1 << 16  # int64 words in a block of a digest
 _MASK = (1 << 64) - 1
 # The multipliers of a digest, as int64: 2**64 divided by the golden ratio, odd; and one of MurmurHash3's finalizer.
@@ -145,10 +145,15 @@ def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [part for part in parts_of(tensor) if part.layout is torch.strided and not part.is_nested]
 
 
-def sample(tensor: torch.Tensor, num_runs: int = _RUNS) -> torch.Tensor:
+def num_sampled(tensor: torch.Tensor, num_runs: int = RUNS) -> int:
+    """How many elements of a tensor a sample has."""
+    return min(tensor.numel(), num_runs * _RUN)
+
+
+def sample(tensor: torch.Tensor, num_runs: int = RUNS) -> torch.Tensor:
     """Some elements of a dense tensor, flat: all of a small one, evenly spread runs of a larger one."""
     data = tensor.detach()
-    if data.numel() <= num_runs * _RUN:
+    if data.numel() == num_sampled(data, num_runs):
         return data.reshape(-1)
     stride = data.numel() // num_runs
     if data.is_contiguous():

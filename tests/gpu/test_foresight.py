@@ -1,4 +1,4 @@
-"""Predictions against a CUDA device's own allocator. Skipped where there is none."""
+"""Predictions against a CUDA device's own allocator and kernels. Skipped where there is none."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from kbitwrap import KbitPreparedModel, StepPredictor, StepTracker, predict_step
 from kbitwrap.foresight.unknown import THREADS, WORKSPACE_BYTES
 
 pytestmark = [
+    pytest.mark.real_gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("ignore:.*neither a quantization attribute nor a quantized layer:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning"),

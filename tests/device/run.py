@@ -1,0 +1,47 @@
+"""Runs pytest on a simulated device: ``python tests/device/run.py cuda|sim [--zoo] ARGUMENTS``.
+
+With ``--zoo`` the models of the zoo lie on the device, in tests that were written for a CPU too. Tests that are marked
+``real_gpu`` are left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import device
+
+
+def put_zoo_on(kind: str) -> None:
+    """Have the zoo load its models on the device."""
+    import zoo
+
+    load = zoo._from_pretrained
+
+    def load_on_device(*args: Any, **kwargs: Any) -> Any:
+        return load(*args, **{"device_map": {"": f"{kind}:0"}, **kwargs})
+
+    zoo._from_pretrained = load_on_device
+    zoo._pristine = functools.cache(load_on_device)
+
+
+def main(kind: str, *arguments: str) -> int:
+    device.start(kind)
+    import pytest
+
+    tests = Path(__file__).parents[1]
+    sys.path[:0] = [str(tests.parent), str(tests)]
+    given = [argument for argument in arguments if argument != "--zoo"]
+    if len(given) < len(arguments):
+        put_zoo_on(kind)
+    ignored = "ignore::pytest.PytestAssertRewriteWarning"  # the zoo was imported before pytest could rewrite it
+    return int(pytest.main(["-p", "no:cacheprovider", "-W", ignored, "-m", "not real_gpu", *given]))
+
+
+if __name__ == "__main__":
+    status = main(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(status)  # tensors that are freed after the device's allocator would be an error
