@@ -41,6 +41,9 @@ from .kept import KeptChange
 # Set by accelerate on the model that it is given: a forward under autocast, the forward before that, and a mark.
 _ACCELERATE_ATTRIBUTES = ("forward", "_original_forward", "_is_accelerate_prepared")
 
+# The most bytes of a tensor beside a weight that a record keeps alive, whatever device it is on.
+_SMALL_BYTES = 1 << 16
+
 
 class AccelerateChange(ChangeBase):
     """A model as it was before a ``Trainer`` or ``Accelerator.prepare`` gave it a forward under autocast and a mark."""
@@ -90,9 +93,10 @@ class RuntimeChange(HeldOriginal):
     """The fields that a bitsandbytes layer rewrites on itself when it runs, as they were.
 
     ``Linear4bit`` fills in ``compute_dtype``, and on some CPUs repacks its weight in eval mode; ``Linear8bitLt`` moves
-    its weight's statistics into ``state``. Only small quantization statistics are kept alive, on the CPU only, where
-    repacking replaces them by an approximation. A weight that was replaced since (a merge) keeps its own state. A
-    repacked weight holds the same nibbles in another order, so either layout is made from the other exactly.
+    its weight's statistics into ``state``, and writes there which columns held outliers. Small tensors are kept alive,
+    and all statistics of 4 bits on the CPU, where repacking replaces them by an approximation. A weight that was
+    replaced since (a merge) keeps its own state. A repacked weight holds the same nibbles in another order, so either
+    layout is made from the other exactly.
     """
 
     def __init__(self, module: nn.Module, record: ParameterRecord) -> None:
@@ -103,12 +107,12 @@ class RuntimeChange(HeldOriginal):
         self._module = weakref.ref(module)
         fields = vars(module)
         self._attributes = {name: fields[name] for name in RUNTIME_ATTRIBUTES if name in fields}
-        is_small = weight.is_cpu and "state" not in fields  # of 4 bits
+        may_repack = weight.is_cpu and "state" not in fields  # of 4 bits
         self._state = {}
         for name, owner, keys in state_owners(module, weight):
             held = vars(owner)
             found = held.copy() if keys is None else {key: held.get(key, MISSING) for key in keys}
-            self._state[name] = found if is_small else {key: _weakly(value) for key, value in found.items()}
+            self._state[name] = found if may_repack else {key: _weakly(value) for key, value in found.items()}
 
     def keep_unpacked(self) -> None:
         """Keep the trainable layout in eval mode too: the kernel for the other has no backward."""
@@ -174,7 +178,7 @@ class RuntimeChange(HeldOriginal):
 
 
 class _HeldWeakly:
-    """A tensor that is found among others by its memory, so that a record keeps no device memory alive."""
+    """A tensor that is found among others by its memory, so that a record keeps no weight alive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._memory = MemoryRef(tensor.untyped_storage())
@@ -187,8 +191,10 @@ class _HeldWeakly:
 
 
 def _weakly(value: Any) -> Any:
-    """A value, held weakly if it is large: an int8 tensor, or one that is not on the CPU."""
-    is_large = isinstance(value, torch.Tensor) and not (value.is_cpu and value.dtype != torch.int8)
+    """A value, held weakly if it is an 8-bit weight, or a tensor that is as large as the statistics of a 4-bit one."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    is_large = value.dtype == torch.int8 or value.nbytes > _SMALL_BYTES
     return _HeldWeakly(value) if is_large else value
 
 
