@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,35 +22,47 @@ HOOKED_FORWARD = ("forward", "_old_forward", "_hf_hook")
 def dequantized(twin: Twin, dtype: torch.dtype) -> tuple[Twin, set[int]]:
     """A twin, changed in place, with other libraries' weights dequantized, and the ``id`` of modules to be rounded."""
     plains: dict[int, nn.Module] = {}  # what takes the place of a shell whose class is of the library
-    tried: dict[tuple[type, type], torch.dtype] = {}
+    dtypes: dict[tuple[type, type], torch.dtype] = {}  # of dequantized weights, by the classes of layer and weight
     rounded: set[int] = set()
     for fqn, shell in named_modules(twin.model):
         _dequantize_stacks(fqn, shell)
         compute = library_dequantizer(shell)
         if compute is None:
             continue
-        plain, weight = shell, shell._parameters.get("weight")
+        weight = shell._parameters.get("weight")
         kind = type(shell), type(weight)
-        if kind not in tried:
-            try:
-                tried[kind] = compute().dtype
-            except Exception as error:
-                raise ExportError(
-                    f"{fqn}: its library cannot dequantize its weight ({error!r}); export without merging", fqn=fqn
-                ) from error
+        if kind not in dtypes:
+            dtypes[kind] = _dequantized_dtype(fqn, compute)
+        plain = shell
         if is_made_plain(shell):
-            plain = plains[id(shell)] = plain_layer(shell).train(shell.training)
-            bias = getattr(shell, "bias", None)
-            # A buffer may have the dtype of the weight, which is not the model's.
-            plain._parameters["bias"] = bias if bias is None or "bias" not in shell._buffers else bias.to(dtype)
-        if weight is None and tried[kind] != dtype:
+            plain = plain_layer(shell).train(shell.training)
+            plain._parameters["bias"] = _bias_of(shell, dtype)
+            plains[id(shell)] = plain
+        if weight is None and dtypes[kind] != dtype:
             rounded.add(id(plain))
         shape = parameter_of(plain, "weight").shape
-        vars(plain)["_parameters"]["weight"] = LazyTensor(shape, tried[kind], compute)
+        vars(plain)["_parameters"]["weight"] = LazyTensor(shape, dtypes[kind], compute)
     for _, module in named_modules(twin.model):
-        module._modules.update({name: plains[id(m)] for name, m in module._modules.items() if id(m) in plains})
-    peeled = (dataclasses.replace(one, shell=plains.get(id(one.shell), one.shell)) for one in twin.peeled)
+        for name, child in module._modules.items():
+            module._modules[name] = plains.get(id(child), child)
+    peeled = [dataclasses.replace(one, shell=plains.get(id(one.shell), one.shell)) for one in twin.peeled]
     return dataclasses.replace(twin, peeled=tuple(peeled)), rounded
+
+
+def _dequantized_dtype(fqn: str, compute: Callable[[], torch.Tensor]) -> torch.dtype:
+    """The dtype that a library dequantizes to, which is found by doing so."""
+    try:
+        return compute().dtype
+    except Exception as error:
+        raise ExportError(
+            f"{fqn}: its library cannot dequantize its weight ({error!r}); export without merging", fqn=fqn
+        ) from error
+
+
+def _bias_of(shell: nn.Module, dtype: torch.dtype) -> Any:
+    """The bias of a layer; one that is a buffer may have the dtype of the weight, which is not the model's."""
+    bias = getattr(shell, "bias", None)
+    return bias.to(dtype) if bias is not None and "bias" in shell._buffers else bias
 
 
 def _dequantize_stacks(fqn: str, shell: nn.Module) -> None:
@@ -94,15 +107,19 @@ def plain_layer(module: nn.Module, *, as_linear: bool = False) -> nn.Module:
 def float32_module(plain: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:
     """A plain float32 module in evaluation mode over ``values``, parameters by name, which are not copied."""
     made = shallow_copy(plain)
+    made.training = False
     fields = vars(made)
-    fields |= {name: type(value)() for name, value in fields.items() if name.endswith("_hooks")}
+    for name, value in fields.items():
+        if name.endswith("_hooks"):
+            fields[name] = type(value)()
     for name in HOOKED_FORWARD:
         fields.pop(name, None)
-    fields["_parameters"] = {
-        name: nn.Parameter(values[name], requires_grad=False) if name in values else None for name in made._parameters
-    }
-    fields["training"] = False
-    fields |= {name: values["weight"].shape[0] for name in ("out_features", "num_embeddings") if name in fields}
+    for name in made._parameters:
+        value = values.get(name)
+        made._parameters[name] = None if value is None else nn.Parameter(value, requires_grad=False)
+    for name in ("out_features", "num_embeddings"):
+        if name in fields:
+            fields[name] = values["weight"].shape[0]
     if "padding_idx" in fields:
         fields["padding_idx"] = None  # it matters to gradients alone, and the row may not be there
     return made

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -36,6 +37,16 @@ def drift_of(fqn: str) -> str:
     )
 
 
+@dataclass(frozen=True)
+class _Sharded:
+    """A parameter of which this rank holds a part."""
+
+    fqn: str
+    shape: torch.Size  # of the whole
+    parameter: Any
+    owner: nn.Module | None  # its module, where FSDP1 laid it out flat
+
+
 class Gathering:
     """The sharded parameters of one export or manifest, the same on every rank and in the same order."""
 
@@ -43,7 +54,7 @@ class Gathering:
         self._verb = verb  # what the ranks do together
         self._error = error  # what is raised on the others when one rank fails
         self.trained: list[str] = []  # the trainable ones that held other values than recorded when they were read
-        self._tensors: list[tuple[str, torch.Size, Any, nn.Module | None]] = []
+        self._tensors: list[_Sharded] = []
         self._units: dict[int, nn.Module] = {}  # of FSDP1
         self._outermost: list[nn.Module] = []
         self._unit: nn.Module | None = None  # the one that is whole
@@ -60,20 +71,10 @@ class Gathering:
     ) -> LazyTensor:
         """Promise a parameter's whole original, to be computed inside `lead`; raise `ExportError` where it is lost."""
         fqn, parameter = tensor.fqn, tensor.parameter
-        if was.quantized_class is not None and was.quant_state is None:
-            raise ExportError(
-                f"{fqn}: sharding removed the scales of this {was.quantized_class.__name__}; shard with "
-                "fully_shard(..., ignored_params={every Int8Params}), or export before sharding",
-                fqn=fqn,
-            )
+        _refuse_lost_scales(fqn, was)
         index = len(self._tensors)
-        owner = tensor.module if is_flattened(parameter) else None
-        if owner is not None and id(owner) not in self._units:
-            outermost, units = _fsdp1_units(owner)
-            self._outermost.append(outermost)
-            self._units |= units
-        shape = parameter.shape if owner is None else was.shape
-        self._tensors.append((fqn, shape, parameter, owner))
+        sharded = self._sharded(tensor, was)
+        self._tensors.append(sharded)
         stored = held if isinstance(held, StorageChange) and held.converts(parameter) else None
 
         def compute() -> torch.Tensor:
@@ -89,11 +90,21 @@ class Gathering:
             return value
 
         dtype = parameter.dtype if stored is None else stored.dtype
-        promised = _lazy_class(was.quantized_class)(shape, dtype, compute)
+        promised = _lazy_class(was.quantized_class)(sharded.shape, dtype, compute)
         if was.quant_state is not None:
             kept = held.original_quant_state(parameter) if isinstance(held, RuntimeChange) else was.quant_state()
             vars(promised)["quant_state"] = kept
         return promised
+
+    def _sharded(self, tensor: NamedTensor, was: ParameterRecord) -> _Sharded:
+        """What is gathered of a parameter; the units of FSDP1 around it are looked up once."""
+        if not is_flattened(tensor.parameter):
+            return _Sharded(tensor.fqn, tensor.parameter.shape, tensor.parameter, None)
+        if id(tensor.module) not in self._units:
+            outermost, units = _fsdp1_units(tensor.module)
+            self._outermost.append(outermost)
+            self._units |= units
+        return _Sharded(tensor.fqn, was.shape, tensor.parameter, tensor.module)
 
     @contextlib.contextmanager
     def agreeing(self) -> Iterator[None]:
@@ -103,7 +114,7 @@ class Gathering:
             yield
         except Exception as caught:
             error = caught
-        tensors = [(fqn, tuple(shape), str(parameter.dtype)) for fqn, shape, parameter, _ in self._tensors]
+        tensors = [(one.fqn, tuple(one.shape), str(one.parameter.dtype)) for one in self._tensors]
         found: list[Any] = [None] * distributed.get_world_size()
         distributed.all_gather_object(found, (None if error is None else str(error), tensors))
         try:
@@ -128,7 +139,8 @@ class Gathering:
         try:
             result = read()
         except BaseException as error:
-            _tell((ConfigError if isinstance(error, ConfigError) else self._error, str(error) or type(error).__name__))
+            kind = ConfigError if isinstance(error, ConfigError) else self._error
+            _tell((kind, str(error) or type(error).__name__))
             raise
         finally:
             self._is_led = False
@@ -137,8 +149,10 @@ class Gathering:
         return result
 
     def _follow(self) -> Any:
-        while isinstance(message := _tell(None), int):
+        message = _tell(None)
+        while isinstance(message, int):
             self._gather(message)
+            message = _tell(None)
         self._open(None)
         error, result = message
         if error is not None:
@@ -146,13 +160,13 @@ class Gathering:
         return result
 
     def _gather(self, index: int) -> torch.Tensor:
-        fqn, shape, parameter, owner = self._tensors[index]
-        if owner is not None:
-            self._open(owner)
-            if parameter.shape != shape:
-                raise ExportError(f"{fqn} was resized since the model was prepared", fqn=fqn)
-            return parameter.detach().clone()  # type: ignore[no-any-return]
-        tensor = parameter.detach()
+        one = self._tensors[index]
+        if one.owner is not None:
+            self._open(one.owner)
+            if one.parameter.shape != one.shape:
+                raise ExportError(f"{one.fqn} was resized since the model was prepared", fqn=one.fqn)
+            return one.parameter.detach().clone()  # type: ignore[no-any-return]
+        tensor = one.parameter.detach()
         if tensor.device.type != tensor.device_mesh.device_type:  # offloaded: gathered where the ranks communicate
             tensor = tensor.to(tensor.device_mesh.device_type)
         gathered: torch.Tensor = tensor.full_tensor()
@@ -169,6 +183,15 @@ class Gathering:
             self._unit = unit
             if unit is not None:
                 self._whole.enter_context(_whole_unit(unit))
+
+
+def _refuse_lost_scales(fqn: str, was: ParameterRecord) -> None:
+    if was.quantized_class is not None and was.quant_state is None:
+        raise ExportError(
+            f"{fqn}: sharding removed the scales of this {was.quantized_class.__name__}; shard with "
+            "fully_shard(..., ignored_params={every Int8Params}), or export before sharding",
+            fqn=fqn,
+        )
 
 
 def _whole_unit(unit: Any) -> Any:

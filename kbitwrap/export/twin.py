@@ -65,93 +65,122 @@ class _Copier:
     shells: dict[int, nn.Module] = field(default_factory=dict)
     peeled: list[Peeled] = field(default_factory=list)
 
+    def twin_of(self, model: nn.Module) -> Twin:
+        """The twin of a model, which this copies once."""
+        twin = self.copy("", model)
+        converted = [fqn for fqn, parameter in twin.named_parameters() if id(parameter) in self.converted]
+        return Twin(twin, tuple(self.peeled), tuple(converted))
+
     def copy(self, fqn: str, module: nn.Module) -> nn.Module:
+        """The shell of what a module wraps, and of all below it; a module that is there twice has one shell."""
         base, wrappers = unwrap(module)
-        if any(getattr(wrapper, "merged", False) for wrapper in wrappers):
-            raise ExportError(
-                f"{fqn or 'the model'}: an adapter is merged into its weight, which has changed; "
-                "export before merging, or load the base again",
-                fqn=fqn,
-            )
+        _refuse_merged(fqn, wrappers)
         shell = self.shells.get(id(base))
-        is_new = shell is None
-        if shell is None:
-            if lacks_statistics(base):
-                raise ExportError(
-                    f"{fqn}: the scales of its quantized weight are gone, so its values cannot be computed (PEFT's "
-                    "DoRA on 8-bit layers loses them in training on a CPU); load the base again",
-                    fqn=fqn,
-                )
-            shell = self.shells[id(base)] = self._shell(base)
-        if wrappers:
-            self.peeled.append(Peeled(fqn, shell, wrappers))
-        if is_new:
-            shell.__dict__["_modules"] = {
-                name: child if child is None else self.copy(join(fqn, name), child)
-                for name, child in shell._modules.items()
-            }
+        if shell is not None:
+            self._note_peeled(fqn, shell, wrappers)
+            return shell
+        _refuse_without_scales(fqn, base)
+        shell = self._shell(base)
+        self.shells[id(base)] = shell
+        self._note_peeled(fqn, shell, wrappers)
+        for name, child in shell._modules.items():
+            if child is not None:
+                shell._modules[name] = self.copy(join(fqn, name), child)
         return shell
 
+    def _note_peeled(self, fqn: str, shell: nn.Module, wrappers: tuple[nn.Module, ...]) -> None:
+        if wrappers:
+            self.peeled.append(Peeled(fqn, shell, wrappers))
+
     def _shell(self, module: nn.Module) -> nn.Module:
+        """The copy of one module: its class, attributes and configs from before, with the original tensors."""
         shell = shallow_copy(module)
         shell.__class__ = class_before_sharding(module)
-        fields = shell.__dict__
         for change in self.rewritten:
             change.undo_on(shell, module)
-        for name in [name for name, value in fields.items() if isinstance(value, _STAND_INS)]:
-            del fields[name]
-        for name in _ADAPTER_ATTRIBUTES:
-            fields.pop(name, None)
+        fields = vars(shell)
+        for name, value in list(fields.items()):
+            if isinstance(value, _STAND_INS) or name in _ADAPTER_ATTRIBUTES:
+                del fields[name]
         for name, config in configs_of(module):
             recorded = config if self.original is None else self.original.config(config)
             fields[name] = copy.deepcopy(recorded, self.memo)
-        fields["_parameters"] = {
-            name: self._original(module, name, p)
-            for name, p in module._parameters.items()
-            if self.original is None or not self.original.is_alias(module, name)
-        }
+        for name, parameter in module._parameters.items():
+            if self.original is not None and self.original.is_alias(module, name):
+                del fields["_parameters"][name]
+            elif parameter is not None:
+                fields["_parameters"][name] = self._original(module, name, parameter)
         return shell
 
-    def _original(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> torch.Tensor | None:
-        if parameter is None:
-            return None
+    def _original(self, module: nn.Module, name: str, parameter: nn.Parameter) -> torch.Tensor:
+        """The original value of a parameter, the same tensor at each of its places."""
         if id(parameter) not in self.promised:
-            held = self.held.get((id(module), name))
-            if held is not None:
-                self.promised[id(parameter)] = held.read(parameter)
-            else:
-                is_rewritten = name == "weight" and has_runtime_state(module)
-                self.promised[id(parameter)] = unpacked_copy(parameter) if is_rewritten else parameter
+            self.promised[id(parameter)] = self._value_of(module, name, parameter)
         value = self.promised[id(parameter)]
         if value.dtype != parameter.dtype:
             self.converted.add(id(value))
         return value
 
+    def _value_of(self, module: nn.Module, name: str, parameter: nn.Parameter) -> torch.Tensor:
+        held = self.held.get((id(module), name))
+        if held is not None:
+            return held.read(parameter)
+        is_rewritten = name == "weight" and has_runtime_state(module)
+        return unpacked_copy(parameter) if is_rewritten else parameter
+
 
 def build_twin(tree: ModelTree, preparation: Preparation | None = None, gathering: Gathering | None = None) -> Twin:
     """Copy a live model's base as it was; raise `ExportError` where that cannot be told. ``gathering`` gets shards."""
     lay_as_stored(tree)
-    held: _Held = {}
+    if preparation is None:
+        copier = _Copier(promised={}, held={}, original=None)
+        return copier.twin_of(tree.model)
+    held = _held_by_place(tree, preparation)
     promised: dict[int, torch.Tensor] = {}
-    original, changes = None, Changes()
-    if preparation is not None:
-        # As when undoing, the oldest decides.
-        for one in [*preparation.copies(tree), *preparation.journal.parts(HeldOriginal)]:
-            held.update({(id(module), ref.name): one for ref in one.record.refs if (module := ref.owner()) is not None})
-        prepared = preparation.original.model()
-        if prepared is not None and unwrap(prepared)[0] is unwrap(tree.model)[0]:  # and no part or container of it
-            original = preparation.original
-            changes = preparation.changes(tree)
-            _refuse_replaced(changes)
-            if gathering is not None:
-                promised |= _gathered(tree, original, held, gathering)
-        promised |= _sharing_memory(held)
-    copier = _Copier(promised, held, original, () if preparation is None else preparation.journal.parts(KeptChange))
-    twin = copier.copy("", tree.model)
-    for fqn in changes.drifted:
-        raise ExportError(drift_of(fqn), fqn=fqn)
-    names = tuple(fqn for fqn, p in twin.named_parameters() if id(p) in copier.converted)
-    return Twin(twin, tuple(copier.peeled), names)
+    original, drifted = None, list[str]()
+    prepared = preparation.original.model()
+    if prepared is not None and unwrap(prepared)[0] is unwrap(tree.model)[0]:  # and no part or container of it
+        original = preparation.original
+        changes = preparation.changes(tree)
+        _refuse_replaced(changes)
+        drifted = changes.drifted
+        if gathering is not None:
+            promised |= _gathered(tree, original, held, gathering)
+    promised |= _sharing_memory(held)
+    copier = _Copier(promised, held, original, preparation.journal.parts(KeptChange))
+    twin = copier.twin_of(tree.model)
+    if drifted:
+        raise ExportError(drift_of(drifted[0]), fqn=drifted[0])
+    return twin
+
+
+def _held_by_place(tree: ModelTree, preparation: Preparation) -> _Held:
+    """What holds the original of each parameter stored in another dtype; the oldest decides, as when undoing."""
+    held: _Held = {}
+    for one in [*preparation.copies(tree), *preparation.journal.parts(HeldOriginal)]:
+        for ref in one.record.refs:
+            module = ref.owner()
+            if module is not None:
+                held[id(module), ref.name] = one
+    return held
+
+
+def _refuse_merged(fqn: str, wrappers: tuple[nn.Module, ...]) -> None:
+    if any(getattr(wrapper, "merged", False) for wrapper in wrappers):
+        raise ExportError(
+            f"{fqn or 'the model'}: an adapter is merged into its weight, which has changed; "
+            "export before merging, or load the base again",
+            fqn=fqn,
+        )
+
+
+def _refuse_without_scales(fqn: str, module: nn.Module) -> None:
+    if lacks_statistics(module):
+        raise ExportError(
+            f"{fqn}: the scales of its quantized weight are gone, so its values cannot be computed (PEFT's "
+            "DoRA on 8-bit layers loses them in training on a CPU); load the base again",
+            fqn=fqn,
+        )
 
 
 def _refuse_replaced(changes: Changes) -> None:
@@ -188,11 +217,18 @@ def _gathered(tree: ModelTree, original: Original, held: _Held, gathering: Gathe
 def _sharing_memory(held: _Held) -> dict[int, torch.Tensor]:
     """Copies of parameters that lay in one memory, in one storage, unless trained apart: lazy tensors cannot share."""
     found: dict[int, torch.Tensor] = {}
-    for group in {one.group for one in held.values() if isinstance(one, StorageChange) and one.group is not None}:
-        placed = [(c, p) for c in group.changes if (p := c.record.live()) is not None and c.converts(p)]
-        if len(placed) > 1:
-            originals = [(change.original_of(p.data), change.layout) for change, p in placed]
-            views = Layout.place(originals)
-            if not any(differ(view, value) for view, (value, _) in zip(views, originals, strict=True)):
-                found |= {id(parameter): view for (_, parameter), view in zip(placed, views, strict=True)}
+    groups = {one.group for one in held.values() if isinstance(one, StorageChange) and one.group is not None}
+    for group in groups:
+        placed = []
+        for change in group.changes:
+            parameter = change.record.live()
+            if parameter is not None and change.converts(parameter):
+                placed.append((change, parameter))
+        originals = [(change.original_of(parameter.data), change.layout) for change, parameter in placed]
+        if len(originals) < 2:
+            continue
+        views = Layout.place(originals)
+        were_trained_apart = any(differ(view, value) for view, (value, _) in zip(views, originals, strict=True))
+        if not were_trained_apart:
+            found |= {id(parameter): view for (_, parameter), view in zip(placed, views, strict=True)}
     return found
