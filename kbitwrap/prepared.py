@@ -8,7 +8,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -17,8 +17,6 @@ from .config import PrepareConfig
 from .edits.base import TrainedPolicy
 from .edits.journal import Journal, finish
 from .errors import ConfigError, StateError
-from .export.export import export_model, merged_weights
-from .manifest.manifest import Manifest
 from .model.checks import refuse_unsupported_tensors, tree_of
 from .model.quantization import detect_as_peft
 from .model.tree import ModelTree, only_reading
@@ -27,6 +25,9 @@ from .preparation.plan import Plan, plan_as_detected, write_plan
 from .preparation.planner import Planner
 from .preparation.preparation import Preparation, changing, refuse_held
 from .reports import ExportReport, LifecycleState, RestoreReport, StateDiff
+
+if TYPE_CHECKING:
+    from .manifest.manifest import Manifest
 
 _logger = logging.getLogger(__name__)
 
@@ -372,6 +373,8 @@ class KbitPreparedModel:
             >>> report.files, report.num_bytes
             (('model.safetensors',), 16)
         """
+        from .export.export import export_model
+
         return export_model(
             self.model,
             self._preparation,
@@ -407,6 +410,8 @@ class KbitPreparedModel:
             ...     print([(fqn, tensor.dtype) for fqn, tensor in prepared.merged_weights()])
             [('weight', torch.bfloat16), ('bias', torch.bfloat16)]
         """
+        from .export.export import merged_weights
+
         preparation = self._expect_prepared("merged_weights", _HELD)
         return merged_weights(preparation, adapters, lambda: (self.state, self._preparation, self._suspension))
 
@@ -431,6 +436,8 @@ class KbitPreparedModel:
             >>> manifest.tensors["weight"].original_dtype, manifest.tensors["weight"].prepared_dtype
             ('bfloat16', 'float32')
         """
+        from .manifest.manifest import Manifest
+
         return Manifest.of(self._expect_prepared("manifest", _HELD))
 
     @classmethod
@@ -451,6 +458,8 @@ class KbitPreparedModel:
             MemoryBudgetError: The plan's peak is over the recorded ``memory_budget``.
             StateError: The model, or a part of it, is prepared already.
         """
+        from .manifest.manifest import Manifest
+
         manifest = manifest if isinstance(manifest, Manifest) else Manifest.load(manifest)
         manifest.check(model)
         return cls(model, manifest.prepare_config())

@@ -244,7 +244,7 @@ def test_importing_loads_neither_torch_nor_any_library_of_the_field() -> None:
     assert loaded & set(LAZY) == set()
 
 
-def test_preparing_a_plain_model_loads_none_either() -> None:
+def test_preparing_a_plain_model_loads_none_either_and_only_the_rooms_that_it_needs() -> None:
     loaded = loaded_by(
         "import warnings, torch, kbitwrap\n"
         "warnings.simplefilter('ignore')\n"
@@ -253,6 +253,7 @@ def test_preparing_a_plain_model_loads_none_either() -> None:
         "    with kbitwrap.KbitPreparedModel(model, precision=precision) as prepared: prepared.verify()"
     )
     assert loaded & set(LAZY) == set()
+    assert loaded & {"pydantic", "kbitwrap.export", "kbitwrap.foresight", "kbitwrap.manifest"} == set()
 
 
 def test_importing_warns_of_nothing_and_prints_nothing() -> None:

@@ -21,13 +21,26 @@ from torch import nn
 from ..config import PrepareConfig, format_bytes
 from ..errors import ManifestError, ManifestMismatchError, ManifestVersionError
 from ..export.staging import atomic_write, refuse_special
-from ..preparation.payloads import Count, MomentRecord, PlanRecord, Record, Text
 from ..preparation.preparation import Preparation
 from ..preparation.process import devices
 from ..reports import Report, first_of, shown
 from .contents import read_contents, versions
 from .diff import ManifestDiff, as_loaded, compare, for_training
-from .schema import AdapterRecord, ConfigRecord, Kind, ModelRecord, Name, Row, TensorRecord, parse_json
+from .schema import (
+    AdapterRecord,
+    ConfigRecord,
+    Count,
+    Kind,
+    ModelRecord,
+    MomentRecord,
+    Name,
+    PlanRecord,
+    Record,
+    Row,
+    TensorRecord,
+    Text,
+    parse_json,
+)
 
 FORMAT = "kbitwrap-manifest"
 MANIFEST_NAME = "kbitwrap.json"
@@ -146,8 +159,8 @@ class Manifest(Report, Record):
                 "model": contents.model,
                 "config": ConfigRecord.of(plan.config),
                 "adapters": contents.adapters,
-                "before": preparation.original.before,
-                "after": preparation.after,
+                "before": MomentRecord.model_validate(preparation.original.before, from_attributes=True),
+                "after": MomentRecord.model_validate(preparation.after, from_attributes=True),
                 "plan": PlanRecord.model_validate(plan, from_attributes=True),
                 "kinds": [Kind(**dict(zip(Kind.model_fields, kind, strict=True))) for kind in kinds],
                 "ties": list(ties.values()),
@@ -354,13 +367,13 @@ class Manifest(Report, Record):
             ManifestError: The file cannot be read, is larger than 128 MiB, or holds no valid manifest.
             ManifestVersionError: It has a version that this kbitwrap does not read.
         """
+        folder = path
+        if os.path.isdir(folder):
+            path = os.path.join(folder, MANIFEST_NAME)
         name = repr(os.fspath(path))
-        if os.path.isdir(path):
-            path = os.path.join(path, MANIFEST_NAME)
-            if not os.path.exists(path):
-                raise ManifestError(f"cannot read the manifest {name}: the folder holds no {MANIFEST_NAME}")
-            name = repr(path)
         try:
+            if path is not folder and not os.path.exists(path):
+                raise FileNotFoundError(f"the folder holds no {MANIFEST_NAME}")
             refuse_special(path)
             with open(path, "rb") as file:
                 text = file.read(MAX_BYTES + 1)

@@ -26,7 +26,7 @@ from ..tensors.bits import begin_digest, is_dense
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import values_of
 from .fingerprints import Fingerprints
-from .payloads import MemoryRecord, MomentRecord, StateRecord
+from .moments import Memory, Moment, State
 
 Buffer = tuple[torch.dtype, torch.Size, Callable[[], int]]  # its digest, begun when recorded, is read when asked for
 REPLACED, DECOMPRESSED = "was replaced or resized", "was decompressed by its library when the model ran"
@@ -47,19 +47,19 @@ def signature(tree: ModelTree) -> int:
     return hash(tuple(parts))
 
 
-def read_moment(tree: ModelTree) -> MomentRecord:
-    """Read a model as it is now, as fast as a preparation can afford: the manifest validates it."""
+def read_moment(tree: ModelTree) -> Moment:
+    """Read a model as it is now."""
     with only_reading():
-        return MomentRecord.model_construct(state=_state(tree), memory=_memory(tree))
+        return Moment(_state(tree), _memory(tree))
 
 
-def _state(tree: ModelTree) -> StateRecord:
+def _state(tree: ModelTree) -> State:
     modules: dict[nn.Module, str] = {}
     for node in tree.base:
         modules.setdefault(node.module, node.fqn)
     hooked = [node.module for node in tree.having("_forward_hooks") if node.module in modules]
     use_cache = getattr(getattr(tree.model, "config", None), "use_cache", None)
-    return StateRecord.model_construct(
+    return State(
         input_gradient_hooks={modules[m]: len(keys) for m in hooked if (keys := input_gradient_hooks(m))},
         checkpointing=tuple([fqn for m, fqn in modules.items() if vars(m).get("gradient_checkpointing") is True]),
         use_cache=use_cache if isinstance(use_cache, bool) else None,
@@ -68,11 +68,11 @@ def _state(tree: ModelTree) -> StateRecord:
     )
 
 
-def _memory(tree: ModelTree) -> MemoryRecord:
+def _memory(tree: ModelTree) -> Memory:
     parameters = [tensor.parameter for tensor in tree.tensors]
     storages = [parameter.untyped_storage() for parameter in parameters]
     devices = {parameter.device for parameter in parameters if parameter.is_cuda}
-    return MemoryRecord.model_construct(
+    return Memory(
         parameter_bytes=sum({storage._cdata: storage.nbytes() for storage in storages}.values()),
         allocated_bytes=sum(map(torch.cuda.memory_allocated, devices)) if devices else None,
         reserved_bytes=sum(map(torch.cuda.memory_reserved, devices)) if devices else None,

@@ -27,8 +27,8 @@ from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, NamedTensor, only_reading
 from ..reports import LifecycleState, RestoreReport, StateDiff
 from .engines import notes_on
+from .moments import Moment
 from .original import Changes, Original, read_moment
-from .payloads import MomentRecord
 from .plan import Plan
 from .planner import Planner
 from .prepared_state import PreparedState
@@ -45,7 +45,7 @@ class Preparation:
     plan: Plan  # the last one applied
     original: Original  # what was there before the first
     left: PreparedState  # what the last one left
-    after: MomentRecord  # at its end
+    after: Moment  # at its end
 
     def __init__(self, holder: object) -> None:
         self.holder = weakref.ref(holder)  # the wrapper, which the model keeps alive

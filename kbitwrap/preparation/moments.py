@@ -1,0 +1,33 @@
+"""A model at one moment of its preparation, as the manifest records it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class State:
+    """Hooks, flags and modes. Modules are named by their fqns; ``""`` is the model itself."""
+
+    input_gradient_hooks: dict[str, int]  # how many each module has that has any
+    checkpointing: tuple[str, ...]  # the modules whose ``gradient_checkpointing`` is true
+    use_cache: bool | None  # the config's
+    num_modules: int  # of the base
+    num_training: int  # of these, those in train mode
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory in bytes: of the parameters' storages, each counted once, and as ``torch.cuda`` counts it."""
+
+    parameter_bytes: int
+    allocated_bytes: int | None  # over all devices that hold parameters; ``None`` without CUDA
+    reserved_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Moment:
+    """State and memory."""
+
+    state: State
+    memory: Memory
