@@ -820,15 +820,20 @@ class TestOthers:
         assert not report.trained
         assert not report.put_back
 
-    def test_a_head_that_was_resized_and_resized_back_is_named(self) -> None:
+    @pytest.mark.parametrize("precision", ["full", "compute", "norms"])
+    @pytest.mark.parametrize("by", [5, -5])
+    def test_embeddings_that_were_resized_and_resized_back_get_dtypes_and_flags(self, by: int, precision: str) -> None:
         model = zoo.load("llama")
-        prepared = KbitPreparedModel(model, precision="full").prepare()
-        for size in (zoo.VOCAB_SIZE + 5, zoo.VOCAB_SIZE):
+        prepared = KbitPreparedModel(model, precision=precision).prepare()
+        for size in (zoo.VOCAB_SIZE + by, zoo.VOCAB_SIZE):
             model.resize_token_embeddings(size, mean_resizing=False)
+        embeddings = model.model.embed_tokens._parameters["weight"], model.lm_head._parameters["weight"]
+        prepared_as = [(weight.dtype, weight.requires_grad) for weight in embeddings]
+        with prepared.suspended():
+            assert [(weight.dtype, weight.requires_grad) for weight in embeddings] == [(torch.bfloat16, True)] * 2
+        assert [(weight.dtype, weight.requires_grad) for weight in embeddings] == prepared_as
         report = prepared.restore()
-        embeddings, head = model.model.embed_tokens.weight, model.lm_head.weight
-        assert (embeddings.dtype, embeddings.requires_grad) == (torch.bfloat16, True)
-        assert (head.dtype, head.requires_grad) == (torch.float32, False)  # the limit that docs/check.md tells of
+        assert [(weight.dtype, weight.requires_grad) for weight in embeddings] == [(torch.bfloat16, True)] * 2
         assert "lm_head.weight" in report.replaced
 
     def test_restoring_under_an_adapter_warns_of_a_trainable_base(self) -> None:

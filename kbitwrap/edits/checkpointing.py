@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,7 +50,7 @@ def warn_of_sharding(module: nn.Module, args: Any) -> None:
 
 
 _INPUT_GRADIENT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad", "make_block_input_require_grad")
-_HOOKS = (*_INPUT_GRADIENT_HOOKS, warn_of_sharding.__name__)
+_LIBRARIES = ("kbitwrap", "peft", "transformers", "transformers_modules", "trl")
 _HOOK_DICTS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
@@ -58,28 +58,49 @@ _HOOK_DICTS = (
 
 
 def input_gradient_hooks(module: nn.Module) -> list[int]:
-    """The ids of a module's input-gradient hooks: those of transformers, of PEFT and of kbitwrap."""
-    return preparation_hooks(module, _INPUT_GRADIENT_HOOKS)
+    """The ids of a module's input-gradient hooks: those of the libraries that prepare models."""
+    return [key for key, hook in _hooks_of(module) if _is_input_gradient_hook(hook)]
 
 
-def preparation_hooks(module: nn.Module, names: Collection[str] = _HOOKS) -> list[int]:
-    """The ids of a module's hooks with the names of those that a preparation adds."""
-    hooks = (*module._forward_hooks.items(), *module._forward_pre_hooks.items())
-    return [key for key, hook in hooks if getattr(hook, "__name__", None) in names]
+def _hooks_of(module: nn.Module) -> Iterable[tuple[int, Any]]:
+    hooks, pre_hooks = module._forward_hooks, module._forward_pre_hooks
+    return [*hooks.items(), *pre_hooks.items()] if hooks or pre_hooks else ()
+
+
+def _is_input_gradient_hook(hook: Any) -> bool:
+    """Whether a hook is one of these libraries' functions; a user's may have the same name."""
+    if getattr(hook, "__name__", None) not in _INPUT_GRADIENT_HOOKS:
+        return False
+    return str(getattr(hook, "__module__", None)).partition(".")[0] in _LIBRARIES
 
 
 class HooksChange(ChangeBase):
-    """The hooks of a preparation as they were: undo removes later ones. They keep their ids when a module is copied."""
+    """The hooks before a preparation: undo removes its own, and libraries' later ones that make inputs require grad.
+
+    They keep their ids when a module is copied.
+    """
 
     def __init__(self, tree: ModelTree) -> None:
         self._index = tree.index
-        hooked = tree.having("_forward_hooks", "_forward_pre_hooks")
-        self.before = {key for node in hooked for key in preparation_hooks(node.module)}
+        self._before = _ids([node.module for node in tree.having("_forward_hooks", "_forward_pre_hooks")])
+        self._ours: set[int] | None = None  # `None` while the edit is made: all that are added
+
+    def settle(self) -> None:
+        """Note that the edit is made: whatever hooks were added so far are its own."""
+        self._ours = _ids([module for _, module in self._index.live()]) - self._before
+
+    def _is_added(self, key: int, hook: Any) -> bool:
+        if key in self._before:
+            return False
+        return self._ours is None or key in self._ours or _is_input_gradient_hook(hook)
 
     def _affected(self, modules: list[nn.Module]) -> dict[nn.Module, list[int]]:
-        hooked = [m for m in modules if m._forward_hooks or m._forward_pre_hooks]
-        found = {m: [key for key in preparation_hooks(m) if key not in self.before] for m in hooked}
-        return {module: keys for module, keys in found.items() if keys}
+        found: dict[nn.Module, list[int]] = {}
+        for module in modules:
+            for key, hook in _hooks_of(module):
+                if self._is_added(key, hook):
+                    found.setdefault(module, []).append(key)
+        return found
 
     def undo(self, tree: ModelTree) -> None:
         """Remove the hooks added since."""
@@ -89,7 +110,7 @@ class HooksChange(ChangeBase):
         """Remove later hooks, all or all but one of each hooked module, and say whether a later one is left."""
         is_left = False
         for module, keys in self._affected(modules).items():
-            keeps_newest = keep_one and not self.before.intersection(module._forward_hooks)
+            keeps_newest = keep_one and self._before.isdisjoint(input_gradient_hooks(module))
             is_left |= keeps_newest
             for key in keys[:-1] if keeps_newest else keys:
                 for name in _HOOK_DICTS:
@@ -112,6 +133,10 @@ class HooksChange(ChangeBase):
                 hooks.update(back + new)
 
         return Call(resume)
+
+
+def _ids(modules: list[nn.Module]) -> set[int]:
+    return {key for module in modules for key, _ in _hooks_of(module)}
 
 
 CHECKPOINTING_ATTRIBUTES = ("gradient_checkpointing", "_gradient_checkpointing_func")
@@ -197,6 +222,7 @@ class Checkpoint(EditBase):
                 block.register_forward_pre_hook(make_block_input_require_grad)
         if self.hook_model and warn_of_sharding not in model._forward_pre_hooks.values():
             model.register_forward_pre_hook(warn_of_sharding)
+        change.hooks.settle()
 
 
 def _enable_checkpointing(model: nn.Module, kwargs: Mapping[str, Any]) -> None:

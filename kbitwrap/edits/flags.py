@@ -23,29 +23,31 @@ class FlagsChange(ChangeBase):
     def undo(self, tree: ModelTree) -> None:
         """Set the recorded flags back, but for those that others set while the model was suspended."""
         with only_reading():
-            live = [(r, p, self.flags[r]) for r, p in self._live(tree) if p.requires_grad != self.flags[r]]
-            changed = [(p, flag) for r, p, flag in live if self._is_ours(r, p, flag)]
+            changed = [(p, self.flags[r]) for r, p in self._live(tree) if self._is_ours(r, p)]
+            # Others may train what was resized: only the preparation's own freezing is undone.
+            resized = [(record, tensor.parameter) for record, tensor in tree.resized(self.flags)]
+            own = [(r, p) for r, p in resized if self.flags[r] or self._left is not None]
+            changed += [(p, self.flags[r]) for r, p in own if self._is_ours(r, p)]
         for parameter, flag in changed:
             if parameter.is_leaf:
                 with torch.inference_mode(parameter.is_inference()):  # the mode that it was made in
                     parameter.requires_grad_(flag)
 
-    def _is_ours(self, record: ParameterRecord, parameter: torch.Tensor, flag: bool) -> bool:
-        if self._left is not None:
-            return parameter.requires_grad == self._left[record]
-        # Others may train what was resized: only the preparation's own freezing is undone.
-        return flag or not record.was_resized(parameter)
+    def _is_ours(self, record: ParameterRecord, parameter: torch.Tensor) -> bool:
+        """Whether a flag is another, and not one that others set while the model was suspended."""
+        is_left = self._left is None or parameter.requires_grad == self._left[record]
+        return is_left and parameter.requires_grad != self.flags[record]
 
     def now(self, tree: ModelTree) -> FlagsChange:
         """Record the current flags."""
         with only_reading():
-            return FlagsChange([(r, p.requires_grad) for r, p in self._live(tree)], left=self.flags)
+            resized = [(record, tensor.parameter) for record, tensor in tree.resized(self.flags)]
+            return FlagsChange([(r, p.requires_grad) for r, p in [*self._live(tree), *resized]], left=self.flags)
 
     def _live(self, tree: ModelTree) -> list[tuple[ParameterRecord, torch.Tensor]]:
-        """The parameters that are there, and resized embeddings."""
+        """The parameters that are there."""
         found = tree.live
         live = [(record, found[record] if record in found else record.there()) for record in self.flags]
-        live += [(record, tensor.parameter) for record, tensor in tree.resized(self.flags)]
         return [(record, parameter) for record, parameter in live if parameter is not None]
 
 

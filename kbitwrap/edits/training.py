@@ -232,7 +232,8 @@ class Record(EditBase):
             AttributesChange(tree, ("training", COPIED_ATTRIBUTE)),  # adapters keep theirs
             *runtime.values(),
             KeptChange(tree, tree.base_records),
-            AttributesNow([config for config in tree.configs if hasattr(config, "__dict__")], ["use_cache"]),
+            # Saving the model writes its dtype into its config.
+            AttributesNow([config for config in tree.configs if hasattr(config, "__dict__")], ["use_cache", "dtype"]),
         )
 
     def apply(self, change: Together) -> None:

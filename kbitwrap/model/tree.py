@@ -17,7 +17,7 @@ from torch import nn
 from ..errors import UnsupportedModelError
 from .quantization import Quantization, detect
 from .records import ParameterRecord, Records
-from .wrappers import COPIES, is_adapter_class, wrapped_children
+from .wrappers import COPIES, is_adapter_class, is_sharded_tensor, wrapped_children
 
 CONFIG_ATTRIBUTES = ("config", "generation_config")
 
@@ -155,6 +155,14 @@ class ModelTree:
         return found
 
     @cached_property
+    def _ids(self) -> set[int]:
+        return {id(tensor.parameter) for tensor in self.tensors}
+
+    def at_places(self, record: ParameterRecord) -> list[nn.Parameter]:
+        """The parameters at a record's places, but for those of modules that others took out of the model."""
+        return [parameter for parameter in record.at_places() if id(parameter) in self._ids]
+
+    @cached_property
     def _places(self) -> dict[int, list[tuple[nn.Module, str]]]:
         """Every owner of each parameter, once, with the parameter's name there; by ``id`` of the parameter."""
         found: dict[int, dict[tuple[nn.Module, str], None]] = {}
@@ -192,12 +200,23 @@ class ModelTree:
         return [self.record(tensor) for tensor in self.base_tensors]
 
     def resized(self, records: Iterable[ParameterRecord]) -> list[tuple[ParameterRecord, NamedTensor]]:
-        """The base's tensors that have a recorded one's name and another number of rows, as resized embeddings have."""
-        named = {tensor.fqn: tensor for tensor in self.base_tensors}
+        """The base's tensors that others made of recorded ones when they resized embeddings, maybe back to their size.
+
+        They are embeddings of another size, and what has a recorded name and as many rows, as a new head.
+        """
+        live = self.live
+        lost = [record for record in records if record not in live]
+        if not lost:
+            return []
+        rows = {there.shape[:1] for record in lost for there in self.at_places(record)}
+        named = {tensor.fqn: tensor for tensor in self.base_tensors if id(tensor.parameter) not in self.known}
         found = []
-        for record in records:
+        for record in lost:
             tensor = named.get(record.fqn)
-            if tensor is not None and record.was_resized(tensor.parameter):
+            if tensor is None or is_sharded_tensor(tensor.parameter):
+                continue
+            is_in_place = any(tensor.parameter is there for there in self.at_places(record))
+            if record.was_resized(tensor.parameter) if is_in_place else tensor.parameter.shape[:1] in rows:
                 found.append((record, tensor))
         return found
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..edits.base import COPIED_ATTRIBUTE, HeldOriginal
-from ..edits.checkpointing import input_gradient_hooks, preparation_hooks
+from ..edits.checkpointing import input_gradient_hooks
 from ..edits.storage import CopyChange, StorageChange
 from ..model.quantization import is_quantized_parameter, is_rewritten, quant_state_of, was_decompressed
 from ..model.records import ParameterRecord, key_of
@@ -119,8 +119,7 @@ class Original:
             self.flags.update({tree.record(t): t.parameter.requires_grad for t in adapters})
         self._configs: dict[int, Any] = {}  # by ``id``; the memo of ``deepcopy`` holds the configs
         self._buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, Buffer]] = weakref.WeakKeyDictionary()
-        hooked = [node.module for node in tree.having(*_HOOK_DICTS)]
-        self._hook_ids = {key for module in hooked for name in _HOOK_DICTS for key in getattr(module, name)}
+        self._hooks = _hooks_of(tree)
         for m in [node.module for node in tree.having("_buffers")]:
             saved = [(n, b) for n, b in m._buffers.items() if b is not None and n not in m._non_persistent_buffers_set]
             # Training writes them, and they are small.
@@ -171,7 +170,6 @@ class Original:
     def follow(self, tree: ModelTree) -> None:
         """Find every parameter again, wherever others put it."""
         with only_reading():
-            lost = []
             for record in self.flags:
                 found = record.at_places()
                 shard = next(filter(is_sharded_tensor, found), None)
@@ -180,8 +178,8 @@ class Original:
                     tree.sharded[id(shard)] = record
                 elif seen is not None:
                     tree.known[id(seen)] = record
-                else:
-                    lost.append(record)
+            live = {*tree.live, *tree.sharded.values()}
+            lost = [record for record in self.flags if record not in live]
             if lost:
                 self._find_by_value(tree, self._find_by_memory(tree, lost))
 
@@ -201,11 +199,14 @@ class Original:
 
     def _find_by_value(self, tree: ModelTree, lost: list[ParameterRecord]) -> None:
         """Find parameters that got other memory: what is at their place, or has their name, holds their values."""
-        named = {tensor.fqn: tensor for tensor in tree.base_tensors}
+        named = {tensor.fqn: tensor for tensor in tree.base_tensors if id(tensor.parameter) not in tree.known}
+        elsewhere: dict[ParameterRecord, NamedTensor] = {}
         candidates = []
         for record in lost:
-            tensor = named.get(record.fqn)
-            there = next(iter(record.at_places()), None if tensor is None else tensor.parameter)
+            there: torch.Tensor | None = next(iter(tree.at_places(record)), None)
+            if there is None and record.fqn in named:
+                elsewhere[record] = named[record.fqn]
+                there = elsewhere[record].parameter
             if there is not None and there.shape == record.shape and self._fingerprints.has(record):
                 candidates.append((record, there))
         changed = self._fingerprints.changed(candidates) if candidates else set()
@@ -213,8 +214,8 @@ class Original:
             # A layer that rewrites a parameter moves it before training changes it.
             if record in changed and not any((m := ref.owner()) and is_rewritten(m, ref.name) for ref in record.refs):
                 continue
-            if not any(there is parameter for parameter in record.at_places()):
-                record.moved(tree.places(named[record.fqn]))
+            if record in elsewhere:
+                record.moved(tree.places(elsewhere[record]))
             record.saw(there)
             tree.known[id(there)] = record
 
@@ -222,8 +223,13 @@ class Original:
         """Whether a value is not the recorded one, as far as was recorded."""
         return bool(self._fingerprints.changed([(record, value)], lambda _, found: found))
 
-    def changes(self, tree: ModelTree, held: Sequence[HeldOriginal]) -> Changes:
-        """Find what became of the base, whose originals are ``held``, in one read of each device, after ``follow``."""
+    def changes(
+        self, tree: ModelTree, held: Sequence[HeldOriginal] = (), trainable: Collection[Any] | None = None
+    ) -> Changes:
+        """Find what became of the base, whose originals are ``held``, in one read of each device, after ``follow``.
+
+        ``trainable`` are the records of what may be trained; ``None``: what may be now.
+        """
         found = Changes()
         live = {node.fqn: node.module for node in tree.plain_base}
         holders = {id(one.record): one for one in held}
@@ -269,9 +275,10 @@ class Original:
 
         whole = {r: holder.against_kept(compared[r].data)[0] for r, holder in kept.items()}
         changed = self._fingerprints.changed([(r, p) for r, p in unquantized if r not in kept], original_of, whole)
-        for record in compared:
+        for record, parameter in compared.items():
             if record in changed:
-                (found.trained if compared[record].requires_grad else found.drifted).append(record.fqn)
+                is_trained = parameter.requires_grad if trainable is None else record in trainable
+                (found.trained if is_trained else found.drifted).append(record.fqn)
         return found
 
     def gone(self, changes: Changes) -> list[str]:
@@ -280,12 +287,10 @@ class Original:
         return [fqn for fqn in (*changes.replaced, *inside) if fqn in self.base]
 
     def copies(self, tree: ModelTree, cast: Iterable[ParameterRecord]) -> list[CopyChange]:
-        """Find parameters in another dtype that stand, by name, for a half one, but for those that we ``cast``."""
+        """Find parameters that others cast, and those that stand, by name, for a half one that we ``cast``."""
         known, skipped, base = tree.known, set(map(id, cast)), set(self._records)
         found = []
-        # transformers resizes the input embeddings in place, and puts a new head there with as many rows.
-        ours = [t for t in tree.tensors if COPIED_ATTRIBUTE in vars(t.module) and t.fqn in self.base]
-        resized = {t.parameter.shape[:1] for t in ours if self.base[t.fqn].was_resized(t.parameter)}
+        resized = {id(tensor.parameter) for _, tensor in tree.resized(base)}
         for tensor in tree.tensors:
             parameter = tensor.parameter
             own = known.get(id(parameter))
@@ -294,11 +299,13 @@ class Original:
             if own is not None and (own not in base or (id(own) in skipped and is_in_place)):
                 continue
             original = own or self.base.get(tensor.fqn)
-            # What the user put there is the user's, whatever its dtype.
-            is_ours = own or COPIED_ATTRIBUTE in vars(tensor.module) or parameter.shape[:1] in resized
-            if not (original and is_ours) or original.dtype not in HALF_DTYPES or parameter.dtype == original.dtype:
+            if original is None or parameter.dtype == original.dtype or original.quantized_class is not None:
                 continue
-            if parameter.dtype in (torch.float32, *HALF_DTYPES):
+            # What the user put there is the user's, whatever its dtype.
+            is_copied = COPIED_ATTRIBUTE in vars(tensor.module) or id(parameter) in resized
+            if own is None and not (is_copied and original.dtype in HALF_DTYPES):
+                continue
+            if parameter.is_floating_point() and original.dtype.is_floating_point:
                 is_resized = parameter.shape != original.shape
                 record = own or tree.record(tensor)
                 is_base = own is not None or not (parameter.requires_grad or id(parameter) in tree.adapter_ids)
@@ -316,18 +323,41 @@ class Original:
         return found
 
     def added(self, tree: ModelTree) -> tuple[list[str], list[str]]:
-        """The fqns of parameters that are not the original, and the paths of parameters and hooks that were added."""
-        known = {**tree.known, **tree.sharded}
-        new = [tensor for tensor in tree.tensors if id(tensor.parameter) not in known]
-        replaced = [tensor.fqn for tensor in new if tensor.fqn in self.base]
-        foreign = [tensor.path for tensor in new if tensor.fqn not in self.base or tensor.fqn != tensor.path]
-        for node in tree.having(*_HOOK_DICTS):
-            ours = {*self._hook_ids, *preparation_hooks(node.module)}
-            for name in _HOOK_DICTS:
-                hooks = [hook for key, hook in vars(node.module)[name].items() if key not in ours]
-                kind = name.strip("_").replace("_", " ").removesuffix("s")
-                foreign += [f"{node.path}: {kind} {getattr(hook, '__name__', type(hook).__name__)}" for hook in hooks]
+        """The fqns of parameters that are not as they were, and the paths of parameters and hooks of others."""
+        replaced, foreign = [], []
+        for tensor in tree.tensors:
+            parameter, is_base = tensor.parameter, tensor.fqn in self.base
+            record = tree.known.get(id(parameter)) or tree.sharded.get(id(parameter))
+            if record is not None and not self._is_other(record, parameter):
+                continue
+            if is_base:
+                replaced.append(tensor.fqn)
+            is_beside = record is None and tensor.fqn != tensor.path
+            if not is_base or is_beside:
+                foreign.append(tensor.path)
+        hooks = _hooks_of(tree)
+        foreign += [line for key, line in hooks.items() if key not in self._hooks]
+        foreign += [f"{line} was removed" for key, line in self._hooks.items() if key not in hooks]
         return replaced, foreign
+
+    def _is_other(self, record: ParameterRecord, parameter: torch.Tensor) -> bool:
+        """Whether a parameter has another flag, dtype or shape than it had; a shard's shape says nothing."""
+        if is_sharded_tensor(parameter):
+            return False
+        is_reshaped = record.quantized_class is None and parameter.shape != record.shape
+        is_cast = parameter.dtype != record.dtype
+        return is_cast or is_reshaped or parameter.requires_grad != self.flags[record]
+
+
+def _hooks_of(tree: ModelTree) -> dict[int, str]:
+    """A model's hooks by their ids, each as a line of a report."""
+    found = {}
+    for node in tree.having(*_HOOK_DICTS):
+        for name in _HOOK_DICTS:
+            kind = name.strip("_").replace("_", " ").removesuffix("s")
+            for key, hook in vars(node.module)[name].items():
+                found[key] = f"{node.path}: {kind} {getattr(hook, '__name__', type(hook).__name__)}"
+    return found
 
 
 def _is_recorded(record: ParameterRecord, module: nn.Module, parameter: torch.Tensor, tree: ModelTree) -> bool:

@@ -8,7 +8,7 @@ import logging
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 from torch import nn
@@ -161,9 +161,7 @@ class Preparation:
                 getattr(error, "add_note", _logger.error)(note)  # before Python 3.11 errors have no notes
 
     def copies(self, tree: ModelTree) -> list[CopyChange]:
-        """The changes that take back the float32 copies that PEFT made of base modules while all was upcast."""
-        if not self._upcasts_all:
-            return []
+        """The changes that take back casts by others, and float32 copies that PEFT made of base modules."""
         return self.original.copies(tree, [held.record for held in self.journal.parts(HeldOriginal)])
 
     def _half_copies(self, tree: ModelTree) -> list[NamedTensor]:
@@ -188,41 +186,30 @@ class Preparation:
             return self.left.diff(tree, self.changes(tree).drifted)
 
     def undoing(self, trained: TrainedPolicy) -> Callable[[], RestoreReport]:
-        """Compare the model, and return the call, to be made again after a failure, that undoes all and reports it."""
-        config = self.plan.config
-        if trained == "discard" and not config.keep_originals:
+        """Read the model, and return the call, to be made again after a failure, that undoes all and reports it."""
+        if trained == "discard" and not self.plan.config.keep_originals:
             raise ConfigError("restore(trained='discard') needs a preparation with keep_originals=True")
         with plain_mode():
             tree = self.tree()
             refuse_sharded_since(tree, changes_dtypes=self._upcasts_all)
-            held, changes = self.journal.parts(HeldOriginal), self.changes(tree)
+            changes = self.changes(tree) if trained == "error" else Changes()
             with only_reading():
                 copies = [*self.journal.parts(CopyChange), *self.copies(tree)]  # some stayed where they were an error
                 training = [t for t in tree.tensors if t.parameter.requires_grad]
                 trainable = {tree.known.get(id(t.parameter), tree.records.at(t.module, t.name)) for t in training}
                 num_turned_on = self._num_turned_on + self.original.num_turned_on(tree)
-                replaced, foreign = self.original.added(tree)
-            rewritten = self.journal.parts(KeptChange)
+        held, rewritten = self.journal.parts(HeldOriginal), self.journal.parts(KeptChange)
+        changed = {*changes.trained, *changes.drifted}
 
         def undo() -> RestoreReport:
             with plain_mode():
                 self._num_turned_on = num_turned_on
-                failures: dict[str, Exception] = {}
-                changed = {*changes.trained, *changes.drifted}
                 for one in held:
                     one.decide(trained)
                 for copy in copies:
                     copy.decide("keep" if copy.is_base and copy.fqn not in changed else trained)
                 self.journal.record(*[copy for copy in copies if copy not in self.journal.changes])
-                for change, error in self.journal.undo(
-                    tree, since=1, show=lambda found: _bar(found, "restore", config)
-                ):
-                    if not isinstance(error, Exception):
-                        raise error
-                    if isinstance(error, TrainedError):
-                        failures |= {fqn: TrainedError([fqn]) for fqn in error.fqns}
-                    else:
-                        failures[getattr(change, "fqn", type(change).__name__)] = error
+                failures = self._undo(tree)
                 for one in (*held, *copies):
                     one.decide("keep")
                 self._put_back += [name for one in rewritten for name in one.put_back]
@@ -234,20 +221,45 @@ class Preparation:
                         failures=failures,
                     )
                 self.journal.resume(tree)
+                report = self._report(held, copies, trainable)
                 _in_force.discard(self)
-                if config.empty_cache:
+                if self.plan.config.empty_cache:
                     empty_cache()
-            return report()
-
-        def report() -> RestoreReport:
-            names = [copy.fqn for copy in copies if not copy.is_base and not copy.is_resized] + changes.trained
-            names += [one.record.fqn for one in held if one.was_trained and one.record in trainable]
-            others = [*replaced, *self.original.gone(changes), *changes.drifted]
-            others += [one.record.fqn for one in held if one.was_altered and one.record not in trainable]
-            lists = names, others, foreign, changes.not_compared, self._put_back
-            return RestoreReport(*(tuple(dict.fromkeys(found)) for found in lists))
+            return report
 
         return undo
+
+    def _undo(self, tree: ModelTree) -> dict[str, Exception]:
+        """Undo every change but the wrapper's hold on the model, and return the failures by name."""
+        failures: dict[str, Exception] = {}
+        for change, error in self.journal.undo(
+            tree, since=1, show=lambda found: _bar(found, "restore", self.plan.config)
+        ):
+            if not isinstance(error, Exception):
+                raise error
+            if isinstance(error, TrainedError):
+                failures |= {fqn: TrainedError([fqn]) for fqn in error.fqns}
+            else:
+                failures[getattr(change, "fqn", type(change).__name__)] = error
+        return failures
+
+    def _report(
+        self, held: Sequence[HeldOriginal], copies: Sequence[CopyChange], trainable: Collection[ParameterRecord | None]
+    ) -> RestoreReport:
+        """Compare the model, of which all was undone, with the record of what was there before."""
+        tree = self.tree()
+        with only_reading():
+            changes = self.original.changes(tree, trainable=trainable)
+            replaced, foreign = self.original.added(tree)
+        trained = [copy.fqn for copy in copies if not (copy.is_base or copy.is_resized)] + changes.trained
+        trained += [one.fqn for one in held if one.was_trained and one.record in trainable]
+        replaced += [*self.original.gone(changes), *changes.drifted]
+        replaced += [one.fqn for one in held if one.was_altered and one.record not in trainable]
+        ours = {one.record for one in held}
+        cast_by_others = [copy for copy in copies if copy.is_base and not copy.is_resized and copy.record not in ours]
+        put_back = self._put_back + [copy.fqn for copy in cast_by_others]
+        lists = trained, replaced, foreign, changes.not_compared, put_back
+        return RestoreReport(*(tuple(dict.fromkeys(names)) for names in lists))
 
     def warn_of_turned_on(self) -> None:
         """Say after a restore that the base under an adapter is trained from here on."""
