@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import warnings
 from collections.abc import Callable
 from unittest import mock
@@ -14,7 +15,14 @@ from torch import nn
 
 import kbitwrap
 import zoo
-from kbitwrap import EditError, StateError, UnsupportedModelError, prepare_model_for_kbit_training, prepared_of
+from kbitwrap import (
+    EditError,
+    KbitPreparedModel,
+    StateError,
+    UnsupportedModelError,
+    prepare_model_for_kbit_training,
+    prepared_of,
+)
 from kbitwrap.edits.checkpointing import input_gradient_hooks
 from snapshot import Snapshot
 from training import adapt, is_checkpointing, step
@@ -275,6 +283,50 @@ def test_a_weight_that_was_replaced_between_two_calls_is_cast_and_gets_its_dtype
     assert kbitwrap.restore(model).replaced == ("lm_head.weight",)
     assert model.lm_head.weight is weight
     assert (weight.dtype, weight.requires_grad) == (torch.bfloat16, True)
+
+
+def test_originals_that_were_kept_are_put_back_after_a_second_call_that_keeps_none() -> None:
+    model = zoo.load("llama")
+    norm = model.model.norm.weight
+    original = norm.detach().clone()
+    KbitPreparedModel(model, precision="full", keep_originals=True).prepare()
+    kbitwrap.prepare_model_for_kbit_training(model)
+    with torch.no_grad():
+        norm.add_(0.3)
+    kbitwrap.restore(model, "discard")
+    assert torch.equal(norm, original)
+
+
+def test_originals_that_a_second_call_did_not_keep_are_not_asked_for() -> None:
+    model = zoo.load("llama")
+    KbitPreparedModel(model, precision="norms", keep_originals=True).prepare()
+    kbitwrap.prepare_model_for_kbit_training(model)
+    with pytest.raises(kbitwrap.ConfigError, match="keep_originals"):
+        kbitwrap.restore(model, "discard")
+    kbitwrap.restore(model)
+
+
+def test_a_model_is_looked_up_while_other_threads_prepare_others() -> None:
+    model = nn.Linear(2, 2)
+    stop = threading.Event()
+    failures = []
+
+    def look_up() -> None:
+        while not stop.is_set():
+            try:
+                kbitwrap.prepared_of(model)
+            except RuntimeError as error:
+                failures.append(error)
+
+    thread = threading.Thread(target=look_up)
+    thread.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        others = [KbitPreparedModel(nn.LayerNorm(2).bfloat16(), precision="none").prepare() for _ in range(100)]
+    stop.set()
+    thread.join()
+    assert failures == []
+    assert len(others) == 100
 
 
 def test_it_never_calls_pefts_function() -> None:

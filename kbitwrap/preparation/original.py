@@ -199,14 +199,16 @@ class Original:
 
     def _find_by_value(self, tree: ModelTree, lost: list[ParameterRecord]) -> None:
         """Find parameters that got other memory: what is at their place, or has their name, holds their values."""
-        named = {tensor.fqn: tensor for tensor in tree.base_tensors if id(tensor.parameter) not in tree.known}
+        new = [tensor for tensor in tree.base_tensors if id(tensor.parameter) not in tree.known]
+        named = {tensor.fqn: tensor for tensor in new if COPIED_ATTRIBUTE not in vars(tensor.module)}  # no copies
         elsewhere: dict[ParameterRecord, NamedTensor] = {}
         candidates = []
         for record in lost:
             there: torch.Tensor | None = next(iter(tree.at_places(record)), None)
-            if there is None and record.fqn in named:
-                elsewhere[record] = named[record.fqn]
-                there = elsewhere[record].parameter
+            tensor = named.get(record.fqn)
+            if there is None and tensor is not None and tensor.parameter.requires_grad <= self.flags[record]:
+                elsewhere[record] = tensor
+                there = tensor.parameter
             if there is not None and there.shape == record.shape and self._fingerprints.has(record):
                 candidates.append((record, there))
         changed = self._fingerprints.changed(candidates) if candidates else set()

@@ -19,7 +19,7 @@ from ..edits.base import COPIED_ATTRIBUTE, Anchor, EditBase, HeldOriginal, Train
 from ..edits.flags import Hold
 from ..edits.journal import Call, Edit, Journal
 from ..edits.kept import KeptChange, lay_as_stored
-from ..edits.storage import CopyChange, TrainedError
+from ..edits.storage import CopyChange, StorageChange, TrainedError
 from ..edits.training import AccelerateChange, FollowTrainMode
 from ..errors import ConfigError, EditError, RestoreError, StateError, UnsupportedModelError
 from ..model.checks import refuse_sharded_since, tree_of
@@ -35,7 +35,7 @@ from .prepared_state import PreparedState
 from .process import LARGE_BLOCK_BYTES, empty_cache, plain_mode, random_state, refuse_retyping_under_ddp, reshard
 
 _logger = logging.getLogger(__name__)
-_in_force: weakref.WeakSet[Preparation] = weakref.WeakSet()
+_in_force: weakref.WeakValueDictionary[int, Preparation] = weakref.WeakValueDictionary()
 changing = threading.RLock()  # held by what changes a model: of two threads that prepare one, the second finds it held
 
 
@@ -52,13 +52,14 @@ class Preparation:
         self.journal = Journal()
         self.precisions: set[Precision] = set()  # of the plans applied, one on top of the other
         self._upcasts_all = False
+        self._keeps_originals = False
         self._num_turned_on = 0
         self._put_back: list[str] = []
 
     @staticmethod
     def find(tree: ModelTree) -> Preparation | None:
         """The preparation that holds a model or a part of it, whatever was wrapped around the model since."""
-        for preparation in list(_in_force):
+        for preparation in _all_in_force():
             model = preparation.original.model()
             if model is not None and not ModelTree(model).owners.isdisjoint(tree.owners):
                 return preparation
@@ -100,13 +101,14 @@ class Preparation:
                 self.plan = plan
                 self.precisions = {*self.precisions, plan.config.precision}
                 self._upcasts_all |= plan.config.precision.upcasts_all and plan.casts
-                _in_force.add(self)
+                self._keeps_originals |= plan.config.keep_originals
+                _in_force[id(self)] = self
         except BaseException as error:
             with plain_mode():
                 self.journal.roll_back(start, tree)
             vars(self).update(before)
             if not self.journal.changes:
-                _in_force.discard(self)
+                _in_force.pop(id(self), None)
             if isinstance(error, EditError) or not isinstance(error, Exception):
                 raise
             raise EditError(f"could not prepare: {error}; the model is as it was", edit=None) from error
@@ -187,7 +189,8 @@ class Preparation:
 
     def undoing(self, trained: TrainedPolicy) -> Callable[[], RestoreReport]:
         """Read the model, and return the call, to be made again after a failure, that undoes all and reports it."""
-        if trained == "discard" and not self.plan.config.keep_originals:
+        has_originals = all(one.kept is not None for one in self.journal.parts(StorageChange))
+        if trained == "discard" and not (self._keeps_originals and has_originals):
             raise ConfigError("restore(trained='discard') needs a preparation with keep_originals=True")
         with plain_mode():
             tree = self.tree()
@@ -222,7 +225,7 @@ class Preparation:
                     )
                 self.journal.resume(tree)
                 report = self._report(held, copies, trainable)
-                _in_force.discard(self)
+                _in_force.pop(id(self), None)
                 if self.plan.config.empty_cache:
                     empty_cache()
             return report
@@ -293,15 +296,21 @@ class Preparation:
             way_back.resume(self.tree())
 
 
+def _all_in_force() -> list[Preparation]:
+    """The preparations in force, listed in one step: other threads may begin and end some meanwhile."""
+    found = [reference() for reference in _in_force.valuerefs()]
+    return [preparation for preparation in found if preparation is not None]
+
+
 def explain(error: BaseException) -> None:
     """Add to an error what any preparation that is in force knows of its cause."""
-    for preparation in list(_in_force):
+    for preparation in _all_in_force():
         preparation.explain(error)
 
 
 def refuse_held(tree: ModelTree, but: Preparation | None = None) -> None:
     """Raise for a model of which another preparation than ``but`` holds a part: a module's, or a shared parameter."""
-    for preparation in list(_in_force):
+    for preparation in _all_in_force():
         model = preparation.original.model()
         if model is None or preparation is but:
             continue

@@ -24,13 +24,15 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch import nn
+from torch.nn.utils import prune
 
 import kbitwrap
 import trees
 import zoo
 from kbitwrap import KbitPreparedModel, KbitWrapError, Manifest, UnsupportedModelError
+from kbitwrap.model.wrappers import canonical_fqn
 from kbitwrap.tensors.upcast import UpcastTensor
-from snapshot import Snapshot
+from snapshot import Snapshot, tensor_digest
 
 ROUND, LENGTH = 200, 12
 PRECISIONS = ("full", "compute", "norms", "adapted", "none")
@@ -45,6 +47,10 @@ def user_hook(module: nn.Module, args: Any, output: Any = None) -> None:
     """A user's hook; changes nothing."""
 
 
+def make_inputs_require_grad(module: nn.Module, args: Any, output: Any = None) -> None:
+    """A user's hook of the name of PEFT's; changes nothing."""
+
+
 @functools.cache
 def _pristine(quant: str | None) -> Any:
     """A decoder that nothing runs or changes."""
@@ -57,6 +63,51 @@ def _pristine(quant: str | None) -> Any:
         model.save_pretrained(folder)
         settings = zoo._quantization_config(zoo.ARCHITECTURES["llama"], quant, torch.bfloat16)
         return transformers.LlamaForCausalLM.from_pretrained(folder, quantization_config=settings, dtype="bfloat16")
+
+
+class Before:
+    """The parameters and hooks of a model when it is prepared, which a restore puts back or names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = {
+            id(p): (p, canonical_fqn(name), _state_of(name, p), p.requires_grad) for name, p in model.named_parameters()
+        }
+        self.hooks = _hooks_of(model)
+
+    def unnamed(self, model: nn.Module, report: kbitwrap.RestoreReport) -> Iterator[str]:
+        """What is other than it was, and in no list of the report."""
+        named = {name for names in report.to_dict().values() for name in names}
+        now = {id(p): name for name, p in model.named_parameters()}
+        for key, (parameter, fqn, state, flag) in self.parameters.items():
+            if key not in now:
+                if fqn not in named and not is_adapter(fqn):
+                    yield f"{fqn} is gone, which the report does not name"
+            elif {fqn, now[key]}.isdisjoint(named):
+                if _state_of(now[key], parameter) != state:
+                    yield f"{fqn} has another dtype, shape or value, which the report does not name"
+                if parameter.requires_grad != flag:
+                    yield f"{fqn} has another flag, which the report does not name"
+        hooks = _hooks_of(model)
+        for key in hooks.keys() ^ self.hooks.keys():
+            name = hooks.get(key) or f"{self.hooks[key]} was removed"
+            if not any(line.endswith(name) for line in report.foreign):
+                yield f"the hook {name} is not named by the report"
+
+
+def is_adapter(name: str) -> bool:
+    return "lora_" in name or "modules_to_save" in name
+
+
+def _state_of(name: str, parameter: nn.Parameter) -> tuple[Any, ...]:
+    """What has to be equal: of an adapter, whose values are trained, its dtype."""
+    dtype, shape, *_, content = tensor_digest(parameter)
+    return (dtype,) if is_adapter(name) else (dtype, shape, content)
+
+
+def _hooks_of(model: nn.Module) -> dict[int, str]:
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    found = [one for module in model.modules() for kind in kinds for one in vars(module)[kind].items()]
+    return {key: getattr(hook, "__name__", type(hook).__name__) for key, hook in found}
 
 
 class World:
@@ -77,6 +128,8 @@ class World:
         self.handles: list[tuple[Any, Any]] = []
         self.trained: dict[int, nn.Parameter] = {}  # of the base: their memory may be another
         self.flags: dict[int, tuple[nn.Parameter, bool]] = {}  # of the base when it was prepared, which go back
+        self.before: Before | None = None  # the model when it was prepared
+        self.cast: dict[int, nn.Parameter] = {}  # by others while prepared: their layout and sharing may be others
         self.is_trained = False
         self.is_over = False  # whether the twin went on where the model could not
         self.is_used = False  # whether a user set flags, or ran the model, since it was suspended
@@ -195,8 +248,8 @@ class World:
         if self.tops[0] is not self.model:
             ignored |= {": training"}  # of what PEFT put into the base
         self._check_flags(named)
-        trained = [name for name, p in named.items() if id(p) in self.trained]
-        ignored |= {"shared memory"} if self.is_trained else set()
+        trained = [name for name, p in named.items() if id(p) in self.trained or id(p) in self.cast]
+        ignored |= {"shared memory"} if self.is_trained or self.cast else set()
         for name in trained:
             for items in (model.items, twin.items):
                 dtype, shape, _, content = items[f"{keys[name]}: bytes"]
@@ -238,6 +291,9 @@ def operation(weight: int) -> Callable[[Op], Op]:
 
 def _flags(world: World, *, adapters: bool) -> dict[int, tuple[nn.Parameter, bool]]:
     """The flags of the base, and of adapters, which the drop-in freezes; with the parameters, which are held so."""
+    if world.state in ("new", "restored"):
+        world.before = Before(world.model)
+        world.cast = {}
     named = world.tops[0].named_parameters()
     found = {id(p): (p, p.requires_grad) for n, p in named if adapters or not ("lora_" in n or "modules_to_save" in n)}
     return {**found, **world.flags}
@@ -250,9 +306,24 @@ def _begin(world: World, precision: str, flags: dict[int, tuple[nn.Parameter, bo
 
 
 def _end(world: World, report: Any) -> None:
-    world.state = "restored"
+    was_prepared, world.state = world.state == "prepared", "restored"
     if not isinstance(report, kbitwrap.RestoreReport):
         world.say(f"expected a report, found {report!r}")
+        return
+    if not was_prepared:  # it returned the same report again
+        return
+    for line in world.before.unnamed(world.model, report):
+        world.say(line)
+    _take_what_is_named(world, report)
+
+
+def _take_what_is_named(world: World, report: kbitwrap.RestoreReport) -> None:
+    """Give the twin what others cast and the report names: the dtype, and the value."""
+    twins = dict(world.twin.named_parameters())
+    for name, parameter in world.model.named_parameters():
+        is_named = not {name, canonical_fqn(name)}.isdisjoint((*report.replaced, *report.trained))
+        if is_named and id(parameter) in world.cast and name in twins:
+            twins[name].data = parameter.data.clone()
 
 
 @operation(10)
@@ -531,7 +602,8 @@ def hook(world: World, rng: random.Random) -> None:
     name = rng.choice([name for name, _ in world.tops[0].named_modules()])
     kind = rng.choice(("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"))
     handles = []
-    world.both(lambda top: handles.append(getattr(top.get_submodule(name), kind)(user_hook)))
+    function = rng.choice((user_hook, make_inputs_require_grad))
+    world.both(lambda top: handles.append(getattr(top.get_submodule(name), kind)(function)))
     world.handles += [tuple(handles)] if len(handles) == 2 else []
 
 
@@ -604,7 +676,81 @@ def assign(world: World, rng: random.Random) -> None:
         world.note_sharing()  # of a tie are made two parameters over one memory
 
 
+# What others do while a model is prepared is taken back, or named.
+
+
+def _can_be_cast(world: World, module: nn.Module) -> bool:
+    """Whether a part can be cast, and what is compared afterwards is told by its own values."""
+    if world.kind != "tree":
+        return module is not world.model
+    is_seen = world.sharing or any(isinstance(child, trees.Views) for child in world.model.modules())
+    is_plain = all(type(p) is nn.Parameter and not p.isnan().any() for p in module.parameters())
+    return is_plain and not is_seen and not any(b.is_floating_point() for b in module.buffers())
+
+
+def _note_cast(world: World, module: nn.Module) -> None:
+    """Note what was cast, and do to adapters of the twin what was done to the model's, which nobody takes back."""
+    world.cast.update({id(p): p for p in module.parameters()})
+    world.suspended, world.is_used, world.moves = None, True, True
+    twins = dict(world.tops[1].named_parameters())
+    for name, p in world.tops[0].named_parameters():
+        if is_adapter(name) and name in twins:
+            twins[name].requires_grad_(p.requires_grad)
+            twins[name].data = twins[name].data.to(p.dtype)
+
+
+@operation(3)
+def float_part(world: World, rng: random.Random) -> None:
+    """Cast a part of a prepared model."""
+    parts = [(name, module) for name, module in world.model.named_modules() if _can_be_cast(world, module)]
+    if world.state != "prepared" or not parts:
+        return
+    _, module = rng.choice(parts)
+    getattr(module, rng.choice(("float", "double")))()
+    _note_cast(world, module)
+
+
+@operation(3)
+def pefts_function(world: World, rng: random.Random) -> None:
+    """PEFT's own function, as a library calls it that prepares a model."""
+    if world.state != "prepared" or (world.kind == "tree" and not _can_be_cast(world, world.model)):
+        return
+    kwargs = rng.choice((None, {"use_reentrant": False}))
+    peft.prepare_model_for_kbit_training(world.model, gradient_checkpointing_kwargs=kwargs)
+    _note_cast(world, world.model)
+
+
+@operation(1)
+def move(world: World, rng: random.Random) -> None:
+    """Put a parameter in another place, by pruning or by replicating layers, and restore: the end of a trial."""
+    if world.state != "prepared" or world.tops[0] is not world.model:
+        return
+    layers = [m for m in world.model.modules() if type(m) is nn.Linear and {"weight"} & m._parameters.keys()]
+    layers = [layer for layer in layers if "weight" not in vars(layer)]
+    if rng.random() < 0.5 and layers:
+        prune.identity(rng.choice(layers), "weight")
+    elif world.kind != "tree":
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"], layer_replication=[(0, 1), (0, 1)])
+        peft.get_peft_model(world.model, config)
+    else:
+        return
+    _end(world, world.ours(world.wrapper.restore))
+    world.is_over = True
+
+
 # Of models of transformers.
+
+
+@operation(2)
+def save_pretrained(world: World, rng: random.Random) -> None:
+    """Save the base, into whose config transformers writes the dtype; while prepared, that goes back."""
+    if world.kind == "tree" or world.state == "suspended" or world.tops[0] is not world.model:
+        return
+    dtype, suspended = world.twin.config.dtype, world.suspended
+    with tempfile.TemporaryDirectory() as folder:
+        world.both(lambda top: top.save_pretrained(folder))
+    if world.state == "prepared":
+        world.twin.config.dtype, world.suspended = dtype, suspended
 
 
 @operation(3)
@@ -744,6 +890,7 @@ def finish(world: World) -> None:
         warnings.simplefilter("ignore")
         if world.state == "suspended":
             world.wrapper.resume()
+            world.state = "prepared"
         if world.state in ("prepared", "suspended"):
             _end(world, world.ours(world.wrapper.restore))
         world.check()
