@@ -29,7 +29,8 @@ HELP = """Look for faults of a saved run that raise no error.
 What is looked at is a checkpoint, an adapter or a Trainer's output folder; what is looked for: float32 left by a
 preparation, another base than the manifest's, adapters that are zero, not finite or of another dtype, layers and
 experts that were never quantized, tied weights that came apart, use_cache left off, idle devices, a merge into 4-bit
-weights, an optimizer that trained what was not saved. No code in a file is run.
+weights, an optimizer that trained what was not saved, a save that was interrupted, a tokenizer with more ids than the
+embeddings have rows. Each check made is printed: fine, fault, or not measured and why. No code in a file is run.
 
 Exit status: 0 no fault was found, 1 one was, 2 bad input."""
 
@@ -80,13 +81,28 @@ def command(
 
 def _describe(result: dict[str, Any]) -> list[Any]:
     findings = result["findings"]
-    parts: list[Any] = [
-        f"{printable(result['subject'])}: {len(findings) or 'no'} fault{'s' * (len(findings) != 1)} found"
-    ]
-    for finding in findings:
-        lines = [hanging(printable(finding["what"]), 0)]
-        lines += [hanging(f"{name}: {printable(finding[name])}", 4, 2) for name in ("where", "evidence", "remedy")]
-        parts.append(joined(lines))
-    if result["not_measured"]:
-        parts.append(joined(["not measured:", *(hanging(printable(line), 4, 2) for line in result["not_measured"])]))
+    number = len(findings) or "no"
+    plural = "" if len(findings) == 1 else "s"
+    parts: list[Any] = [f"{printable(result['subject'])}: {number} fault{plural} found"]
+    parts += [_finding(finding) for finding in findings]
+    by_place: dict[str, list[dict[str, str]]] = {}
+    for examined in result["looked_at"]:
+        by_place.setdefault(examined["where"], []).append(examined)
+    parts += [_checklist(where, checks) for where, checks in by_place.items()]
     return parts
+
+
+def _finding(finding: dict[str, str]) -> Any:
+    lines = [hanging(printable(finding["what"]), 0)]
+    for name in ("where", "evidence", "remedy"):
+        lines.append(hanging(f"{name}: {printable(finding[name])}", 4, 2))
+    return joined(lines)
+
+
+def _checklist(where: str, checks: list[dict[str, str]]) -> Any:
+    """What was looked at in one place, a line for each check."""
+    lines: list[Any] = [f"looked at in {printable(where)}:"]
+    for check in checks:
+        line = f"{check['what']}: {check['outcome']}: {check['evidence']}"
+        lines.append(hanging(printable(line), 4, 2))
+    return joined(lines)

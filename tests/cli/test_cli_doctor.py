@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ import zoo
 from kbitwrap import doctor
 from kbitwrap.cli import main
 
+NO_MANIFEST = "no kbitwrap.json: train with KbitTrainerCallback, or save prepared.manifest() beside the adapter"
+
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -24,15 +27,26 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def broken(adapter: Path, tmp_path: Path) -> Path:
+    shutil.copy(adapter / "adapter_config.json", tmp_path)
     tensors = load_file(adapter / "adapter_model.safetensors")
     name = min(tensors)
     save_file({**tensors, name: tensors[name] * torch.inf}, tmp_path / "adapter_model.safetensors")
     return tmp_path
 
 
-def test_doctor_of_a_sound_run(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_prints_what_it_looked_at_line_by_line(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(adapter)]) == 0
-    assert capsys.readouterr().out == f"{adapter}: no faults found\n"
+    assert capsys.readouterr().out.splitlines() == [
+        f"{adapter}: no faults found",
+        "",
+        f"looked at in {adapter}:",
+        "  files: fine: adapters, weights and configs can be read",
+        "  lora_B: fine: not all of 10 are zero",
+        "  adapter config: fine: PEFT reads it: 'LORA'",
+        "  adapter values: fine: 20 tensors are finite",
+        "  adapter dtypes: fine: float32",
+        f"  base: not measured: {NO_MANIFEST}",
+    ]
 
 
 def test_doctor_names_each_fault_with_evidence_and_remedy(broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,6 +56,7 @@ def test_doctor_names_each_fault_with_evidence_and_remedy(broken: Path, capsys: 
     assert lines[2:4] == ["an adapter is not finite", f"  where: {broken}"]
     assert lines[4].startswith("  evidence: ['base_model.model.model.layers.0.mlp.down_proj.lora_A.weight'")
     assert lines[5].startswith("  remedy: ")
+    assert "  adapter values: fault: an adapter is not finite" in lines
 
 
 def test_doctor_prints_its_report_as_json(broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,7 +69,7 @@ def test_doctor_measures_with_a_base_and_an_adapter(
 ) -> None:
     zoo.load("llama").save_pretrained(tmp_path / "base")
     assert main(["doctor", str(tmp_path / "base")]) == 0
-    assert "not measured:" in capsys.readouterr().out
+    assert "  merge: not measured: give the folders of both" in capsys.readouterr().out
     training.adapt("llama", zoo.load("llama")).merge_and_unload().save_pretrained(tmp_path / "merged")
     options = ["--base", str(tmp_path / "base"), "--adapter", str(adapter)]
     assert main(["doctor", str(tmp_path / "base"), *options]) == 0

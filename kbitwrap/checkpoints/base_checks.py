@@ -1,0 +1,268 @@
+"""The checks of a base, saved, live or recorded in a manifest; ``None`` says that there is nothing to look at."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ManifestMismatchError
+from ..manifest.manifest import Manifest
+from ..model.pretrained import load_pretrained
+from ..model.tree import ModelTree
+from ..preparation.original import DECOMPRESSED
+from ..reports import shown
+from ..tensors.bits import content_digest
+from ..tensors.dtypes import HALF_DTYPES
+from ..tensors.lazy import materialize
+from .diagnosis import Result, fault, fine, not_measured
+from .reader import recorded_quantization
+from .subjects import Base, Folder, Given, LiveModel, Tensors
+from .survival import measure_merge
+
+_EXPERTS = re.compile(r"(?:^|\.)experts?\.(?!.*bias)")
+_MERGED = "an adapter was merged into 4-bit weights"
+_EXPORT = "merge by export(merge_adapters=True), which writes half precision and leaves the base as it is"
+_THE_BASE = "whether the base is the manifest's, and unchanged"
+_NO_MANIFEST = "no kbitwrap.json: train with KbitTrainerCallback, or save prepared.manifest() beside the adapter"
+
+
+# ----------------------------------------------------------------------------------------------------
+# What a manifest or a preparation records.
+# ----------------------------------------------------------------------------------------------------
+
+
+def devices(folder: Folder) -> Result | None:
+    """Whether one process left devices idle that it saw."""
+    manifest = folder.manifest
+    if manifest is None:
+        return None
+    evidence = f"world_size is {manifest.world_size}, and {manifest.visible_devices} devices were visible"
+    if manifest.world_size == 1 and manifest.visible_devices > 1:
+        return fault(
+            "visible devices were idle",
+            evidence,
+            "start the script by torchrun or accelerate launch",
+        )
+    return fine(evidence)
+
+
+def recorded_base(folder: Folder) -> Result | None:
+    """Whether the base is the one that the manifest records, tensor by tensor.
+
+    The base is what was given, or else the folder itself, where it holds what was prepared: a quantized and frozen
+    base is neither merged nor trained.
+    """
+    manifest, given = folder.manifest, folder.given
+    if manifest is None:
+        is_asked = bool(folder.adapters) or (given.base is not None and given.adapter is None)
+        return not_measured(_THE_BASE, _NO_MANIFEST) if is_asked else None
+    base = given.base
+    is_own_base = folder.base is not None and folder.base.is_quantized and manifest.config.freeze
+    if base is None and is_own_base:
+        base = folder.path
+    device = _device_of(manifest)
+    is_there = device == "cpu" or torch.cuda.is_available()
+    if base is None or not is_there:
+        return not_measured(_THE_BASE, f"give base (--base), on a machine with {device}")
+    return _compare(manifest, base, device)
+
+
+def _device_of(manifest: Manifest) -> str:
+    """The kind of device that the base was prepared on: others may quantize otherwise."""
+    return "cpu" if manifest.before.memory.allocated_bytes is None else "cuda"
+
+
+def _compare(manifest: Manifest, base: Any, device: str) -> Result:
+    recorded = manifest.model
+    new: set[str] = set()  # a head that was made for the task, say
+    if not isinstance(base, nn.Module):
+        settings = recorded_quantization(manifest)
+        base, new = load_pretrained(base, settings, recorded.dtype, device, recorded.class_name)
+    try:
+        manifest.check(base)
+    except ManifestMismatchError as error:
+        is_new_alone = new.issuperset(error.different)
+        if error.missing or error.unexpected or not is_new_alone:
+            return fault(
+                "the base is not the one in the manifest, or it drifted",
+                str(error),
+                f"load the base that was trained on, {recorded.name_or_path!r}, as it was",
+            )
+    return fine(f"its {len(manifest.rows)} tensors have the digests of the manifest")
+
+
+def drift(live: LiveModel) -> Result | None:
+    """Whether the base of a prepared model has the values that were prepared.
+
+    A merge that is taken back leaves rounding; libraries replace weights to decompress them, which is no drift.
+    """
+    if live.preparation is None and not live.adapters:
+        return None
+    if live.preparation is None:
+        return not_measured(
+            "whether the base has the values that it was loaded with",
+            "the model is not prepared by kbitwrap, which records them",
+        )
+    changes = live.preparation.changes(live.tree)
+    replaced = [fqn for fqn, how in changes.replaced.items() if how != DECOMPRESSED]
+    if changes.drifted or replaced:
+        return fault(
+            "the base drifted since it was prepared",
+            shown([*changes.drifted, *replaced]),
+            f"load the base again; {_EXPORT}",
+        )
+    return fine("it has the values that were prepared")
+
+
+# ----------------------------------------------------------------------------------------------------
+# A base, saved or live.
+# ----------------------------------------------------------------------------------------------------
+
+
+def dtypes(base: Base) -> Result | None:
+    """Whether a preparation left float32 where the architecture loads half."""
+    if base.left is None:
+        return None
+    if base.left:
+        return fault(
+            "float32 was left by a preparation",
+            shown(base.left),
+            "`kbitwrap convert` gives a checkpoint its dtypes back",
+        )
+    if base.is_all_float32:
+        told = "as the config says" if base.dtype == torch.float32 else "and no config says otherwise"
+        return not_measured(
+            "whether a preparation left float32",
+            f"all is float32, {told}; if the original was half: `kbitwrap convert --dtype bfloat16`",
+        )
+    return fine("no float32 that the architecture does not load")
+
+
+def generation_config(base: Base) -> Result | None:
+    """Whether a model that generates does so with its cache, which trainers turn off and leave off."""
+    if base.without_cache is None or base.meta is None or not base.meta.can_generate():
+        return None
+    if base.without_cache:
+        return fault(
+            "use_cache was left off",
+            f"the config says false: {', '.join(base.without_cache)}",
+            "set it to true: generation is slow without the cache",
+        )
+    return fine("use_cache is not off")
+
+
+def ties(base: Base) -> Result | None:
+    """Whether weights that the config ties have the same values: loading takes one of them for all."""
+    if not base.ties:
+        return None
+    apart = [names for names in base.ties if _came_apart(names, base.tensors)]
+    if apart:
+        evidence = [f"the config ties {shown(names)}, and they differ" for names in apart]
+        return fault(
+            "tied weights came apart",
+            "; ".join(evidence),
+            "save one of them, or set tie_word_embeddings to false",
+        )
+    return fine("; ".join(" = ".join(names) for names in base.ties))
+
+
+def _came_apart(names: Sequence[str], tensors: Tensors) -> bool:
+    found = [tensors[fqn] for fqn in names if fqn in tensors]
+    if all(tensor is found[0] for tensor in found):  # what is one is not read
+        return False
+    contents = {(tensor.dtype, content_digest(materialize(tensor))) for tensor in found}
+    return len(contents) > 1
+
+
+def experts(base: Base) -> Result | None:
+    """Whether the experts of a quantized model are quantized, or named by the skip list.
+
+    transformers leaves the stacks of fused experts in half precision, and says nothing.
+    """
+    matrices = _unquantized(base)
+    if matrices is None:
+        return None
+    is_named = any("expert" in key for key in _skip_list(base))
+    left_out = [fqn for fqn in matrices if _EXPERTS.search(fqn) and not is_named]
+    return _quantized("experts", left_out)
+
+
+def layers(base: Base) -> Result | None:
+    """Whether the layers of a quantized model are quantized, or named by the skip list.
+
+    A plain layer of the model is one that loading skips; one of a class that its authors derived is never quantized.
+    """
+    matrices = _unquantized(base)
+    if matrices is None:
+        return None
+    linear = [(fqn, type(module)) for fqn, module in base.meta.named_modules() if isinstance(module, nn.Linear)]
+    derived = {f"{fqn}.weight" for fqn, cls in linear if not cls.__module__.startswith("torch.")}
+    return _quantized("layers", [fqn for fqn in matrices if fqn in derived])
+
+
+def _unquantized(base: Base) -> list[str] | None:
+    """The matrices that are not quantized, nor skipped by name; ``None`` where nothing should be quantized."""
+    if base.meta is None:
+        return None
+    quantization = ModelTree(base.meta).quantization
+    if not quantization.is_quantized or not quantization.casts:
+        return None
+    numbers = [fqn for fqn, tensor in base.tensors.items() if tensor.is_floating_point() and tensor.dim() > 1]
+    skipped = [f".{key}." for key in _skip_list(base)]
+    return [fqn for fqn in numbers if not any(key in f".{fqn}." for key in skipped)]
+
+
+def _skip_list(base: Base) -> Sequence[str]:
+    return base.meta.hf_quantizer.modules_to_not_convert or ()
+
+
+def _quantized(kind: str, left_out: Sequence[str]) -> Result:
+    if left_out:
+        return fault(
+            f"{kind} are not quantized",
+            shown(left_out),
+            "quantize them, or name them in llm_int8_skip_modules",
+        )
+    return fine("none is left out")
+
+
+def merge(subject: Folder | LiveModel) -> Result | None:
+    """How much of an adapter 4-bit weights hold.
+
+    PEFT's merge rounds most of a small delta away. It quantizes from float32, where loading does so from half: that
+    tells a merged weight. How much survived is measured where both the base and the adapter are given.
+    """
+    base, given = subject.base, subject.given
+    if base is None or not base.sources:
+        return None
+    is_named = given.base is not None and not isinstance(given.base, nn.Module)
+    if is_named and given.adapter is not None:
+        return _survival(subject, base, given)
+    requantized = [fqn for fqn, source in base.sources.items() if source == torch.float32]
+    was_half = len(requantized) < len(base.sources) or base.dtype in HALF_DTYPES
+    if requantized and was_half:
+        return fault(
+            _MERGED,
+            f"quantized from float32: {shown(requantized)}; how much survived: not measured",
+            _EXPORT,
+        )
+    return not_measured(
+        "how much of an adapter 4-bit weights hold, if merged",
+        "give the folders of both (--base, --adapter)",
+    )
+
+
+def _survival(subject: Folder | LiveModel, base: Base, given: Given) -> Result:
+    weights = subject.path if isinstance(subject, Folder) else subject.model
+    found = measure_merge(weights, base.dtype, given.base, given.adapter)
+    if not found.layers:
+        return fine("they are the base's: nothing was merged into them")
+    return fault(
+        _MERGED,
+        f"{found.kept:.0%} of the delta survived, with an error of {found.error:.0%} of it: {shown(found.layers)}",
+        _EXPORT,
+    )

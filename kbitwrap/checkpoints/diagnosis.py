@@ -1,0 +1,141 @@
+"""The words of a diagnosis: the result of one check, and the report of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+from ..reports import Report, few, shown
+
+FINE = "fine"
+FAULT = "fault"
+NOT_MEASURED = "not measured"
+_MAX_LINES = 30  # of the checks, in what ``print`` shows
+
+Subject = TypeVar("Subject")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fault: what it is, where it was found, the evidence, and what to do about it."""
+
+    what: str
+    where: str
+    evidence: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A check that was made: what was looked at, where, and the outcome with its evidence.
+
+    The outcome is ``"fine"``, ``"fault"``, whose evidence is the ``what`` of the finding, or ``"not measured"``, whose
+    evidence says what it needs.
+    """
+
+    what: str
+    where: str
+    outcome: str
+    evidence: str
+
+
+class Result(NamedTuple):
+    """What a check found: the outcome, what is at fault or was not measured, the evidence, and the remedy."""
+
+    outcome: str
+    what: str
+    evidence: str
+    remedy: str = ""
+
+
+# Checks by name; ``None`` of one says that there is nothing to look at.
+Checks = Mapping[str, Callable[[Subject], Result | None]]
+
+
+def fine(evidence: str) -> Result:
+    """The result of a check that found no fault."""
+    return Result(FINE, "", evidence)
+
+
+def fault(what: str, evidence: str, remedy: str) -> Result:
+    """The result of a check that found a fault."""
+    return Result(FAULT, what, evidence, remedy)
+
+
+def not_measured(what: str, why: str) -> Result:
+    """The result of a check that could not be made."""
+    return Result(NOT_MEASURED, what, why)
+
+
+@dataclass(frozen=True, repr=False)
+class DoctorReport(Report):
+    """The faults of a run. False where none was found.
+
+    Attributes:
+        subject: The path that was examined, or the class of the model.
+        findings: The faults, each with ``what``, ``where``, ``evidence`` and ``remedy``.
+        not_measured: What could not be told, and what that needs.
+        looked_at: Every check made, each with ``what`` was looked at, ``where``, the ``outcome`` (``"fine"``,
+            ``"fault"`` or ``"not measured"``) and the ``evidence``.
+    """
+
+    subject: str
+    findings: tuple[Finding, ...]
+    not_measured: tuple[str, ...]
+    looked_at: tuple[Examined, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.findings)
+
+    def __str__(self) -> str:
+        return "\n".join([repr(self), *few([text for _, text in self._advice()]), *self._lines()])
+
+    def _brief(self) -> str:
+        return f"findings: {len(self.findings)}, not measured: {len(self.not_measured)}, {shown(self.subject)}"
+
+    def _advice(self) -> list[tuple[str, str]]:
+        """What each finding is, and that with all that is said of it."""
+        return [(f.what, f"{f.what}: {f.where}: {f.evidence}; {f.remedy}") for f in self.findings]
+
+    def _bars(self) -> list[tuple[str, tuple[int, ...], str]]:
+        advice: dict[str, list[str]] = {}
+        for what, text in self._advice():
+            advice.setdefault(what, []).append(text)
+        return [(what, (len(texts),), " | ".join(few(texts, 3))) for what, texts in advice.items()]
+
+    def _lines(self) -> list[str]:
+        # What is fine comes last, where the list is cut.
+        in_order = sorted(self.looked_at, key=lambda examined: examined.outcome == FINE)
+        lines = [f"{one.where}: {one.what}: {one.outcome}: {one.evidence}" for one in in_order]
+        return few(lines, _MAX_LINES)
+
+
+class Examination:
+    """Makes checks, one after the other, and keeps their results for the report."""
+
+    def __init__(self) -> None:
+        self._findings: list[Finding] = []
+        self._not_measured: list[str] = []
+        self._looked_at: list[Examined] = []
+
+    def make(self, checks: Checks[Subject], subject: Subject, where: str) -> None:
+        """Make the checks of a subject."""
+        for name, check in checks.items():
+            result = check(subject)
+            if result is not None:
+                self._keep(name, where, result)
+
+    def _keep(self, name: str, where: str, result: Result) -> None:
+        evidence = result.evidence
+        if result.outcome == FAULT:
+            self._findings.append(Finding(result.what, where, result.evidence, result.remedy))
+            evidence = result.what
+        if result.outcome == NOT_MEASURED:
+            self._not_measured.append(f"{result.what}: {result.evidence}")
+        self._looked_at.append(Examined(name, where, result.outcome, evidence))
+
+    def report(self, subject: str) -> DoctorReport:
+        """The report of the checks that were made."""
+        missing = dict.fromkeys(self._not_measured)  # the checkpoints of a run lack the same
+        return DoctorReport(subject, tuple(self._findings), tuple(missing), tuple(self._looked_at))

@@ -1,0 +1,93 @@
+"""How much of an adapter the 4-bit weights hold that it was merged into."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..export.adapters import Merger, active_adapters, is_tuner_layer
+from ..export.plain import float32_module, parameter_of, plain_layer
+from ..model.pretrained import load_pretrained
+from ..model.quantization import dequantizer, is_quantized_layer
+from ..model.tree import ModelTree
+from ..model.wrappers import unwrap
+from .merge import read_adapter, with_adapter
+
+
+@dataclass(frozen=True)
+class Survival:
+    """What is left of an adapter's delta, over all layers that were measured.
+
+    Attributes:
+        layers: The fqns of the layers whose weights are not the base's.
+        kept: The part of the delta that their change holds.
+        error: The size of what their change is off by, as a part of the delta's.
+    """
+
+    layers: Sequence[str]
+    kept: float
+    error: float
+
+
+def measure_merge(
+    subject: Any,
+    dtype: torch.dtype | None,
+    base: Any,
+    adapter: str | os.PathLike[str],
+) -> Survival:
+    """Compare quantized weights, live or in a folder, with those of the base and with what the adapter adds to them."""
+    merged = _quantized_model(subject, dtype)
+    layers = {node.fqn: node.module for node in ModelTree(merged).base if is_quantized_layer(node.module)}
+
+    folder = Path(adapter)
+    _, saved = read_adapter(folder)
+    original, _ = load_pretrained(base, merged.config.quantization_config, dtype)
+    adapted = with_adapter(original, folder, saved)
+
+    changed: list[str] = []
+    sums = torch.zeros(3, dtype=torch.float64)
+    for node in ModelTree(adapted).nodes:
+        if node.fqn not in layers or not is_tuner_layer(node.module):
+            continue
+        before, delta = _weight_and_delta(node.fqn, node.module)
+        after = dequantizer(layers[node.fqn])(...).cpu()
+        change = after.double() - before
+        if change.any():
+            changed.append(node.fqn)
+        overlap = (change * delta).sum()
+        sums += torch.stack([overlap, delta.square().sum(), change.square().sum()])
+
+    overlap, wanted, done = sums.tolist()
+    if not wanted:
+        return Survival([], 0.0, 0.0)
+    off = max(done - 2 * overlap + wanted, 0)  # the square of their difference
+    return Survival(changed, overlap / wanted, (off / wanted) ** 0.5)
+
+
+def _quantized_model(subject: Any, dtype: torch.dtype | None) -> Any:
+    if isinstance(subject, nn.Module):
+        bare, _ = unwrap(subject)
+        return bare
+    model, _ = load_pretrained(subject, None, dtype)
+    return model
+
+
+def _weight_and_delta(fqn: str, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weight of an adapted layer's base in float32, and what its adapter adds to it."""
+    source = layer.get_base_layer()
+    before = dequantizer(source)(...).float()
+    plain = float32_module(
+        plain_layer(source, as_linear=True),
+        {"weight": before.clone()},
+    )
+    active = active_adapters(layer, None)
+    merger = Merger(fqn, [(layer, active)], source.weight, [...])
+    after = parameter_of(merger(plain, ...), "weight")
+    merger.check()
+    return before, after.double() - before

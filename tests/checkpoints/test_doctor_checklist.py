@@ -1,0 +1,320 @@
+"""What the doctor says that it looked at, and faults of the files of a run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+
+import trainers
+import zoo
+from kbitwrap import DoctorReport, KbitPreparedModel, doctor
+from kbitwrap.integrations import KbitTrainerCallback
+
+# Training on after `restore` is not what these do.
+pytestmark = pytest.mark.filterwarnings("ignore:restore\\(\\) made:UserWarning")
+
+INTERRUPTED = "a save was interrupted, or a file was damaged"
+NO_CONFIG = "an adapter has no config that PEFT can read"
+EMPTY = "an adapter holds no values"
+ZERO = "lora_B is zero in every layer"
+TOKENIZER = "the tokenizer has more ids than the embeddings have rows"
+ADAPTER = "adapter_model.safetensors"
+
+
+def outcomes(report: DoctorReport, where: Path | str) -> dict[str, str]:
+    """What was looked at in one place, and how it came out."""
+    return {examined.what: examined.outcome for examined in report.looked_at if examined.where == str(where)}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base, and a run on it by `Trainer`, with two checkpoints."""
+    folder = tmp_path_factory.mktemp("runs")
+    model = zoo.load("llama")
+    model.save_pretrained(folder / "base")
+    with KbitPreparedModel(model) as prepared:
+        options = {"save_strategy": "steps", "save_steps": 2, "callbacks": [KbitTrainerCallback()]}
+        trainer = trainers.trainer_for(trainers.adapt(prepared.model), folder / "run", **options)
+        trainer.train()
+        trainer.save_model(str(folder / "run"))
+    return folder
+
+
+@pytest.fixture
+def run(runs: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(runs / "run", tmp_path / "run")
+
+
+# ----------------------------------------------------------------------------------------------------
+# What was looked at.
+# ----------------------------------------------------------------------------------------------------
+
+OF_AN_ADAPTER = ["files", "lora_B", "adapter config", "adapter values", "adapter dtypes"]
+OF_A_CHECKPOINT = [*OF_AN_ADAPTER, "optimizer", "trainer state"]
+
+
+def test_every_check_of_a_sound_run_is_listed_as_fine_and_its_newest_checkpoint_is_named(runs: Path) -> None:
+    folder = runs / "run"
+    report = doctor(folder, base=runs / "base")
+    assert outcomes(report, folder) == dict.fromkeys(["newest checkpoint", *OF_AN_ADAPTER], "fine")
+    assert outcomes(report, folder / "checkpoint-2") == dict.fromkeys(OF_A_CHECKPOINT, "fine")
+    assert outcomes(report, folder / "checkpoint-3") == dict.fromkeys([*OF_A_CHECKPOINT, "devices", "base"], "fine")
+    assert report.looked_at[0].evidence == f"{folder / 'checkpoint-3'}, of 2"
+    said = str(report)
+    assert all(f"{one.where}: {one.what}: {one.outcome}: {one.evidence}" in said for one in report.looked_at)
+    assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
+
+
+def test_what_was_looked_at_agrees_with_what_was_found_and_with_what_was_not_measured(run: Path) -> None:
+    (run / "checkpoint-3" / "trainer_state.json").unlink()
+    report = doctor(run)
+    assert [one.evidence for one in report.looked_at if one.outcome == "fault"] == [f.what for f in report.findings]
+    unknown = [one.evidence for one in report.looked_at if one.outcome == "not measured"]
+    assert [line.partition(": ")[2] for line in report.not_measured] == unknown
+
+
+def test_the_checks_of_a_checkpoint_with_a_base_are_listed(runs: Path) -> None:
+    looked_at = outcomes(doctor(runs / "base"), runs / "base")
+    fine = dict.fromkeys(["files", "dtypes", "generation config", "experts", "layers"], "fine")
+    assert looked_at == {**fine, "merge": "not measured"}
+
+
+def test_the_checks_of_a_live_model_are_listed() -> None:
+    model = zoo.load("gemma2")
+    with KbitPreparedModel(model):
+        peft_model = trainers.adapt(model)
+        prepared = outcomes(doctor(peft_model), "PeftModelForCausalLM")
+    expected = ["base", "lora_B", "adapter values", "adapter dtypes", "ties", "experts", "layers"]
+    assert prepared == {**dict.fromkeys(expected, "fine"), "merge": "not measured"}
+    restored = outcomes(doctor(peft_model), "PeftModelForCausalLM")
+    assert restored == {**prepared, "base": "not measured", "dtypes": "fine", "generation config": "fine"}
+
+
+def test_a_base_is_not_measured_beside_an_adapter_without_a_manifest(runs: Path, run: Path) -> None:
+    for path in run.rglob("kbitwrap.json"):
+        path.unlink()
+    for base in (None, runs / "base"):
+        report = doctor(run, base=base)
+        (line,) = report.not_measured
+        assert line.startswith("whether the base is the manifest's, and unchanged: no kbitwrap.json: ")
+        assert outcomes(report, run / "checkpoint-3")["base"] == "not measured"
+
+
+# ----------------------------------------------------------------------------------------------------
+# Saves that were interrupted, and files that are damaged.
+# ----------------------------------------------------------------------------------------------------
+
+
+def without(*names: str) -> Callable[[Path], None]:
+    def damage(checkpoint: Path) -> None:
+        for name in names:
+            (checkpoint / name).unlink()
+
+    return damage
+
+
+def truncated(name: str) -> Callable[[Path], None]:
+    def damage(checkpoint: Path) -> None:
+        content = (checkpoint / name).read_bytes()
+        (checkpoint / name).write_bytes(content[: len(content) // 2])
+
+    return damage
+
+
+def emptied(checkpoint: Path) -> None:
+    shutil.rmtree(checkpoint)
+    checkpoint.mkdir()
+
+
+AFTER_THE_OPTIMIZER = ("scheduler.pt", "rng_state.pth", "trainer_state.json")
+INTERRUPTIONS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "before the optimizer": (without("optimizer.pt", *AFTER_THE_OPTIMIZER), "no optimizer.pt"),
+    "the optimizer is gone": (without("optimizer.pt"), "scheduler.pt"),
+    "in the optimizer": (truncated("optimizer.pt"), "optimizer.pt: expected a file of tensors, found a damaged one"),
+    "before the state": (without("trainer_state.json"), "trainer_state.json"),
+    "in the state": (truncated("trainer_state.json"), "trainer_state.json: cannot be read as JSON"),
+    "in the adapter": (truncated(ADAPTER), f"{ADAPTER}: cannot be read as safetensors"),
+}
+
+
+@pytest.mark.parametrize("kind", INTERRUPTIONS)
+def test_a_save_that_was_interrupted_is_found_and_the_checkpoint_before_it_is_named(kind: str, run: Path) -> None:
+    damage, evidence = INTERRUPTIONS[kind]
+    damage(run / "checkpoint-3")
+    for report in (doctor(run), doctor(run / "checkpoint-3")):
+        (finding,) = report.findings
+        assert (finding.what, finding.where) == (INTERRUPTED, str(run / "checkpoint-3"))
+        assert evidence in finding.evidence
+        assert finding.remedy == f"take the checkpoint before it: {run / 'checkpoint-2'}"
+
+
+def test_a_checkpoint_that_holds_nothing_is_an_interrupted_save(run: Path) -> None:
+    emptied(run / "checkpoint-3")
+    findings = doctor(run).findings
+    assert {(finding.what, finding.where) for finding in findings} == {(INTERRUPTED, str(run / "checkpoint-3"))}
+
+
+def test_a_damaged_adapter_of_the_last_save_names_the_newest_checkpoint(run: Path) -> None:
+    truncated(ADAPTER)(run)
+    (finding,) = doctor(run).findings
+    assert finding.remedy == f"take the checkpoint before it: {run / 'checkpoint-3'}"
+    shutil.rmtree(run / "checkpoint-2")
+    truncated(ADAPTER)(run / "checkpoint-3")
+    assert "there is none before it" in doctor(run / "checkpoint-3").findings[0].remedy
+
+
+def test_a_damaged_model_is_a_fault_too(runs: Path, tmp_path: Path) -> None:
+    for name in ("model.safetensors", "config.json", "generation_config.json"):
+        folder = shutil.copytree(runs / "base", tmp_path / name)
+        truncated(name)(folder)
+        (finding,) = doctor(folder).findings
+        assert finding.what == INTERRUPTED
+        assert name in finding.evidence
+
+
+def test_checkpoints_that_were_saved_without_an_optimizer_are_sound(tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
+    trainers.trainer_for(trainers.adapt(zoo.load("llama")), tmp_path, **options).train()
+    report = doctor(tmp_path)
+    assert report.findings == ()
+    assert "what the optimizer trained: no optimizer.pt, as save_only_model leaves it out" in report.not_measured
+
+
+# ----------------------------------------------------------------------------------------------------
+# Adapters.
+# ----------------------------------------------------------------------------------------------------
+
+
+def _settings(**changed: Any) -> Callable[[dict[str, Any]], str]:
+    return lambda config: json.dumps({**config, **changed})
+
+
+CONFIGS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "not JSON": lambda config: json.dumps(config)[:40],
+    "not an object": lambda config: "[]",
+    "no method": lambda config: json.dumps({name: value for name, value in config.items() if name != "peft_type"}),
+    "another method than PEFT knows": _settings(peft_type="LORAX"),
+    "another task": _settings(task_type="NO_TASK"),
+    "settings of another type": _settings(loftq_config=3, init_lora_weights="loftq"),
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_broken_adapter_config_is_found(kind: str, run: Path) -> None:
+    path = run / "checkpoint-3" / "adapter_config.json"
+    path.write_text(CONFIGS[kind](json.loads(path.read_text())))
+    (finding,) = doctor(run).findings
+    assert finding.what == NO_CONFIG
+    assert str(path) in finding.evidence
+
+
+def test_an_adapter_without_a_config_is_found(run: Path) -> None:
+    (run / "adapter_config.json").unlink()
+    (finding,) = doctor(run).findings
+    assert (finding.what, finding.where) == (NO_CONFIG, str(run))
+
+
+def test_an_adapter_that_was_saved_without_its_values_is_found(run: Path) -> None:
+    stored = load_file(run / ADAPTER)
+    name = min(stored)
+    for tensors, evidence in (({}, "no tensor"), ({**stored, name: torch.empty(0)}, name)):
+        save_file(tensors, run / ADAPTER)
+        (finding,) = doctor(run).findings
+        assert finding.what == EMPTY
+        assert evidence in finding.evidence
+
+
+def test_a_trained_head_beside_a_zero_lora_b_does_not_hide_it_and_is_not_said_to_add_nothing(tmp_path: Path) -> None:
+    model = transformers.LlamaForSequenceClassification.from_pretrained(zoo.checkpoint("llama"))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", r=2))
+    adapted.save_pretrained(tmp_path)
+    for subject in (adapted, tmp_path):
+        (finding,) = doctor(subject).findings
+        assert finding.what == ZERO
+        assert finding.evidence.startswith("LoRA adds nothing: ['base_model.model.model.layers.0.self_attn.q_proj")
+        saved, _, beside = finding.evidence.partition("; saved beside it, and not compared: ")
+        assert "score" in beside
+        assert "score" not in saved
+    with torch.no_grad():
+        next(p for name, p in adapted.named_parameters() if "lora_B" in name).fill_(1)
+    assert doctor(adapted).findings == ()
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning:peft")
+def test_lora_of_embeddings_alone_that_adds_nothing_is_found(tmp_path: Path) -> None:
+    settings = peft.LoraConfig(r=2, target_modules=["embed_tokens"])
+    peft.get_peft_model(zoo.load("llama"), settings).save_pretrained(tmp_path)
+    (finding,) = doctor(tmp_path).findings
+    assert finding.what == ZERO
+    assert "lora_embedding_A" in finding.evidence
+
+
+def test_a_half_adapter_whose_training_nothing_records_is_not_measured(run: Path) -> None:
+    stored = load_file(run / ADAPTER)
+    save_file({name: tensor.bfloat16() for name, tensor in stored.items()}, run / ADAPTER)
+    assert doctor(run).findings[0].what == "an adapter has another dtype than in training"  # its checkpoints say so
+    for checkpoint in run.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    report = doctor(run)
+    assert report.findings == ()
+    assert report.not_measured[0].startswith("the dtype in which the adapter was trained: it is saved in bfloat16")
+
+
+# ----------------------------------------------------------------------------------------------------
+# The tokenizer.
+# ----------------------------------------------------------------------------------------------------
+
+
+def save_tokenizer(folder: Path, num_ids: int) -> None:
+    vocabulary = {f"w{number}": number for number in range(num_ids - 1)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.add_special_tokens(["<|im_start|>"])
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+def test_a_tokenizer_with_more_ids_than_the_embeddings_have_rows_is_found(runs: Path, run: Path) -> None:
+    num_rows = zoo.load("llama").config.vocab_size
+    base = shutil.copytree(runs / "base", run / "base")
+    cases = ((base, None), (run / "checkpoint-3", base), (run / "checkpoint-3", zoo.load("llama")))
+    for folder, given in cases:
+        save_tokenizer(folder, num_rows)
+        report = doctor(folder, base=given)
+        assert (report.findings, outcomes(report, folder)["tokenizer"]) == ((), "fine")
+        save_tokenizer(folder, num_rows + 1)
+        (finding,) = doctor(folder, base=given).findings
+        assert (finding.what, finding.where) == (TOKENIZER, str(folder))
+        assert finding.evidence == (
+            f"model.embed_tokens.weight has {num_rows} rows; ids without one: ['<|im_start|> ({num_rows})']"
+        )
+    assert outcomes(doctor(run), run / "checkpoint-3")["tokenizer"] == "not measured"
+
+
+def test_the_rows_that_an_adapter_was_saved_with_count(run: Path) -> None:
+    model = zoo.load("llama")
+    num_rows = model.config.vocab_size + 8
+    model.resize_token_embeddings(num_rows)
+    adapted = trainers.adapt(model)
+    adapted.save_pretrained(run / "checkpoint-3", save_embedding_layers=True)
+    for base in (None, zoo.load("llama")):
+        save_tokenizer(run / "checkpoint-3", num_rows)
+        assert outcomes(doctor(run, base=base), run / "checkpoint-3")["tokenizer"] == "fine"
+        save_tokenizer(run / "checkpoint-3", num_rows + 1)
+        assert TOKENIZER in [finding.what for finding in doctor(run, base=base).findings]
+
+
+def test_a_damaged_tokenizer_is_found(run: Path) -> None:
+    save_tokenizer(run / "checkpoint-3", 8)
+    truncated("tokenizer.json")(run / "checkpoint-3")
+    (finding,) = doctor(run).findings
+    assert finding.what == INTERRUPTED
+    assert "tokenizer.json" in finding.evidence
