@@ -97,15 +97,20 @@ class LifecycleState(str, Enum):
 class RestoreReport(Report):
     """The changes by others that a restore found. Names are those of the unprepared model, where it has one.
 
+    It is read from the restored model: a dtype, flag, hook or value that is other than before ``prepare`` is named.
+
     Attributes:
-        trained: Trainable parameters whose value changed, and the float32 copies that PEFT made of base modules.
+        trained: Trainable parameters whose value changed, the float32 copies that PEFT made of base modules, and
+            small buffers of the checkpoint that hold other values, as running statistics do.
             ``restore(trained=...)`` decided whether those that were stored upcast kept that value.
         replaced: Names at which another parameter stands than the one that was prepared (after a merge, for
-            ``modules_to_save``, after a replaced embedding), and frozen parameters that hold other values.
-        foreign: Modules, hooks and attributes that others added, by their present names; they were left alone.
+            ``modules_to_save``, after a replaced embedding), frozen parameters that hold other values, and parameters
+            that have another dtype, shape or flag than before.
+        foreign: Modules, hooks and attributes that others added, by their present names, hooks that others removed, and
+            adapters from before whose dtype or flag others changed; they were left alone.
         not_compared: Parameters that were sharded since: whether their values changed was not looked at.
         put_back: Buffers and plain attributes of the base's modules that its forward, or others, made or changed, and
-            that are as they were.
+            parameters that others cast; they are as they were.
     """
 
     trained: tuple[str, ...] = ()

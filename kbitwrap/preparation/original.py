@@ -22,7 +22,7 @@ from ..model.quantization import is_quantized_parameter, is_rewritten, quant_sta
 from ..model.records import ParameterRecord, key_of
 from ..model.tree import CONFIG_ATTRIBUTES, ModelTree, NamedTensor, join, only_reading
 from ..model.wrappers import is_flattened, is_sharded_tensor
-from ..tensors.bits import begin_digest, is_dense
+from ..tensors.bits import begin_digest, content_digest, is_dense
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import values_of
 from .fingerprints import Fingerprints
@@ -30,6 +30,7 @@ from .moments import Memory, Moment, State
 
 Buffer = tuple[torch.dtype, torch.Size, Callable[[], int]]  # its digest, begun when recorded, is read when asked for
 REPLACED, DECOMPRESSED = "was replaced or resized", "was decompressed by its library when the model ran"
+_FEW = 1 << 16  # elements of a buffer that is compared
 _HOOK_DICTS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -153,6 +154,17 @@ class Original:
         """The recorded dtype, shape and digest of a persistent buffer; ``None`` where it was not there."""
         found = self._buffers.get(module, {}).get(name)
         return None if found is None else (*found[:2], found[2]())
+
+    def changed_buffers(self, tree: ModelTree) -> list[str]:
+        """The names of small buffers of the checkpoint, as running statistics, that hold other values than before."""
+        found = []
+        for node in tree.base:
+            for name, (_, _, digest) in self._buffers.get(node.module, {}).items():
+                buffer = node.module._buffers.get(name)
+                is_compared = buffer is not None and buffer.numel() <= _FEW and is_dense(buffer)
+                if buffer is None or (is_compared and content_digest(buffer) != digest()):
+                    found.append(join(node.fqn, name))
+        return found
 
     def num_turned_on(self, tree: ModelTree) -> int:
         """How many base parameters a restore makes trainable under a live adapter."""
@@ -289,29 +301,32 @@ class Original:
         return [fqn for fqn in (*changes.replaced, *inside) if fqn in self.base]
 
     def copies(self, tree: ModelTree, cast: Iterable[ParameterRecord]) -> list[CopyChange]:
-        """Find parameters that others cast, and those that stand, by name, for a half one that we ``cast``."""
-        known, skipped, base = tree.known, set(map(id, cast)), set(self._records)
-        found = []
+        """Find parameters that others cast, and copies of parameters that they or we ``cast``."""
+        base, ours, live = set(self._records), set(cast), tree.live
         resized = {id(tensor.parameter) for _, tensor in tree.resized(base)}
+        found = []
         for tensor in tree.tensors:
             parameter = tensor.parameter
-            own = known.get(id(parameter))
-            # Where a shared parameter is at new places only, undoing other changes may free the one it is known by.
-            is_in_place = self.records.at(tensor.module, tensor.name) is own
-            if own is not None and (own not in base or (id(own) in skipped and is_in_place)):
-                continue
+            own = tree.known.get(id(parameter))
             original = own or self.base.get(tensor.fqn)
-            if original is None or parameter.dtype == original.dtype or original.quantized_class is not None:
+            if original not in base or original.quantized_class is not None or parameter.dtype == original.dtype:
                 continue
-            # What the user put there is the user's, whatever its dtype.
-            is_copied = COPIED_ATTRIBUTE in vars(tensor.module) or id(parameter) in resized
-            if own is None and not (is_copied and original.dtype in HALF_DTYPES):
+            if not (parameter.is_floating_point() and original.dtype.is_floating_point):
                 continue
-            if parameter.is_floating_point() and original.dtype.is_floating_point:
-                is_resized = parameter.shape != original.shape
-                record = own or tree.record(tensor)
-                is_base = own is not None or not (parameter.requires_grad or id(parameter) in tree.adapter_ids)
-                found.append(CopyChange(record, parameter, original.dtype, is_base=is_base, is_resized=is_resized))
+            # Where a shared parameter is at new places only, undoing other changes may free the one it is known by.
+            if own in ours and self.records.at(tensor.module, tensor.name) is own:
+                continue
+            is_adapter = id(parameter) in tree.adapter_ids
+            if own is None:
+                is_of_cast = is_adapter and original in live and live[original].dtype == parameter.dtype
+                is_copy = is_of_cast or COPIED_ATTRIBUTE in vars(tensor.module) or id(parameter) in resized
+                # What the user put there is the user's, whatever its dtype.
+                if not is_copy or original.dtype not in HALF_DTYPES:
+                    continue
+            record = own or tree.record(tensor)
+            is_base = own is not None or not (parameter.requires_grad or is_adapter)
+            is_resized = parameter.shape != original.shape
+            found.append(CopyChange(record, parameter, original.dtype, is_base=is_base, is_resized=is_resized))
         return found
 
     def half_copies(self, tree: ModelTree) -> list[NamedTensor]:

@@ -254,8 +254,10 @@ class Preparation:
         with only_reading():
             changes = self.original.changes(tree, trainable=trainable)
             replaced, foreign = self.original.added(tree)
+            buffers = self.original.changed_buffers(tree)
         trained = [copy.fqn for copy in copies if not (copy.is_base or copy.is_resized)] + changes.trained
         trained += [one.fqn for one in held if one.was_trained and one.record in trainable]
+        trained += buffers
         replaced += [*self.original.gone(changes), *changes.drifted]
         replaced += [one.fqn for one in held if one.was_altered and one.record not in trainable]
         ours = {one.record for one in held}

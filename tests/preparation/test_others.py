@@ -165,3 +165,27 @@ def test_saving_the_base_while_prepared_leaves_no_dtype_in_its_config(precision:
             assert model.config.dtype == before
     assert model.config.dtype == before
     assert type(model.config.dtype) is type(before)
+
+
+@pytest.mark.parametrize("precision", ["full", "norms"])
+def test_running_statistics_that_a_forward_changed_are_named(precision: str) -> None:
+    model = nn.Sequential(nn.Conv1d(2, 2, 1), nn.BatchNorm1d(2)).bfloat16().train()
+    prepared = KbitPreparedModel(model, precision=precision).prepare()
+    model.float()(torch.randn(2, 2, 3))
+    assert prepared.restore().trained == ("1.num_batches_tracked",)  # the others were cast, and so put back
+    prepared.prepare()
+    model[1].running_mean.add_(1)
+    assert prepared.restore().trained == ("1.running_mean",)
+
+
+def test_a_copy_of_a_module_that_others_cast_gets_the_original_dtype() -> None:
+    model = zoo.load("llama")
+    prepared = KbitPreparedModel(model, precision="norms").prepare()
+    peft.prepare_model_for_kbit_training(model)
+    peft_model = adapt("llama", model, modules_to_save=True)
+    copied = peft_model.base_model.model.lm_head.modules_to_save.default.weight
+    assert copied.dtype == torch.float32
+    report = prepared.restore()
+    assert copied.dtype == torch.bfloat16
+    assert "lm_head.weight" in report.trained
+    peft_model(**zoo.inputs("llama", model)).loss.backward()
