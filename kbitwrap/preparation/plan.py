@@ -10,13 +10,13 @@ from torch import nn
 
 from ..config import Precision, PrepareConfig, format_bytes
 from ..edits.base import EditBase
-from ..edits.storage import Store
 from ..errors import MemoryBudgetError
 from ..model.checks import refuse_unsupported_tensors, tree_of
 from ..model.pretrained import meta_model
 from ..model.tree import ModelTree, only_reading
 from ..reports import Report, few, table
-from .planner import Planner, peak_bytes
+from .casts import peak_bytes
+from .planner import Planner
 
 
 @dataclass(frozen=True, repr=False)
@@ -188,18 +188,18 @@ def plan_as_detected(tree: ModelTree, config: PrepareConfig) -> Plan:
 def write_plan(planner: Planner) -> Plan:
     """Make a plan of the edits that a planner finds."""
     edits = planner.edits()
-    stores = [edit for edit in edits if isinstance(edit, Store)]
+    stores = planner.casts.stores
     return Plan(
         config=planner.config,
         quantization=planner.quantization.method,
         edits=edits,
-        by_role=planner.by_role(stores),
+        by_role=planner.by_role(),
         added_bytes=sum(edit.added_bytes for edit in stores),
         peak_bytes=peak_bytes(stores),
         cache_bytes=planner.cache_bytes(),
         record_bytes=sum(edit.record_bytes for edit in stores),
-        warnings=tuple(planner.warnings),
-        alarms=tuple(planner.alarms),
+        warnings=tuple(planner.advice.warnings),
+        alarms=tuple(planner.advice.alarms),
         is_quantized=planner.quantization.is_quantized,
         casts=planner.quantization.casts,
         sample_bytes=planner.sample_bytes(),

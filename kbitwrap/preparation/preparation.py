@@ -133,7 +133,7 @@ class Preparation:
         with only_reading():
             planner, told = Planner(tree, self.plan.config, tree.quantization), self.plan.warnings
             computes = [*planner.compute_norms(), *planner.compute_head()]
-            new = [warning for warning in planner.warnings_of_adapters() if warning not in told]
+            new = [warning for warning in planner.advice.of_adapters() if warning not in told]
         before, start = dict(vars(self)), len(self.journal.changes)
         try:
             self.journal.apply(computes, tree)
@@ -157,7 +157,7 @@ class Preparation:
         if type(error) is RuntimeError and "dtype" in str(error):
             tree = self.tree()
             planner = Planner(tree, self.plan.config, tree.quantization)
-            notes += planner.warnings_of_adapters(is_suspended=is_suspended)
+            notes += planner.advice.of_adapters(is_suspended=is_suspended)
         for note in notes:
             if note not in getattr(error, "__notes__", ()):
                 getattr(error, "add_note", _logger.error)(note)  # before Python 3.11 errors have no notes
