@@ -83,18 +83,19 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """The callback's state for ``trainer_state.json``: its arguments, and the manifest's essence."""
-        record = None if self._manifest is None else self._manifest.essence()
+        essence = None if self._manifest is None else self._manifest.essence()
         args = {"manifest_name": self.manifest_name, "suspend_evaluation": self.suspend_evaluation}
-        return {"args": args, "attributes": {}, "preparation": record}
+        return {"args": args, "attributes": {}, "preparation": essence}
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: _Model = None, **kwargs: Any) -> None:
         """Adopt the model that was made from the prepared one, and record a base that will be trained itself."""
         prepared = self._wrapper(model)
-        if prepared is not None:
-            if getattr(model, "peft_config", None):
-                prepared.adopt(model)
-            if not prepared.config.freeze and prepared.state is LifecycleState.PREPARED:
-                _manifest_of(prepared)
+        if prepared is None:
+            return
+        if _has_adapters(model):
+            prepared.adopt(model)
+        if not prepared.config.freeze and prepared.state is LifecycleState.PREPARED:
+            _manifest_of(prepared)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: _Model = None, **kwargs: Any
@@ -103,10 +104,10 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         # Above step 0, training is resumed.
         expected = self._expected(args, state) if state.global_step else None
         prepared = self._wrapper(model)
+        if prepared is None and expected is not None:
+            self._refuse(args, state, expected, None)
         if prepared is None:
             found = "is not prepared" if self.prepared is None else "is not the given wrapper's model, or was restored"
-            if expected is not None:
-                self._refuse(args, state, expected, None)
             raise StateError(
                 f"KbitTrainerCallback expects a Trainer whose model is prepared; this {type(model).__name__} {found}: "
                 "train inside `with KbitPreparedModel(model) as prepared`, or after prepare()",
@@ -122,10 +123,9 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             )
         self._resume = None
         self._manifest = _manifest_of(prepared)  # on all ranks, which read a sharded model together
-        if expected is not None:
-            if self._manifest.diff_essence(expected):
-                self._refuse(args, state, expected, self._manifest)
-        elif state.global_step:
+        if expected is not None and self._manifest.diff_essence(expected):
+            self._refuse(args, state, expected, self._manifest)
+        if expected is None and state.global_step:
             warnings.warn(
                 f"the checkpoint of step {state.global_step} holds no record of a preparation: unless its base was "
                 "prepared in the same way, the losses will differ from those of the first run",
@@ -138,7 +138,8 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
 
     def _expect_evaluated(self, args: Any, state: Any, control: Any, model: _Model = None, **kwargs: Any) -> None:
         """Refuse to continue while the model is suspended; resume a model that this callback suspended."""
-        resume, self._resume = self._resume, None
+        resume = self._resume
+        self._resume = None
         prepared = self._wrapper(model)
         if prepared is None or prepared.state is not LifecycleState.SUSPENDED:
             return
@@ -208,40 +209,54 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             self._resume = prepared.suspend()
 
     def _wrapper(self, model: _Model) -> KbitPreparedModel | None:
+        """The model's wrapper; ``None`` where that is another than the one given."""
         found = prepared_of(model)
-        return found if self.prepared is None or found is self.prepared else None
+        if self.prepared is None or found is self.prepared:
+            return found
+        return None
 
     def _expected(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any] | None:
         """The essence recorded with the checkpoint that is resumed, if there is one."""
-        # By the name of a class, which may have been derived.
+        # The states of callbacks stand by the name of their class, which may have been derived from this one; those of
+        # several callbacks of one class are a list.
         for saved in vars(state)["stateful_callbacks"].values():
-            for one in saved if isinstance(saved, list) else [saved]:
-                record = one.get("preparation") if isinstance(one, Mapping) else None
-                if isinstance(record, dict):
-                    return record
+            states = saved if isinstance(saved, list) else [saved]
+            for callback_state in states:
+                essence = callback_state.get("preparation") if isinstance(callback_state, Mapping) else None
+                if isinstance(essence, dict):
+                    return essence
         path = self._manifest_path(args, state)
-        return None if path is None else Manifest.load(path).essence()
+        if path is None:
+            return None
+        return Manifest.load(path).essence()
 
     def _manifest_path(self, args: TrainingArguments, state: TrainerState) -> Path | None:
         """The manifest in the folder that was probably resumed from, if there is one."""
-        named = [Path(args.resume_from_checkpoint)] if args.resume_from_checkpoint else []
-        paths = (folder / self.manifest_name for folder in (*named, *_checkpoint_folders(args, state)))
-        return next((path for path in paths if path.is_file()), None)
+        folders = _checkpoint_folders(args, state)
+        if args.resume_from_checkpoint:
+            folders.insert(0, Path(args.resume_from_checkpoint))
+        for folder in folders:
+            path = folder / self.manifest_name
+            if path.is_file():
+                return path
+        return None
 
     def _refuse(
         self, args: TrainingArguments, state: TrainerState, expected: dict[str, Any], manifest: Manifest | None
     ) -> NoReturn:
         """Raise with the differences, those of tensors too if the checkpoint's own manifest is found."""
         path = self._manifest_path(args, state)
-        try:
-            recorded = None if path is None else Manifest.load(path)
-        except ManifestError:
-            recorded = None  # damaged: the essence is compared without it
-        if recorded is None or recorded.diff_essence(expected):
-            path = recorded = None  # another checkpoint's
-        unprepared = ManifestDiff({"": {"prepared": (True, False)}})
-        found = unprepared if manifest is None else manifest.diff_essence(expected, recorded)
-        where = repr(str(path)) if path is not None else f"the checkpoint's {self.manifest_name}"
+        recorded = None
+        if path is not None:
+            with contextlib.suppress(ManifestError):  # damaged: the essence is compared without it
+                recorded = Manifest.load(path)
+        if recorded is not None and recorded.diff_essence(expected):
+            recorded = None  # another checkpoint's
+        if manifest is not None:
+            found = manifest.diff_essence(expected, recorded)
+        else:
+            found = ManifestDiff({"": {"prepared": (True, False)}})
+        where = f"the checkpoint's {self.manifest_name}" if recorded is None else repr(str(path))
         raise ManifestMismatchError(
             f"the checkpoint of step {state.global_step} was trained on a base that was prepared differently; "
             f"{found.summary()}. No step was taken. Load that base again and prepare it with "
@@ -268,8 +283,10 @@ class SuspendedEvaluation(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        prepared = prepared_of(self.model) if getattr(self.model, "peft_config", None) else None
-        if prepared is not None and prepared.state is LifecycleState.PREPARED:
+        prepared = prepared_of(self.model)
+        if prepared is None or prepared.state is not LifecycleState.PREPARED:
+            return
+        if _has_adapters(self.model):
             prepared.adopt(self.model)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
@@ -315,8 +332,8 @@ def prepared_trainer(trainer: Trainer, **fields: Any) -> Iterator[KbitPreparedMo
     """
     for name in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
         # transformers 5.23 reads the new name, and drops the old one in 6.
-        new = name.replace("gradient", "activation")
-        value = getattr(trainer.args, new if hasattr(trainer.args, new) else name)
+        new_name = name.replace("gradient", "activation")
+        value = getattr(trainer.args, new_name if hasattr(trainer.args, new_name) else name)
         if value is not None:
             fields.setdefault(name, value)
     with contextlib.ExitStack() as stack:
@@ -342,6 +359,13 @@ def _manifest_of(prepared: KbitPreparedModel) -> Manifest:
 
 def _checkpoint_folders(args: TrainingArguments, state: TrainerState) -> list[Path]:
     """The folders of this step's checkpoint, newest first: a hyperparameter search has one for each trial."""
-    name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-    folders = Path(args.output_dir or ".").glob(f"*/{name}" if state.is_hyper_param_search else name)
-    return sorted((f for f in folders if f.is_dir()), key=lambda folder: folder.stat().st_mtime, reverse=True)
+    pattern = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+    if state.is_hyper_param_search:
+        pattern = f"*/{pattern}"
+    found = Path(args.output_dir or ".").glob(pattern)
+    folders = [path for path in found if path.is_dir()]
+    return sorted(folders, key=lambda folder: folder.stat().st_mtime, reverse=True)
+
+
+def _has_adapters(model: _Model) -> bool:
+    return bool(getattr(model, "peft_config", None))  # absent from a model that is none of PEFT's

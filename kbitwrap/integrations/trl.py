@@ -37,23 +37,26 @@ def sync_merged_weights() -> Callable[[], None]:
     """
     from trl.generation.vllm_generation import VLLMGeneration
 
-    replaced: dict[str, Any] = {}
+    replaced: dict[str, Any] = {}  # TRL's own methods, by name
     original: Any = VLLMGeneration._init_vllm
 
     def init_vllm(self: Any) -> None:
         """Make the engine as TRL does for a model that is not quantized."""
         names = {**original.__globals__, "is_bitsandbytes_available": lambda: False}
-        types.FunctionType(original.__code__, names, closure=original.__closure__)(self)
+        init = types.FunctionType(original.__code__, names, closure=original.__closure__)
+        init(self)
 
-    for name, method in (("_iter_named_params", _merged_weights), ("_init_vllm", init_vllm)):
+    ours = {"_iter_named_params": _merged_weights, "_init_vllm": init_vllm}
+    for name, method in ours.items():
         current = getattr(VLLMGeneration, name)
         if current.__module__ != __name__:
             replaced[name] = current
             setattr(VLLMGeneration, name, method)
 
     def undo() -> None:
-        while replaced:
-            setattr(VLLMGeneration, *replaced.popitem())
+        for name, method in replaced.items():
+            setattr(VLLMGeneration, name, method)
+        replaced.clear()  # a second call changes nothing
 
     return undo
 

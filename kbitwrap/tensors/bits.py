@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,31 +25,49 @@ _DEVICE_CHUNK = 32 << 20
 
 
 def fingerprint_and(tensor: torch.Tensor, question: torch.Tensor) -> tuple[bytes, bool]:
-    """A fingerprint of a half tensor's bits, without a copy, and the answer to a question there, in one read."""
+    """Fingerprint a half tensor's bits, without a copy, and answer a question, in one read of the device.
+
+    Changes of fewer than four words are always seen, and of more unless they cancel in every row and every column.
+
+    Args:
+        tensor: A tensor of a two-byte dtype. One on the meta device has no bits: its fingerprint is empty.
+        question: A boolean scalar on the same device.
+
+    Returns:
+        The fingerprint, 32 bytes, which does not depend on the tensor's layout, and the answer.
+    """
     if tensor.is_meta:  # it has no bits
         return b"", False
     flat = tensor.detach().reshape(-1)
     if flat.stride() != (1,) or flat.storage_offset() % 4:
         flat = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device).copy_(flat)
-    # Only changes of at least four words that cancel in every row and column are missed.
-    in_rows = flat.numel() - flat.numel() % (4 * _ROW)
-    parts = [flat[in_rows:]]
-    if in_rows:
-        rows = flat[:in_rows].view(torch.int64).view(-1, _ROW)
-        parts += [rows.sum(1), rows.sum(0)]
-    read = torch.cat([question.view(1).view(torch.uint8), *(p.contiguous().view(torch.uint8) for p in parts)]).cpu()
-    return hashlib.sha256(read[1:].numpy().data).digest(), bool(read[0])
+    num_in_rows = flat.numel() - flat.numel() % (4 * _ROW)
+    sums = []
+    if num_in_rows:
+        rows = flat[:num_in_rows].view(torch.int64).view(-1, _ROW)
+        sums = [rows.sum(1), rows.sum(0)]
+    asked = [question.view(1), flat[num_in_rows:], *sums]
+    read = torch.cat([part.contiguous().view(torch.uint8) for part in asked]).cpu()
+    fingerprint = hashlib.sha256(read[1:].numpy().data).digest()
+    return fingerprint, bool(read[0])
 
 
 def has_nan(tensor: torch.Tensor) -> torch.Tensor:
     """Whether a floating tensor holds a NaN, on its device; it makes no mask of it."""
     data = tensor.detach()
-    return torch.aminmax(data)[0].isnan() if data.numel() else torch.zeros((), dtype=torch.bool, device=data.device)
+    if not data.numel():
+        return torch.zeros((), dtype=torch.bool, device=data.device)
+    return torch.aminmax(data)[0].isnan()
 
 
 @dataclass(frozen=True)
 class NanPayloads:
-    """The indices of a half tensor's NaNs, and their bits: which survive float32 depends on how a CPU converts."""
+    """The NaNs of a half tensor: which of their bits survive float32 depends on how a CPU converts.
+
+    Attributes:
+        positions: Their indices in the flat tensor, int64.
+        bits: Their bits, int16, in the same order.
+    """
 
     positions: torch.Tensor
     bits: torch.Tensor
@@ -59,22 +76,36 @@ class NanPayloads:
     def find(tensor: torch.Tensor) -> NanPayloads | None:
         """Find the NaNs of a float16 or bfloat16 tensor; ``None`` where there are none."""
         flat = tensor.detach().reshape(-1)
-        positions = torch.isnan(flat).nonzero().view(-1)
-        return NanPayloads(positions, flat[positions].view(torch.int16)) if len(positions) else None
+        positions = flat.isnan().nonzero().view(-1)
+        if not len(positions):
+            return None
+        return NanPayloads(positions, flat[positions].view(torch.int16))
 
     def write(self, tensor: torch.Tensor) -> None:
         """Put the payloads back into the tensor rounded back to its dtype, where it still holds a NaN."""
-        flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
+        flat = tensor.reshape(-1)
         positions = self.positions.to(tensor.device)
-        is_nan = torch.isnan(flat[positions])
-        flat.view(torch.int16)[positions[is_nan]] = self.bits.to(tensor.device)[is_nan]
-        if flat.data_ptr() != tensor.data_ptr():
+        bits = self.bits.to(tensor.device)
+        is_nan = flat[positions].isnan()
+        flat.view(torch.int16)[positions[is_nan]] = bits[is_nan]
+        is_copy = flat.data_ptr() != tensor.data_ptr()
+        if is_copy:
             tensor.copy_(flat.view(tensor.shape))
 
 
 def differ(a: torch.Tensor, b: torch.Tensor, *, has_nans: bool = True) -> torch.Tensor:
-    """Whether two tensors hold other numbers in ``a``'s dtype, without a sync; any NaN equals any, zeros have signs."""
-    left, right = a.detach().reshape(-1), b.detach().reshape(-1)
+    """Whether two tensors hold other numbers. It does not wait for the device, and holds little beside the tensors.
+
+    Args:
+        a: A tensor.
+        b: A tensor of the same number of elements, on any device; it is compared in ``a``'s dtype.
+        has_nans: Whether ``a`` may hold NaNs, each of which then equals any; without them, bits are compared alone.
+
+    Returns:
+        The answer, a boolean scalar on ``a``'s device. Zeros of different signs differ.
+    """
+    left = a.detach().reshape(-1)
+    right = b.detach().reshape(-1)
     found = [torch.zeros((), dtype=torch.uint8, device=left.device)]
     for start in range(0, left.numel(), _CHUNK):
         x = left[start : start + _CHUNK]
@@ -86,7 +117,13 @@ def differ(a: torch.Tensor, b: torch.Tensor, *, has_nans: bool = True) -> torch.
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor lies in its storage, in elements, so that the same layout can be made again."""
+    """How a strided tensor lies in its storage, so that the same layout can be made again.
+
+    Attributes:
+        offset: Its first element's place in the storage.
+        shape: Its shape.
+        stride: Its strides, in elements; 0 along a dimension that was expanded.
+    """
 
     offset: int
     shape: tuple[int, ...]
@@ -94,7 +131,7 @@ class Layout:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Layout:
-        """The layout of a strided tensor."""
+        """Read the layout of a tensor."""
         return Layout(int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 
     @property
@@ -102,42 +139,76 @@ class Layout:
         """One past the last element that the tensor reaches in its storage."""
         if 0 in self.shape:
             return self.offset
-        return self.offset + 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+        last = self.offset
+        for size, step in zip(self.shape, self.stride, strict=True):
+            last += (size - 1) * step
+        return last + 1
 
     @staticmethod
     def place(tensors: Sequence[tuple[torch.Tensor, Layout]]) -> list[torch.Tensor]:
-        """Copy tensors of one dtype into one new storage, each with the strides and relative offset of its layout."""
+        """Copy tensors into one new storage, in which they overlap as those overlapped that the layouts are of.
+
+        Args:
+            tensors: Each tensor with the layout that it is to have; all of one dtype, on one device.
+
+        Returns:
+            Views of the storage, in the same order. It is as large as the layouts reach, and no larger.
+        """
         start = min(layout.offset for _, layout in tensors)
-        storage = tensors[0][0].new_empty(max(layout.end for _, layout in tensors) - start)
+        end = max(layout.end for _, layout in tensors)
+        first, _ = tensors[0]
+        storage = first.new_empty(end - start)
         views = []
         for tensor, layout in tensors:
             view = storage.as_strided(layout.shape, layout.stride, layout.offset - start)
             # Along an expanded dimension all elements are one.
-            once = tuple(slice(0, 1) if step == 0 else slice(None) for step in layout.stride)
-            view[once].copy_(tensor[once])
+            one_each = tuple(slice(0, 1) if step == 0 else slice(None) for step in layout.stride)
+            view[one_each].copy_(tensor[one_each])
             views.append(view)
         return views
 
 
 def without_storage(cls: Any, like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Any:
-    """Make a tensor of a subclass without storage, in the shape and layout of another tensor."""
+    """Make a tensor of a subclass without storage, in the shape and layout of another tensor.
+
+    Args:
+        cls: The subclass.
+        like: The other tensor, on any device.
+        dtype: The dtype that the made tensor says it has.
+        device: The device that it says it is on.
+
+    Returns:
+        A tensor of ``cls``, on which ``__init__`` was not called.
+    """
     return torch.Tensor._make_wrapper_subclass(
-        cls, like.shape, strides=like.stride(), storage_offset=like.storage_offset(), dtype=dtype, device=device
+        cls,
+        like.shape,
+        strides=like.stride(),
+        storage_offset=like.storage_offset(),
+        dtype=dtype,
+        device=device,
     )
 
 
-@functools.cache
-def is_composed(cls: Any) -> bool:
-    """Whether tensors of a class may be made of others."""
+def is_composed(cls: type[torch.Tensor]) -> bool:
+    """Whether tensors of a class may be made of other tensors, in which their values lie."""
     return hasattr(cls, "__tensor_flatten__")
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a tensor's values lie in: itself or, of a subclass made of others, these, down to the last."""
-    if is_composed(type(tensor)) and is_traceable_wrapper_subclass(tensor):
-        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        return [inner for part in parts if isinstance(part, torch.Tensor) for inner in parts_of(part)]
-    return [tensor]
+    """The tensors that a tensor's values lie in: the tensor, unless it is made of others.
+
+    Those that it is made of may be made of others too: the parts are the innermost ones, in the order of their classes.
+    """
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    innermost: list[torch.Tensor] = []
+    for name in names:
+        part = getattr(tensor, name)
+        if isinstance(part, torch.Tensor):
+            innermost += parts_of(part)
+    return innermost
 
 
 def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -163,17 +234,29 @@ def sample(tensor: torch.Tensor, num_runs: int = RUNS) -> torch.Tensor:
 
 
 def differs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Which elements of two flat tensors of one dtype differ in their bits, any NaN equal to any; no device sync."""
+    """Which elements of two flat tensors differ in their bits. It does not wait for the device.
+
+    Args:
+        a: A flat tensor.
+        b: A tensor of its shape and dtype, on its device.
+
+    Returns:
+        A mask of the same shape. A NaN equals any NaN, but for float8, of which all bits are compared.
+    """
     if not a.is_floating_point():
         return a != b
     different = _bits(a) != _bits(b)
-    return different & ~(a.isnan() & b.isnan()) if a.element_size() > 1 else different
+    if a.element_size() == 1:
+        return different  # torch finds no NaNs of float8
+    both_nan = a.isnan() & b.isnan()
+    return different & ~both_nan
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two flat CPU tensors hold the same bytes, by one thread: several take longer to start."""
-    left, right = (tensor.detach().view(torch.uint8).numpy().tobytes() for tensor in (a, b))
-    return bool(left == right)
+    left = a.detach().view(torch.uint8).numpy()
+    right = b.detach().view(torch.uint8).numpy()
+    return bool(left.tobytes() == right.tobytes())
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -185,10 +268,13 @@ def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor's bytes can be read: each part is strided, not nested, quantized by torch, lazy or meta."""
     if is_lazy(tensor) or tensor.is_nested:
         return False
-    return all(
-        part.layout is torch.strided and not (part.is_meta or part.is_nested or part.is_quantized)
-        for part in parts_of(tensor)
-    )
+    return all(_is_readable(part) for part in parts_of(tensor))
+
+
+def _is_readable(part: torch.Tensor) -> bool:
+    if part.layout is not torch.strided:
+        return False
+    return not (part.is_meta or part.is_nested or part.is_quantized)
 
 
 def content_digest(tensor: torch.Tensor) -> int:
@@ -201,48 +287,78 @@ def content_digest(tensor: torch.Tensor) -> int:
 
 
 def begin_digest(tensor: torch.Tensor) -> Callable[[], int]:
-    """Begin a digest of what a tensor holds now, without waiting for its device; the call returned waits for it."""
+    """Begin a digest of what a tensor holds now, without waiting for its device.
+
+    Args:
+        tensor: A dense tensor. It may change afterwards.
+
+    Returns:
+        A call that waits for the device and returns the digest, as ``content_digest`` does.
+    """
     parts = parts_of(tensor)
     if all(part is not tensor for part in parts):
-        digests = [begin_digest(part) for part in parts]
+        reads = [begin_digest(part) for part in parts]
 
         def digest_of_parts() -> int:
-            words = [digest - (digest >> 63 << 64) for digest in (read() for read in digests)]
+            words = [_as_int64(read()) for read in reads]
             return content_digest(torch.tensor(words, dtype=torch.int64, device="cpu"))
 
         return digest_of_parts
     plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
     data = plain.contiguous().view(-1).view(torch.uint8)
     num_bytes = data.numel()
-    num_words = num_bytes // 8
-    factors = torch.arange(1, min(num_words, _BLOCK) + 1, device=data.device) * _GOLDEN
-    is_aligned = data.storage_offset() % 8 == 0 and data.data_ptr() % 8 == 0
-    step = _CPU_CHUNK if data.device.type == "cpu" else _DEVICE_CHUNK
-    sums = []
-    for start in range(0, num_words * 8, step):
-        piece = data[start : min(start + step, num_words * 8)]
-        sums += _block_sums((piece if is_aligned else piece.clone()).view(torch.int64), factors)
-    blocks = torch.cat(sums) if sums else None
-    tail = data[num_words * 8 :].clone() if num_bytes % 8 else None
+    num_in_words = num_bytes - num_bytes % 8
+    blocks = _block_sums(data[:num_in_words])
+    tail = data[num_in_words:].clone()
 
     def read() -> int:
         digest = 0
-        for block in () if blocks is None else blocks.tolist():
-            digest = digest * _MURMUR + block & _MASK
-        if tail is not None:
-            digest = digest * _MURMUR + int.from_bytes(bytes(tail.tolist()), "little") & _MASK
-        return digest * _MURMUR + num_bytes & _MASK
+        for block in blocks.tolist():
+            digest = _extended(digest, block)
+        if len(tail):
+            digest = _extended(digest, int.from_bytes(bytes(tail.tolist()), "little"))
+        return _extended(digest, num_bytes)
 
     return read
 
 
-def _block_sums(words: torch.Tensor, factors: torch.Tensor) -> list[torch.Tensor]:
-    """The sum of each block's mixed words: one tensor for the whole blocks, another for the rest."""
-    whole = words.numel() - words.numel() % _BLOCK
-    parts = (words[:whole].view(-1, _BLOCK), words[whole:].view(1, -1))
-    mixed = [part ^ factors[: part.shape[1]] for part in parts if part.numel()]
-    for part in mixed:
-        part ^= part >> 32
-        part *= _MURMUR
-        part ^= part >> 29
-    return [part.sum(1) for part in mixed]
+def _extended(digest: int, value: int) -> int:
+    return (digest * _MURMUR + value) & _MASK
+
+
+def _as_int64(word: int) -> int:
+    """The signed number with the same 64 bits."""
+    is_negative = word >> 63
+    return word - (is_negative << 64)
+
+
+def _block_sums(data: torch.Tensor) -> torch.Tensor:
+    """The sum of each block's mixed words; the last block may be short.
+
+    Args:
+        data: The bytes, uint8, flat and contiguous; their number is a multiple of 8. They are read piece by piece.
+
+    Returns:
+        The sums, int64, on the device of the bytes.
+    """
+    num_words = data.numel() // 8
+    factors = torch.arange(1, min(num_words, _BLOCK) + 1, device=data.device) * _GOLDEN
+    is_aligned = data.storage_offset() % 8 == 0 and data.data_ptr() % 8 == 0
+    step = _CPU_CHUNK if data.device.type == "cpu" else _DEVICE_CHUNK
+    sums = [factors[:0]]
+    for piece in data.split(step):
+        words = (piece if is_aligned else piece.clone()).view(torch.int64)
+        num_whole = words.numel() - words.numel() % _BLOCK
+        whole = words[:num_whole].view(-1, _BLOCK)
+        rest = words[num_whole:].view(1, -1)
+        sums += [_mixed_sums(blocks, factors) for blocks in (whole, rest) if blocks.numel()]
+    return torch.cat(sums)
+
+
+def _mixed_sums(blocks: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Mix the words of each row, in memory of their own, and add the row up."""
+    mixed = blocks ^ factors[: blocks.shape[1]]
+    mixed ^= mixed >> 32
+    mixed *= _MURMUR
+    mixed ^= mixed >> 29
+    return mixed.sum(1)

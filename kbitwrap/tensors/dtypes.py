@@ -12,12 +12,26 @@ TWO_A_BYTE = "F4"
 """The code of the dtype that holds two values in a byte: safetensors counts the values, torch the bytes."""
 # In the order in which a safetensors file holds its tensors.
 _SAFETENSORS_CODES = {
-    **{"uint64": "U64", "int64": "I64", "float64": "F64", "complex64": "C64"},
-    **{"float32": "F32", "uint32": "U32", "int32": "I32"},
-    **{"bfloat16": "BF16", "float16": "F16", "uint16": "U16", "int16": "I16"},
-    **{"float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e8m0fnu": "F8_E8M0"},
-    **{"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "int8": "I8", "uint8": "U8"},
-    **{"float4_e2m1fn_x2": TWO_A_BYTE, "bool": "BOOL"},
+    "uint64": "U64",
+    "int64": "I64",
+    "float64": "F64",
+    "complex64": "C64",
+    "float32": "F32",
+    "uint32": "U32",
+    "int32": "I32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "uint16": "U16",
+    "int16": "I16",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int8": "I8",
+    "uint8": "U8",
+    "float4_e2m1fn_x2": TWO_A_BYTE,
+    "bool": "BOOL",
 }
 
 
@@ -28,14 +42,17 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def find_dtype(name: object) -> torch.dtype | None:
     """The dtype of that name; ``None`` where this torch has none."""
-    found = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(name, str):
+        return None
+    found = getattr(torch, name, None)  # older versions of torch have fewer
     return found if isinstance(found, torch.dtype) else None
 
 
 def parse_dtype(dtype: object, name: str = "dtype", *, is_floating: bool = False) -> torch.dtype:
     """The dtype that a caller gave, itself or by its name; raises ``ConfigError`` for anything else."""
     found = dtype if isinstance(dtype, torch.dtype) else find_dtype(dtype)
-    if found is None or (is_floating and not found.is_floating_point):
+    is_wrong_kind = is_floating and found is not None and not found.is_floating_point
+    if found is None or is_wrong_kind:
         kind = "floating-point dtype" if is_floating else "dtype"
         raise ConfigError(f"{name}: expected a {kind} such as torch.bfloat16 or 'bfloat16', found {dtype!r}")
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import pickle
 import threading
@@ -39,14 +40,28 @@ class LazyStorage:
 
 
 class _Mode(threading.local):
-    """The settings of `keeping_last`: the values kept, of one tensor and its sources, and the device to put them on."""
+    """The settings of ``keeping_last``, for each thread.
+
+    Attributes:
+        kept: The values kept, of one tensor and its sources; ``None`` keeps none.
+        device: The device to put them on; ``None`` leaves them on that of their sources.
+    """
 
     kept: dict[LazyTensor, torch.Tensor] | None = None
-    device: torch.device | None = _CPU  # ``None``: that of the sources
+    device: torch.device | None = _CPU
+
+    def find(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The values kept of a tensor."""
+        if self.kept is None:
+            return None
+        return self.kept.get(tensor)  # type: ignore[call-overload, no-any-return]
 
     def keep_only(self, tensors: Sequence[LazyTensor]) -> None:
-        for tensor in set(self.kept or ()).difference(tensors):
-            del self.kept[tensor]  # type: ignore[union-attr]
+        """Drop the values kept of all other tensors."""
+        if self.kept is None:
+            return
+        for tensor in self.kept.keys() - set(tensors):
+            del self.kept[tensor]
 
 
 _mode = _Mode()
@@ -56,23 +71,38 @@ _mode = _Mode()
 def keeping_last(
     kept: dict[LazyTensor, torch.Tensor] | None = None, device: torch.device | None = _CPU
 ) -> Iterator[None]:
-    """Keep in ``kept`` the last values computed, and those they were made from, for the same tensor's next piece."""
-    outer = _mode.kept, _mode.device
-    _mode.kept, _mode.device = {} if kept is None else kept, device
+    """Keep the last values computed, and those they were made from, for the same tensor's next piece.
+
+    Args:
+        kept: The dictionary to keep them in; ``None`` makes one.
+        device: The device that values are put on; ``None`` leaves them on that of their sources.
+
+    Yields:
+        Nothing.
+    """
+    outer_kept = _mode.kept
+    outer_device = _mode.device
+    _mode.kept = {} if kept is None else kept
+    _mode.device = device
     try:
         yield
     finally:
-        _mode.kept, _mode.device = outer
+        _mode.kept = outer_kept
+        _mode.device = outer_device
 
 
 class LazyTensor(torch.Tensor):
     """A dense CPU tensor without values, and how to compute them. Operations are lazy; those that write to it raise.
 
-    ``compute`` is called each time that the values are asked for. ``pieces`` gives the same values as consecutive flat
-    tensors; both may be on any device. ``is_own`` says that ``compute`` makes new memory each time.
+    Args:
+        shape: Its shape.
+        dtype: Its dtype.
+        compute: Returns the values, of that shape and dtype, on any device. It is called each time they are asked for.
+        pieces: Gives the same values as consecutive flat tensors, on any device; ``None`` where they come in one piece.
+        is_own: Whether ``compute`` makes new memory each time.
     """
 
-    _meta: torch.Tensor
+    _meta: torch.Tensor  # the same shape and strides, without values
     _storage: LazyStorage
     _compute: Callable[[], torch.Tensor]
     _view_of: LazyTensor | None  # the tensor that a view is taken of
@@ -94,8 +124,10 @@ class LazyTensor(torch.Tensor):
         is_own: bool = False,
     ) -> LazyTensor:
         """Make a contiguous tensor without storage."""
-        made = cls._make(torch.empty(tuple(shape), dtype=dtype, device="meta"), compute)
-        made._pieces, made.is_own = pieces, is_own
+        meta = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        made = cls._make(meta, compute)
+        made._pieces = pieces
+        made.is_own = is_own
         return made
 
     @classmethod
@@ -108,7 +140,10 @@ class LazyTensor(torch.Tensor):
     ) -> LazyTensor:
         made: LazyTensor = without_storage(cls, meta, meta.dtype, _CPU)
         made._meta = meta
-        made._storage = base._storage if base is not None else LazyStorage(meta.untyped_storage().nbytes())
+        if base is not None:
+            made._storage = base._storage
+        else:
+            made._storage = LazyStorage(meta.untyped_storage().nbytes())
         made._compute = compute
         made._view_of = base
         made._parent = parent
@@ -119,22 +154,27 @@ class LazyTensor(torch.Tensor):
         """The lazy tensors with storages of their own that its values are made from; the last has its storage."""
         if self._view_of is not None:
             return self._view_of.lineage
-        return (*(self._parent.lineage if self._parent is not None else ()), self)
+        if self._parent is not None:
+            return (*self._parent.lineage, self)
+        return (self,)
 
     def values(self) -> torch.Tensor:
         """Compute the values, in any layout, or take those that are kept; not to be written to."""
-        if _mode.kept is not None and self in _mode.kept:
-            return _mode.kept[self]
-        if self._view_of is None:
+        kept = _mode.find(self)
+        if kept is not None:
+            return kept
+        is_whole = self._view_of is None
+        if is_whole:
             _mode.keep_only(self.lineage)  # before more is computed
-        computed = self._compute().detach()
-        computed = computed if _mode.device is None else computed.to(_mode.device)
+        computed = self.compute()
+        if _mode.device is not None:
+            computed = computed.to(_mode.device)
         if computed.shape != self.shape or computed.dtype != self.dtype:
             raise RuntimeError(
                 f"a lazy tensor of shape {tuple(self.shape)} and dtype {self.dtype} was computed with shape "
                 f"{tuple(computed.shape)} and dtype {computed.dtype}"
             )
-        if self._view_of is None and _mode.kept is not None:
+        if is_whole and _mode.kept is not None:
             _mode.kept[self] = computed
         return computed
 
@@ -159,25 +199,30 @@ class LazyTensor(torch.Tensor):
             raise TypeError(f"{func} writes to a lazy tensor, whose values are not computed yet; materialize it first")
         if _needs_values(func, kwargs):
             return func(*_values(args), **_values(kwargs))
+        meta_kwargs = _metas(kwargs)
+        if "device" in kwargs:
+            meta_kwargs["device"] = "meta"
+        metas = func(*_metas(args), **meta_kwargs)
         lazies = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyTensor)]
-        shapes = func(*_metas(args), **{**_metas(kwargs), **({"device": "meta"} if "device" in kwargs else {})})
-        bases = {lazy._meta.untyped_storage()._cdata: lazy.lineage[-1] for lazy in lazies}
+        bases = {_storage_key(lazy._meta): lazy.lineage[-1] for lazy in lazies}
         parent = lazies[0].lineage[-1] if len(lazies) == 1 else None
 
-        def promise(index: int | None, meta: torch.Tensor) -> LazyTensor:
-            def compute() -> torch.Tensor:
-                computed = func(*_values(args), **_values(kwargs))
-                result: torch.Tensor = computed if index is None else computed[index]
-                return result
+        def compute(index: int | None = None) -> torch.Tensor:
+            results = func(*_values(args), **_values(kwargs))
+            result: torch.Tensor = results if index is None else results[index]
+            return result
 
-            made = cls._make(meta, compute, bases.get(meta.untyped_storage()._cdata), parent)
-            if func is torch.ops.aten.detach.default:
-                made._pieces, made.is_own = lazies[0]._pieces, lazies[0].is_own
-            return made
+        def promise(meta: torch.Tensor, index: int | None = None) -> LazyTensor:
+            base = bases.get(_storage_key(meta))
+            return cls._make(meta, functools.partial(compute, index), base, parent)
 
-        if isinstance(shapes, torch.Tensor):
-            return promise(None, shapes)
-        return type(shapes)(promise(index, meta) for index, meta in enumerate(shapes))
+        if not isinstance(metas, torch.Tensor):
+            return type(metas)(promise(meta, index) for index, meta in enumerate(metas))
+        made = promise(metas)
+        if func is torch.ops.aten.detach.default:
+            made._pieces = lazies[0]._pieces
+            made.is_own = lazies[0].is_own
+        return made
 
     def data_ptr(self) -> int:
         """An address that only tensors of the same lazy storage can have."""
@@ -199,17 +244,19 @@ class LazyTensor(torch.Tensor):
 
 def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The values of any dense tensor, as consecutive contiguous CPU tensors, as few at a time as can be."""
-    in_pieces = tensor._pieces if isinstance(tensor, LazyTensor) and tensor not in (_mode.kept or ()) else None
-    if in_pieces is None:
+    is_kept = _mode.find(tensor) is not None
+    if not isinstance(tensor, LazyTensor) or tensor._pieces is None or is_kept:
         yield materialize(tensor)
         return
-    for piece in in_pieces():
+    for piece in tensor._pieces():
         yield piece.detach().to(_CPU)
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
     """The values of any dense tensor on the device of its sources, in any layout; not to be written to."""
-    return tensor.compute() if isinstance(tensor, LazyTensor) else tensor.detach()
+    if isinstance(tensor, LazyTensor):
+        return tensor.compute()
+    return tensor.detach()
 
 
 def materialize(tensor: torch.Tensor) -> torch.Tensor:
@@ -220,14 +267,28 @@ def materialize(tensor: torch.Tensor) -> torch.Tensor:
 
 def _needs_values(func: Any, kwargs: dict[str, Any]) -> bool:
     """Whether an operation's result cannot be described without its values."""
-    returns_tensors = all("Tensor" in str(value.type) for value in func._schema.returns)
-    elsewhere = torch.device(kwargs.get("device") or _CPU).type != "cpu"
-    return not returns_tensors or elsewhere or any(tag in func.tags for tag in _NEEDS_VALUES)
+    if not all("Tensor" in str(value.type) for value in func._schema.returns):
+        return True
+    device = torch.device(kwargs.get("device") or _CPU)
+    if device.type != "cpu":
+        return True
+    return any(tag in func.tags for tag in _NEEDS_VALUES)
 
 
 def _values(arguments: Any) -> Any:
-    return tree_map_only(LazyTensor, lambda lazy: lazy.values(), arguments)
+    return tree_map_only(LazyTensor, LazyTensor.values, arguments)
 
 
 def _metas(arguments: Any) -> Any:
-    return tree_map_only(torch.Tensor, lambda t: t._meta if isinstance(t, LazyTensor) else t.to("meta"), arguments)
+    return tree_map_only(torch.Tensor, _meta_of, arguments)
+
+
+def _meta_of(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, LazyTensor):
+        return tensor._meta
+    return tensor.to("meta")
+
+
+def _storage_key(meta: torch.Tensor) -> Any:
+    """What tensors on the meta device have in common that are views of one another."""
+    return meta.untyped_storage()._cdata
