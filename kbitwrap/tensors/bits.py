@@ -300,8 +300,8 @@ def begin_digest(tensor: torch.Tensor) -> Callable[[], int]:
         reads = [begin_digest(part) for part in parts]
 
         def digest_of_parts() -> int:
-            words = [_as_int64(read()) for read in reads]
-            return content_digest(torch.tensor(words, dtype=torch.int64, device="cpu"))
+            words = b"".join(read().to_bytes(8, "little") for read in reads)
+            return content_digest(torch.tensor(list(words), dtype=torch.uint8, device="cpu"))
 
         return digest_of_parts
     plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
@@ -324,12 +324,6 @@ def begin_digest(tensor: torch.Tensor) -> Callable[[], int]:
 
 def _extended(digest: int, value: int) -> int:
     return (digest * _MURMUR + value) & _MASK
-
-
-def _as_int64(word: int) -> int:
-    """The signed number with the same 64 bits."""
-    is_negative = word >> 63
-    return word - (is_negative << 64)
 
 
 def _block_sums(data: torch.Tensor) -> torch.Tensor:

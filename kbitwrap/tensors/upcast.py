@@ -14,13 +14,15 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import StateError, UnsupportedModelError
-from .bits import without_storage
+from .bits import Layout, without_storage
 from .dtypes import HALF_DTYPES
 
 aten = torch.ops.aten
 
 # Operations that pick elements of the first argument: picking in half and upcasting what was picked is exact.
 _GATHERS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default}
+# Matrix products with the last argument, which can be made in pieces of its columns.
+_PRODUCTS = {aten.mm.default, aten.addmm.default}
 
 
 @functools.cache
@@ -34,22 +36,28 @@ def _is_view(func: Any) -> bool:
     """Whether an operation returns views of its first argument: a view of the half storage serves."""
     if func is aten.view.dtype:
         return False  # it reads bytes, which are the upcast ones
-    returns = [value.alias_info for value in func._schema.returns]
-    return func is aten._unsafe_view.default or any(alias and not alias.is_write for alias in returns)
+    if func is aten._unsafe_view.default:
+        return True
+    aliases = [value.alias_info for value in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 @functools.cache
 def _written(func: Any) -> frozenset[int | str]:
-    """The arguments that an operation writes to, by position and by name."""
-    written = [(i, a.name) for i, a in enumerate(func._schema.arguments) if a.alias_info and a.alias_info.is_write]
-    return frozenset(key for pair in written for key in pair)
+    """The arguments that an operation writes to: the position and the name of each."""
+    written: set[int | str] = set()
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written |= {position, argument.name}
+    return frozenset(written)
 
 
 def _of_float32(name: str) -> Any:
     """A method that reads memory: that of a float32 copy, for an upcast tensor has no memory."""
 
     def method(self: UpcastTensor, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.half_storage.detach().float(), name)(*args, **kwargs)
+        upcast = self.half_storage.detach().float()
+        return getattr(upcast, name)(*args, **kwargs)
 
     method.__doc__ = f"``torch.Tensor.{name}`` of a float32 copy."
     return method
@@ -62,8 +70,12 @@ class ShardedStandInError(UnsupportedModelError, AttributeError):
 class UpcastTensor(torch.Tensor):
     """A float32 view of half storage, on the device where it was made. A module's whole weight passes for a parameter.
 
-    The ``owner`` of a weight, or of a view of it, is a module and the parameter's name there. It is looked up at each
-    use: the parameter may be moved, swapped or written to. ``chunk_bytes`` bounds the float32 alive in a product.
+    Args:
+        half: The stored tensor, or the view of it that this one stands for.
+        owner: Of a weight, or of a view of it, the module and the parameter's name there. It is looked up at each use:
+            the parameter may be moved, swapped or written to. ``None``: ``half`` itself is upcast.
+        chunk_bytes: The most float32 of it that is alive in a matrix product, in bytes; ``None`` upcasts it whole.
+        layout: Of a view of the owner's weight, its layout from the weight's first element on.
     """
 
     @staticmethod
@@ -76,19 +88,15 @@ class UpcastTensor(torch.Tensor):
         half: torch.Tensor,
         owner: tuple[nn.Module, str] | None = None,
         chunk_bytes: int | None = None,
-        is_view: bool = False,
+        layout: Layout | None = None,
     ) -> None:
-        self.is_view = is_view and owner is not None  # whether it stands for a view of the weight
-        self._half = None if owner else half.detach()
         self.owner = owner
+        self._half = half.detach() if owner is None else None
         self._chunk_bytes = chunk_bytes
-        self._layout: tuple[Any, Any, Any] | None = None
+        self._layout = layout
         # Read by ``isinstance(tensor, nn.Parameter)``; false again once the module has been restored.
-        self._is_param = owner is not None and not is_view
+        self._is_param = owner is not None and layout is None
         self._is_state = False
-        if self.is_view:
-            start = self.parameter.storage_offset()
-            self._layout = (half.shape, half.stride(), half.storage_offset() - start)
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -99,10 +107,22 @@ class UpcastTensor(torch.Tensor):
         assert parameter is not None
         return parameter
 
+    @property
+    def is_view(self) -> bool:
+        """Whether it stands for a view of the owner's weight."""
+        return self._layout is not None
+
+    @property
+    def _name(self) -> str:
+        """The weight's name, for messages."""
+        if self.owner is None:
+            return "weight"
+        module, name = self.owner
+        return f"{type(module).__name__}.{name}"
+
     def _refusal(self) -> StateError:
-        module, name = self.owner or (None, "weight")
         return StateError(
-            f"{type(module).__name__}.{name} was made trainable, but under precision 'compute' it is a frozen weight "
+            f"{self._name} was made trainable, but under precision 'compute' it is a frozen weight "
             "stored in half; train a copy (modules_to_save), or prepare with freeze=False or precision 'full'"
         )
 
@@ -117,8 +137,8 @@ class UpcastTensor(torch.Tensor):
             raise self._refusal()
         if self._layout is None:
             return parameter
-        shape, stride, offset = self._layout
-        return parameter.detach().as_strided(shape, stride, parameter.storage_offset() + offset)
+        offset = parameter.storage_offset() + self._layout.offset
+        return parameter.detach().as_strided(self._layout.shape, self._layout.stride, offset)
 
     def _for_writing(self) -> torch.Tensor:
         """The storage, cast to float32 for good: half would round what is written."""
@@ -147,7 +167,9 @@ class UpcastTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not self._is_state:
             upcast = self.half_storage.detach().float()
-            return (nn.Parameter(upcast, requires_grad=False) if self._is_param else upcast).__reduce_ex__(protocol)
+            if self._is_param:
+                upcast = nn.Parameter(upcast, requires_grad=False)
+            return upcast.__reduce_ex__(protocol)
         # Shape and layout travel as an empty stand-in: when read back, the owner may not have its parameter yet.
         half = self.parameter
         empty = torch.empty_strided(half.shape, half.stride(), dtype=half.dtype, device="meta")
@@ -162,14 +184,13 @@ class UpcastTensor(torch.Tensor):
     @property
     def _local_tensor(self) -> Any:
         """The attribute of a ``DTensor`` that FSDP2 asks of every parameter before the first forward."""
-        name = "weight" if self.owner is None else f"{type(self.owner[0]).__name__}.{self.owner[1]}"
         if self.owner is not None and hasattr(self.parameter, "_local_tensor"):
             raise ShardedStandInError(
-                f"{name} is upcast as it is used (precision 'compute') and was sharded by FSDP2, which takes what "
-                "stands in front of a weight for the weight; prepare with precision 'norms' or 'full', and then shard. "
-                "export() on every rank writes the exact base of this model"
+                f"{self._name} is upcast as it is used (precision 'compute') and was sharded by FSDP2, which takes "
+                "what stands in front of a weight for the weight; prepare with precision 'norms' or 'full', and then "
+                "shard. export() on every rank writes the exact base of this model"
             )
-        raise AttributeError(f"{name} is not sharded")
+        raise AttributeError(f"{self._name} is not sharded")
 
     tolist = _of_float32("tolist")
     numpy = _of_float32("numpy")
@@ -194,7 +215,9 @@ class UpcastTensor(torch.Tensor):
             raise RuntimeError("only a module's own weight can be given other data")
         module, name = self.owner
         parameter = self.parameter
-        parameter.data = value.half_storage.detach() if isinstance(value, UpcastTensor) else value
+        if isinstance(value, UpcastTensor):
+            value = value.half_storage.detach()
+        parameter.data = value
         vars(module)[name] = UpcastTensor(parameter, self.owner, self._chunk_bytes)
 
     @property
@@ -222,7 +245,8 @@ class UpcastTensor(torch.Tensor):
         kwargs = kwargs or {}
         if _is_composite(func):
             return func.decompose(*args, **kwargs)
-        written = [value for key, value in (*enumerate(args), *kwargs.items()) if key in _written(func)]
+        arguments = [*enumerate(args), *kwargs.items()]
+        written = [value for key, value in arguments if key in _written(func)]
         if any(isinstance(value, UpcastTensor) for value in tree_leaves(written)):
             _write(func, args, kwargs)
             return written[0] if func._schema.returns else None
@@ -235,41 +259,56 @@ class UpcastTensor(torch.Tensor):
             if func is aten._to_copy.default and kwargs.get("dtype") in HALF_DTYPES:
                 # float32 holds every half value, so the way through it changes nothing.
                 return func(first.half_storage, **kwargs)
-        if func in (aten.mm.default, aten.addmm.default) and isinstance(args[-1], UpcastTensor) and not kwargs:
+        if func in _PRODUCTS and isinstance(args[-1], UpcastTensor) and not kwargs:
             return _product(func, args[:-1], args[-1])
         return func(*_upcast(args), **_upcast(kwargs))
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
-        # A wrapper cannot be made of a view that inference mode makes of a normal tensor.
+        """The stand-in for a view of the weight, or a list of them."""
+
+        def stand_in(half: torch.Tensor) -> UpcastTensor:
+            if self.owner is None:
+                return UpcastTensor(half, None, self._chunk_bytes)
+            offset: Any = half.storage_offset() - self.parameter.storage_offset()
+            return UpcastTensor(half, self.owner, self._chunk_bytes, Layout(offset, half.shape, half.stride()))
+
         stored = self.half_storage
+        # A wrapper cannot be made of a view that inference mode makes of a normal tensor.
         with torch.inference_mode(False), torch.no_grad():
-            view = func(stored.detach(), *args, **kwargs)
-            return tree_map_only(
-                torch.Tensor, lambda half: UpcastTensor(half, self.owner, self._chunk_bytes, True), view
-            )
+            views = func(stored.detach(), *args, **kwargs)
+            return tree_map_only(torch.Tensor, stand_in, views)
 
 
 def _write(func: Any, args: Any, kwargs: Any) -> None:
     """Run an operation that writes to upcast tensors: on their storage, cast to float32 where that changes it."""
     written: list[tuple[UpcastTensor, torch.Tensor]] = []
 
-    def upcast(tensor: UpcastTensor) -> torch.Tensor:
-        written.append((tensor, tensor.half_storage.detach().to(torch.float32, copy=True)))
-        return written[-1][1]
+    def upcast_to_write(tensor: UpcastTensor) -> torch.Tensor:
+        values = tensor.half_storage.detach().to(torch.float32, copy=True)
+        written.append((tensor, values))
+        return values
 
     def prepared(key: int | str, value: Any) -> Any:
-        return tree_map_only(UpcastTensor, upcast, value) if key in _written(func) else _upcast(value)
+        if key in _written(func):
+            return tree_map_only(UpcastTensor, upcast_to_write, value)
+        return _upcast(value)
 
-    func(*[prepared(i, v) for i, v in enumerate(args)], **{name: prepared(name, v) for name, v in kwargs.items()})
+    prepared_args = [prepared(position, value) for position, value in enumerate(args)]
+    prepared_kwargs = {name: prepared(name, value) for name, value in kwargs.items()}
+    func(*prepared_args, **prepared_kwargs)
     for tensor, values in written:
+        before = tensor.half_storage.detach().float()
         # A model may clamp its weights in every forward, and change none.
-        if not torch.equal(values.view(torch.int32), tensor.half_storage.detach().float().view(torch.int32)):
+        is_changed = not torch.equal(values.view(torch.int32), before.view(torch.int32))
+        if is_changed:
             tensor._for_writing().copy_(values)
 
 
 def multiplies_half(left: torch.Tensor, half: torch.Tensor) -> bool:
     """Whether the device multiplies two half tensors and returns the float32 that it sums in."""
-    return left.is_cuda and left.dtype == half.dtype and torch.version.hip is None and "dtype" in aten.mm.overloads()
+    if not left.is_cuda or left.dtype != half.dtype:
+        return False
+    return torch.version.hip is None and "dtype" in aten.mm.overloads()
 
 
 def _upcast(arguments: Any) -> Any:
@@ -281,17 +320,19 @@ def _product(func: Any, args: Sequence[Any], weight: UpcastTensor) -> torch.Tens
     half = weight.half_storage
     if func is aten.mm.default and weight.owner is None and args[0].dtype == half.dtype:
         return aten.mm.dtype(*args, half, torch.float32)  # type: ignore[no-any-return]
-    columns = half.shape[1]
+    *biases, left = _upcast(list(args))
+    num_rows, num_columns = half.shape
+    step = num_columns
     if weight._chunk_bytes is not None:
-        columns = max(1, weight._chunk_bytes // (half.shape[0] * torch.float32.itemsize))
-    args = _upcast(list(args))
-    if columns >= half.shape[1]:
-        result: torch.Tensor = func(*args, half.float())
+        column_bytes = num_rows * torch.float32.itemsize
+        step = max(1, weight._chunk_bytes // column_bytes)
+    if step >= num_columns:
+        result: torch.Tensor = func(*biases, left, half.float())
         return result
-    left = args[-1]
-    output: torch.Tensor = left.new_empty(left.shape[0], half.shape[1])
-    for start in range(0, half.shape[1], columns):
-        piece = slice(start, start + columns)
-        bias = [bias[..., piece] if bias.shape[-1] > 1 else bias for bias in args[:-1]]
-        output[:, piece] = func(*bias, left, half[:, piece].float())
+    output: torch.Tensor = left.new_empty(left.shape[0], num_columns)
+    for start in range(0, num_columns, step):
+        piece = slice(start, start + step)
+        # A bias of one column is broadcast.
+        columns = [bias[..., piece] if bias.shape[-1] > 1 else bias for bias in biases]
+        output[:, piece] = func(*columns, left, half[:, piece].float())
     return output
