@@ -6,6 +6,7 @@ It is taken with torch alone, not with kbitwrap, so that kbitwrap does not vouch
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -65,11 +66,12 @@ class BaseState:
                 values["dtypes"][fqn] = str(parameter.dtype).removeprefix("torch.")
                 values["requires_grad"][fqn] = parameter.requires_grad
                 values["parameters"][fqn] = _Same(parameter)
-            values["hooks"][prefix] = [_describe(h) for d in _HOOK_DICTS for h in (getattr(module, d) or {}).values()]
             own = vars(module)
+            hooks = itertools.chain.from_iterable((own[name] or {}).values() for name in _HOOK_DICTS)
+            values["hooks"][prefix] = [_describe(hook) for hook in hooks]
             values["attributes"][prefix] = {name: _describe(own[name]) for name in _ATTRIBUTES if name in own}
         parameters = {same.tensor for same in values["parameters"].values()}
-        return cls(dict(modules), values, sum(p.numel() * p.element_size() for p in parameters))
+        return cls(dict(modules), values, sum(parameter.nbytes for parameter in parameters))
 
     def again(self) -> BaseState:
         """Take the state of the same module objects now."""
@@ -85,12 +87,15 @@ class BaseState:
         Returns:
             Names of tensors or modules.
         """
-        before, after = self.values[aspect], later.values[aspect]
-        return sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
+        before = self.values[aspect]
+        after = later.values[aspect]
+        names = before.keys() | after.keys()
+        return sorted(name for name in names if before.get(name) != after.get(name))
 
     def digest(self) -> str:
         """One digest over all bytes and quantization state."""
-        return hashlib.sha256(repr(sorted(self.values["bytes"].items())).encode()).hexdigest()
+        digests = sorted(self.values["bytes"].items())
+        return hashlib.sha256(repr(digests).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -108,17 +113,18 @@ class _Same:
 
 def _stored(module: nn.Module) -> dict[str, Any]:
     """The tensors that a module stores itself; of a leaf its ``state_dict``, which has all of a quantized layer."""
-    buffers = dict(module.named_buffers(recurse=False))
-    if next(module.children(), None) is None:
-        return {**buffers, **module.state_dict()}
-    return {**buffers, **dict(module.named_parameters(recurse=False))}
+    stored: dict[str, Any] = dict(module.named_buffers(recurse=False))
+    is_leaf = next(module.children(), None) is None
+    stored |= module.state_dict() if is_leaf else dict(module.named_parameters(recurse=False))
+    return stored
 
 
 def _digest(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return repr(value)
-    data = value.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy().data
-    return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(data).hexdigest()}"
+    bits = value.detach().reshape(-1).contiguous().view(torch.uint8).cpu()
+    digest = hashlib.sha256(bits.numpy().data).hexdigest()
+    return f"{value.dtype} {tuple(value.shape)} {digest}"
 
 
 def _describe(value: Any) -> str:

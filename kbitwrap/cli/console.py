@@ -108,7 +108,7 @@ def joined(lines: Iterable[str | Text]) -> Text:
     Returns:
         The text for ``show``.
     """
-    return Text("\n").join(Text(line) if isinstance(line, str) else line for line in lines)
+    return Text("\n").join(_text(line) for line in lines)
 
 
 def hanging(text: str, indent: int, by: int = 0) -> Text:
@@ -122,10 +122,13 @@ def hanging(text: str, indent: int, by: int = 0) -> Text:
     Returns:
         The text for ``show``.
     """
-    console, width = Console(), num_columns()
+    console = Console()
+    width = num_columns()
     first = Text(text).wrap(console, max(width - by, 1), overflow="fold")[0].plain
-    others = Text(text[len(first) :].strip()).wrap(console, max(width - indent, 1), overflow="fold")
-    return joined([" " * by + first.rstrip(), *(Text(" " * indent) + line for line in others if line.plain)])
+    rest = Text(text[len(first) :].strip())
+    others = rest.wrap(console, max(width - indent, 1), overflow="fold")
+    indented = [Text(" " * indent) + line for line in others if line.plain]
+    return joined([" " * by + first.rstrip(), *indented])
 
 
 def printable(text: str) -> str:
@@ -140,9 +143,18 @@ def printable(text: str) -> str:
     return text if text.isprintable() else ascii(text)
 
 
+def _text(part: str | Text) -> Text:
+    return Text(part) if isinstance(part, str) else part
+
+
 def _console(width: int | None = None, **fields: Any) -> Console:
     return Console(
-        width=num_columns() if width is None else width, height=25, markup=False, emoji=False, highlight=False, **fields
+        width=num_columns() if width is None else width,
+        height=25,
+        markup=False,
+        emoji=False,
+        highlight=False,
+        **fields,
     )
 
 
@@ -151,7 +163,7 @@ def _captured(console: Console, parts: tuple[str | Text, ...]) -> str:
         for number, part in enumerate(parts):
             if number:
                 console.print()
-            for line in (Text(part) if isinstance(part, str) else part).wrap(console, console.width, overflow="fold"):
+            for line in _text(part).wrap(console, console.width, overflow="fold"):
                 line.rstrip()
                 console.print(line)
     return captured.get()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +17,14 @@ from .tables import table
 from .usage import PRECISIONS, TRAINED_QUANTS, Json, TrustRemoteCode, choice, device, integer
 
 _MAX_SEED = 2**63 - 1
+_TITLES = {
+    "plan": "the bytes added are those planned",
+    "numbers": 'same bits before; loss and gradients of "compute" are PEFT\'s',
+    "training": "trained: {loss}, base untouched",
+    "suspension": "suspended to generate: as loaded; then as before",
+    "restore": "restored: bits, dtypes, flags, hooks as loaded",
+    "merge": "merged: dtypes, hooks, flags as loaded, nothing in float32",
+}
 SUMMARY = "Prepare a small quantized model PEFT's way and ours, and check each step."
 HELP = """Prepare a small quantized model PEFT's way and ours, side by side, and check each step.
 
@@ -78,68 +86,79 @@ def command(
     if json_:
         print(json.dumps(result, indent=2))
     else:
-        seconds = sum(result["seconds"].values())
-        num_passed = sum(check["passed"] for check in result["checks"])
-        more = "" if verbose else "; --verbose shows each"
-        show(
-            f"{result['model']}, {result['quant']}, on {result['device']}: PEFT's way and ours",
-            table(_sides(result), right=True),
-            _checks(result["checks"]) if verbose else joined(_groups(result)),
-            f"{num_passed} of {len(result['checks'])} checks passed, in {seconds:.1f} s{more}.",
-        )
+        _show_result(result, verbose=verbose)
     return EXIT_DONE if result["passed"] else EXIT_NO
 
 
+def _show_result(result: dict[str, Any], *, verbose: bool) -> None:
+    checks = result["checks"]
+    seconds = sum(result["seconds"].values())
+    num_passed = sum(check["passed"] for check in checks)
+    more = "" if verbose else "; --verbose shows each"
+    show(
+        f"{result['model']}, {result['quant']}, on {result['device']}: PEFT's way and ours",
+        table(_sides(result), right=True),
+        _checks(checks) if verbose else joined(_groups(result)),
+        f"{num_passed} of {len(checks)} checks passed, in {seconds:.1f} s{more}.",
+    )
+
+
 def _sides(result: dict[str, Any]) -> list[list[str]]:
-    """A row for each figure, PEFT's column first."""
+    """A row for each figure that was measured, PEFT's column first."""
     sides = result["sides"]
-    peft = next(iter(sides.values()))
-    rows = [["", *("PEFT's" if side is peft else f'"{name}"' for name, side in sides.items())]]
+    peft, *_ = sides
+    titles = ["PEFT's" if name == peft else f'"{name}"' for name in sides]
+    rows = [["", *titles]]
 
-    def row(name: str, read: Callable[[dict[str, Any]], Any], form: str) -> None:
-        found = [read(side) for side in sides.values()]
-        rows.append([name, *("-" if value is None else format(value, form) for value in found)])
+    def row(title: str, values: Iterable[Any], form: str) -> None:
+        cells = ["-" if value is None else format(value, form) for value in values]
+        if any(cell != "-" for cell in cells):
+            rows.append([title, *cells])
 
-    def distance(what: str) -> Callable[[dict[str, Any]], Any]:
-        return lambda side: None if side is peft else side["difference_from_peft"][what]
+    def figures(key: str) -> list[Any]:
+        return [side[key] for side in sides.values()]
 
-    row("bytes added", lambda side: side["added_bytes"], ",")
-    row("bytes at the peak while preparing", lambda side: side["peak_bytes"], ",")
-    row("milliseconds to prepare", lambda side: 1000 * side["seconds"], ",.1f")
-    row("first step: loss, distance from PEFT's", distance("loss"), ".2g")
-    row("first step: gradients, relative distance", distance("gradients"), ".2g")
-    row("left in the end: dtypes, hooks, flags", lambda side: ", ".join(map(str, side["left"].values())), "")
-    row("merged in place: bytes", lambda side: side["merged_bytes"], ",")
-    row("merged in place: error of logits", lambda side: side["merged_error"], ".2%")
-    row("exported in bfloat16: bytes", lambda side: side["exported_bytes"], ",")
-    row("exported in bfloat16: error of logits", lambda side: side["exported_error"], ".2%")
-    return [row for row in rows if {*row[1:]} != {"-"}]
+    def distances(what: str) -> list[Any]:
+        return [None if name == peft else side["difference_from_peft"][what] for name, side in sides.items()]
+
+    milliseconds = [1000 * seconds for seconds in figures("seconds")]
+    left = [", ".join(map(str, counts.values())) for counts in figures("left")]
+    row("bytes added", figures("added_bytes"), ",")
+    row("bytes at the peak while preparing", figures("peak_bytes"), ",")
+    row("milliseconds to prepare", milliseconds, ",.1f")
+    row("first step: loss, distance from PEFT's", distances("loss"), ".2g")
+    row("first step: gradients, relative distance", distances("gradients"), ".2g")
+    row("left in the end: dtypes, hooks, flags", left, "")
+    row("merged in place: bytes", figures("merged_bytes"), ",")
+    row("merged in place: error of logits", figures("merged_error"), ".2%")
+    row("exported in bfloat16: bytes", figures("exported_bytes"), ",")
+    row("exported in bfloat16: error of logits", figures("exported_error"), ".2%")
+    return rows
 
 
-def _checks(checks: list[dict[str, Any]]) -> Any:
-    rows = [(check["name"], check["measured"], "pass" if check["passed"] else "FAIL") for check in checks]
-    return table([("check", "measured", "result"), *rows])
+def _checks(checks: list[dict[str, Any]]) -> Text:
+    rows = [("check", "measured", "result")]
+    for check in checks:
+        verdict = "pass" if check["passed"] else "FAIL"
+        rows.append((check["name"], check["measured"], verdict))
+    return table(rows)
 
 
 def _groups(result: dict[str, Any]) -> Iterator[Text]:
     """A line for each group of checks, and one for each check that failed."""
     loss = result["loss"]
     fall = f"held-out loss {loss['held_out_before']:.2f} -> {loss['held_out_after']:.2f}"
-    titles = {
-        "plan": "the bytes added are those planned",
-        "numbers": 'same bits before; loss and gradients of "compute" are PEFT\'s',
-        "training": f"trained: {fall}, base untouched",
-        "suspension": "suspended to generate: as loaded; then as before",
-        "restore": "restored: bits, dtypes, flags, hooks as loaded",
-        "merge": "merged: dtypes, hooks, flags as loaded, nothing in float32",
-    }
-    for group, title in titles.items():
-        found = [check for check in result["checks"] if check["group"] == group]
-        failed = [check for check in found if not check["passed"]]
-        count = f"{len(found)} check{'s' if len(found) != 1 else ''}"
-        verdict = ("FAIL", "bold red") if failed else ("pass", "green")
-        yield Text.assemble(verdict, f"  {title} ({f'{len(failed)} of ' if failed else ''}{count})")
-        yield from (hanging(f"{check['name']}: {check['measured']}", 8, 6) for check in failed)
+    for group, title in _TITLES.items():
+        checks = [check for check in result["checks"] if check["group"] == group]
+        failed = [check for check in checks if not check["passed"]]
+        count = "1 check" if len(checks) == 1 else f"{len(checks)} checks"
+        verdict = ("pass", "green")
+        if failed:
+            count = f"{len(failed)} of {count}"
+            verdict = ("FAIL", "bold red")
+        yield Text.assemble(verdict, f"  {title.format(loss=fall)} ({count})")
+        for check in failed:
+            yield hanging(f"{check['name']}: {check['measured']}", 8, 6)
 
 
 def _expect_installed() -> None:

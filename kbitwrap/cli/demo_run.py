@@ -25,6 +25,7 @@ from .. import (
     RestoreReport,
     UnsupportedModelError,
 )
+from ..bench.memory import stored_bytes
 from .base_state import ASPECTS, BaseState
 from .console import Check, InputError, first_line
 from .demo_sides import (
@@ -36,7 +37,6 @@ from .demo_sides import (
     measure_peft,
     prepare_by_peft,
     relative_error,
-    stored_bytes,
 )
 from .loading import LoadedModel, choose_device, few_threads, fork_devices, load_builtin, load_named, rng
 from .losses import batch, block_losses, evaluate, logits
@@ -72,6 +72,10 @@ class Demo:
         sides: What each way to prepare costs, computes and leaves.
         seconds: How long each part took.
         measured: Further figures, ready for JSON.
+        loaded: What belongs to the model: its name, its tokens and how it is trained. Each side has a model of its own.
+        blocks: The text, on the device.
+        subject: What the sides are measured on.
+        base: The state of the model that is trained, as loaded.
     """
 
     model: str | None
@@ -87,6 +91,10 @@ class Demo:
     sides: dict[str, Side] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     measured: dict[str, Any] = field(default_factory=dict)
+    loaded: LoadedModel = field(init=False)
+    blocks: Blocks = field(init=False)
+    subject: Subject = field(init=False)
+    base: BaseState = field(init=False)
 
     def run(self) -> dict[str, Any]:
         """Run it.
@@ -102,14 +110,19 @@ class Demo:
             with self._timed("load"):
                 loaded = self._load(device)
             blocks = read_blocks(loaded.tokens, length=_LENGTH, num_held_out=_NUM_HELD_OUT, seed=self.seed)
-            blocks = Blocks(blocks.training.to(device), blocks.held_out.to(device))
-            loaded = dataclasses.replace(loaded, model=nn.Identity())  # each side has a model of its own
-            subject = self._subject(loaded, blocks, device)
-            self._measure_sides(subject)
-            self._prepare_train_restore(self._load(device), blocks, subject)
+            self.blocks = Blocks(blocks.training.to(device), blocks.held_out.to(device))
+            self.loaded = dataclasses.replace(loaded, model=nn.Identity())
+            del loaded
+            self.subject = Subject(
+                load=lambda: self._load(device).model,
+                adapt=lambda model: self._add_adapter(model, None),
+                loss=lambda model: block_losses(model, batch(self.blocks, 0)).mean(),
+            )
+            self._measure_sides()
+            self._prepare_train_restore(self.subject.load())
         return {
             "passed": all(check.passed for check in self.checks),
-            "model": loaded.name,
+            "model": self.loaded.name,
             "quant": self.quant,
             "precision": self.precision.value,
             "device": str(device),
@@ -117,7 +130,7 @@ class Demo:
             "seed": self.seed,
             "checks": [check.to_dict() for check in self.checks],
             "sides": {name: side.to_dict(self.sides[PEFT]) for name, side in self.sides.items()},
-            "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
+            "seconds": {name: round(seconds, 3) for name, seconds in self.seconds.items()},
             **self.measured,
         }
 
@@ -127,69 +140,57 @@ class Demo:
             return load_builtin(self.quant, device)
         return load_named(self.model, self.quant, device, self.trust_remote_code)
 
-    def _subject(self, loaded: LoadedModel, blocks: Blocks, device: torch.device) -> Subject:
-        return Subject(
-            load=lambda: self._load(device).model,
-            adapt=lambda model: self._add_adapter(loaded, model, None),
-            loss=lambda model: block_losses(model, batch(blocks, 0)).mean(),
-        )
-
-    def _measure_sides(self, subject: Subject) -> None:
+    def _measure_sides(self) -> None:
         with self._timed(PEFT):
-            peft = self.sides[PEFT] = measure_peft(subject)
+            peft = self.sides[PEFT] = measure_peft(self.subject)
         for precision in dict.fromkeys((Precision.COMPUTE, self.precision)):
             with self._timed(precision.value), self._refusing():
-                side = self.sides[precision.value] = measure_ours(precision, subject)
+                side = self.sides[precision.value] = measure_ours(precision, self.subject)
             if precision.upcasts_all:
                 self._check_numbers(side, peft)
 
-    def _prepare_train_restore(self, loaded: LoadedModel, blocks: Blocks, subject: Subject) -> None:
+    def _prepare_train_restore(self, model: nn.Module) -> None:
         with self._timed("digests"):
-            base = BaseState.of(dict(loaded.model.named_modules()))
-        is_same = {side.digest for side in self.sides.values()} == {base.digest()}
-        self._check("numbers", "all began with the same bits", f"digest {base.digest()[:16]}", is_same)
+            self.base = BaseState.of(dict(model.named_modules()))
+        digest = self.base.digest()
+        is_same = {side.digest for side in self.sides.values()} == {digest}
+        self._check("numbers", "all began with the same bits", f"digest {digest[:16]}", is_same)
         with self._refusing():
-            prepared = KbitPreparedModel(loaded.model, precision=self.precision)
-        self.show(f"{loaded.name}, {self.quant}: the plan\n{prepared.plan}")
+            prepared = KbitPreparedModel(model, precision=self.precision)
+        self.show(f"{self.loaded.name}, {self.quant}: the plan\n{prepared.plan}")
         self.measured["plan"] = prepared.plan.to_dict()
         side = self.sides[self.precision.value]
         started = time.perf_counter()
         with prepared:
             self.seconds["prepare"] = time.perf_counter() - started
-            self._check_bytes(base, prepared)
-            peft_model = self._add_adapter(loaded, loaded.model, loaded.modules_to_save)
+            self._check_bytes(prepared)
+            peft_model = self._add_adapter(model, self.loaded.modules_to_save)
             prepared.adopt(peft_model)
             with self._timed("train"):
-                self._train(peft_model, blocks, loaded.learning_rate)
-            self._check(
-                "training",
-                "training changed nothing of the base",
-                f"{len(prepared.verify().differences)} differences found by verify()",
-                not prepared.verify(),
-            )
+                self._train(peft_model)
+            differences = prepared.verify().differences
+            found = f"{len(differences)} differences found by verify()"
+            self._check("training", "training changed nothing of the base", found, not differences)
             with self._timed("suspend"):
-                self._suspend(prepared, peft_model, loaded, base, blocks)
-            trained = {
-                name: tensor.cpu().clone()
-                for name, tensor in get_peft_model_state_dict(peft_model, save_embedding_layers=False).items()
-            }
-            expected = self._expected(subject, loaded, blocks, trained)
+                self._suspend(prepared, peft_model)
+            trained = _adapter_state(peft_model)
+            expected = self._expected(trained)
             with self._timed("export"):
-                self._export(prepared, peft_model, side, blocks, expected)
+                self._export(prepared, peft_model, side, expected)
             with self._timed("restore"):
                 report = self._restore(prepared)
         with self._timed("compare"):
-            self._check_restored(base, report)
+            self._check_restored(report)
         with self._timed("merge"):
             merged = peft_model.merge_and_unload()
-            self._check_merged(base, merged)
-            self._measure_merged(side, merged, blocks, expected)
+            self._check_merged(merged)
+            self._measure_merged(side, merged, expected)
         del merged, peft_model
         with self._timed("merge, PEFT's way"):
-            other = subject.load()
-            prepare_by_peft(other)
-            merged = self._with_trained(loaded, other, trained).merge_and_unload()
-            self._measure_merged(self.sides[PEFT], merged, blocks, expected)
+            model = self.subject.load()
+            prepare_by_peft(model)
+            merged = self._with_trained(model, trained).merge_and_unload()
+            self._measure_merged(self.sides[PEFT], merged, expected)
 
     @contextlib.contextmanager
     def _refusing(self) -> Iterator[None]:
@@ -204,46 +205,42 @@ class Demo:
         for what, distance in distances.items():
             self._check("numbers", f'"{side.name}": PEFT\'s {what}', f"difference {distance:g}", distance == 0)
 
-    def _with_trained(self, loaded: LoadedModel, model: nn.Module, trained: dict[str, torch.Tensor]) -> PeftModel:
-        peft_model = self._add_adapter(loaded, model, loaded.modules_to_save)
+    def _with_trained(self, model: nn.Module, trained: dict[str, torch.Tensor]) -> PeftModel:
+        peft_model = self._add_adapter(model, self.loaded.modules_to_save)
         set_peft_model_state_dict(peft_model, trained)
         return peft_model.eval()
 
-    def _expected(
-        self, subject: Subject, loaded: LoadedModel, blocks: Blocks, trained: dict[str, torch.Tensor]
-    ) -> torch.Tensor | None:
+    def _expected(self, trained: dict[str, torch.Tensor]) -> torch.Tensor | None:
         """The logits of the dequantized base and the adapter beside it, in float32; ``None`` for a model of others."""
         if self.model is not None:
             return None
         with self._timed("float32"):
-            return logits(self._with_trained(loaded, in_float32(subject.load()), trained), blocks)
+            exact = in_float32(self.subject.load())
+            return logits(self._with_trained(exact, trained), self.blocks)
 
-    def _export(
-        self, prepared: KbitPreparedModel, model: PeftModel, side: Side, blocks: Blocks, expected: torch.Tensor | None
-    ) -> None:
+    def _export(self, prepared: KbitPreparedModel, model: PeftModel, side: Side, expected: torch.Tensor | None) -> None:
         if expected is None:
             return
         with tempfile.TemporaryDirectory(prefix="kbitwrap-demo-") as folder:
-            report = prepared.export(f"{folder}/merged", merge_adapters=True, model=model)
-            exported = AutoModelForCausalLM.from_pretrained(
-                f"{folder}/merged", dtype=torch.float32, device_map={"": expected.device}
-            )
+            path = f"{folder}/merged"
+            report = prepared.export(path, merge_adapters=True, model=model)
+            device_map = {"": expected.device}
+            exported = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, device_map=device_map)
         side.exported_bytes = report.num_bytes
-        side.exported_error = relative_error(logits(exported, blocks), expected)
+        side.exported_error = relative_error(logits(exported, self.blocks), expected)
 
-    def _measure_merged(self, side: Side, merged: nn.Module, blocks: Blocks, expected: torch.Tensor | None) -> None:
+    def _measure_merged(self, side: Side, merged: nn.Module, expected: torch.Tensor | None) -> None:
         side.merged_bytes = stored_bytes(merged)
         if expected is not None:
-            side.merged_error = relative_error(logits(in_float32(merged), blocks), expected)
+            side.merged_error = relative_error(logits(in_float32(merged), self.blocks), expected)
 
-    def _check_bytes(self, base: BaseState, prepared: KbitPreparedModel) -> None:
-        added = base.again().parameter_bytes - base.parameter_bytes
+    def _check_bytes(self, prepared: KbitPreparedModel) -> None:
+        added = self.base.again().parameter_bytes - self.base.parameter_bytes
         planned = prepared.plan.added_bytes
-        self._check(
-            "plan", "the bytes added are those planned", f"{added:,} added, {planned:,} planned", added == planned
-        )
+        found = f"{added:,} added, {planned:,} planned"
+        self._check("plan", "the bytes added are those planned", found, added == planned)
 
-    def _add_adapter(self, loaded: LoadedModel, model: nn.Module, modules_to_save: list[str] | None) -> PeftModel:
+    def _add_adapter(self, model: nn.Module, modules_to_save: list[str] | None) -> PeftModel:
         torch.manual_seed(self.seed)
         config = LoraConfig(
             r=_RANK,
@@ -255,71 +252,54 @@ class Demo:
         try:
             peft_model = get_peft_model(model, config)
         except ValueError as error:
-            raise InputError(f"PEFT cannot put a LoRA on {loaded.name}: {first_line(error)}") from error
+            raise InputError(f"PEFT cannot put a LoRA on {self.loaded.name}: {first_line(error)}") from error
         assert isinstance(peft_model, PeftModel)
         return peft_model
 
-    def _train(self, model: PeftModel, blocks: Blocks, learning_rate: float) -> None:
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(parameters, lr=learning_rate)
-        before = evaluate(model, blocks.held_out)
+    def _train(self, model: PeftModel) -> None:
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, lr=self.loaded.learning_rate)
+        before = evaluate(model, self.blocks.held_out)
         model.train()
         losses = []
         for step in range(self.steps):
-            loss = block_losses(model, batch(blocks, step)).mean()
+            loss = block_losses(model, batch(self.blocks, step)).mean()
             loss.backward()
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
             self.doing(f"train: step {step + 1} of {self.steps}, loss {losses[-1]:.2f}")
-        falls = before - evaluate(model, blocks.held_out)
-        start, fall = before.mean().item(), falls.mean().item()
+        after = evaluate(model, self.blocks.held_out)
+        self._check_fall(before, after)
+        self.measured["loss"]["training"] = losses
+        self.measured["loss"]["trained_parameters"] = sum(parameter.numel() for parameter in parameters)
+
+    def _check_fall(self, before: torch.Tensor, after: torch.Tensor) -> None:
+        """Check that training helped: the losses of the held-out blocks, before and after it."""
+        falls = before - after
+        start = before.mean().item()
+        fall = falls.mean().item()
         error = falls.std().item() / len(falls) ** 0.5
         least = max(_LEAST_RELATIVE_FALL * start, _LEAST_STANDARD_ERRORS * error)
-        self._check(
-            "training",
-            "the held-out loss fell",
-            f"{start:.3f} -> {start - fall:.3f}, by {fall:.3f} ± {error:.3f}; at least {least:.3f} expected",
-            fall > least,
-        )
+        found = f"{start:.3f} -> {start - fall:.3f}, by {fall:.3f} ± {error:.3f}; at least {least:.3f} expected"
+        self._check("training", "the held-out loss fell", found, fall > least)
         self.measured["loss"] = {
             "held_out_before": start,
             "held_out_after": start - fall,
             "fall_standard_error": error,
             "least_fall": least,
-            "training": losses,
-            "trained_parameters": sum(p.numel() for p in parameters),
         }
 
-    def _suspend(
-        self, prepared: KbitPreparedModel, model: PeftModel, loaded: LoadedModel, base: BaseState, blocks: Blocks
-    ) -> None:
-        def figures() -> tuple[float, torch.Tensor]:
-            model.train()
-            training = block_losses(model, batch(blocks, self.steps)).mean()
-            return training.item(), evaluate(model, blocks.held_out)
-
-        training_before, held_out_before = figures()
-        prompt = blocks.held_out[:1, :_NUM_PROMPT]
+    def _suspend(self, prepared: KbitPreparedModel, model: PeftModel) -> None:
+        """Generate while suspended; the losses are the same before and after, to the bit."""
+        training_before = self._training_loss(model)
+        held_out_before = evaluate(model, self.blocks.held_out)
         with prepared.suspended():
-            self._check_as_loaded(base, "suspended")
-            model.eval()
-            with torch.no_grad():
-                output = model.generate(
-                    input_ids=prompt,
-                    attention_mask=torch.ones_like(prompt),
-                    do_sample=True,
-                    temperature=0.7,
-                    max_new_tokens=_NUM_GENERATED,
-                )
-        texts = {
-            "prompt": loaded.tokens.decode(prompt[0].tolist()),
-            "text": loaded.tokens.decode(output[0, _NUM_PROMPT:].tolist()),
-        }
-        self.measured["generation"] = texts
-        self.show(f"generated while suspended\n  prompt: {texts['prompt']!r}\n  text:   {texts['text']!r}")
-        training_after, held_out_after = figures()
+            self._check_as_loaded("suspended")
+            self._generate(model)
+        training_after = self._training_loss(model)
+        held_out_after = evaluate(model, self.blocks.held_out)
         self._check(
             "suspension",
             "after a suspension: the same training loss",
@@ -334,6 +314,27 @@ class Demo:
             torch.equal(held_out_before, held_out_after),
         )
 
+    def _training_loss(self, model: PeftModel) -> float:
+        model.train()
+        return block_losses(model, batch(self.blocks, self.steps)).mean().item()
+
+    @torch.no_grad()
+    def _generate(self, model: PeftModel) -> None:
+        model.eval()
+        tokens = self.loaded.tokens
+        prompt = self.blocks.held_out[:1, :_NUM_PROMPT]
+        output = model.generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=True,
+            temperature=0.7,
+            max_new_tokens=_NUM_GENERATED,
+        )
+        prompt_text = tokens.decode(prompt[0].tolist())
+        text = tokens.decode(output[0, _NUM_PROMPT:].tolist())
+        self.measured["generation"] = {"prompt": prompt_text, "text": text}
+        self.show(f"generated while suspended\n  prompt: {prompt_text!r}\n  text:   {text!r}")
+
     def _restore(self, prepared: KbitPreparedModel) -> RestoreReport | RestoreError:
         with warnings.catch_warnings():
             # It warns that training on would train the base too. Here the adapter is merged next.
@@ -343,7 +344,7 @@ class Demo:
             except RestoreError as error:
                 return error
 
-    def _check_restored(self, base: BaseState, report: RestoreReport | RestoreError) -> None:
+    def _check_restored(self, report: RestoreReport | RestoreError) -> None:
         what = "restore() undid every edit"
         if isinstance(report, RestoreError):
             self._check("restore", what, first_line(report), False)
@@ -352,32 +353,35 @@ class Demo:
             copies = sorted({*report.trained, *report.replaced})
             beside = f"; beside the base: PEFT's trained copy of {', '.join(copies)}" if copies else ""
             self._check("restore", what, f"0 failures{beside}", True)
-        self._check_as_loaded(base, "restored")
-        for side in [side for name, side in self.sides.items() if name != PEFT]:
-            left = ", ".join(f"{number} {what}" for what, number in side.left.items())
-            self._check(
-                "restore", f'"{side.name}", unloaded: nothing left', f"{left} differ", not any(side.left.values())
-            )
+        self._check_as_loaded("restored")
+        for side in self.sides.values():
+            if side.name != PEFT:
+                left = ", ".join(f"{number} {what}" for what, number in side.left.items())
+                is_clean = not any(side.left.values())
+                self._check("restore", f'"{side.name}", unloaded: nothing left', f"{left} differ", is_clean)
 
-    def _check_as_loaded(self, base: BaseState, when: str) -> None:
-        now = base.again()
-        self.measured.setdefault("base_digest", {"loaded": base.digest()})[when] = now.digest()
+    def _check_as_loaded(self, when: str) -> None:
+        now = self.base.again()
+        digests = self.measured.setdefault("base_digest", {"loaded": self.base.digest()})
+        digests[when] = now.digest()
         group = {"suspended": "suspension", "restored": "restore"}[when]
         for aspect, what in ASPECTS.items():
-            self._check_same(group, f"{when}: {what} as loaded", base, now, aspect)
+            self._check_same(group, f"{when}: {what} as loaded", now, aspect)
 
-    def _check_merged(self, base: BaseState, merged: nn.Module) -> None:
+    def _check_merged(self, merged: nn.Module) -> None:
         now = BaseState.of(dict(merged.named_modules()))
-        before = base.values["dtypes"]
-        left = [fqn for fqn, dtype in now.values["dtypes"].items() if dtype == "float32" != before.get(fqn)]
-        measured = _named(left, len(now.values["dtypes"]), "in float32")
+        before = self.base.values["dtypes"]
+        dtypes = now.values["dtypes"]
+        left = [fqn for fqn, dtype in dtypes.items() if dtype == "float32" and before.get(fqn) != "float32"]
+        measured = _named(left, len(dtypes), "in float32")
         self._check("merge", "merged: no float32 left behind", measured, not left)
         for aspect in ("dtypes", "hooks", "attributes"):
-            self._check_same("merge", f"merged: {ASPECTS[aspect]} as loaded", base, now, aspect)
+            self._check_same("merge", f"merged: {ASPECTS[aspect]} as loaded", now, aspect)
 
-    def _check_same(self, group: str, name: str, base: BaseState, now: BaseState, aspect: str) -> None:
-        differences = base.differences(now, aspect)
-        self._check(group, name, _named(differences, len(base.values[aspect]), "differ"), not differences)
+    def _check_same(self, group: str, name: str, now: BaseState, aspect: str) -> None:
+        differences = self.base.differences(now, aspect)
+        measured = _named(differences, len(self.base.values[aspect]), "differ")
+        self._check(group, name, measured, not differences)
 
     def _check(self, group: str, name: str, measured: str, passed: bool) -> None:
         self.checks.append(Check(name, measured, passed, group))
@@ -388,6 +392,12 @@ class Demo:
         started = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - started
+
+
+def _adapter_state(model: PeftModel) -> dict[str, torch.Tensor]:
+    """Copies of an adapter's trained values, on the CPU."""
+    state = get_peft_model_state_dict(model, save_embedding_layers=False)
+    return {name: tensor.cpu().clone() for name, tensor in state.items()}
 
 
 def _named(names: list[str], total: int, verb: str) -> str:

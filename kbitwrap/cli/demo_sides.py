@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from peft import PeftModel, prepare_model_for_kbit_training
 from torch import nn
 
 from .. import KbitPreparedModel, Precision, RestoreError, StepTracker
+from ..bench.memory import MemoryMeter, Timings
 from .base_state import BaseState
 
 PEFT = "peft"
@@ -62,9 +62,12 @@ class Side:
         """The largest distance of its gradients from another's, relative to the other's largest; 0 is bit for bit."""
         if self.gradients.keys() != other.gradients.keys():
             return float("inf")
-        largest = max(g.abs().max().item() for g in other.gradients.values())
-        distances = [(g.double() - self.gradients[name].double()).abs().max() for name, g in other.gradients.items()]
-        return max(distance.item() for distance in distances) / largest
+        largest = max(gradient.abs().max().item() for gradient in other.gradients.values())
+        distance = 0.0
+        for name, gradient in other.gradients.items():
+            difference = gradient.double() - self.gradients[name].double()
+            distance = max(distance, difference.abs().max().item())
+        return distance / largest
 
     def to_dict(self, peft: Side) -> dict[str, Any]:
         """The figures as plain values, ready for JSON, with the distances from PEFT's."""
@@ -88,6 +91,22 @@ class Subject:
     loss: Callable[[nn.Module], torch.Tensor]
 
 
+class _ByPeft:
+    """PEFT's function in the place of a wrapper: it is told of no adapter, and nothing undoes it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def prepare(self) -> None:
+        prepare_by_peft(self._model)
+
+    def adopt(self, peft_model: PeftModel) -> None:
+        pass
+
+    def restore(self) -> None:
+        pass
+
+
 def measure_ours(precision: Precision, subject: Subject) -> Side:
     """Prepare, take the first step, and put everything back.
 
@@ -98,20 +117,7 @@ def measure_ours(precision: Precision, subject: Subject) -> Side:
     Returns:
         What was measured.
     """
-    peak = _peak_of(subject.load(), lambda model: KbitPreparedModel(model, precision=precision).prepare())
-    model = subject.load()
-    base = BaseState.of(dict(model.named_modules()))
-    prepared = KbitPreparedModel(model, precision=precision)
-    seconds = _seconds(model, prepared.prepare)
-    added = base.again().parameter_bytes - base.parameter_bytes
-    peft_model = subject.adapt(model)
-    prepared.adopt(peft_model)
-    side = Side(precision.value, base.digest(), added, peak, seconds, *_first_step(peft_model, subject))
-    peft_model.unload()
-    with contextlib.suppress(RestoreError):  # what is left is counted
-        prepared.restore()
-    side.left = left_behind(base, base.again())
-    return side
+    return _measure(precision.value, subject, lambda model: KbitPreparedModel(model, precision=precision))
 
 
 def measure_peft(subject: Subject) -> Side:
@@ -123,16 +129,34 @@ def measure_peft(subject: Subject) -> Side:
     Returns:
         What was measured.
     """
-    peak = _peak_of(subject.load(), prepare_by_peft)
+    return _measure(PEFT, subject, _ByPeft)
+
+
+def _measure(name: str, subject: Subject, wrap: Callable[[nn.Module], KbitPreparedModel | _ByPeft]) -> Side:
+    peak_bytes = _peak_of(subject.load(), lambda model: wrap(model).prepare())
     model = subject.load()
     base = BaseState.of(dict(model.named_modules()))
-    seconds = _seconds(model, lambda: prepare_by_peft(model))
-    added = base.again().parameter_bytes - base.parameter_bytes
+    wrapper = wrap(model)
+    timings = Timings()
+    with MemoryMeter(_device_of(model)).timed(timings):
+        wrapper.prepare()
+    added_bytes = base.again().parameter_bytes - base.parameter_bytes
     peft_model = subject.adapt(model)
-    side = Side(PEFT, base.digest(), added, peak, seconds, *_first_step(peft_model, subject))
+    wrapper.adopt(peft_model)
+    loss, gradients = _first_step(peft_model, subject)
     peft_model.unload()
-    side.left = left_behind(base, base.again())
-    return side
+    with contextlib.suppress(RestoreError):  # what is left is counted
+        wrapper.restore()
+    return Side(
+        name=name,
+        digest=base.digest(),
+        added_bytes=added_bytes,
+        peak_bytes=peak_bytes,
+        seconds=timings.seconds[0],
+        loss=loss,
+        gradients=gradients,
+        left=left_behind(base, base.again()),
+    )
 
 
 def prepare_by_peft(model: nn.Module) -> None:
@@ -157,25 +181,16 @@ def left_behind(base: BaseState, now: BaseState) -> dict[str, int]:
     Returns:
         ``{"dtypes", "hooks", "flags"}``.
     """
-    return {what: sum(len(base.differences(now, aspect)) for aspect in aspects) for what, aspects in _LEFT.items()}
-
-
-def stored_bytes(model: nn.Module) -> int:
-    """The bytes of a model's state, a quantized weight's statistics included, shared memory once.
-
-    Args:
-        model: The model.
-
-    Returns:
-        The bytes.
-    """
-    tensors = [value for value in model.state_dict().values() if isinstance(value, torch.Tensor)]
-    return sum({(t.device, t.data_ptr(), t.nbytes): t.nbytes for t in tensors}.values())
+    left = {}
+    for what, aspects in _LEFT.items():
+        left[what] = sum(len(base.differences(now, aspect)) for aspect in aspects)
+    return left
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """The distance of two tensors, relative to the norm of the expected one."""
-    distance: torch.Tensor = (found.double() - expected.double()).norm() / expected.double().norm()
+    exact = expected.double()
+    distance: torch.Tensor = (found.double() - exact).norm() / exact.norm()
     return distance.item()
 
 
@@ -207,28 +222,17 @@ def _first_step(model: PeftModel, subject: Subject) -> tuple[float, dict[str, to
 
 def _peak_of(model: nn.Module, run: Callable[[nn.Module], object]) -> int:
     """The most bytes held meanwhile, above the start: by CUDA's allocator, or counted on a host."""
-    device = next(model.parameters()).device
-    gc.collect()
+    device = _device_of(model)
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        start = torch.cuda.memory_allocated(device)
+        meter = MemoryMeter(device)
+        meter.start()
         run(model)
-        return torch.cuda.max_memory_allocated(device) - start
+        return meter.peak()
+    gc.collect()
     with StepTracker(model) as tracker:
         run(model)
     return tracker.peak_bytes - tracker.static_bytes
 
 
-def _seconds(model: nn.Module, run: Callable[[], object]) -> float:
-    device = next(model.parameters()).device
-    _wait(device)
-    started = time.perf_counter()
-    run()
-    _wait(device)
-    return time.perf_counter() - started
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device

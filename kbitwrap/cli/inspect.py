@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -60,33 +61,55 @@ def command(
         if not path.exists():
             raise InputError(f"there is nothing at {str(path)!r}")
         with progress(f"reading {path}"):
-            from .. import Manifest, inspect_checkpoint
-
             if path.is_dir() or path.suffix == ".safetensors":
-                with quiet_libraries():
-                    report = inspect_checkpoint(path)
-                result: dict[str, Any] = {
-                    "kind": "checkpoint",
-                    **report.to_dict(),
-                    "suggestion": _suggestion(report),
-                    "note": _note(report),
-                }
-                parts = _describe_checkpoint(report)
-                status = EXIT_NO if report else EXIT_DONE
+                found = _inspect_checkpoint(path)
             else:
-                manifest = Manifest.load(path)
-                result = {"kind": "manifest", **_summary(manifest)}
-                parts = [_describe_manifest(manifest)]
-                status = EXIT_DONE
+                found = _inspect_manifest(path)
     except (ConfigError, ManifestError) as error:
         raise InputError(first_line(error)) from error
     except OSError as error:  # a name that is too long for the system
         raise InputError(f"cannot read {str(path)!r}: {error.strerror}") from error
     if json_:
-        print(json.dumps(result, indent=2))
+        print(json.dumps(found.result, indent=2))
     else:
-        show(*parts)
-    return status
+        show(*found.parts)
+    return found.status
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What was found.
+
+    Attributes:
+        result: For ``--json``.
+        parts: For ``show``.
+        status: The exit status.
+    """
+
+    result: dict[str, Any]
+    parts: list[Text]
+    status: int
+
+
+def _inspect_checkpoint(path: Path) -> _Found:
+    from .. import inspect_checkpoint
+
+    with quiet_libraries():
+        report = inspect_checkpoint(path)
+    result = {
+        "kind": "checkpoint",
+        **report.to_dict(),
+        "suggestion": _suggestion(report),
+        "note": _note(report),
+    }
+    return _Found(result, _describe_checkpoint(report), EXIT_NO if report else EXIT_DONE)
+
+
+def _inspect_manifest(path: Path) -> _Found:
+    from .. import Manifest
+
+    summary = _summary(Manifest.load(path))
+    return _Found({"kind": "manifest", **summary}, [_describe_manifest(summary)], EXIT_DONE)
 
 
 def _suggestion(report: CheckpointReport) -> str | None:
@@ -98,7 +121,8 @@ def _suggestion(report: CheckpointReport) -> str | None:
 
 def _note(report: CheckpointReport) -> str | None:
     """Say that nothing can be told of a checkpoint that is float32 throughout; ``None`` of others."""
-    if not (report.config_dtype == "float32" and report.dtypes.keys() == {"float32"}):
+    is_float32_throughout = report.config_dtype == "float32" and report.dtypes.keys() == {"float32"}
+    if not is_float32_throughout:
         return None
     return (
         "all of it is float32, as its config says: nothing tells a preparation from a model trained in float32; if the "
@@ -107,11 +131,11 @@ def _note(report: CheckpointReport) -> str | None:
 
 
 def _describe_checkpoint(report: CheckpointReport) -> list[Text]:
-    dtypes = ", ".join(f"{row['count']} {name} ({row['bytes']:,} bytes)" for name, row in report.dtypes.items())
+    dtypes = [f"{row['count']} {name} ({row['bytes']:,} bytes)" for name, row in report.dtypes.items()]
     quantized = "quantized" if report.is_quantized else "not quantized"
     lines = [
         f"{report.path}: {report.num_tensors} tensors, {report.num_bytes:,} bytes, {quantized}",
-        f"stored: {dtypes}",
+        f"stored: {', '.join(dtypes)}",
         f"config dtype: {report.config_dtype or 'not named'}",
     ]
     if report.adapters:
@@ -122,16 +146,26 @@ def _describe_checkpoint(report: CheckpointReport) -> list[Text]:
         lines.append(_note(report) or "no tensor was left in float32 by a preparation")
     parts = [joined(hanging(line, 2) for line in lines)]
     if report:
-        rows = [("left in float32", "tensors", "wasted bytes", "names")]
-        for kind, tensors in report.leftovers.items():
-            rows.append((kind, str(len(tensors)), f"{sum(tensors.values()):,}", _some(tuple(tensors))))
-        wasted = (
-            f"{report.wasted_bytes:,} bytes are wasted: a preparation upcast these, and the model was saved before it "
-            "was undone. To get the original dtypes back:"
-        )
-        other = "or with --manifest M or --like ORIGINAL, which know each tensor's dtype."
-        parts += [table(rows), joined([hanging(wasted, 0), *_command_lines(_suggestion(report) or ""), other])]
+        parts += [_leftovers(report), _remedy(report)]
     return parts
+
+
+def _leftovers(report: CheckpointReport) -> Text:
+    rows = [("left in float32", "tensors", "wasted bytes", "names")]
+    for kind, tensors in report.leftovers.items():
+        wasted_bytes = sum(tensors.values())
+        rows.append((kind, str(len(tensors)), f"{wasted_bytes:,}", _some(tuple(tensors))))
+    return table(rows)
+
+
+def _remedy(report: CheckpointReport) -> Text:
+    wasted = (
+        f"{report.wasted_bytes:,} bytes are wasted: a preparation upcast these, and the model was saved before it "
+        "was undone. To get the original dtypes back:"
+    )
+    command = _command_lines(_suggestion(report) or "")
+    other = "or with --manifest M or --like ORIGINAL, which know each tensor's dtype."
+    return joined([hanging(wasted, 0), *command, other])
 
 
 def _command_lines(command: str) -> list[str]:
@@ -139,15 +173,18 @@ def _command_lines(command: str) -> list[str]:
     lines = [""]
     for word in shlex.split(command):
         word = shlex.quote(word)
-        if len(lines[-1]) + len(word) + 5 > num_columns() and lines[-1].strip():
+        is_full = len(lines[-1]) + len(word) + 5 > num_columns()
+        if is_full and lines[-1].strip():
             lines.append("  ")
         lines[-1] += f" {word}"
-    return [f" {line} \\" if n < len(lines) - 1 else f" {line}" for n, line in enumerate(lines)]
+    *continued, last = lines
+    return [*(f" {line} \\" for line in continued), f" {last}"]
 
 
 def _some(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(printable(name) for name in names[:_SHOWN]) + more
+    shown = ", ".join(printable(name) for name in names[:_SHOWN])
+    num_more = len(names) - _SHOWN
+    return f"{shown} and {num_more} more" if num_more > 0 else shown
 
 
 def _summary(manifest: Manifest) -> dict[str, Any]:
@@ -156,7 +193,8 @@ def _summary(manifest: Manifest) -> dict[str, Any]:
     upcast = [fqn for fqn, record in manifest.tensors.items() if record.original_dtype != record.prepared_dtype]
     parts = {"created", "versions", "model", "config", "adapters", "plan"}
     data = manifest.model_dump(mode="json", by_alias=True, include=parts)
-    before, after = manifest.before.memory.parameter_bytes, manifest.after.memory.parameter_bytes
+    before = manifest.before.memory.parameter_bytes
+    after = manifest.after.memory.parameter_bytes
     return {
         **data,
         "tensors": dict(kinds),
@@ -165,23 +203,28 @@ def _summary(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _describe_manifest(manifest: Manifest) -> Text:
-    found = _summary(manifest)
-    model, config = found["model"], found["config"]
+def _describe_manifest(summary: dict[str, Any]) -> Text:
+    model = summary["model"]
+    config = summary["config"]
     defaults = ("freeze", "gradient_checkpointing", "input_require_grads", "norm_modules", "keep_originals")
-    settings = ", ".join(f"{name}={config[name]}" for name in defaults)
-    adapters = tuple(f"{name} ({', '.join(record['dtypes'])})" for name, record in found["adapters"].items())
+    settings = [f"{name}={config[name]}" for name in defaults]
+    adapters = tuple(f"{name} ({', '.join(record['dtypes'])})" for name, record in summary["adapters"].items())
+    versions = [f"{name} {version}" for name, version in summary["versions"].items()]
+    tensors = [f"{count} {kind}" for kind, count in summary["tensors"].items()]
+    upcast = tuple(summary["stored_in_another_dtype"])
+    planned = summary["plan"]["added_bytes"]
+    measured = summary["measured_added_bytes"]
     rows = [
         ("prepared", "as"),
         ("model", f"{model['class']} ({model['name_or_path'] or 'no name'}), {model['dtype'] or 'no dtype'}"),
         ("quantization", model["quantization"]["method"] or "none"),
         ("precision", config["precision"]),
-        ("settings", settings),
+        ("settings", ", ".join(settings)),
         ("adapters", _some(adapters) or "none"),
-        ("created", found["created"]),
-        ("versions", ", ".join(f"{name} {version}" for name, version in found["versions"].items())),
-        ("tensors", ", ".join(f"{count} {kind}" for kind, count in found["tensors"].items()) or "none"),
-        ("stored upcast", _some(tuple(found["stored_in_another_dtype"])) or "none"),
-        ("added bytes", f"{found['plan']['added_bytes']:,} planned, {found['measured_added_bytes']:,} measured"),
+        ("created", summary["created"]),
+        ("versions", ", ".join(versions)),
+        ("tensors", ", ".join(tensors) or "none"),
+        ("stored upcast", _some(upcast) or "none"),
+        ("added bytes", f"{planned:,} planned, {measured:,} measured"),
     ]
     return table(rows)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -33,25 +35,31 @@ def with_bars(
     Returns:
         The rows for ``table``, and the number of columns that were added, for its ``left``.
     """
-    taken = sum(max(map(cell_len, column)) + _GAP for column in zip(*rows, strict=True))
+    taken = sum(_widest(column) + _GAP for column in zip(*rows, strict=True))
     width = min(num_columns() - taken, _LONGEST_BAR)
     most = max([*map(sum, bars), mark or 0])
-    if width < max(_SHORTEST_BAR, cell_len(title)) or not most:
+    least_width = max(_SHORTEST_BAR, cell_len(title))
+    if width < least_width or not most:
         return [list(row) for row in rows], 0
-    header, *others = rows
-    drawn = [_bar(sizes, most, width, mark) for sizes in bars]
-    return [[*header, title], *([*row, one] for row, one in zip(others, drawn, strict=True))], 1
+    added = [title, *(_bar(sizes, most, width, mark) for sizes in bars)]
+    return [[*row, cell] for row, cell in zip(rows, added, strict=True)], 1
 
 
 def _bar(sizes: Sequence[int], most: int, width: int, mark: int | None) -> str:
-    cells, end, parts, line = [" "] * width, 0, *_drawn_with()
+    parts, line = _drawn_with()
+    cells = [" "] * width
+    end = 0
     for size, part in zip(sizes, parts, strict=False):
-        start, end = end, end + size
-        first, last = (round(width * place / most) for place in (start, end))
-        last = last or int(end > 0)  # what is there is seen
+        start = end
+        end += size
+        first = round(width * start / most)
+        last = round(width * end / most)
+        if end > 0 and not last:
+            last = 1  # what is there is seen
         cells[first:last] = part * len(cells[first:last])
     if mark is not None:
-        cells[min(round(width * mark / most), width - 1)] = line
+        place = round(width * mark / most)
+        cells[min(place, width - 1)] = line
     return "".join(cells)
 
 
@@ -88,57 +96,95 @@ def table(rows: Sequence[Sequence[str]], *, keys: int = 1, right: bool = False, 
     """
     width = num_columns()
     columns = list(zip(*rows, strict=True))
-    first = columns[:keys]
-    parts = [first]
+    names = columns[:keys]
+    parts = [list(names)]
     for column in columns[keys:]:
-        if len(parts[-1]) == keys or _widths([*parts[-1], column], width) is not None:
-            parts[-1] = [*parts[-1], column]
+        part = parts[-1]
+        is_first = len(part) == keys
+        if is_first or _widths([*part, column], width) is not None:
+            part.append(column)
         else:
-            parts.append([*first, column])
-    aligned = [(keys if right else len(part), left if part is parts[-1] else 0) for part in parts]
-    return Text("\n\n").join([_lay_out(part, width, *sides) for part, sides in zip(parts, aligned, strict=True)])
+            parts.append([*names, column])
+    laid_out = []
+    for part in parts:
+        num_left = left if part is parts[-1] else 0
+        right_columns = range(keys, len(part) - num_left) if right else range(0)
+        laid_out.append(_lay_out(part, width, right_columns))
+    return Text("\n\n").join(laid_out)
+
+
+def _widest(cells: Iterable[str]) -> int:
+    return max(map(cell_len, cells))
 
 
 def _widths(columns: Sequence[Sequence[str]], width: int) -> list[int] | None:
     """The widths of columns that fit side by side; ``None`` where they do not."""
     room = width - _GAP * (len(columns) - 1)
-    widest = [max(map(cell_len, column)) for column in columns]
+    widest = [_widest(column) for column in columns]
     if sum(widest) <= room:
         return widest
-    widths = [max([*map(cell_len, cells), *map(cell_len, header.split())]) for header, *cells in columns]
-    for i in sorted(range(len(columns)), key=lambda i: widest[i] - widths[i]):
-        if sum(widths) + widest[i] - widths[i] <= room:  # not every header has to be folded
-            widths[i] = widest[i]
-    texts = [i for i, column in enumerate(columns) if not all(map(_FIGURE.fullmatch, column[1:]))]
-    for _ in range(sum(widths) - room):
-        texts = [i for i in texts if widths[i] > _LEAST_TEXT]
-        if not texts:
+    widths = []
+    for header, *cells in columns:
+        widths.append(_widest([*cells, *header.split(), ""]))
+    saved = [most - least for most, least in zip(widest, widths, strict=True)]
+    for place in sorted(range(len(columns)), key=saved.__getitem__):
+        if sum(widths) + saved[place] <= room:  # not every header has to be folded
+            widths[place] = widest[place]
+    while sum(widths) > room:
+        folded = _column_to_narrow(columns, widths)
+        if folded is None:
             return None
-        # The column in which the fewest cells are folded for it, or else the widest.
-        widths[min(texts, key=lambda i: (sum(cell_len(c) >= widths[i] for c in columns[i]), -widths[i]))] -= 1
+        widths[folded] -= 1
     return widths
 
 
-def _lay_out(columns: Sequence[Sequence[str]], width: int, first_right: int, num_left: int) -> Text:
-    even = max((width + _GAP) // len(columns) - _GAP, 1)
-    widths = _widths(columns, width) or [min(even, max(map(cell_len, column))) for column in columns]
-    headers, *rows = zip(*columns, strict=True)
-    styled = [[Text(header, "bold") for header in headers], [Text("-" * width, "dim") for width in widths]]
-    styled += [[Text(cell, _STYLES.get(cell, "")) for cell in row] for row in rows]
-    console = Console()
-    lines = []
-    for row in styled:
-        cells = [
-            cell.wrap(console, width, overflow="fold") or [Text()] for cell, width in zip(row, widths, strict=True)
-        ]
-        for number in range(max(1, *map(len, cells))):
-            line = Text()
-            for place, (cell, width) in enumerate(zip(cells, widths, strict=True)):
-                part = cell[number] if number < len(cell) else Text()
-                part.rstrip()
-                space = " " * (width - part.cell_len)
-                is_right = first_right <= place < len(columns) - num_left
-                line += (Text(space) + part if is_right else part + Text(space)) + Text(" " * _GAP)
-            line.rstrip()
-            lines.append(line)
+def _column_to_narrow(columns: Sequence[Sequence[str]], widths: Sequence[int]) -> int | None:
+    """The column of text in which the fewest cells are folded when it gets narrower, or else the widest."""
+    best = None
+    least_cost = (math.inf, 0)
+    for place, (column, width) in enumerate(zip(columns, widths, strict=True)):
+        _, *cells = column
+        if width <= _LEAST_TEXT or all(map(_FIGURE.fullmatch, cells)):
+            continue
+        num_folded = sum(cell_len(cell) >= width for cell in column)
+        cost = (num_folded, -width)
+        if cost < least_cost:
+            best = place
+            least_cost = cost
+    return best
+
+
+def _lay_out(columns: Sequence[Sequence[str]], width: int, right_columns: range) -> Text:
+    widths = _widths(columns, width)
+    if widths is None:
+        even = max((width + _GAP) // len(columns) - _GAP, 1)
+        widths = [min(even, _widest(column)) for column in columns]
+    header, *rows = zip(*columns, strict=True)
+    lines = _row_lines([Text(cell, "bold") for cell in header], widths, right_columns)
+    lines += _row_lines([Text("-" * width, "dim") for width in widths], widths, right_columns)
+    for row in rows:
+        lines += _row_lines([Text(cell, _STYLES.get(cell, "")) for cell in row], widths, right_columns)
     return Text("\n").join(lines)
+
+
+def _row_lines(row: Sequence[Text], widths: Sequence[int], right_columns: range) -> list[Text]:
+    """A row as lines, as many as its longest cell is folded into."""
+    console = Console()
+    folded = [cell.wrap(console, width, overflow="fold") for cell, width in zip(row, widths, strict=True)]
+    lines = []
+    for parts in itertools.zip_longest(*folded):
+        line = Text()
+        for place, (part, width) in enumerate(zip(parts, widths, strict=True)):
+            line += _padded(part, width, is_right=place in right_columns)
+        line.rstrip()
+        lines.append(line)
+    return lines
+
+
+def _padded(part: Text | None, width: int, *, is_right: bool) -> Text:
+    """A line of a cell, or an empty one, with the gap after it."""
+    text = Text() if part is None else part
+    text.rstrip()
+    space = Text(" " * (width - text.cell_len))
+    gap = Text(" " * _GAP)
+    return space + text + gap if is_right else text + space + gap

@@ -88,17 +88,19 @@ def read_blocks(tokens: Tokens, *, length: int, num_held_out: int, seed: int) ->
     from pydoc_data.topics import topics
 
     texts = [topics[name] for name in sorted(topics)]
-    parts = {
-        "training": "\n".join(text for i, text in enumerate(texts) if i % _HELD_OUT_EVERY),
-        "held out": "\n".join(text for i, text in enumerate(texts) if i % _HELD_OUT_EVERY == 0),
-    }
+    held_out_texts = texts[::_HELD_OUT_EVERY]
+    training_texts = [text for number, text in enumerate(texts) if number % _HELD_OUT_EVERY]
     generator = torch.Generator().manual_seed(seed)
-    cut = {}
-    for name, text in parts.items():
+
+    def cut(texts: list[str]) -> torch.Tensor:
+        text = "\n".join(texts)
         ids = tokens.encode(text[:_MAX_CHARACTERS])
         num_blocks = len(ids) // length
         if num_blocks < num_held_out:
             raise InputError(f"the tokenizer makes only {len(ids)} tokens of {len(text)} characters of English text")
         blocks = torch.tensor(ids[: num_blocks * length]).view(num_blocks, length)
-        cut[name] = blocks[torch.randperm(num_blocks, generator=generator)]
-    return Blocks(cut["training"], cut["held out"][:num_held_out])
+        return blocks[torch.randperm(num_blocks, generator=generator)]
+
+    training = cut(training_texts)
+    held_out = cut(held_out_texts)
+    return Blocks(training, held_out[:num_held_out])

@@ -55,9 +55,9 @@ def one_of(choices: Iterable[str]) -> Parser:
     """
 
     def parse(text: str) -> str:
-        if text not in choices:
-            raise typer.BadParameter(f"expected one of {', '.join(choices)}, found {text!r}{_meant(text, choices)}")
-        return text
+        if text in choices:
+            return text
+        raise typer.BadParameter(f"expected one of {', '.join(choices)}, found {text!r}{_meant(text, choices)}")
 
     return parse
 
@@ -79,7 +79,8 @@ def integer(least: int, most: int | None = None) -> Parser:
             value = int(text)
         except ValueError:
             raise typer.BadParameter(f"expected an integer {bounds}, found {text!r}") from None
-        if value < least or (most is not None and value > most):
+        is_too_large = most is not None and value > most
+        if value < least or is_too_large:
             raise typer.BadParameter(f"expected an integer {bounds}, found {value}")
         return value
 
@@ -129,9 +130,11 @@ def device(text: str) -> str:
 def path(text: str | Path) -> Path:
     """Parse a path: of a file, or of a folder. An option in its place was hardly meant."""
     name = os.fspath(text)
-    # The empty path is the working directory, which nobody means to replace.
-    if not name or "\0" in name:
-        raise typer.BadParameter(f"expected a path, found {name!r}" if name else "expected a path, found nothing")
+    if not name:
+        # It is the working directory, which nobody means to replace.
+        raise typer.BadParameter("expected a path, found nothing")
+    if "\0" in name:
+        raise typer.BadParameter(f"expected a path, found {name!r}")
     if name.startswith("--"):
         raise typer.BadParameter(f"expected a path, found the option {name!r} (of a file of this name: './{name}')")
     return Path(text)
@@ -220,13 +223,22 @@ class Command(TyperCommand):
             return self._parse(ctx, args)
 
     def _parse(self, ctx: typer.Context, args: list[str]) -> list[str]:
-        several = {name: one for one in self.params if getattr(one, "multiple", False) for name in one.opts}
         ctx.allow_extra_args = True  # they get a line of ours
-        rest = super().parse_args(ctx, args if ctx.resilient_parsing else _repeated(ctx, args, several))
-        if ctx.args and not ctx.resilient_parsing:
+        if ctx.resilient_parsing:  # to complete what is being typed
+            return super().parse_args(ctx, args)
+        rest = super().parse_args(ctx, _repeated(ctx, args, self._several()))
+        if ctx.args:
             found = ctx.args[0]
             raise typer.BadParameter(f"unexpected argument {found!r}{_meant(found, _options(ctx))}")
         return rest
+
+    def _several(self) -> dict[str, Any]:
+        """The options that may be repeated, by each of their names."""
+        found = {}
+        for parameter in self.params:
+            if getattr(parameter, "multiple", False):  # which arguments lack
+                found.update(dict.fromkeys(parameter.opts, parameter))
+        return found
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         """Run the command."""
@@ -269,44 +281,59 @@ def line(error: Any) -> str:
     Returns:
         The line: what was expected, what was found, what to do.
     """
-    context, parameter = error.ctx, getattr(error, "param", None)
+    context = error.ctx
     program = context.command_path if context else "kbitwrap"
-    what, kind = error.message, type(error).__name__
-    if kind == "NoSuchOption":
-        what = f"no option {error.option_name!r}{_meant(error.option_name, _options(context))}"
-    elif kind == "MissingParameter":
-        about = str(getattr(parameter, "help", None) or "").rstrip(".")
-        about = f" ({about[:1].lower()}{about[1:]})" if about else ""
-        what = f"{_name(parameter, with_metavar=True)} is missing{about}"
-    elif kind == "BadOptionUsage":
-        (parameter,) = [one for one in context.command.params if error.option_name in one.opts]
-        expected = "no value" if parameter.is_flag else f"{parameter.metavar}, found nothing"
-        what = f"{error.option_name}: expected {expected}"
-    elif parameter is not None:
-        what = f"{_name(parameter)}: {what}"
-    what = " ".join(what.split())
-    return f"{program}: error: {what if what.isprintable() else ascii(what)} (see '{program} --help')"
+    what = " ".join(_what(error).split())
+    if not what.isprintable():
+        what = ascii(what)
+    return f"{program}: error: {what} (see '{program} --help')"
+
+
+def _what(error: Any) -> str:
+    """What was wrong, in our words for the errors of Typer's parser."""
+    context = error.ctx
+    parameter = getattr(error, "param", None)  # only some kinds have it
+    message = str(error.message)
+    match type(error).__name__:
+        case "NoSuchOption":
+            return f"no option {error.option_name!r}{_meant(error.option_name, _options(context))}"
+        case "MissingParameter":
+            about = str(getattr(parameter, "help", None) or "").rstrip(".")  # arguments of click have none
+            about = f" ({about[:1].lower()}{about[1:]})" if about else ""
+            return f"{_name(parameter, with_metavar=True)} is missing{about}"
+        case "BadOptionUsage":
+            (option,) = [one for one in context.command.params if error.option_name in one.opts]
+            expected = "no value" if option.is_flag else f"{option.metavar}, found nothing"
+            return f"{error.option_name}: expected {expected}"
+    if parameter is not None:
+        return f"{_name(parameter)}: {message}"
+    return message
 
 
 def _name(parameter: Any, *, with_metavar: bool = False) -> str:
     metavar = parameter.metavar or parameter.name.upper()
     if parameter.param_type_name == "argument":
         return str(metavar)
-    return " ".join([parameter.opts[0], *([metavar] if with_metavar else [])])
+    name = str(parameter.opts[0])
+    return f"{name} {metavar}" if with_metavar else name
 
 
 def _options(context: Any) -> list[str]:
-    return [name for parameter in context.command.get_params(context) for name in parameter.opts if name[:1] == "-"]
+    names = []
+    for parameter in context.command.get_params(context):
+        names += [name for name in parameter.opts if name.startswith("-")]
+    return names
 
 
 def _meant(text: str, known: Iterable[str]) -> str:
-    """A suggestion, or nothing."""
+    """A suggestion, or nothing: the first that begins alike, or else the most similar."""
     names = {name.strip("-"): name for name in known}
     typed = text.strip("-")
     typed = _OTHER_WORDS.get(typed, typed)
-    found = [name for name in names if len(typed) > 1 and name.startswith(typed)]
-    found = found or [name for name in names if len(name) > 2 and typed.startswith(name)]
-    found = found or get_close_matches(typed, names, n=1, cutoff=0.72)
+    longer = [name for name in names if len(typed) > 1 and name.startswith(typed)]
+    shorter = [name for name in names if len(name) > 2 and typed.startswith(name)]
+    similar = get_close_matches(typed, names, n=1, cutoff=0.72)
+    found = [*longer, *shorter, *similar]
     return f"; did you mean {names[found[0]]!r}?" if found else ""
 
 
@@ -321,7 +348,9 @@ def _repeated(ctx: typer.Context, args: Sequence[str], several: dict[str, Any]) 
                 result.append(name)
             except UsageError:
                 name = ""
-        if arg in several or arg.startswith("-"):
-            name = arg if arg in several and "--" not in result else ""
+        if "--" not in result and arg in several:
+            name = arg
+        elif arg.startswith("-"):
+            name = ""
         result.append(arg)
     return result
