@@ -16,6 +16,7 @@ from ..model.tree import ModelTree
 from ..preparation.original import DECOMPRESSED
 from ..reports import shown
 from ..tensors.bits import content_digest
+from ..tensors.devices import accelerator_type
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import materialize
 from .diagnosis import Result, fault, fine, not_measured
@@ -64,16 +65,11 @@ def recorded_base(folder: Folder) -> Result | None:
     is_own_base = folder.base is not None and folder.base.is_quantized and manifest.config.freeze
     if base is None and is_own_base:
         base = folder.path
-    device = _device_of(manifest)
-    is_there = device == "cpu" or torch.cuda.is_available()
+    device = manifest.device_type  # others may quantize otherwise
+    is_there = device in ("cpu", accelerator_type())
     if base is None or not is_there:
         return not_measured(_THE_BASE, f"give base (--base), on a machine with {device}")
     return _compare(manifest, base, device)
-
-
-def _device_of(manifest: Manifest) -> str:
-    """The kind of device that the base was prepared on: others may quantize otherwise."""
-    return "cpu" if manifest.before.memory.allocated_bytes is None else "cuda"
 
 
 def _compare(manifest: Manifest, base: Any, device: str) -> Result:

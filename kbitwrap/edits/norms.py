@@ -15,6 +15,7 @@ from torch import nn
 from ..model.quantization import is_quantized_parameter
 from ..model.tree import ModelTree, shallow_copy
 from ..model.wrappers import class_before_sharding
+from ..tensors.devices import accelerators, random_state
 from ..tensors.dtypes import HALF_DTYPES
 from .base import ChangeBase, EditBase, write_attribute
 from .journal import MISSING, Call, WayBack
@@ -81,11 +82,14 @@ class Float32Forward:
         named = {**dict(enumerate(args)), **kwargs, **{f".{n}": p for n, p in self.module._parameters.items()}}
         key = tuple((name, _kind(value)) for name, value in named.items())
         if key not in self._output_dtypes:
-            devices = {v.device for v in named.values() if isinstance(v, torch.Tensor) and v.device.type == "cuda"}
-            with warnings.catch_warnings(), torch.random.fork_rng(devices=[device.index for device in devices]):
-                # This run's warnings and random draws must not show: its result is not used.
-                warnings.simplefilter("ignore")
-                self._output_dtypes[key] = _output_dtypes(self.module, forward, args, kwargs)
+            # This run's warnings and random draws must not show: its result is not used.
+            put_back = random_state(accelerators(v for v in named.values() if isinstance(v, torch.Tensor)))
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    self._output_dtypes[key] = _output_dtypes(self.module, forward, args, kwargs)
+            finally:
+                put_back()
         return self._output_dtypes[key]
 
 

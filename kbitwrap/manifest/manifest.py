@@ -63,6 +63,7 @@ class Manifest(Report, Record):
         versions: ``{distribution: version}`` of the libraries that were installed.
         world_size: The number of processes that train together.
         visible_devices: The number of accelerators that the process sees, those that hold parameters counted as one.
+        accelerator: The type of device that held parameters, such as ``"xpu"``; ``None`` for a CPU and for CUDA.
         model: The model that was prepared.
         config: The settings; ``prepare_config()`` makes a ``PrepareConfig`` of them.
         adapters: The adapters that were on the base when the manifest was made, by name.
@@ -80,6 +81,7 @@ class Manifest(Report, Record):
     versions: dict[Text, Text]
     world_size: Count = 1
     visible_devices: Count = 1
+    accelerator: Text | None = None
     model: ModelRecord
     config: ConfigRecord
     adapters: dict[Text, AdapterRecord] = Field({})
@@ -112,6 +114,11 @@ class Manifest(Report, Record):
             if self.version == 1 and (new := part.new_fields().keys() & part.model_fields_set):
                 raise ValueError(f"version 1 has no field {prefix}{min(new)}")
         return self
+
+    @property
+    def device_type(self) -> str:
+        """The type of device that the model was on: version 1 tells CUDA from a CPU by the memory that it measured."""
+        return self.accelerator or ("cpu" if self.before.memory.allocated_bytes is None else "cuda")
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, TensorRecord]:
@@ -248,8 +255,9 @@ class Manifest(Report, Record):
 
     def _header(self) -> dict[str, Any]:
         """All but the tensors, when and where the manifest was made, its version and what memory was measured."""
-        whole = dict.fromkeys(("version", "created", "kinds", "ties", "rows", "world_size", "visible_devices"), True)
-        exclude: Any = {**whole, "before": {"memory"}, "after": {"memory"}}
+        where = ("version", "created", "world_size", "visible_devices", "accelerator")
+        exclude: Any = dict.fromkeys((*where, "kinds", "ties", "rows"), True)
+        exclude.update(before={"memory"}, after={"memory"})
         return self.model_dump(mode="json", by_alias=True, exclude=exclude)
 
     def essence(self) -> dict[str, Any]:

@@ -165,9 +165,9 @@ class StateRecord(Record):
 
 
 class MemoryRecord(Record):
-    """Memory at one moment, in bytes: of the parameters' storages, each counted once, and as ``torch.cuda`` counts it.
+    """Memory at one moment, in bytes: of the parameters' storages, each counted once, and as the allocator counts it.
 
-    The latter is over all devices that hold parameters, and ``None`` without CUDA.
+    The latter is over all accelerators that hold parameters, and ``None`` where there is none whose allocator counts.
     """
 
     parameter_bytes: Count

@@ -23,6 +23,7 @@ from ..model.records import ParameterRecord, key_of
 from ..model.tree import CONFIG_ATTRIBUTES, ModelTree, NamedTensor, join, only_reading
 from ..model.wrappers import is_flattened, is_sharded_tensor
 from ..tensors.bits import begin_digest, content_digest, is_dense
+from ..tensors.devices import accelerators, function_of
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import values_of
 from .fingerprints import Fingerprints
@@ -72,12 +73,19 @@ def _state(tree: ModelTree) -> State:
 def _memory(tree: ModelTree) -> Memory:
     parameters = [tensor.parameter for tensor in tree.tensors]
     storages = [parameter.untyped_storage() for parameter in parameters]
-    devices = {parameter.device for parameter in parameters if parameter.is_cuda}
+    devices = accelerators(parameters)
     return Memory(
         parameter_bytes=sum({storage._cdata: storage.nbytes() for storage in storages}.values()),
-        allocated_bytes=sum(map(torch.cuda.memory_allocated, devices)) if devices else None,
-        reserved_bytes=sum(map(torch.cuda.memory_reserved, devices)) if devices else None,
+        allocated_bytes=_on_devices(devices, "memory_allocated"),
+        reserved_bytes=_on_devices(devices, "memory_reserved"),
     )
+
+
+def _on_devices(devices: Collection[torch.device], function: str) -> int | None:
+    """The sum of what a function of each device's module counts; ``None`` where there is none to ask."""
+    counts = [(function_of(device.type, function), device) for device in devices]
+    found = [count(device) for count, device in counts if count is not None]
+    return sum(found) if found else None
 
 
 def configs_of(module: nn.Module) -> list[tuple[str, Any]]:

@@ -26,13 +26,14 @@ from ..model.checks import refuse_sharded_since, tree_of
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, NamedTensor, only_reading
 from ..reports import LifecycleState, RestoreReport, StateDiff
+from ..tensors.devices import random_state
 from .engines import notes_on
 from .moments import Moment
 from .original import Changes, Original, read_moment
 from .plan import Plan
 from .planner import Planner
 from .prepared_state import PreparedState
-from .process import LARGE_BLOCK_BYTES, empty_cache, plain_mode, random_state, refuse_retyping_under_ddp, reshard
+from .process import LARGE_BLOCK_BYTES, devices_of, empty_cache, plain_mode, refuse_retyping_under_ddp, reshard
 
 _logger = logging.getLogger(__name__)
 _in_force: weakref.WeakValueDictionary[int, Preparation] = weakref.WeakValueDictionary()
@@ -284,7 +285,7 @@ class Preparation:
             copies = self.copies(tree)
             refuse_retyping_under_ddp([*self.journal.parts(HeldOriginal), *copies])
             known = [tree.record(tensor) for tensor in self._half_copies(tree)]
-            way_back.record(random_state(tree), Call(functools.partial(self._upcast_copies, known)))
+            way_back.record(Call(random_state(devices_of(tree))), Call(functools.partial(self._upcast_copies, known)))
             self.journal.suspend(tree, way_back, copies)
             # What was put into the base follows the train mode of the module that it sits in.
             edits: list[Edit] = [FollowTrainMode("record", ("",))]

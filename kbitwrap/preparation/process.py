@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from ..edits.base import HeldOriginal
-from ..edits.journal import Call
 from ..errors import StateError, UnsupportedModelError
 from ..model.tree import ModelTree, NamedTensor, join
 from ..model.wrappers import loaded_class
+from ..tensors.devices import accelerator_type, accelerators, function_of
 from ..tensors.dtypes import HALF_DTYPES, dtype_name
 
 # From here on torch's CUDA allocator gives a block a segment of its own (kMinLargeAlloc).
@@ -25,32 +25,29 @@ LARGE_BLOCK_BYTES = 10 << 20
 def plain_mode() -> Iterator[None]:
     """No autograd and no autocast; no inference mode, for a tensor made under it could never be trained with again."""
     with torch.inference_mode(False), torch.no_grad(), contextlib.ExitStack() as stack:
-        for device_type in filter(torch.is_autocast_enabled, ("cpu", "cuda", "xpu", "mps")):
-            stack.enter_context(torch.autocast(device_type, enabled=False))
+        for device_type in ("cpu", accelerator_type()):
+            if device_type is not None and torch.is_autocast_enabled(device_type):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
         yield
 
 
-def random_state(tree: ModelTree) -> Call:
-    """Read the states of the random generators that the model draws from; the call puts them back."""
-    cpu = torch.get_rng_state()
-    devices = {t.parameter.device for t in tree.tensors if t.parameter.device.type == "cuda"}
-    states = {device: torch.cuda.get_rng_state(device) for device in devices}
-
-    def put_back() -> None:
-        torch.set_rng_state(cpu)
-        for device, state in states.items():
-            torch.cuda.set_rng_state(state, device)
-
-    return Call(put_back)
+def devices_of(tree: ModelTree) -> set[torch.device]:
+    """The accelerators that a model's parameters lie on."""
+    return accelerators([tensor.parameter for tensor in tree.tensors])
 
 
-def devices(tree: ModelTree) -> dict[str, int]:
-    """The number of processes that train together, and of devices that this one sees, those it uses counted as one."""
-    used = {tensor.parameter.device for tensor in tree.tensors if tensor.parameter.device.type != "cpu"}
+def devices(tree: ModelTree) -> dict[str, Any]:
+    """The number of processes that train together, and of devices that this one sees, those it uses counted as one.
+
+    With the type of those devices, where it is another than CUDA's.
+    """
+    used = devices_of(tree)
     is_joined = torch.distributed.is_available() and torch.distributed.is_initialized()
     world_size = torch.distributed.get_world_size() if is_joined else int(os.environ.get("WORLD_SIZE", 1))
     visible = torch.accelerator.device_count() - max(len(used), 1) + 1
-    return {"world_size": world_size, "visible_devices": max(visible, 1)}
+    others = sorted({device.type for device in used} - {"cuda"})
+    accelerator = others[0] if others else None
+    return {"world_size": world_size, "visible_devices": max(visible, 1), "accelerator": accelerator}
 
 
 def reshard(tree: ModelTree) -> bool:
@@ -73,10 +70,14 @@ def reshard(tree: ModelTree) -> bool:
 
 
 def empty_cache() -> None:
-    """Return the blocks that the caching allocators hold free, on every kind of device there is."""
-    for device, found in ((torch.cuda, torch.cuda), (torch.xpu, torch.xpu), (torch.mps, torch.backends.mps)):
-        if found.is_available():
-            device.empty_cache()
+    """Return the blocks that the caching allocator of the process's accelerator holds free."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        return
+    device_type = accelerator_type()
+    empty = None if device_type is None else function_of(device_type, "empty_cache")
+    if empty is not None:
+        empty()
 
 
 class MixedPrecision(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -400,6 +401,15 @@ def test_a_base_saved_beside_its_manifest_is_compared_with_it(runs: Path, tmp_pa
         folder = shutil.copytree(runs / base, tmp_path / base)
         shutil.copy(runs / "run" / "checkpoint-3" / "kbitwrap.json", folder)
         assert sorted(faults(doctor(folder))) == sorted(expected)
+
+
+def test_a_base_is_not_compared_with_a_manifest_of_an_accelerator_that_is_not_here(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "run" / "checkpoint-3", tmp_path, dirs_exist_ok=True)
+    data = json.loads((tmp_path / "kbitwrap.json").read_text())
+    (tmp_path / "kbitwrap.json").write_text(json.dumps({**data, "version": 2, "accelerator": "xpu"}))
+    report = doctor(tmp_path, base=zoo.checkpoint("llama"))
+    assert faults(report) == []
+    assert any("on a machine with xpu" in what for what in report.not_measured)
 
 
 def test_devices_that_one_process_leaves_idle_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

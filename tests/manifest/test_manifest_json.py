@@ -143,6 +143,16 @@ def test_processes_and_devices_are_recorded_where_there_are_several(monkeypatch:
     assert manifest.essence() == recorded.essence()
 
 
+def test_version_1_tells_cuda_from_a_cpu_and_a_field_names_any_other_accelerator() -> None:
+    data = json.loads(small_manifest().to_json())
+    assert Manifest.from_json(json.dumps(data)).device_type == "cpu"
+    data["before"]["memory"].update(allocated_bytes=1, reserved_bytes=1)
+    assert Manifest.from_json(json.dumps(data)).device_type == "cuda"
+    manifest = Manifest.from_json(json.dumps({**data, "version": 2, "accelerator": "xpu"}))
+    assert manifest.device_type == "xpu"
+    assert Manifest.from_json(manifest.to_json()) == manifest
+
+
 @pytest.mark.parametrize("config", [{}, {"audit": False}])
 def test_a_file_of_version_2_without_a_new_field_is_one_of_version_1(config: dict[str, Any]) -> None:
     manifest = small_manifest()
@@ -287,6 +297,7 @@ MUST_REFUSE: dict[str, tuple[tuple[Any, ...], Any]] = {
     "audit in version 1": (("config", "audit"), True),
     "default audit in version 1": (("config", "audit"), False),
     "world size in version 1": (("world_size",), 2),
+    "accelerator in version 1": (("accelerator",), "xpu"),
     "no regular expression": (("config", "norm_modules"), ["("]),
     "a repetition too large": (("config", "norm_modules"), ["a{99999999999999}"]),
     "an expression too deep": (("config", "norm_modules"), ["(" * 4000 + ")" * 4000]),

@@ -1,0 +1,43 @@
+"""Accelerators, whatever their type: each is asked through the module that torch has for it, such as ``torch.cuda``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+
+def accelerator_type() -> str | None:
+    """The type of the accelerator that this process can use, such as ``"cuda"``; ``None`` where it has none."""
+    if not torch.accelerator.is_available():
+        return None
+    found = torch.accelerator.current_accelerator()
+    return None if found is None else found.type
+
+
+def accelerators(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
+    """The devices that tensors lie on, without the CPU and the meta device."""
+    return {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
+
+
+def function_of(device_type: str, function: str) -> Any:
+    """A function of torch's module for a type of device; ``None`` where that module has no such function."""
+    return getattr(torch.get_device_module(device_type), function, None)
+
+
+def random_state(devices: Iterable[torch.device]) -> Callable[[], None]:
+    """Read the states of the random generators of the CPU and of accelerators; the call puts them back."""
+    cpu = torch.get_rng_state()
+    states = []
+    for device in devices:
+        read, write = function_of(device.type, "get_rng_state"), function_of(device.type, "set_rng_state")
+        if read is not None and write is not None:
+            states.append((device, write, read(device)))
+
+    def put_back() -> None:
+        torch.set_rng_state(cpu)
+        for device, write, state in states:
+            write(state, device)
+
+    return put_back
