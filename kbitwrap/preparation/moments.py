@@ -18,10 +18,10 @@ class State:
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory in bytes: of the parameters' storages, each counted once, and as ``torch.cuda`` counts it."""
+    """Memory in bytes: of the parameters' storages, each counted once, and as the allocator counts it."""
 
     parameter_bytes: int
-    allocated_bytes: int | None  # over all devices that hold parameters; ``None`` without CUDA
+    allocated_bytes: int | None  # over all accelerators that hold parameters; ``None`` where none counts
     reserved_bytes: int | None
 
 
