@@ -24,6 +24,16 @@ def shown(value: Any) -> str:
     return _repr.repr(value)
 
 
+def first_sentence(error: BaseException) -> str:
+    """The first line of an error's message, with those after it that it announces by a colon; ``""`` without one."""
+    said = ""
+    for line in str(error).splitlines():
+        said = f"{said} {line.strip()}".strip()
+        if said and not said.endswith(":"):
+            break
+    return said
+
+
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Write rows as aligned columns, the first to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,22 @@ def hanging(text: str, indent: int, by: int = 0) -> Text:
     others = rest.wrap(console, max(width - indent, 1), overflow="fold")
     indented = [Text(" " * indent) + line for line in others if line.plain]
     return joined([" " * by + first.rstrip(), *indented])
+
+
+def warned(warnings_by_name: Mapping[str, Sequence[str]]) -> list[Text]:
+    """Lay warnings out, each once, with the names of what it is of.
+
+    Args:
+        warnings_by_name: The warnings of each precision.
+
+    Returns:
+        The texts for ``show``.
+    """
+    names: dict[str, list[str]] = {}
+    for name, found in warnings_by_name.items():
+        for warning in dict.fromkeys(found):
+            names.setdefault(warning, []).append(name)
+    return [hanging(f"warning ({', '.join(named)}): {warning}", 2) for warning, named in names.items()]
 
 
 def printable(text: str) -> str:
@@ -259,6 +275,8 @@ def quiet_libraries() -> Iterator[None]:
         with warnings.catch_warnings():
             # PEFT calls it by the name that transformers deprecates; neither is the user's code.
             warnings.filterwarnings("ignore", r"`is_gradient_checkpointing` is deprecated", FutureWarning)
+            # A model that is quantized already keeps its own quantization, which is what is shown.
+            warnings.filterwarnings("ignore", r"You passed `quantization_config` or equivalent parameters", UserWarning)
             # True of every merge into a quantized layer, and what the command is there to show.
             warnings.filterwarnings("ignore", r"Merge lora module to [48]-bit linear", UserWarning)
             # Older bitsandbytes say through `warnings` what newer ones log.
@@ -283,10 +301,15 @@ def first_line(error: BaseException) -> str:
         error: The exception.
 
     Returns:
-        The line, or the exception's class name where there is no message.
+        The line, with those after it that it announces by a colon, or the exception's class name where there is no
+        message.
     """
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    said = ""
+    for line in str(error).splitlines():
+        said = f"{said} {line.strip()}".strip()
+        if said and not said.endswith(":"):
+            break
+    return said or type(error).__name__
 
 
 def check_folder(path: Path, *, overwrite: bool) -> None:

@@ -9,13 +9,22 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from .console import InputError, say
-from .usage import QUANTS
+from .console import InputError, first_line, say
+from .usage import DEFAULT_QUANT, QUANTS
 
 _TIMEOUT = 3.0  # seconds for a hub to answer
 _OFFLINE = "HF_HUB_OFFLINE"
+_QUANTIZATION = "quantization_config"
+_BITSANDBYTES = "bitsandbytes"
+_IN_OPTIONS = {
+    r"^optimizer:": "--optimizer:",
+    r"quantization_config=\w+\(dequantize=True\)": "--quant none",
+    r"batch_size and seq_len:": "--batch and --seq:",
+    r"\(seq_len\)": "(--seq)",
+}
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -108,3 +117,87 @@ def quantization_config(quant: str, dtype: str | None) -> Any:
 
     fields = QUANTS[quant]
     return None if fields is None else BitsAndBytesConfig(**fields, bnb_4bit_compute_dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How a model is to be quantized when it is loaded.
+
+    Attributes:
+        name: What to call it.
+        config: The config for ``from_pretrained``; ``None`` for the model's own, or for none.
+    """
+
+    name: str
+    config: Any
+
+
+def choose_quantization(model: str, quant: str | None, dtype: str) -> Quantization:
+    """Choose how a model is quantized: one that is quantized already keeps its own, or is dequantized.
+
+    Args:
+        model: A folder, a ``config.json``, or a name on the hub.
+        quant: One of ``QUANTS``; ``None`` for the model's own, or else nf4.
+        dtype: The dtype that 4-bit layers compute in.
+
+    Returns:
+        The choice.
+
+    Raises:
+        InputError: The model is quantized already, otherwise than asked for.
+    """
+    own = _own_quantization(model)
+    if own is None:
+        name = quant or DEFAULT_QUANT
+        return Quantization(name, quantization_config(name, dtype))
+    method = str(own.get("quant_method", _BITSANDBYTES))
+    if quant is None or (method == _BITSANDBYTES and quant != "none"):
+        return Quantization(method, None)
+    dequantizing = _dequantizing(own)
+    if quant == "none" and dequantizing is not None:
+        return Quantization("none", dequantizing)
+    instead = "" if dequantizing is None else ", or give --quant none for its dequantized weights"
+    raise InputError(f"--quant {quant}: {model!r} is quantized already, by {method}: leave --quant out{instead}")
+
+
+def _own_quantization(model: str) -> dict[str, Any] | None:
+    """What the config of a model says of how it is quantized; ``None`` where it is not."""
+    from transformers import PretrainedConfig
+
+    try:
+        content = PretrainedConfig.get_config_dict(model)[0]
+    except Exception:  # whatever transformers and the JSON parser raise: it is read again, and told then
+        return None
+    text = content.get("text_config")
+    nested = text.get(_QUANTIZATION) if isinstance(text, dict) else None
+    own = content.get(_QUANTIZATION) or nested
+    return own if isinstance(own, dict) else None
+
+
+def _dequantizing(own: dict[str, Any]) -> Any:
+    """The config by which weights are dequantized when they are loaded; ``None`` where transformers does not."""
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    try:
+        settings = AutoQuantizationConfig.from_dict(dict(own))
+    except Exception:  # whatever the config of a method raises that is damaged, not known, or not installed
+        return None
+    if not hasattr(settings, "dequantize"):
+        return None
+    settings.dequantize = True
+    return settings
+
+
+def in_options(error: BaseException) -> str:
+    """What the library says of a model that cannot be planned for, with options in place of arguments.
+
+    Args:
+        error: The error.
+
+    Returns:
+        One line.
+    """
+    said = first_line(error)
+    for pattern, words in _IN_OPTIONS.items():
+        said = re.sub(pattern, words, said)
+    return said

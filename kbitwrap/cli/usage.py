@@ -31,6 +31,7 @@ QUANTS: dict[str, dict[str, Any] | None] = {
     "int8": {"load_in_8bit": True},
     "none": None,
 }
+DEFAULT_QUANT = "nf4"
 KINDS_OF_NF4 = "nf4 is without double quantization, nf4-double with it; load_in_4bit=True alone makes fp4"
 TRAINED_QUANTS = ("nf4", "int8")  # of the models that demo and bench train
 _OTHER_WORDS = {"fp16": "float16", "bf16": "bfloat16"}

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from ..errors import UnsupportedModelError
+from ..errors import ConfigError, UnsupportedModelError
 from ..model.quantization import is_quantized_parameter
 from ..tensors.bits import is_composed
 from ..tensors.upcast import UpcastTensor
@@ -81,6 +81,21 @@ def _as_computed(name: str, args: Any, output: Any) -> Any:
     return output
 
 
+class TooLongError(ConfigError):
+    """A position, or another index, is looked up in an embedding that has no row for it."""
+
+
+def _refuse_beyond(weight: Any, indices: Any, *_: Any) -> None:
+    """Raise where known indices are beyond an embedding: without values, it would give rows all the same."""
+    with _disable_current_modes():
+        largest = int(indices.max()) if indices.numel() else 0
+    if largest >= weight.shape[0]:
+        raise TooLongError(
+            f"the step looks up index {largest:,} in an embedding of {weight.shape[0]:,} rows: give a shorter sequence "
+            "(seq_len), or inputs with smaller values"
+        )
+
+
 def _is_finite(func: Any, args: Any) -> bool | None:
     """The answer to a question whether values are finite, if an operation is part of one: all of them are."""
     name = func.name()
@@ -126,10 +141,13 @@ class KnownValues(TorchDispatchMode):
         ):
             with _disable_current_modes():
                 return func(*args, **kwargs)  # a view of a real tensor lies in its memory, known or not
+        if func.name() == "aten::embedding" and self._is_known(args[1]):
+            _refuse_beyond(*args)
         if all(map(self._is_known, tensors)) and torch.Tag.nondeterministic_seeded not in func.tags:
-            # What depends on values has no fake result; its size is at most that of what it reads.
+            # What depends on values has no fake result; its size is at most that of what it reads. What is written in
+            # place is there already, and would be written twice.
             depends = not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}.isdisjoint(func.tags)
-            made = tree_leaves(tensors if depends else func(*args, **kwargs))
+            made = tree_leaves(tensors if depends or func._schema.is_mutable else func(*args, **kwargs))
             if not any(isinstance(value, torch.Tensor) and value.nbytes > _LARGE for value in made):
                 with _disable_current_modes():
                     return func(*args, **kwargs)

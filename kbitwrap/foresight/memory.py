@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..config import format_bytes
-from ..reports import Report, table
+from ..reports import Report, few, table
 from .ledger import KINDS, PHASES, Peaks
 from .unknown import Unknown
 
@@ -29,6 +29,8 @@ class StepMemory(Report):
         unknown: What a device's allocator may count beside the figures, and what is not known before; it is in none of
             them.
         traced_blocks: The blocks that were run, and ``num_blocks`` those that the model has: the others do the same.
+        notes: What was assumed of the values, which the prediction does not know.
+        warnings: Those of the plan of the preparation, and of the length of the sequence.
     """
 
     precision: str
@@ -41,6 +43,7 @@ class StepMemory(Report):
     num_blocks: int = 0
     notes: tuple[str, ...] = field(default=())
     unknown: tuple[Unknown, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def levels(self) -> dict[str, dict[str, int]]:
@@ -100,7 +103,8 @@ class StepMemory(Report):
         )
         unknown = [asdict(part) for part in self.unknown]
         values = {name: getattr(self, name) for name in (*names, *peaks)}
-        return values | {"unknown_bytes": list(self.unknown_bytes), "unknown": unknown, "notes": list(self.notes)}
+        said = {"notes": list(self.notes), "warnings": list(self.warnings)}
+        return values | {"unknown_bytes": list(self.unknown_bytes), "unknown": unknown} | said
 
     def __str__(self) -> str:
         rows: list[Sequence[str]] = [("held for", "before", *self.levels)]
@@ -112,10 +116,12 @@ class StepMemory(Report):
         return "\n".join([f"precision {self._brief()}", table(rows), *self._said()])
 
     def _said(self) -> list[str]:
-        """The lines of the unknown range, and the notes."""
+        """The lines of the unknown range, the notes and the warnings."""
         least, most = map(format_bytes, self.unknown_bytes)
         unknown = [f"unknown, beside the peak: {least} to {most}", *(f"  {part}" for part in self.unknown)]
-        return [*(unknown if self.unknown else []), *(f"note: {note}" for note in self.notes)]
+        notes = [f"note: {note}" for note in self.notes]
+        warnings = few([f"warning: {warning}" for warning in self.warnings])
+        return [*(unknown if self.unknown else []), *notes, *warnings]
 
     def _brief(self) -> str:
         step = f"{self.precision!r}, batch {self.batch_size}, {self.seq_len} tokens, on {self.kernels}"

@@ -17,7 +17,7 @@ from ..errors import ConfigError, KbitWrapError, UnsupportedModelError
 from ..tensors.dtypes import parse_dtype
 from .blocks import Blocks
 from .budget import largest
-from .fakes import FakeModel
+from .fakes import FakeModel, TooLongError
 from .ledger import KINDS
 from .memory import StepMemory
 from .optimizers import OptimizerSteps
@@ -27,7 +27,8 @@ from .trace import Step, trace
 from .unknown import Unknown, sampled_bytes, unknowns
 
 _ONE_AT_A_TIME = threading.RLock()  # the default dtype, and what transformers is told, are those of the process
-_MOST = 1 << 20  # tokens or sequences, where a model sets no limit
+_MOST_TOKENS = 1 << 20  # of a batch, whose ids are real tensors: what models ask of more is not computed
+_OVER_EVERY_BUDGET = 1 << 80  # bytes
 
 
 def predict_step(
@@ -74,7 +75,7 @@ def predict_step(
         The prediction.
 
     Raises:
-        ConfigError: There is no such config, or a setting is invalid.
+        ConfigError: There is no such config, a setting is invalid, or the sequence is longer than learned positions.
         StateError: The model is prepared.
         UnsupportedModelError: The model cannot be prepared or run without values; the message names the operation.
 
@@ -164,14 +165,19 @@ class StepPredictor:
         for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name}: expected a positive number, found {value!r}")
+        if batch_size * seq_len > _MOST_TOKENS:
+            raise ConfigError(
+                f"batch_size and seq_len: expected a batch of at most {_MOST_TOKENS:,} tokens, found {batch_size:,} x "
+                f"{seq_len:,}"
+            )
         if (batch_size, seq_len) not in self._known:
             self._known[batch_size, seq_len] = self._predict(batch_size, seq_len)
         return self._known[batch_size, seq_len]
 
     def _predict(self, batch_size: int, seq_len: int) -> StepMemory:
-        with _ONE_AT_A_TIME, warnings.catch_warnings(), unlogged():
-            warnings.simplefilter("ignore")  # those of a preparation are not those of a prediction
+        with _one_at_a_time():
             step, (num_run, num_blocks), notes = self._step(batch_size, seq_len)
+        assert self._made is not None
         peaks = step.peaks
         on_cuda = self._kernels == "cuda"
         return StepMemory(
@@ -185,7 +191,20 @@ class StepPredictor:
             num_blocks=num_blocks,
             unknown=self._unknown(step, batch_size * seq_len) if on_cuda else (),
             notes=notes,
+            warnings=(*self._made[0].warnings, *self._warnings_of_length(seq_len)),
         )
+
+    def _warnings_of_length(self, seq_len: int) -> list[str]:
+        most = self.max_seq_len
+        if most is None or seq_len <= most:
+            return []
+        return [f"a sequence of {seq_len:,} tokens is longer than the model's own longest, {most:,}"]
+
+    @property
+    def max_seq_len(self) -> int | None:
+        """The tokens of the longest sequence that the model's config names; ``None`` where it names none."""
+        most = getattr(self._config(), "max_position_embeddings", None)
+        return most if isinstance(most, int) and most > 0 else None
 
     def longest_sequence(self, budget: int | str, batch_size: int = 1) -> int:
         """The longest sequence, in tokens, whose step fits a budget: at most the model's own longest.
@@ -197,8 +216,15 @@ class StepPredictor:
         Returns:
             The number of tokens; 0 where not even one fits.
         """
-        limit = getattr(self._config(), "max_position_embeddings", None) or _MOST
-        return largest(lambda n: self(batch_size, n).peak_bytes, parse_bytes(budget), min(2048, limit), limit)
+        limit = min(self.max_seq_len or _MOST_TOKENS, _MOST_TOKENS // batch_size)
+
+        def num_bytes(seq_len: int) -> int:
+            try:
+                return self(batch_size, seq_len).peak_bytes
+            except TooLongError:  # some positions of the model's own longest are taken
+                return _OVER_EVERY_BUDGET
+
+        return largest(num_bytes, parse_bytes(budget), min(2048, limit), limit)
 
     def largest_batch(self, budget: int | str, seq_len: int) -> int:
         """The largest batch whose step fits a budget.
@@ -210,7 +236,7 @@ class StepPredictor:
         Returns:
             The number of sequences; 0 where not even one fits.
         """
-        return largest(lambda n: self(n, seq_len).peak_bytes, parse_bytes(budget), 1, _MOST)
+        return largest(lambda n: self(n, seq_len).peak_bytes, parse_bytes(budget), 1, _MOST_TOKENS // seq_len)
 
     def _unknown(self, step: Step, tokens: int) -> tuple[Unknown, ...]:
         assert self._made is not None
@@ -237,7 +263,7 @@ class StepPredictor:
         return self._step(batch_size, seq_len)
 
     def _make(self) -> tuple[Subject, FakeModel, Blocks]:
-        with _ONE_AT_A_TIME, _explained(f"a {self._source} cannot be copied or prepared"):
+        with _one_at_a_time(), _explained(f"a {self._source} cannot be copied or prepared"):
             subject = self._subject()
             blocks = Blocks(subject.model, is_exact=self._exact)
             fakes = FakeModel(subject.model)
@@ -284,6 +310,14 @@ def _ordinary_token(model: nn.Module) -> int:
         endings = ("_token_id", "_token_index", "padding_idx")
         special |= {value for key, value in vars(part).items() if key.endswith(endings) and isinstance(value, int)}
     return next(token for token in range(len(special) + 1) if token not in special)
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Let one thread build or run a model; warnings of a preparation are not those of a prediction."""
+    with _ONE_AT_A_TIME, warnings.catch_warnings(), unlogged():
+        warnings.simplefilter("ignore")
+        yield
 
 
 @contextlib.contextmanager

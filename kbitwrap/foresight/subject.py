@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from ..config import PrepareConfig
 from ..errors import ConfigError, StateError, UnsupportedModelError
 from ..model.checks import tree_of
-from ..model.pretrained import meta_model
+from ..model.pretrained import ASSUMED, meta_model
 from ..model.tree import ModelTree
 from ..model.wrappers import REPLACES
 from ..preparation.plan import build_plan
@@ -163,6 +163,8 @@ class Subject:
             preparation.adopt(model)
         # While it lives, weights that are upcast at use follow what is done to the model.
         self._preparation = preparation
+        assumed: tuple[str, ...] = vars(base).get(ASSUMED, ())
+        self.warnings = assumed if preparation is None else preparation.plan.warnings
         self.model = model.train()
         self.name = type(base).__name__
 

@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from ..errors import ConfigError
-from ..reports import shown
-from ..tensors.dtypes import HALF_DTYPES, parse_dtype
+from ..reports import first_sentence, shown
+from ..tensors.dtypes import HALF_DTYPES, dtype_name, parse_dtype
 from .quantization import is_quantized_parameter
 
 # Tried in this order where the config names no architecture.
@@ -29,6 +29,11 @@ _AUTO_CLASSES = (
     "AutoModelForSpeechSeq2Seq",
     "AutoModel",
 )
+ASSUMED = "assumed_of_config"
+"""The attribute of a built model for what is not as its config says, or what that leaves open: sentences."""
+
+# The numbers of a config of which shapes are made.
+_SIZES = re.compile(r"size|dim$|layers?$|heads?$|experts$|d_model|d_ff|d_kv|n_embd")
 # What a config counts, and models have by the thousand at most; the modules of the largest are 120,000.
 _COUNTS = re.compile(r"layer|depth|expert|labels")
 _MAX_COUNT, _MAX_MODULES = 100_000, 200_000
@@ -36,19 +41,37 @@ _MAX_COUNT, _MAX_MODULES = 100_000, 200_000
 
 def meta_model(name_or_path: Any, quantization_config: Any = None, dtype: Any = None) -> nn.Module:
     """Build the model that ``from_pretrained`` would load, in evaluation mode; no weight is read or allocated."""
-    config = read_config(name_or_path)
+    config, content = _read(name_or_path)
+    assumed = _left_to_defaults(config, content)
     if dtype is None or dtype == "auto":
         # A composite config has its dtype in its parts; of two text parts the decoder's counts.
         dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
     chosen = parse_dtype(torch.bfloat16 if dtype is None else dtype, is_floating=True)
     try:
-        return _build(config, quantization_config, chosen)
+        model = _build(config, quantization_config, chosen, assumed)
     except ConfigError:
         raise
     except Exception as error:  # whatever an architecture raises for a config that it cannot be built from
         is_path = isinstance(name_or_path, (str, os.PathLike))
         name = repr(os.fspath(name_or_path)) if is_path else type(name_or_path).__name__
         raise ConfigError(f"no model can be built from the config of {name}: {_reason(error)}") from error
+    setattr(model, ASSUMED, tuple(assumed))
+    return model
+
+
+def _left_to_defaults(config: Any, content: Mapping[str, Any]) -> list[str]:
+    """Name the sizes that a file leaves to the defaults of its class; those of nested configs may be left out."""
+    aliases = getattr(config, "attribute_map", {})
+    given = {aliases.get(name, name) for name in content}
+    left = []
+    for name, parameter in inspect.signature(type(config)).parameters.items() if content else ():
+        default = parameter.default
+        is_size = type(default) is int and default > 1 and _SIZES.search(name) is not None
+        if is_size and name not in given and getattr(config, name, None) == default:
+            left.append(f"{name} {default}")
+    if not left:
+        return []
+    return [f"sizes that its config lacks are the defaults of {type(config).__name__}: {', '.join(left)}"]
 
 
 def load_pretrained(
@@ -102,16 +125,20 @@ def _refuse_countless(config: Mapping[str, Any]) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {first_sentence(error)}".removesuffix(": ")
 
 
 def read_config(name_or_path: Any, trust_remote_code: bool = False) -> Any:
     """Read a config; a config object is copied, for it is written to later."""
+    return _read(name_or_path, trust_remote_code)[0]
+
+
+def _read(name_or_path: Any, trust_remote_code: bool = False) -> tuple[Any, Mapping[str, Any]]:
+    """A config, and the content of its file; nothing of a config object."""
     from transformers import AutoConfig, PretrainedConfig
 
     if isinstance(name_or_path, PretrainedConfig):
-        return copy.deepcopy(name_or_path)
+        return copy.deepcopy(name_or_path), {}
     if not isinstance(name_or_path, (str, os.PathLike)) or not os.fspath(name_or_path):
         raise ConfigError(
             "expected a folder, a config.json, a name on the hub or a config object of transformers, "
@@ -126,9 +153,10 @@ def read_config(name_or_path: Any, trust_remote_code: bool = False) -> Any:
     if path.is_dir() and not (path / "config.json").is_file():
         raise ConfigError(f"there is no config.json in {name!r}")
     try:
-        _refuse_countless(PretrainedConfig.get_config_dict(name)[0])
+        content = PretrainedConfig.get_config_dict(name)[0]
+        _refuse_countless(content)
         # Without `trust_remote_code=False` it would ask, on the terminal, whether to run the code of the repository.
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code), content
     except Exception as error:  # whatever transformers, the JSON parser and the network raise
         raise ConfigError(f"cannot read a config from {name!r}: {_reason(error)}") from error
 
@@ -177,11 +205,30 @@ def _quantizer(config: Any, quantization_config: Any) -> Any:
     return AutoHfQuantizer.from_config(settings, pre_quantized=own is not None)
 
 
-def _build(config: Any, quantization_config: Any, dtype: torch.dtype) -> nn.Module:
+def _dequantized_by(quantizer: Any, dtype: torch.dtype) -> list[str]:
+    """Say that the weights of a quantized file are dequantized; refuse them where they would have to be, to train."""
+    settings = quantizer.quantization_config
+    method = str(getattr(settings.quant_method, "value", settings.quant_method))
+    is_dequantized = getattr(settings, "dequantize", None)
+    if not quantizer.pre_quantized or is_dequantized is None:
+        return []
+    if is_dequantized:
+        to = dtype_name(dtype)
+        return [f"the model's weights, quantized by {method}, are dequantized to {to} when it is loaded"]
+    if not quantizer.is_trainable:
+        raise ConfigError(
+            f"the model's weights are quantized by {method}, in which transformers trains nothing: plan for "
+            f"dequantized ones (quantization_config={type(settings).__name__}(dequantize=True))"
+        )
+    return []
+
+
+def _build(config: Any, quantization_config: Any, dtype: torch.dtype, assumed: list[str]) -> nn.Module:
     model_class = _model_class(config)
     quantizer = _quantizer(config, quantization_config)
     if quantizer is not None:
         dtype = quantizer.update_dtype(dtype)
+        assumed += _dequantized_by(quantizer, dtype)
     config.dtype = dtype
     for name in getattr(config, "sub_configs", {}):
         if getattr(config, name, None) is not None:
@@ -197,7 +244,8 @@ def _build(config: Any, quantization_config: Any, dtype: torch.dtype) -> nn.Modu
             if is_quantized_parameter(parameter):
                 _pack(parameter)
         quantizer.postprocess_model(model)
-    model.hf_quantizer = quantizer  # as a loaded model has it
+    is_quantized = getattr(model, "quantization_method", None) is not None
+    model.hf_quantizer = quantizer if is_quantized else None  # as a loaded model has it
     built: nn.Module = model.eval()
     return built
 

@@ -18,6 +18,7 @@ from ..edits.norms import ComputeInFloat32, Float32Forward, can_rebind_forward, 
 from ..edits.stand_ins import HeadForward
 from ..edits.training import Record
 from ..model.checks import refuse_without_backward
+from ..model.pretrained import ASSUMED
 from ..model.quantization import Quantization, has_runtime_state, is_quantized_parameter, is_rewritten
 from ..model.roles import Role, heads, is_norm
 from ..model.tree import ModelTree, Node, storage_key
@@ -62,6 +63,8 @@ class Planner:
             self.advice.warn(warning)
         self.advice.of_unquantized_stacks()
         self.advice.of_precision()
+        for warning in vars(self.tree.model).get(ASSUMED, ()):
+            self.advice.warn(warning)
         return tuple(edits)
 
     def _warn_of_what_it_is(self) -> None:

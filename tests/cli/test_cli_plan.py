@@ -159,3 +159,149 @@ def predict(request: step.StepRequest, precision: str) -> step.Prediction:
     nf4 = BitsAndBytesConfig(load_in_4bit=True)
     one = predict_step(request.model, precision=precision, batch_size=1, seq_len=8, quantization_config=nf4)
     return step.Prediction(one, longest=64, largest={"norms": 3, "none": 4}[precision])
+
+
+# ----------------------------------------------------------------------------------------------------
+# What a config says, or leaves open.
+# ----------------------------------------------------------------------------------------------------
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+GPT_OSS = {
+    **LLAMA,
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "quantization_config": {"quant_method": "mxfp4"},
+}
+GPT2 = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "vocab_size": 64,
+    "n_embd": 32,
+    "n_layer": 1,
+    "n_head": 2,
+    "n_positions": 16,
+}
+DEQUANTIZED = "the model's weights, quantized by mxfp4, are dequantized to bfloat16 when it is loaded"
+STEP = ["--step", "--precision", "peft", "none"]
+
+
+def saved(tmp_path: Path, config: dict[str, Any]) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("step", [[], STEP])
+@pytest.mark.parametrize(
+    ("config", "options", "said"),
+    [
+        (
+            GPT_OSS,
+            [],
+            "quantized by mxfp4, in which transformers trains nothing: plan for dequantized ones (--quant none)",
+        ),
+        (GPT_OSS, ["--quant", "nf4"], "is quantized already, by mxfp4: leave --quant out, or give --quant none"),
+        (
+            LLAMA | {"quantization_config": {"load_in_8bit": True}},
+            ["--quant", "none"],
+            "by bitsandbytes: leave --quant out",
+        ),
+        (
+            LLAMA | {"hidden_size": "wide"},
+            [],
+            "Validation error for field 'hidden_size': TypeError: Field 'hidden_size'",
+        ),
+        (
+            LLAMA | {"hidden_size": 33},
+            [],
+            "The hidden size (33) is not a multiple of the number of attention heads (2).",
+        ),
+        (LLAMA | {"quantization_config": {"quant_method": "gptq"}}, ["--quant", "int8"], "quantized already, by gptq"),
+    ],
+)
+def test_a_model_that_cannot_be_planned_for_as_asked_is_refused_with_the_whole_reason_on_one_line(
+    config: dict[str, Any],
+    options: list[str],
+    said: str,
+    step: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", saved(tmp_path, config), *options, *step]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert said in err
+
+
+@pytest.mark.parametrize("step", [[], [*STEP, "--seq", "4"]])
+@pytest.mark.parametrize(
+    ("config", "options", "said"),
+    [
+        (GPT_OSS, ["--quant", "none"], DEQUANTIZED),
+        (
+            {key: value for key, value in LLAMA.items() if key not in ("vocab_size", "hidden_size")},
+            [],
+            "sizes that its config lacks are the defaults of LlamaConfig: vocab_size 32000, hidden_size 4096",
+        ),
+        (zoo.checkpoint("mixtral"), [], "4 stacks of experts are not quantized"),
+    ],
+)
+def test_what_a_plan_warns_of_is_told_of_a_step_too(
+    config: Any, options: list[str], said: str, step: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = saved(tmp_path, config) if isinstance(config, dict) else str(config)
+    found = run_json(capsys, model, *options, *step)
+    of_precisions = found["steps" if step else "plans"]
+    assert any(said in warning for warning in of_precisions["none"]["warnings"])
+    assert main(["plan", model, *options, *step]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.count(said) == 1
+
+
+def test_a_model_that_is_quantized_already_keeps_its_own_quantization(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = saved(tmp_path, LLAMA | {"quantization_config": {"load_in_8bit": True}})
+    for options in ([], ["--quant", "nf4"]):
+        assert run_json(capsys, model, *options)["quantization"] == "bitsandbytes_8bit"
+    fp8 = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    assert run_json(capsys, saved(tmp_path, LLAMA | {"quantization_config": fp8}))["quantization"] == "fp8"
+
+
+def test_a_sequence_is_no_longer_than_positions_that_are_learned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = saved(tmp_path, GPT2)
+    step = ["--step", "--precision", "none", "--budget", "8GiB"]
+    found = run_json(capsys, model, *step)["steps"]["none"]
+    assert (found["seq_len"], found["longest_sequence"]) == (16, 16)
+    for seq, batch, said in (
+        ("17", "1", "the step looks up index 16 in an embedding of 16 rows: give a shorter sequence (--seq)"),
+        ("16", "99999999", "--batch and --seq: expected a batch of at most 1,048,576 tokens, found 99,999,999 x 16"),
+        ("9" * 30, "1", "--batch and --seq: expected a batch of at most 1,048,576 tokens"),
+    ):
+        assert main(["plan", model, *step, "--seq", seq, "--batch", batch]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert said in err
+
+
+def test_a_sequence_longer_than_the_model_is_made_for_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = saved(tmp_path, LLAMA | {"max_position_embeddings": 8})
+    step = ["--step", "--precision", "none"]
+    assert run_json(capsys, model, *step)["steps"]["none"]["warnings"] == []
+    (said,) = run_json(capsys, model, *step, "--seq", "9")["steps"]["none"]["warnings"]
+    assert said == "a sequence of 9 tokens is longer than the model's own longest, 8"
