@@ -168,6 +168,8 @@ def _own_quantization(model: str) -> dict[str, Any] | None:
         content = PretrainedConfig.get_config_dict(model)[0]
     except Exception:  # whatever transformers and the JSON parser raise: it is read again, and told then
         return None
+    if not isinstance(content, dict):
+        return None
     text = content.get("text_config")
     nested = text.get(_QUANTIZATION) if isinstance(text, dict) else None
     own = content.get(_QUANTIZATION) or nested
