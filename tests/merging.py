@@ -1,11 +1,16 @@
-"""What a merged weight is compared with: the formula in float64, rounded once."""
+"""What a merged model is compared with: the formula in float64, rounded once, or another merged model."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+from files import tensors_of
+from snapshot import tensor_digest
 
 # Half a unit in the last place, relative to the power of two below a number; and the smallest normal's exponent.
 HALF_ULP = {torch.bfloat16: (-8, -126), torch.float16: (-11, -14), torch.float32: (-24, -126)}
@@ -28,3 +33,16 @@ def layers_of(model: nn.Module, kind: str = "base_layer") -> dict[str, Any]:
         for fqn, module in model.named_modules()
         if kind in module._modules and ".base_layer" not in fqn
     }
+
+
+def assert_same_model(found: Path, expected: Path) -> None:
+    """The same tensors bit for bit, in files of the same names, and the same configs."""
+    there, wanted = tensors_of(found), tensors_of(expected)
+    assert {n: tensor_digest(t) for n, t in there.items()} == {n: tensor_digest(t) for n, t in wanted.items()}
+    assert {p.name for p in found.glob("*.safetensors*")} == {p.name for p in expected.glob("*.safetensors*")}
+    for path in expected.glob("*.json"):
+        assert _plain(found / path.name) == _plain(path)
+
+
+def _plain(path: Path) -> Any:
+    return {k: v for k, v in json.loads(path.read_text()).items() if k not in ("_name_or_path", "use_cache")}

@@ -11,7 +11,6 @@ from torch import nn
 
 from ..errors import ManifestMismatchError
 from ..manifest.manifest import Manifest
-from ..model.pretrained import load_pretrained
 from ..model.tree import ModelTree
 from ..preparation.original import DECOMPRESSED
 from ..reports import shown
@@ -19,6 +18,7 @@ from ..tensors.bits import content_digest
 from ..tensors.devices import accelerator_type
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import materialize
+from .base import TrainedBase, check_base, load_base
 from .diagnosis import Result, fault, fine, not_measured
 from .reader import recorded_quantization
 from .subjects import Base, Folder, Given, LiveModel, Tensors
@@ -74,20 +74,19 @@ def recorded_base(folder: Folder) -> Result | None:
 
 def _compare(manifest: Manifest, base: Any, device: str) -> Result:
     recorded = manifest.model
-    new: set[str] = set()  # a head that was made for the task, say
-    if not isinstance(base, nn.Module):
+    if isinstance(base, nn.Module):
+        trained = TrainedBase("", base, {})
+    else:
         settings = recorded_quantization(manifest)
-        base, new = load_pretrained(base, settings, recorded.dtype, device, recorded.class_name)
+        trained = load_base(base, None, settings, recorded.dtype, device, manifest)
     try:
-        manifest.check(base)
+        check_base(manifest, trained)
     except ManifestMismatchError as error:
-        is_new_alone = new.issuperset(error.different)
-        if error.missing or error.unexpected or not is_new_alone:
-            return fault(
-                "the base is not the one in the manifest, or it drifted",
-                str(error),
-                f"load the base that was trained on, {recorded.name_or_path!r}, as it was",
-            )
+        return fault(
+            "the base is not the one in the manifest, or it drifted",
+            str(error),
+            f"load the base that was trained on, {recorded.name_or_path!r}, as it was",
+        )
     return fine(f"its {len(manifest.rows)} tensors have the digests of the manifest")
 
 

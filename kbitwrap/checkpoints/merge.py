@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,14 @@ from ..export.twin import build_twin
 from ..export.writer import Progress, checkpoint_writer, split_into_files
 from ..manifest.contents import versions
 from ..manifest.manifest import Manifest
-from ..model.pretrained import load_pretrained, read_config
+from ..model.pretrained import read_config
 from ..model.tree import ModelTree
-from ..model.wrappers import canonical_fqn
 from ..preparation.process import plain_mode
-from ..reports import ExportReport, first_of, shown
+from ..reports import ExportReport
 from ..tensors.dtypes import find_dtype
-from .reader import MANIFEST_NAME, adapter_file, read_json, read_tensors, recorded_quantization
+from .adapters import read_adapter
+from .base import adapted_base, check_base, load_base
+from .reader import MANIFEST_NAME, recorded_quantization
 
 # What a tokenizer is saved as, and what a processor adds to it.
 _TOKENIZER = (
@@ -34,7 +35,6 @@ _TOKENIZER = (
     *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
 )
 _PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-_RANKS = ("r", "init_r", "num_virtual_tokens")
 
 
 def merge_checkpoint(
@@ -91,7 +91,7 @@ def merge_checkpoint(
         kbitwrap.errors.ConfigError: there is no adapter_config.json with adapter_model.safetensors in '/no/adapter'
     """
     start, folder = time.perf_counter(), Path(adapter)
-    config, saved = read_adapter(folder)
+    saved = read_adapter(folder)
     split_into_files({}, max_shard_size)  # refuses an invalid size before anything is computed
     writing = checkpoint_writer(dst, "merge", overwrite=overwrite, progress=None if progress is True else progress)
     with torch.random.fork_rng(devices=[]), writing as writer:  # loading draws numbers
@@ -101,12 +101,10 @@ def merge_checkpoint(
         settings = _quantization(base, quantization_config, record, trust_remote_code)
         chosen = record.model.dtype if dtype is None and record is not None else dtype
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        model, new = load_pretrained(base, settings, chosen, device, None, trust_remote_code)
-        if new:
-            raise ConfigError(f"the base {os.fspath(base)!r} lacks weights: {first_of(sorted(new))}")
+        trained = load_base(base, saved, settings, chosen, device, record, trust_remote_code)
         if record is not None:
-            record.check(model)
-        adapted = with_adapter(model, folder, saved)
+            check_base(record, trained)
+        adapted = adapted_base(trained, saved)
         with plain_mode():
             twin = build_twin(ModelTree(adapted))
             merged = merge_into(twin)
@@ -121,7 +119,7 @@ def merge_checkpoint(
         for names in (_TOKENIZER, _PROCESSOR):
             _copy(names, base, folder, writer.folder)
         is_said = record is None and (settings is not None or quantization_config is False)  # and recorded nowhere
-        card = _card(base, folder, config, model, is_said, device)
+        card = _card(base, folder, saved.config, trained.model, is_said, device)
         (writer.folder / "README.md").write_text(card, encoding="utf-8")
     seconds = time.perf_counter() - start
     return ExportReport(Path(dst), writer.files, writer.num_tensors, writer.num_bytes, twin.converted, merged, seconds)
@@ -154,40 +152,6 @@ def _quantization(base: Any, given: Any, manifest: Manifest | None, trust_remote
     return recorded_quantization(manifest)
 
 
-def read_adapter(folder: Path) -> tuple[dict[str, Any], set[str]]:
-    """The config of the adapter that PEFT saved in a folder, and the names of its tensors."""
-    file = adapter_file(folder)
-    if file is None or not (folder / "adapter_config.json").is_file():
-        raise ConfigError(f"there is no adapter_config.json with adapter_model.safetensors in {os.fspath(folder)!r}")
-    config, tensors = read_json(folder / "adapter_config.json"), read_tensors(file)[0]
-    largest = max([1024, *(size for stored in tensors.values() for size in stored.shape)])
-    pattern = config.get("rank_pattern")
-    for rank in (*map(config.get, _RANKS), *(pattern.values() if isinstance(pattern, dict) else ())):
-        if isinstance(rank, (int, float)) and rank > largest:  # as much would be allocated before it is compared
-            raise ConfigError(f"the adapter in {os.fspath(folder)!r} has a rank of {shown(rank)}, and no such tensor")
-    return config, set(tensors)
-
-
-def with_adapter(model: nn.Module, folder: Path, saved: set[str]) -> nn.Module:
-    """The model with the adapter on it; every tensor saved has its place there, and every place its tensor."""
-    from peft import PeftModel, get_peft_model_state_dict
-
-    known = set(model.state_dict())
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"Found missing adapter keys", UserWarning)  # the comparison below names them
-        try:
-            adapted: Any = PeftModel.from_pretrained(model, os.fspath(folder))
-            expected = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
-        except Exception as error:  # whatever PEFT raises, the adapter does not fit
-            why = " ".join(map(str.strip, str(error).split("\n")[:2]))  # torch's second line names a tensor
-            raise ConfigError(f"the adapter in {os.fspath(folder)!r} does not fit the base: {why}") from error
-    unknown = {name for name in saved - expected if canonical_fqn(name) not in known}
-    for names, what in ((unknown, "has tensors that the base has no place for"), (expected - saved, "lacks tensors")):
-        if names:
-            raise ConfigError(f"the adapter in {os.fspath(folder)!r} {what}: {first_of(sorted(names))}")
-    return adapted  # type: ignore[no-any-return]
-
-
 def _copy(names: tuple[str, ...], base: str | os.PathLike[str], adapter: Path, dst: Path) -> None:
     """Copy the files of those names that the adapter was saved with, or if there is none, the base's."""
     from transformers.utils.hub import cached_file
@@ -205,7 +169,7 @@ def _copy(names: tuple[str, ...], base: str | os.PathLike[str], adapter: Path, d
             shutil.copyfile(found, dst / name)
 
 
-def _card(base: Any, adapter: Path, config: dict[str, Any], model: nn.Module, is_said: bool, device: Any) -> str:
+def _card(base: Any, adapter: Path, config: Mapping[str, Any], model: nn.Module, is_said: bool, device: Any) -> str:
     """A model card that says what was merged from what; a folder is named by its last part."""
     named = str(config.get("base_model_name_or_path") or os.fspath(base))
     name = Path(named).name if os.path.isabs(named) or os.path.isdir(named) else named

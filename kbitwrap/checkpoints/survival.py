@@ -17,7 +17,8 @@ from ..model.pretrained import load_pretrained
 from ..model.quantization import dequantizer, is_quantized_layer
 from ..model.tree import ModelTree
 from ..model.wrappers import unwrap
-from .merge import read_adapter, with_adapter
+from .adapters import read_adapter
+from .base import adapted_base, load_base
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,9 @@ def measure_merge(
     merged = _quantized_model(subject, dtype)
     layers = {node.fqn: node.module for node in ModelTree(merged).base if is_quantized_layer(node.module)}
 
-    folder = Path(adapter)
-    _, saved = read_adapter(folder)
-    original, _ = load_pretrained(base, merged.config.quantization_config, dtype)
-    adapted = with_adapter(original, folder, saved)
+    saved = read_adapter(Path(adapter))
+    trained = load_base(base, saved, merged.config.quantization_config, dtype)
+    adapted = adapted_base(trained, saved)
 
     changed: list[str] = []
     sums = torch.zeros(3, dtype=torch.float64)

@@ -81,6 +81,7 @@ def load_pretrained(
     device: torch.device | str = "cpu",
     class_name: str | None = None,
     trust_remote_code: bool = False,
+    num_labels: int | None = None,
 ) -> tuple[Any, set[str]]:
     """Load a model on one device, of the class named or the config's; with the names of what its files lack."""
     import transformers
@@ -94,6 +95,7 @@ def load_pretrained(
     is_quantized = getattr(config, "quantization_config", None) is not None
     options = {} if is_quantized or not quantization_config else {"quantization_config": quantization_config}
     options |= {"trust_remote_code": True} if trust_remote_code else {}
+    options |= {} if num_labels is None else {"num_labels": num_labels}
     options |= {"dtype": dtype or "auto", "device_map": {"": device}, "output_loading_info": True}
     try:
         model, info = cls.from_pretrained(name_or_path, **options)

@@ -41,7 +41,8 @@ _LEADS = "|".join(re.escape(row.leads) for row in _TABLE if row.leads)
 _LEADING = re.compile(rf"^(?:{_LEADS})(?:\.|$)")
 _CHILDREN = "|".join(row.child for row in _TABLE if row.is_inside)
 _COPIES = "|".join(COPIES)
-_INSIDE = re.compile(rf"\.(?:{_CHILDREN}|(?:{_COPIES})\.[^.]+)(?=\.|$)")
+# PEFT's files leave out the name of the adapter, which follows in a live model.
+_INSIDE = re.compile(rf"\.(?:{_CHILDREN}|(?:{_COPIES})(?:\.[^.]+(?=\.))?)(?=\.|$)")
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -24,7 +24,7 @@ from kbitwrap import (
     ManifestMismatchError,
     merge_checkpoint,
 )
-from snapshot import tensor_digest
+from merging import assert_same_model
 from training import adapt, step
 
 # Restoring under a live adapter is what these tests do; those of the wrapper hold the warning itself.
@@ -57,19 +57,6 @@ def train(name: str, quant: str | None, folder: Path, *, shard: int | str = "5GB
         prepared.export(run.merged, merge_adapters=True, model=peft_model, max_shard_size=shard)
     row = zoo.ARCHITECTURES[name]
     return run._replace(quantization=quant and zoo._quantization_config(row, quant, torch.bfloat16))
-
-
-def assert_same_model(found: Path, expected: Path) -> None:
-    """The same tensors bit for bit, in files of the same names, and the same configs."""
-    there, wanted = tensors_of(found), tensors_of(expected)
-    assert {n: tensor_digest(t) for n, t in there.items()} == {n: tensor_digest(t) for n, t in wanted.items()}
-    assert {p.name for p in found.glob("*.safetensors*")} == {p.name for p in expected.glob("*.safetensors*")}
-    for path in expected.glob("*.json"):
-        assert _plain(found / path.name) == _plain(path)
-
-
-def _plain(path: Path) -> Any:
-    return {k: v for k, v in json.loads(path.read_text()).items() if k not in ("_name_or_path", "use_cache")}
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,7 @@ class Tiny(nn.Module):
         ("base_model.model.lm_head.original_module.weight", "lm_head.weight"),
         ("base_model.model.lm_head.modules_to_save.default.weight", "lm_head.weight"),
         ("base_model.model.lm_head.modules_to_save.my-adapter.weight", "lm_head.weight"),
+        ("base_model.model.lm_head.modules_to_save.weight", "lm_head.weight"),
         ("base_model.model.score.modules_to_save.default.dense.weight", "score.dense.weight"),
         ("base_model.model.model.embed_tokens.token_adapter.base_layer.weight", "model.embed_tokens.weight"),
         # DDP, FSDP1, compile, activation checkpointing, and one around the other.
