@@ -50,7 +50,7 @@ def load_base(
     trust_remote_code: bool = False,
 ) -> TrainedBase:
     """Load a base as the run had it, by the manifest or else by the adapter; what its files lack is marked by NaN."""
-    shapes = {**_shapes_in(saved), **_shapes_recorded(manifest)}
+    shapes = {**_shapes_in(saved), **recorded_shapes(manifest)}
     config = read_config(name_or_path, trust_remote_code)
     class_name = _class_name(config, saved, manifest)
     if class_name is not None:
@@ -131,7 +131,7 @@ def _is_replaced(adapted: nn.Module, path: str, rows: range) -> bool:
     return child == "base_layer" and trained.issuperset(rows)
 
 
-def _shapes_recorded(manifest: Manifest | None) -> dict[str, tuple[int, ...]]:
+def recorded_shapes(manifest: Manifest | None) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors that a manifest records and that are not quantized."""
     records = {} if manifest is None else manifest.tensors
     return {fqn: record.shape for fqn, record in records.items() if "float" in record.original_dtype}

@@ -24,6 +24,7 @@ from ..model.wrappers import canonical_fqn, unwrap
 from ..preparation.preparation import Preparation
 from ..tensors.dtypes import HALF_DTYPES, find_dtype
 from ..tensors.lazy import materialize
+from .base import recorded_shapes
 from .inspection import inspect_checkpoint
 from .reader import (
     MANIFEST_NAME,
@@ -164,23 +165,23 @@ class Folder:
     def embedding(self) -> tuple[str, int] | None:
         """The name of the input embeddings, and the number of their rows; ``None`` where nothing tells them.
 
-        Those that are saved here count: an adapter's were resized or trained.
+        Those that are saved here count, and else those of the manifest: they were resized or trained.
         """
-        saved: dict[str, torch.Tensor] = {}
+        shapes = dict(recorded_shapes(self.manifest))
         if self.base is not None:
-            saved.update(self.base.tensors)
+            shapes.update({fqn: tuple(tensor.shape) for fqn, tensor in self.base.tensors.items()})
         for adapter in self.adapters:
-            saved.update({canonical_fqn(name): tensor for name, tensor in adapter.tensors.items()})
+            shapes.update({canonical_fqn(name): tuple(tensor.shape) for name, tensor in adapter.tensors.items()})
         described = self.given.model if self.base is None else self.base.meta
         if described is None:
-            named = [fqn for fqn in saved if fqn.endswith("embed_tokens.weight")]
-            return (named[0], saved[named[0]].shape[0]) if named else None
+            named = [fqn for fqn in shapes if fqn.endswith("embed_tokens.weight")]
+            return (named[0], shapes[named[0]][0]) if named else None
         try:
             weight = described.get_input_embeddings().weight
         except (AttributeError, NotImplementedError):  # its input is no text
             return None
         names = [canonical_fqn(name) for name, parameter in described.named_parameters() if parameter is weight]
-        return names[0], saved.get(names[0], weight).shape[0]
+        return names[0], shapes.get(names[0], weight.shape)[0]
 
 
 class LiveModel(NamedTuple):

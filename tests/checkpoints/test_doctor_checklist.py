@@ -13,10 +13,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models
 
 import trainers
 import zoo
+from files import save_tokenizer
 from kbitwrap import DoctorReport, KbitPreparedModel, doctor
 from kbitwrap.integrations import KbitTrainerCallback
 
@@ -275,13 +275,6 @@ def test_a_half_adapter_whose_training_nothing_records_is_not_measured(run: Path
 # ----------------------------------------------------------------------------------------------------
 
 
-def save_tokenizer(folder: Path, num_ids: int) -> None:
-    vocabulary = {f"w{number}": number for number in range(num_ids - 1)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
-    tokenizer.add_special_tokens(["<|im_start|>"])
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-
-
 def test_a_tokenizer_with_more_ids_than_the_embeddings_have_rows_is_found(runs: Path, run: Path) -> None:
     num_rows = zoo.load("llama").config.vocab_size
     base = shutil.copytree(runs / "base", run / "base")
@@ -296,6 +289,9 @@ def test_a_tokenizer_with_more_ids_than_the_embeddings_have_rows_is_found(runs: 
         assert finding.evidence == (
             f"model.embed_tokens.weight has {num_rows} rows; ids without one: ['<|im_start|> ({num_rows})']"
         )
+    assert outcomes(doctor(run), run / "checkpoint-3")["tokenizer"] == "fault"  # by the manifest
+    for manifest in run.rglob("kbitwrap.json"):
+        manifest.unlink()
     assert outcomes(doctor(run), run / "checkpoint-3")["tokenizer"] == "not measured"
 
 

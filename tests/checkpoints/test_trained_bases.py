@@ -14,7 +14,7 @@ from peft import get_peft_model
 from safetensors.torch import load_file, save_file
 
 import zoo
-from files import tensors_of
+from files import save_tokenizer, tensors_of
 from kbitwrap import ConfigError, KbitPreparedModel, ManifestMismatchError, doctor, merge_checkpoint
 from merging import assert_same_model
 from training import step
@@ -136,12 +136,21 @@ def test_new_rows_that_the_adapter_does_not_hold_are_asked_for_and_taken_from_a_
 
 
 def test_a_resized_base_is_compared_with_the_manifest_but_for_the_rows_that_it_lacks(tmp_path: Path) -> None:
-    run("llama", resized("llama"), zoo.lora_config("llama"), tmp_path)
-    shutil.copy(tmp_path / "kbitwrap.json", tmp_path / "adapter")
-    assert doctor(tmp_path / "adapter", base=zoo.checkpoint("llama")).findings == ()
+    run("llama", resized("llama"), zoo.lora_config("llama", **CASES["rows"]), tmp_path, save_embedding_layers=False)
+    adapter, base = tmp_path / "adapter", zoo.checkpoint("llama")
+    shutil.copy(tmp_path / "kbitwrap.json", adapter)
+    save_tokenizer(adapter, NUM_ROWS)
+    report = doctor(adapter, base=base)
+    outcomes = {examined.what: examined.outcome for examined in report.looked_at}
+    assert (report.findings, outcomes["base"], outcomes["tokenizer"]) == ((), "fine", "fine")
+    save_tokenizer(adapter, NUM_ROWS + 1)
+    (finding,) = doctor(adapter, base=base).findings
+    assert finding.evidence.startswith(f"model.embed_tokens.weight has {NUM_ROWS} rows")
     other = shutil.copytree(zoo.checkpoint("llama"), tmp_path / "other")
     tensors = load_file(other / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"][0, 0] += 1
     save_file(tensors, other / "model.safetensors", {"format": "pt"})
     with pytest.raises(ManifestMismatchError, match=r"layers\.0\.mlp\.up_proj"):
-        merge_checkpoint(other, tmp_path / "adapter", tmp_path / "none")
+        merge_checkpoint(other, adapter, tmp_path / "none")
+    whats = [finding.what for finding in doctor(adapter, base=other).findings]
+    assert "the base is not the one in the manifest, or it drifted" in whats
