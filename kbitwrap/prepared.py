@@ -331,6 +331,7 @@ class KbitPreparedModel:
         *,
         merge_adapters: bool = False,
         model: nn.Module | None = None,
+        processing_class: Any = None,
         max_shard_size: int | str = "5GB",
         overwrite: bool = False,
     ) -> ExportReport:
@@ -344,7 +345,7 @@ class KbitPreparedModel:
         With ``merge_adapters`` it is a plain model, which loads without bitsandbytes and PEFT: quantized weights are
         dequantized (4 bits in the dtype of their ``quant_state``, 8 bits in float32), the deltas of the active adapters
         added in float32, and each value rounded once to the original half dtype. Trained copies (``modules_to_save``)
-        take the place of the originals. Without active adapters it is the dequantized base.
+        take the place of the originals. Without active adapters it is the dequantized base, and a warning says so.
 
         Of several processes that train together one calls it. Where FSDP sharded the model since, all call it: they
         gather one parameter at a time, rank 0 writes, all get its report, and what fails on one raises on all.
@@ -353,16 +354,18 @@ class KbitPreparedModel:
             path: The folder to make.
             merge_adapters: Write the plain model with the active adapters merged, instead of the exact base.
             model: The model with its adapters, such as a ``PeftModel``; ``None``: those inside the model itself.
+            processing_class: The tokenizer, the processor, or another object with ``save_pretrained``, to write too.
             max_shard_size: The most bytes in a file, or a string such as ``"5GB"``.
-            overwrite: Replace a folder that is there.
+            overwrite: Replace the files of a checkpoint at ``path``; where others are there, nothing is written.
 
         Raises:
-            ConfigError: ``max_shard_size`` is invalid.
+            ConfigError: ``max_shard_size`` is invalid, or ``processing_class`` cannot be saved.
             UnsupportedModelError: The model is offloaded, or sharded by ZeRO-3, or ``model`` is another; with
                 ``merge_adapters``, it is sharded.
             ExportError: The exact base is gone, because adapters are merged into it, its tensors were replaced,
-                or a frozen one holds other values; a quantized layer has lost its scales; it cannot be written; or an
-                active adapter cannot be merged exactly. ``fqn`` names the first. Nothing was left at ``path``.
+                or a frozen one holds other values; a quantized layer has lost its scales; it cannot be written;
+                ``path`` is, holds or lies in the folder that the model was loaded from; or an active adapter cannot be
+                merged exactly. ``fqn`` names the first. Nothing was left at ``path``.
 
         Example:
             >>> import tempfile, warnings, torch
@@ -381,6 +384,7 @@ class KbitPreparedModel:
             path,
             merge_adapters=merge_adapters,
             live=model,
+            processing_class=processing_class,
             max_shard_size=max_shard_size,
             overwrite=overwrite,
             progress=self.config.progress,

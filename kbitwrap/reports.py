@@ -280,6 +280,7 @@ class ExportReport(Report):
         merged: The fqns of the layers that adapters were merged into.
         seconds: The time it took, in seconds.
         saved_bytes: The bytes by which the tensors are smaller than in the checkpoint that was read.
+        is_merge: Whether adapters were to be merged; where ``merged`` is empty, the model had no active one.
     """
 
     path: Path
@@ -290,6 +291,7 @@ class ExportReport(Report):
     merged: tuple[str, ...] = ()
     seconds: float = 0.0
     saved_bytes: int = 0
+    is_merge: bool = False
 
     def _brief(self) -> str:
         return f"{self.num_tensors} tensors, {self.num_bytes:,} bytes, {shown(str(self.path))}"
@@ -298,5 +300,5 @@ class ExportReport(Report):
         parts = [f"{self.num_tensors} tensors", f"{self.num_bytes:,} bytes", f"{self.seconds:.1f} s"]
         parts += [f"{len(self.converted)} converted"] if self.converted else []
         parts += [f"{self.saved_bytes:,} bytes saved"] if self.saved_bytes else []
-        parts += [f"{len(self.merged)} layers merged"] if self.merged else []
+        parts += [f"{len(self.merged)} layers merged"] if self.is_merge else []
         return f"{self.path}: {', '.join(parts)}"

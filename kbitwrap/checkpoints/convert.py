@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import functools
 import json
 import os
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError, ManifestMismatchError
-from ..export.writer import Progress, checkpoint_writer, split_into_files
+from ..export.writer import Progress, checkpoint_writer, is_of_a_model, split_into_files
 from ..manifest.manifest import Manifest
 from ..model.quantization import is_of_another_library
 from ..model.wrappers import canonical_fqn
@@ -59,7 +60,7 @@ def convert_checkpoint(
             is the dtype that the config of ``src`` names.
         max_shard_size: The maximum size of a file in bytes, or a string such as ``"5GB"``; ``None`` keeps the files of
             ``src``.
-        overwrite: Replace a folder that is not empty.
+        overwrite: Replace the files of a checkpoint at ``dst``; where others are there, nothing is written.
         progress: Show a bar of the bytes written, on a terminal; or a function that is called with each number of them.
 
     Returns:
@@ -71,14 +72,15 @@ def convert_checkpoint(
         ManifestError: The manifest cannot be read.
         ManifestMismatchError: A tensor is not one of the manifest's, or has another shape or dtype. Nothing was
             written.
-        ExportError: It could not be written, or a value is too large for float16. Nothing was left at ``dst``.
+        ExportError: It could not be written, ``dst`` is, holds or lies in what is read, or a value is too large for
+            float16. Nothing was left at ``dst``.
 
     Example:
         >>> import os, tempfile, torch
         >>> from safetensors.torch import load_file, save_file
         >>> folder = tempfile.mkdtemp()
         >>> save_file({"norm.weight": torch.ones(4)}, os.path.join(folder, "model.safetensors"))
-        >>> report = convert_checkpoint(folder, os.path.join(folder, "bf16"), dtype="bfloat16")
+        >>> report = convert_checkpoint(folder, f"{folder}-bf16", dtype="bfloat16")
         >>> report.converted, report.num_bytes, report.saved_bytes
         (('norm.weight',), 8, 8)
         >>> load_file(report.path / "model.safetensors")["norm.weight"].dtype
@@ -97,10 +99,26 @@ def convert_checkpoint(
     metadata = {file: checkpoint.metadata.get(file, first) for file in files}
     # Files that keep their names keep the index's name too.
     index_name = checkpoint.index if files.keys() == checkpoint.files.keys() else None
+    written = {*files, index_name}
+
+    def is_replaced(found: Path) -> bool:
+        if found.name in written or checkpoint.path.is_file():
+            return found.name in written
+        source = checkpoint.folder / found.name
+        return is_of_a_model(found) or (source.is_file() and filecmp.cmp(found, source, shallow=False))
+
     index = read_json(checkpoint.folder / checkpoint.index) if checkpoint.index else None
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     shown = None if progress is True else progress
-    with checkpoint_writer(dst, "convert", overwrite=overwrite, num_bytes=num_bytes, progress=shown) as writer:
+    with checkpoint_writer(
+        dst,
+        "convert",
+        overwrite=overwrite,
+        progress=shown,
+        sources=[path for path in (src, like, manifest) if isinstance(path, (str, os.PathLike))],
+        owns=is_replaced,
+        num_bytes=num_bytes,
+    ) as writer:
         if checkpoint.path.is_dir():
             _copy_rest(checkpoint, writer.folder, chosen)
         writer.save(tensors, files, metadata, index_name, index)
@@ -264,7 +282,7 @@ def _copy_own(folder: Path, src: str | Path, dst: str | Path) -> None:
 
 
 def _ignored(folder: str, names: list[str]) -> list[str]:
-    """The names in a folder that are not copied: the destination may lie in it too."""
+    """The names in a folder that are not copied."""
     folders = {name: path for name in names if os.path.isdir(path := os.path.join(folder, name))}
     linked = [path for path in folders.values() if os.path.islink(path)]
     if linked:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -17,7 +18,14 @@ from ..errors import ConfigError, ExportError
 from ..export.export import save_model
 from ..export.merge import merge_into
 from ..export.twin import build_twin
-from ..export.writer import Progress, checkpoint_writer, split_into_files
+from ..export.writer import (
+    PROCESSOR_FILES,
+    TOKENIZER_FILES,
+    Progress,
+    checkpoint_writer,
+    is_of_a_model,
+    split_into_files,
+)
 from ..manifest.contents import versions
 from ..manifest.manifest import Manifest
 from ..model.pretrained import read_config
@@ -29,12 +37,19 @@ from .adapters import read_adapter
 from .base import adapted_base, check_base, load_base
 from .reader import MANIFEST_NAME, recorded_quantization
 
-# What a tokenizer is saved as, and what a processor adds to it.
-_TOKENIZER = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
-)
-_PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_CARD = """\
+---
+base_model: {name}
+library_name: transformers
+tags:
+- merged
+---
+
+# {name}, merged
+
+The base, {name}, {how}, with the {peft_type} adapter `{adapter}` added in float32 and rounded once. Merged by {tool} \
+on {device}.
+"""
 
 
 def merge_checkpoint(
@@ -69,7 +84,7 @@ def merge_checkpoint(
             base's own config, or the manifest, says; ``False`` for a base that was not quantized.
         dtype: The dtype of what is not quantized; ``None`` for the manifest's, or else the config's.
         max_shard_size: The maximum size of a file in bytes, or a string such as ``"5GB"``.
-        overwrite: Replace a folder that is not empty.
+        overwrite: Replace the files of a checkpoint at ``dst``; where others are there, nothing is written.
         progress: Show a bar of the bytes written, on a terminal; or a function that is called with each number of them.
         device: The device to quantize and merge on; ``None`` for CUDA if there is one, else the CPU.
         trust_remote_code: Run the code that the base's folder brings along.
@@ -81,7 +96,8 @@ def merge_checkpoint(
         ConfigError: There is no base or adapter, the adapter does not belong to the base, or it is not known how the
             base was quantized, or it was saved quantized otherwise than given.
         ManifestMismatchError: The base is not the one that the manifest records.
-        ExportError: It cannot be merged or written. Nothing was left at ``dst``.
+        ExportError: It cannot be merged or written, or ``dst`` is, holds or lies in what is read. Nothing was left at
+            ``dst``.
 
     Example:
         >>> from kbitwrap import merge_checkpoint
@@ -93,7 +109,14 @@ def merge_checkpoint(
     start, folder = time.perf_counter(), Path(adapter)
     saved = read_adapter(folder)
     split_into_files({}, max_shard_size)  # refuses an invalid size before anything is computed
-    writing = checkpoint_writer(dst, "merge", overwrite=overwrite, progress=None if progress is True else progress)
+    writing = checkpoint_writer(
+        dst,
+        "merge",
+        overwrite=overwrite,
+        progress=None if progress is True else progress,
+        sources=[path for path in (base, adapter, manifest) if isinstance(path, (str, os.PathLike))],
+        owns=lambda found: is_of_a_model(found) or _is_card(found),
+    )
     with torch.random.fork_rng(devices=[]), writing as writer:  # loading draws numbers
         if manifest is None and (folder / MANIFEST_NAME).is_file():
             manifest = folder / MANIFEST_NAME
@@ -116,13 +139,22 @@ def merge_checkpoint(
                     "free there; nothing was written"
                 )
             save_model(twin.model, writer, max_shard_size)
-        for names in (_TOKENIZER, _PROCESSOR):
+        for names in (TOKENIZER_FILES, PROCESSOR_FILES):
             _copy(names, base, folder, writer.folder)
         is_said = record is None and (settings is not None or quantization_config is False)  # and recorded nowhere
         card = _card(base, folder, saved.config, trained.model, is_said, device)
         (writer.folder / "README.md").write_text(card, encoding="utf-8")
     seconds = time.perf_counter() - start
-    return ExportReport(Path(dst), writer.files, writer.num_tensors, writer.num_bytes, twin.converted, merged, seconds)
+    return ExportReport(
+        Path(dst),
+        writer.files,
+        writer.num_tensors,
+        writer.num_bytes,
+        twin.converted,
+        merged,
+        seconds,
+        is_merge=True,
+    )
 
 
 def _quantization(base: Any, given: Any, manifest: Manifest | None, trust_remote_code: bool) -> Any:
@@ -179,8 +211,15 @@ def _card(base: Any, adapter: Path, config: Mapping[str, Any], model: nn.Module,
     said = "as the merge was told, which no record of the training confirms," if is_said else "as in training"
     how = f"quantized with {method}{four} {said} and dequantized exactly" if method else f"unquantized, {said}"
     tool = " ".join(("kbitwrap", versions().get("kbitwrap", ""))).strip()
-    return (
-        f"---\nbase_model: {name}\nlibrary_name: transformers\ntags:\n- merged\n---\n\n# {name}, merged\n\n"
-        f"The base, {name}, {how}, with the {config.get('peft_type', 'PEFT')} adapter `{adapter.name}` added in "
-        f"float32 and rounded once. Merged by {tool} on {torch.device(device).type}.\n"
+    peft_type = config.get("peft_type", "PEFT")
+    return _CARD.format(
+        name=name, how=how, peft_type=peft_type, adapter=adapter.name, tool=tool, device=torch.device(device).type
     )
+
+
+def _is_card(path: Path) -> bool:
+    """Whether a file is a model card as `_card` writes it, and as nobody has changed it since."""
+    if path.name != "README.md":
+        return False
+    pattern = re.sub(r"\\{\w+\\}", lambda field: r"[^\n]*", re.escape(_CARD))
+    return re.fullmatch(pattern, path.read_text(encoding="utf-8", errors="replace")) is not None

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..bench.files import replacing
 from ..bench.settings import (
     CASES,
     CHUNKED,
@@ -225,7 +226,7 @@ def command(
         _check_plot(given)
     settings = None if source is not None else _loss_settings(given) if loss else _settings(given)
     if output is not None:
-        check_file(output, "--output", overwrite=overwrite)
+        check_file(output, "--output", overwrite=overwrite, source=source)
     result = _read(source) if source is not None else _measure(given, settings)
     try:
         text = f"{json.dumps(result, indent=2)}\n" if json_ else _as_text(result)
@@ -360,14 +361,15 @@ def _check_plot(given: SimpleNamespace) -> None:
         raise InputError(
             "--plot draws the costs of preparing and training, or losses: leave out --identity and --export"
         )
-    check_plot(given.plot, overwrite=given.overwrite)
+    check_plot(given.plot, overwrite=given.overwrite, source=given.source)
 
 
 def _plot(result: dict[str, Any], path: Path) -> None:
     from ..bench.plot import draw, draw_losses
 
     try:
-        (draw_losses if "losses" in result else draw)(result, path)
+        with replacing(path) as unfinished:
+            (draw_losses if "losses" in result else draw)(result, unfinished)
     except OSError as error:
         raise _cannot_write(path, error) from error
 
@@ -390,6 +392,7 @@ def _cannot_write(path: Path, error: OSError) -> InputError:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        with replacing(path) as unfinished:
+            unfinished.write_text(text, encoding="utf-8")
     except OSError as error:
         raise _cannot_write(path, error) from error

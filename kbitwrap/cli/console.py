@@ -328,16 +328,17 @@ def check_folder(path: Path, *, overwrite: bool) -> None:
         raise InputError(f"--out: {str(path)!r} exists and is not empty; choose another folder, or add --overwrite")
 
 
-def check_file(path: Path, option: str, *, overwrite: bool) -> None:
+def check_file(path: Path, option: str, *, overwrite: bool, source: str | Path | None) -> None:
     """Refuse a file that cannot be written, before anything is computed for it.
 
     Args:
         path: The file.
         option: The option that named it.
         overwrite: Whether one that exists is to be replaced.
+        source: The path of what is read for it, if it has one.
 
     Raises:
-        InputError: Something is there, or there is no folder to write to.
+        InputError: Something is there, it is or lies in the source, or there is no folder to write to.
     """
     if path.is_dir():
         raise InputError(f"{option}: expected a file, found the folder {str(path)!r}")
@@ -347,3 +348,7 @@ def check_file(path: Path, option: str, *, overwrite: bool) -> None:
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         why = "cannot be written to" if folder.is_dir() else "is not there"
         raise InputError(f"{option}: cannot write {str(path)!r}: the folder {str(folder)!r} {why}")
+    real = Path(os.path.realpath(path))
+    around = [outer for outer in (real, *real.parents) if outer.exists()]
+    if source is not None and os.path.exists(source) and any(os.path.samefile(outer, source) for outer in around):
+        raise InputError(f"{option}: {str(path)!r} is or lies in {str(source)!r}, which is read; choose another name")

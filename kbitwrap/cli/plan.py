@@ -140,7 +140,7 @@ def command(
     if not step:
         _refuse_of_steps(of_steps, precision or ())
     if plot is not None:
-        check_plot(plot, overwrite=overwrite)
+        check_plot(plot, overwrite=overwrite, source=model)
     _expect_installed(quant)
     if not step:
         return _plan_preparation(PreparationRequest(model, quant, dtype, memory_budget, plot), precision or (), json_)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..bench.files import replacing
 from ..bench.settings import PLOT_SUFFIXES
 from .console import InputError, check_file
 
@@ -17,12 +18,13 @@ _GIB = 2**30
 _STYLE = {"svg.fonttype": "none", "figure.facecolor": "#ffffff", "axes.facecolor": "#ffffff"}
 
 
-def check_plot(path: Path, *, overwrite: bool) -> None:
+def check_plot(path: Path, *, overwrite: bool, source: str | Path | None) -> None:
     """Refuse a figure that cannot be drawn to a file, before anything is computed for it.
 
     Args:
         path: The file.
         overwrite: Whether one that exists is to be replaced.
+        source: The path of what is drawn, if it has one.
 
     Raises:
         InputError: matplotlib is not installed, the name has another suffix, or the file cannot be written.
@@ -31,7 +33,7 @@ def check_plot(path: Path, *, overwrite: bool) -> None:
         raise InputError("--plot needs matplotlib, which is not installed: pip install 'kbitwrap[plot]'")
     if path.suffix not in PLOT_SUFFIXES:
         raise InputError(f"--plot: expected a name that ends in {' or '.join(PLOT_SUFFIXES)}, found {str(path)!r}")
-    check_file(path, "--plot", overwrite=overwrite)
+    check_file(path, "--plot", overwrite=overwrite, source=source)
 
 
 def draw(
@@ -77,7 +79,7 @@ def draw(
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
         figure.legend(loc="outside right upper", frameon=False, fontsize="small")
-        _save(lambda: figure.savefig(path), path)
+        _save(figure.savefig, path)
 
 
 def draw_steps(steps: Mapping[str, StepMemory], path: Path, title: str, budget: int | None) -> None:
@@ -97,14 +99,15 @@ def draw_steps(steps: Mapping[str, StepMemory], path: Path, title: str, budget: 
     if len(steps) == 1:
         (step,) = steps.values()
         with matplotlib.rc_context(_STYLE):  # type: ignore[arg-type]
-            _save(lambda: step.plot(path), path)
+            _save(step.plot, path)
         return
     kinds = {name: {k.replace("_", " "): size for k, size in step.by_kind.items()} for name, step in steps.items()}
     draw(kinds, path, title, budget=budget)
 
 
-def _save(save: Callable[[], object], path: Path) -> None:
+def _save(save: Callable[[Path], object], path: Path) -> None:
     try:
-        save()
+        with replacing(path) as unfinished:
+            save(unfinished)
     except OSError as error:
         raise InputError(f"cannot write {str(path)!r}: {error.strerror}") from error

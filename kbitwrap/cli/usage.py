@@ -169,7 +169,7 @@ def choice(*names: str, choices: Iterable[str], help: str, **fields: Any) -> Any
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object in place of text.")]
 Out = Annotated[Path, typer.Option("--out", metavar="DST", parser=path, help="The folder to make.")]
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace DST if it exists, and contains no folders itself.")
+    bool, typer.Option("--overwrite", help="Replace the files of a checkpoint at DST, and no other files.")
 ]
 TrustRemoteCode = Annotated[
     bool,

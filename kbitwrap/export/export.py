@@ -11,14 +11,14 @@ import tempfile
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import ExportError, StateError, UnsupportedModelError
+from ..errors import ConfigError, ExportError, StateError, UnsupportedModelError
 from ..model.checks import refuse_unreadable
 from ..model.quantization import is_of_a_quantizer, quantized_stacks
 from ..model.tree import ModelTree, join, named_modules
@@ -30,7 +30,7 @@ from ..tensors.bits import is_composed
 from ..tensors.lazy import LazyTensor, keeping_last, materialize
 from .merge import merge_into
 from .sharding import Gathering
-from .staging import beside
+from .staging import Source
 from .twin import Twin, build_twin
 from .writer import CheckpointWriter, checkpoint_writer, read_header, split_into_files
 
@@ -45,10 +45,16 @@ def export_model(
     *,
     merge_adapters: bool,
     live: nn.Module | None,
+    processing_class: Any,
     **options: Any,
 ) -> ExportReport:
     """Write the base of a model, or the merged model, as ``KbitPreparedModel.export`` documents it."""
     live = model if live is None else live
+    if processing_class is not None and not hasattr(processing_class, "save_pretrained"):
+        raise ConfigError(
+            "processing_class: expected a tokenizer, a processor or another object with save_pretrained, found a "
+            f"{type(processing_class).__name__}"
+        )
     with plain_mode():
         tree = ModelTree(model) if preparation is None else preparation.tree()
         gathering = None if preparation is None else Gathering.of(tree, "export", ExportError)
@@ -67,21 +73,38 @@ def export_model(
             if live is not model:
                 tree = ModelTree(live) if preparation is None else preparation.tree(live)
             twin = build_twin(tree, preparation, gathering)
-            merged = merge_into(twin) if merge_adapters else ()
-        write = functools.partial(export_twin, twin, path, merged=merged, **options)
+            merged = merge_into(twin) if merge_adapters else None
+        if merged == ():
+            warnings.warn(
+                "no adapter of the model is active, so none was merged, and the dequantized base is written: activate "
+                "one (set_adapter), or give the model that holds it (model=)",
+                UserWarning,
+                stacklevel=3,  # the caller of KbitPreparedModel.export
+            )
+        sources = _sources(live, processing_class)
+        write = functools.partial(
+            export_twin, twin, path, merged=merged, processing_class=processing_class, sources=sources, **options
+        )
         return write() if gathering is None else gathering.lead(write)
+
+
+def _sources(model: nn.Module, processing_class: Any) -> list[str]:
+    """What a model and its tokenizer were loaded from: folders, or names on the hub."""
+    found = [getattr(processing_class, "name_or_path", None)]
+    found += [getattr(vars(module).get("config"), "_name_or_path", None) for _, module in named_modules(model)]
+    return [name for name in dict.fromkeys(found) if isinstance(name, str)]
 
 
 def merged_weights(
     preparation: Preparation, adapters: str | Sequence[str] | None, moment: Callable[[], tuple[Any, ...]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Hand out what a merged export writes, as long as ``moment`` returns the same objects, a state first."""
-    with plain_mode(), beside(Path(tempfile.gettempdir(), "kbitwrap")) as (folder, _):
+    with plain_mode(), tempfile.TemporaryDirectory(prefix="kbitwrap-") as folder:
         tree = preparation.tree()
         refuse_unreadable(tree, allow_sharded=False)
         twin = build_twin(tree, preparation)
         merge_into(twin, [adapters] if isinstance(adapters, str) else adapters)
-        collector = _Collector(folder)
+        collector = _Collector(Path(folder))
         with _refusing(twin.model, "the model is as it was"):
             save_model(twin.model, collector, sys.maxsize)
     return _computed(collector.tensors, moment, moment())
@@ -140,16 +163,29 @@ def export_twin(
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
     progress: bool = False,
-    merged: tuple[str, ...] = (),
+    merged: tuple[str, ...] | None = None,
+    processing_class: Any = None,
+    sources: Iterable[Source] = (),
 ) -> ExportReport:
     """Write a twin as a checkpoint, whole or not at all; its config gets the fields that ``save_pretrained`` sets."""
     start = time.perf_counter()
     split_into_files({}, max_shard_size)  # refuses an invalid size before anything is written
     refusing = _refusing(twin.model, f"{os.fspath(path)} is as it was")
-    with checkpoint_writer(path, "export", overwrite=overwrite, progress=progress) as writer, refusing:
+    writing = checkpoint_writer(path, "export", overwrite=overwrite, progress=progress, sources=sources)
+    with writing as writer, refusing:
         save_model(twin.model, writer, max_shard_size)
-    seconds = time.perf_counter() - start
-    return ExportReport(Path(path), writer.files, writer.num_tensors, writer.num_bytes, twin.converted, merged, seconds)
+        if processing_class is not None:
+            processing_class.save_pretrained(writer.folder)
+    return ExportReport(
+        Path(path),
+        writer.files,
+        writer.num_tensors,
+        writer.num_bytes,
+        twin.converted,
+        merged or (),
+        time.perf_counter() - start,
+        is_merge=merged is not None,
+    )
 
 
 def save_model(model: Any, writer: CheckpointWriter, max_shard_size: int | str) -> None:

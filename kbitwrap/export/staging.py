@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 if sys.platform != "win32":
@@ -19,8 +19,19 @@ if sys.platform != "win32":
 from ..edits.journal import finish
 from ..errors import ExportError
 
-# Names in the hidden folder beside a destination: its new content, and the old content that was moved out of the way.
-_NEW, _OLD = "new", "old"
+# Names in the hidden folder: the new content; the old files while they are moved out, and when all of them are.
+_NEW, _OLD, _REPLACED = "new", "old", "replaced"
+_HIDDEN = ".kbitwrap-"
+# A folder without them is taken for no checkpoint.
+_LAST = ("adapter_config.json", "config.json")
+# Why no folder can take another's place where files can: a mount point, a lower layer, another user's.
+_IN_PLACE = (errno.EBUSY, errno.EXDEV, errno.EPERM, errno.EACCES)
+_MOST_NAMED = 5
+
+Owns = Callable[[Path], bool]
+"""Tells of a file at a destination whether overwriting replaces it."""
+Source = str | os.PathLike[str]
+"""The path of what is read while a destination is written; of a name on the hub, nothing is there."""
 
 
 def refuse_special(path: str | os.PathLike[str]) -> None:
@@ -30,27 +41,41 @@ def refuse_special(path: str | os.PathLike[str]) -> None:
 
 
 @contextlib.contextmanager
-def staged(destination: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a hidden folder that replaces the destination in one step when the body ends, and is gone if it raises.
+def staged(
+    destination: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    owns: Owns = lambda path: False,
+    sources: Iterable[Source] = (),
+) -> Iterator[Path]:
+    """Yield a hidden folder whose content is at the destination when the body ends, and is gone if it raises.
 
-    An empty folder may stand at the destination; with ``overwrite``, any folder without subfolders. Nothing is flushed,
-    as when the libraries save a checkpoint: a power failure loses what the system has not written by then.
+    An empty folder may stand at the destination; with ``overwrite``, one with nothing but files that ``owns`` tells.
+    Nothing is flushed, as when the libraries save a checkpoint: a power failure loses what the system has not written
+    by then.
     """
+    where = os.fspath(destination)
+    _refuse_sources(_resolved(destination), where, sources)
     with beside(destination) as (hidden, target):
-        _check_replaceable(target, destination, overwrite)
+        _refuse_strange(target, where, owns, overwrite)
         folder = hidden / _NEW
         folder.mkdir()
         yield folder
-        if not _check_replaceable(target, destination, overwrite):
-            os.rename(folder, target)  # takes the place of an empty folder, and of nothing else
-        elif not _exchange(folder, target):
-            os.rename(target, hidden / _OLD)
-            os.rename(folder, target)
+        _refuse_strange(target, where, owns, overwrite)
+        outside = _moved_out(hidden, target)
+        if outside is None or not _took_place(outside / _NEW, target):
+            _move_in(outside or hidden, target)
 
 
-def atomic_write(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write or replace a file; it is whole, or as it was before where `ExportError` is raised."""
+def atomic_write(path: str | os.PathLike[str], data: bytes, owns: Owns) -> None:
+    """Write a file, or replace one that ``owns`` tells; it is whole, or as it was where `ExportError` is raised."""
     with beside(path) as (hidden, target):
+        if os.path.lexists(target) and not (target.is_file() and owns(target)):
+            found = "a folder" if target.is_dir() else "another file"
+            raise ExportError(
+                f"{os.fspath(path)}: expected nothing, or a file that a save has written before, found {found}; "
+                "nothing was written: choose another name"
+            )
         with open(hidden / _NEW, "wb") as file:
             file.write(data)
             file.flush()
@@ -58,55 +83,92 @@ def atomic_write(path: str | os.PathLike[str], data: bytes) -> None:
         os.replace(hidden / _NEW, target)
 
 
-def _check_replaceable(target: Path, destination: str | os.PathLike[str], overwrite: bool) -> bool:
-    """Whether a folder that is not empty is to be replaced; raises where something else is in the way."""
-    where = os.fspath(destination)
+# ----------------------------------------------------------------------------------------------------
+# What is refused.
+# ----------------------------------------------------------------------------------------------------
+
+
+def _refuse_strange(target: Path, where: str, owns: Owns, overwrite: bool) -> None:
+    """Raise where something is at the destination that must not be replaced."""
     if not os.path.lexists(target):
-        return False
+        return
     if not target.is_dir():
         raise ExportError(f"{where}: expected a folder or nothing, found a file; nothing was written")
-    entries = list(target.iterdir())
+    entries = sorted(entry for entry in target.iterdir() if not entry.name.startswith(_HIDDEN))
     if entries and not overwrite:
         raise ExportError(
             f"{where}: exists and is not empty; choose another folder, or replace this one "
             "(overwrite=True, --overwrite)"
         )
-    folders = [entry.name for entry in entries if entry.is_dir()]
-    if folders:
-        raise ExportError(
-            f"{where}: contains the folder {folders[0]!r}, which overwriting would delete; nothing was written: remove "
-            "that folder yourself, or choose another destination"
-        )
-    return bool(entries)
+    strange = [entry.name for entry in entries if entry.is_symlink() or not entry.is_file() or not owns(entry)]
+    if not strange:
+        return
+    named = ", ".join(map(repr, strange[:_MOST_NAMED]))
+    more = f" and {len(strange) - _MOST_NAMED} more" if len(strange) > _MOST_NAMED else ""
+    raise ExportError(
+        f"{where}: holds what overwriting would delete and no checkpoint of this kind consists of: {named}{more}; "
+        "nothing was written: move that away, or choose another destination"
+    )
+
+
+def _refuse_sources(target: Path, where: str, sources: Iterable[Source]) -> None:
+    """Raise where a destination is or holds a source, or lies in one, by whatever path, link or mount."""
+    for source in sources:
+        lies_in = _identities([source]) & _identities([target, *target.parents])
+        holds = _identities([target]) & _identities(_folders_around(source))
+        if lies_in or holds:
+            raise ExportError(
+                f"{where}: is, holds or lies in {os.fspath(source)!r}, which is read; nothing was written: choose a "
+                "destination outside"
+            )
+
+
+def _identities(paths: Iterable[Source]) -> set[tuple[int, int]]:
+    """What tells the files and folders that are there from all others, whatever their paths."""
+    found = set()
+    for path in paths:
+        with contextlib.suppress(OSError, ValueError):
+            status = os.stat(path)
+            found.add((status.st_dev, status.st_ino))
+    return found
+
+
+def _folders_around(source: Source) -> list[Path]:
+    """The folders that hold a source, or a file that a link in it leads to; none where nothing is there."""
+    read = [os.fspath(source)] if os.path.exists(source) else []
+    if os.path.isdir(source):
+        read += [entry.path for entry in os.scandir(source) if entry.is_symlink()]
+    real = [Path(os.path.realpath(path)) for path in read]
+    return [folder for path in real for folder in path.parents]
+
+
+# ----------------------------------------------------------------------------------------------------
+# The hidden folder.
+# ----------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def beside(path: str | os.PathLike[str]) -> Iterator[tuple[Path, Path]]:
-    """Make a hidden folder beside a path, locked while its process lives, and remove it in the end."""
-    where = os.fspath(path)
-    if not where:
-        raise ExportError("'': expected a path; '.' is the working directory")
-    try:
-        target = Path(os.path.realpath(path))
-    except ValueError as error:  # a NUL
-        raise ExportError(f"{where!r}: not a valid path: {error}") from error
+    """Make a hidden folder in a folder, or beside a file, locked while its process lives; remove it in the end."""
+    where, target = os.fspath(path), _resolved(path)
     made = [parent for parent in target.parents if not os.path.lexists(parent)]
     # A hash, because the destination's own name may be as long as names can be.
-    prefix = f".kbitwrap-{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}-"
+    prefix = f"{_HIDDEN}{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}-"
     hidden = lock = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        home = target if target.is_dir() else target.parent
         _recover(target, prefix)
         while lock is None:  # another one where it was taken for a leftover before it was locked
-            hidden = target.parent / f"{prefix}{secrets.token_hex(8)}"
+            hidden = home / f"{prefix}{secrets.token_hex(8)}"
             hidden.mkdir(mode=0o700)
             lock = _lock(hidden)
         assert hidden is not None
         yield hidden, target
-        finish(_clear, hidden, target)
+        finish(_clear, hidden.name, target)
     except BaseException as error:
         if hidden is not None:
-            finish(_clear, hidden, target)
+            finish(_clear, hidden.name, target)
         for parent in made:
             with contextlib.suppress(OSError):
                 parent.rmdir()
@@ -119,6 +181,16 @@ def beside(path: str | os.PathLike[str]) -> Iterator[tuple[Path, Path]]:
     finally:
         if lock is not None:
             os.close(lock)
+
+
+def _resolved(path: str | os.PathLike[str]) -> Path:
+    """The path without links; raises `ExportError` for what is none."""
+    if not os.fspath(path):
+        raise ExportError("'': expected a path; '.' is the working directory")
+    try:
+        return Path(os.path.realpath(path))
+    except ValueError as error:  # a NUL
+        raise ExportError(f"{os.fspath(path)!r}: not a valid path: {error}") from error
 
 
 def _lock(folder: Path) -> int | None:
@@ -136,26 +208,99 @@ def _lock(folder: Path) -> int | None:
 
 
 def _recover(target: Path, prefix: str) -> None:
-    """Clear the hidden folders that killed processes left beside a destination."""
+    """Clear the hidden folders that killed processes left beside a destination, or in it."""
     if sys.platform == "win32":
         return
-    for leftover in target.parent.glob(f"{prefix}*"):
+    for leftover in (*target.parent.glob(f"{prefix}*"), *target.glob(f"{prefix}*")):
         with contextlib.suppress(PermissionError):  # another user's
             lock = _lock(leftover)
             if lock is not None:
                 try:
-                    _clear(leftover, target)
+                    _clear(leftover.name, target)
                 finally:
                     os.close(lock)
 
 
-def _clear(hidden: Path, target: Path) -> None:
-    """Remove a hidden folder; the old content goes back if nothing is at the destination now."""
-    old = hidden / _OLD
-    if old.exists():
-        # Renamed in either case, so that a partly removed folder is never taken for the old content.
-        os.rename(old, hidden / "replaced" if os.path.lexists(target) else target)
-    shutil.rmtree(hidden, ignore_errors=True)
+def _clear(name: str, target: Path) -> None:
+    """Remove a hidden folder; what was stopped half-way is taken back before, or ended where all the old is out."""
+    for hidden in (target / name, target.parent / name):
+        if (hidden / _OLD).exists():
+            _move(_in_order(hidden / _OLD), target)
+        elif (hidden / _REPLACED).exists() and (hidden / _NEW).exists():
+            _move(_in_order(hidden / _NEW), target)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+# ----------------------------------------------------------------------------------------------------
+# The new content takes the place of the old.
+# ----------------------------------------------------------------------------------------------------
+
+
+def _moved_out(hidden: Path, target: Path) -> Path | None:
+    """Move a hidden folder out of a destination; ``None`` where no folder of ours can take the destination's place."""
+    if hidden.parent != target:
+        return hidden
+    new, old = (hidden / _NEW).stat(), target.stat()
+    is_alike = (new.st_uid, new.st_gid) == (old.st_uid, old.st_gid)
+    is_used = _identities([target]) == _identities([os.curdir]) or len([*target.glob(f"{_HIDDEN}*")]) > 1
+    if is_used or not is_alike:
+        return None
+    shutil.copymode(target, hidden / _NEW)
+    outside = target.parent / hidden.name
+    try:
+        os.rename(hidden, outside)
+    except OSError:  # the destination is a mount point, or the folder it is in is another user's
+        return None
+    return outside
+
+
+def _took_place(folder: Path, target: Path) -> bool:
+    """Put a folder at a destination in one step; false where no folder can be renamed to it, and it is as it was."""
+    if os.path.lexists(target) and any(target.iterdir()):
+        return _exchange(folder, target)
+    try:
+        os.rename(folder, target)  # takes the place of an empty folder, and of nothing else
+    except OSError as error:
+        if error.errno not in _IN_PLACE:
+            raise
+        target.mkdir(exist_ok=True)
+        return False
+    return True
+
+
+def _move_in(hidden: Path, target: Path) -> None:
+    """Replace the files in a folder, which is at no moment a checkpoint of both old and new ones."""
+    new, old, replaced = hidden / _NEW, hidden / _OLD, hidden / _REPLACED
+    old.mkdir()
+    _move(reversed(_in_order(target)), old)
+    os.rename(old, replaced)  # stopped from here on, `_clear` goes on with the new content
+    try:
+        _move(_in_order(new), target)
+        for path in new.iterdir():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(target / path.name))
+    except OSError:
+        _move(reversed(_in_order(target)), new)
+        os.rename(replaced, old)
+        raise
+
+
+def _in_order(folder: Path) -> list[Path]:
+    """What is in a folder; last, that without which it is taken for no checkpoint."""
+    entries = [path for path in folder.iterdir() if not path.name.startswith(_HIDDEN)]
+    return sorted(entries, key=lambda path: (path.name in _LAST, path.name))
+
+
+def _move(paths: Iterable[Path], folder: Path) -> None:
+    """Move files, and those in folders, to another folder, but for what is there by the same name."""
+    for path in paths:
+        there = folder / path.name
+        if path.is_dir() and not path.is_symlink():
+            there.mkdir(exist_ok=True)
+            _move(path.iterdir(), there)
+            with contextlib.suppress(OSError):  # not empty
+                path.rmdir()
+        elif not os.path.lexists(there):
+            os.rename(path, there)
 
 
 def _exchange(first: Path, second: Path) -> bool:

@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,9 +21,32 @@ from tqdm.auto import tqdm
 from ..errors import ConfigError, ExportError
 from ..tensors.dtypes import SAFETENSORS_DTYPES, TWO_A_BYTE
 from ..tensors.lazy import LazyTensor, keeping_last, pieces
-from .staging import staged
+from .staging import Owns, Source, staged
 
 INDEX_NAME = "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+)
+"""What a tokenizer is saved as."""
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""What a processor adds to its tokenizer."""
+_RARE_TOKENIZER_FILES = (
+    *("bpe.codes", "byte_maps.json", "dict.txt", "emoji.json", "entity_vocab.json", "normalizer.json"),
+    *("prophetnet.tokenizer", "sentencepiece.model", "source.spm", "spm.model", "spm_char.model", "target.spm"),
+    *("target_vocab.json", "vocab-src.json", "vocab-tgt.json", "word_pronunciation.json", "word_shape.json"),
+)
+# What a checkpoint of a model consists of: the files that another one replaces.
+_NAMED = (
+    *("config.json", "generation_config.json", "audio_tokenizer_config.json"),
+    *TOKENIZER_FILES,
+    *PROCESSOR_FILES,
+    *_RARE_TOKENIZER_FILES,
+)
+_WEIGHTS = re.compile(
+    r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
+    r"|pytorch_model(-\d{5}-of-\d{5})?\.bin|pytorch_model\.bin\.index\.json"
+)
 _CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
 _ORDER = {dtype: place for place, dtype in enumerate(_CODES)}
 _ALIGNMENT = 8  # of the first tensor's bytes, in bytes
@@ -78,13 +102,25 @@ class CheckpointWriter:
         (self.folder / (index_name or INDEX_NAME)).write_text(text, encoding="utf-8")
 
 
+def is_of_a_model(path: Path) -> bool:
+    """Whether a file, by its name, is one of a model's checkpoint."""
+    return path.name in _NAMED or _WEIGHTS.fullmatch(path.name) is not None
+
+
 @contextlib.contextmanager
 def checkpoint_writer(
-    path: str | os.PathLike[str], task: str, *, overwrite: bool, num_bytes: int | None = None, progress: Reported
+    path: str | os.PathLike[str],
+    task: str,
+    *,
+    overwrite: bool,
+    progress: Reported,
+    sources: Iterable[Source],
+    owns: Owns = is_of_a_model,
+    num_bytes: int | None = None,
 ) -> Iterator[CheckpointWriter]:
     """Write a checkpoint as `staged` writes a folder, and tell of the bytes."""
     disable = None if progress is None else progress is not True
-    with staged(path, overwrite=overwrite) as folder:
+    with staged(path, overwrite=overwrite, owns=owns, sources=sources) as folder:
         with tqdm(total=num_bytes, desc=task, unit="B", unit_scale=True, disable=disable, leave=False) as bar:
             writer = CheckpointWriter(folder, progress if callable(progress) else bar.update)
             yield writer

@@ -13,6 +13,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, ValidationError, model_validator
@@ -50,6 +51,7 @@ VERSIONS = (1, 2)
 _OPERATIONAL = {"memory_budget", "audit", "keep_originals", "empty_cache", "progress"}
 MAX_BYTES = 128 << 20
 """The largest manifest that is read, in bytes: about a million tensors."""
+_BEGINNING = 256  # bytes, in which a manifest names its format
 
 
 class Manifest(Report, Record):
@@ -354,12 +356,12 @@ class Manifest(Report, Record):
         """Write the manifest to a file, atomically: if it cannot be written whole, the file stays as it was.
 
         Args:
-            path: The file; one that exists is replaced.
+            path: The file; a manifest that exists is replaced, and so is any file called ``kbitwrap.json``.
 
         Raises:
-            ExportError: It cannot be written.
+            ExportError: It cannot be written, or another file is there.
         """
-        atomic_write(path, self.to_json().encode())
+        atomic_write(path, self.to_json().encode(), owns=_is_replaced)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Manifest:
@@ -410,3 +412,12 @@ def _refusing(complaint: str, kind: type[ManifestError] = ManifestError) -> Iter
         first = found[0]["loc"]
         refusal.fqn = str(first[1]) if first[:1] == ("tensors",) and len(first) > 1 else ""
         raise refusal from error
+
+
+def _is_replaced(path: Path) -> bool:
+    """Whether a file may be replaced by a manifest: it is one, is called as one, or is empty."""
+    if path.name == MANIFEST_NAME:
+        return True
+    with open(path, "rb") as file:
+        beginning = file.read(_BEGINNING)
+    return not beginning or FORMAT.encode() in beginning

@@ -3,7 +3,8 @@
 Damaged are manifests, headers and indexes of safetensors, pickles, configs, adapters and a run's output: bytes, JSON
 values, names that are paths, and what lies in a file's place (links, pipes, folders). A trial holds where the call
 returned, or raised one of kbitwrap's errors, within seconds, and took no memory to speak of; where no code in the
-folder ran, and nothing was written but the destination, which is whole or absent and holds nothing from elsewhere.
+folder ran, and nothing was written but the destination, which is whole or as it was and holds nothing from elsewhere.
+At the destination lies what may be replaced, a file of others, or the source itself: then nothing is written at all.
 """
 
 from __future__ import annotations
@@ -253,7 +254,7 @@ def _inspect(folder: Path, dst: Path) -> None:
 
 
 def _convert(folder: Path, dst: Path) -> None:
-    kbitwrap.convert_checkpoint(folder, dst, dtype="bfloat16")
+    kbitwrap.convert_checkpoint(folder, dst, dtype="bfloat16", overwrite=True)
 
 
 def _doctor(folder: Path, dst: Path) -> None:
@@ -265,17 +266,21 @@ def _plan(folder: Path, dst: Path) -> None:
 
 
 def _merge_adapter(folder: Path, dst: Path) -> None:
-    kbitwrap.merge_checkpoint(folder.parent / "model", folder, dst, quantization_config=False, device="cpu")
+    _merge(folder.parent / "model", folder, dst)
 
 
 def _merge_base(folder: Path, dst: Path) -> None:
-    kbitwrap.merge_checkpoint(folder, folder.parent / "adapter", dst, quantization_config=False, device="cpu")
+    _merge(folder, folder.parent / "adapter", dst)
 
 
-def _command(*arguments: str) -> Callable[[Path, Path], None]:
+def _merge(base: Path, adapter: Path, dst: Path) -> None:
+    kbitwrap.merge_checkpoint(base, adapter, dst, quantization_config=False, device="cpu", overwrite=True)
+
+
+def _command(*arguments: str) -> Callable[[Path, Path], bool]:
     """A command of the command line; what goes wrong is one line on standard error, and nothing else."""
 
-    def call(folder: Path, dst: Path) -> None:
+    def call(folder: Path, dst: Path) -> bool:
         err = io.StringIO()
         given = [argument.format(folder=folder, dst=dst, parent=folder.parent) for argument in arguments]
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
@@ -283,6 +288,7 @@ def _command(*arguments: str) -> Callable[[Path, Path], None]:
         said = err.getvalue()
         if status not in (0, 1, 2) or said.count("\n") > 1 or (status == 2 and not said):
             raise AssertionError(f"exit status {status}, {said[:300]!r}")
+        return status == 0
 
     return call
 
@@ -292,7 +298,7 @@ class Kind(NamedTuple):
 
     weight: int
     subject: str
-    reader: Callable[[Path, Path], None]
+    reader: Callable[[Path, Path], bool | None]
     files: tuple[str, ...] = ()  # that are damaged; all where none is named
 
 
@@ -315,11 +321,13 @@ KINDS = {
     "merge an adapter": Kind(20, "adapter", _merge_adapter),
     "merge into a base": Kind(20, "model", _merge_base),
     "kbitwrap inspect": Kind(4, "shards", _command("inspect", "{folder}", "--json")),
-    "kbitwrap convert": Kind(4, "shards", _command("convert", "--from", "{folder}", "--out", "{dst}")),
+    "kbitwrap convert": Kind(4, "shards", _command("convert", "--from", "{folder}", "--out", "{dst}", "--overwrite")),
     "kbitwrap doctor": Kind(4, "run", _command("doctor", "{folder}")),
     "kbitwrap plan": Kind(3, "model", _command("plan", "{folder}", "--quant", "none"), ("config.json",)),
     "kbitwrap merge": Kind(
-        2, "adapter", _command("merge", "{parent}/model", "{folder}", "--out", "{dst}", "--quant", "none")
+        2,
+        "adapter",
+        _command("merge", "{parent}/model", "{folder}", "--out", "{dst}", "--quant", "none", "--overwrite"),
     ),
     "kbitwrap demo": Kind(3, "model", _command("demo", "--model", "{folder}", "--steps", "1")),
 }
@@ -328,6 +336,34 @@ KINDS = {
 # ----------------------------------------------------------------------------------------------------
 # The trials.
 # ----------------------------------------------------------------------------------------------------
+
+CHECKPOINT = ("config.json", "model.safetensors", "model-00001-of-00002.safetensors", "tokenizer.json")
+REPLACED = ("nothing", "an empty folder", "a checkpoint")
+KEPT = (
+    "a file of others",
+    "an adapter",
+    "the source",
+    "a link to it",
+    "a folder in it",
+    "a way around",
+    "what holds it",
+)
+
+
+def _destination(rng: random.Random, folder: Path, room: Path) -> tuple[str, Path]:
+    """What lies at the destination, and where that is."""
+    place, out = rng.choice((*REPLACED, *KEPT)), room / "out"
+    if place in ("an empty folder", "a checkpoint", "a file of others", "an adapter"):
+        out.mkdir()
+    names = {"a checkpoint": CHECKPOINT, "a file of others": (*CHECKPOINT, "notes.txt")}
+    names["an adapter"] = ("adapter_config.json", "adapter_model.safetensors")
+    for name in names.get(place, ()):
+        (out / name).write_text("of the user")
+    if place == "a link to it":
+        out.symlink_to(folder)
+    elsewhere = {"the source": folder, "a folder in it": folder / "new" / "out", "what holds it": room}
+    elsewhere["a way around"] = folder / ".." / folder.name
+    return place, elsewhere.get(place, out)
 
 
 def trials(seed: int, count: int = ROUND) -> Iterator[list[str]]:
@@ -350,7 +386,7 @@ def trials(seed: int, count: int = ROUND) -> Iterator[list[str]]:
 
 def _trial(rng: random.Random, number: int, name: str, room: Path, expected: dict[str, Any]) -> list[str]:
     kind = KINDS[name]
-    folder, dst = room / kind.subject, room / "out"
+    folder = room / kind.subject
     file = rng.choice(kind.files or sorted(path for path in os.listdir(folder) if path not in ("README.md", "mine.py")))
     path = folder / file
     sound = path.read_bytes()
@@ -360,32 +396,32 @@ def _trial(rng: random.Random, number: int, name: str, room: Path, expected: dic
     else:
         data, done = _damage(rng, file, sound, room / RAN)
         path.write_bytes(data)
+    place, dst = ("nothing", room / "out") if kind.weight > 100 else _destination(rng, folder, room)
     damaged = {} if kind.weight > 100 else _listed(room)
-    found = _call(kind.reader, folder, dst)
-    found += _written(room, dst, damaged) if damaged else []
+    is_done, found = _call(kind.reader, folder, dst)
+    found += _written(room, damaged, is_done and place in REPLACED) if damaged else []
     for extra in [one for one in os.scandir(folder) if one.name not in expected[kind.subject]]:
         _remove(Path(extra.path))
     _remove(path)
     path.write_bytes(sound)
-    _remove(dst)
+    _remove(room / "out")
     if os.listdir(room) != [*expected]:
         found += [f"left in the working folder: {sorted({*os.listdir(room)} - {*expected})}"]
         for left in {*os.listdir(room)} - {*expected}:
             _remove(room / left)
-    return [f"trial {number}: {name}: {file}: {done}: {line}" for line in found]
+    return [f"trial {number}: {name}: {file}: {done}: to {place}: {line}" for line in found]
 
 
-def _call(reader: Callable[[Path, Path], None], folder: Path, dst: Path) -> list[str]:
-    """Call a reader, and say what it did that it must not."""
+def _call(reader: Callable[[Path, Path], bool | None], folder: Path, dst: Path) -> tuple[bool, list[str]]:
+    """Call a reader; whether it did what it is for, and what it did that it must not."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = _peak()
-    found = []
+    is_done, found = False, []
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
-        reader(folder, dst)
-    except KbitWrapError as error:
-        if dst.exists():
-            found.append(f"left a destination after {error!r}"[:300])
+        is_done = reader(folder, dst) is not False
+    except KbitWrapError:
+        pass
     except Hang:
         found.append(f"still at it after {SECONDS} s")
     except Exception as error:
@@ -393,7 +429,7 @@ def _call(reader: Callable[[Path, Path], None], folder: Path, dst: Path) -> list
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     grown = _peak() - before
-    return found + ([f"took {grown >> 20} MiB"] if grown > GROWTH else [])
+    return is_done, found + ([f"took {grown >> 20} MiB"] if grown > GROWTH else [])
 
 
 def _peak() -> int:
@@ -412,11 +448,14 @@ def _listed(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _written(room: Path, dst: Path, before: dict[str, Any]) -> list[str]:
-    """Say what was written beside the destination, and what in it is from elsewhere."""
-    after = _listed(room)
-    found = [f"changed {name}" for name in {**before, **after} if name != "out" and before.get(name) != after.get(name)]
-    for path in dst.rglob("*") if dst.is_dir() else ():
+def _written(room: Path, before: dict[str, Any], may_replace: bool) -> list[str]:
+    """Say what was written beside the destination, or to one that must stay, and what in it is from elsewhere."""
+    after, dst = _listed(room), room / "out"
+    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    found = [f"changed {name}" for name in changed if name != "out" or not may_replace]
+    for path in dst.rglob("*") if dst.is_dir() and "out" in changed and may_replace else ():
+        if path.name in CHECKPOINT and b"of the user" in path.read_bytes():
+            found.append(f"left the old {path.name}")
         if path.is_symlink() or (path.is_file() and SECRET in path.read_bytes()):
             found.append(f"took {path.name} from elsewhere")
     return found

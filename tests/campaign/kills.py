@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from files import read
 from killing import kill_at_random
 
 EXPORT = """
@@ -28,15 +27,20 @@ MANIFEST = EXPORT.replace("prepared.export(destination)", "manifest.save(destina
     "def write", "manifest = prepared.manifest()\ndef write"
 )
 OVERWRITTEN = """
+import os
 from kbitwrap.export import staging
 target = folder / "target"
 def write(destination):
-    with staging.staged(target, overwrite=True) as out:
-        for name in "abcdef":
+    with staging.staged(target, overwrite=True, owns=lambda path: True) as out:
+        for name in ("config.json", *"abcde"):
             (out / name).write_text(destination.name)
 """
-# Where folders cannot be exchanged the old one may be out of sight after a kill, until the next write.
-BY_TWO_RENAMES = OVERWRITTEN.replace("target =", "staging._exchange = lambda first, second: False\ntarget =")
+# Where folders cannot be exchanged a kill may leave a part of the files in sight until the next write, which makes it
+# whole; but never a config, without which it is taken for no checkpoint.
+FILE_BY_FILE = OVERWRITTEN.replace("target =", "staging._exchange = lambda first, second: False\ntarget =")
+# As in the working directory, at a mount point and in a folder of others.
+STAYS = "staging._moved_out = lambda hidden, target: None if hidden.parent == target else hidden"
+IN_PLACE = OVERWRITTEN.replace("target =", f"{STAYS}\ntarget =")
 CONVERT = """
 from kbitwrap import convert_checkpoint
 source = folder.parent / "source"
@@ -47,14 +51,17 @@ PROGRAMS = {
     "export": EXPORT,
     "manifest": MANIFEST,
     "overwrite": OVERWRITTEN,
-    "overwrite by two renames": BY_TWO_RENAMES,
+    "overwrite file by file": FILE_BY_FILE,
+    "overwrite in place": IN_PLACE,
     "convert": CONVERT,
 }
 
 
 def content(path: Path) -> dict[str, bytes]:
-    """The files of a folder, or the file."""
-    return read(path) if path.is_dir() else {"": path.read_bytes()}
+    """The files of a folder that are not hidden, or the file."""
+    if not path.is_dir():
+        return {"": path.read_bytes()}
+    return {file.name: file.read_bytes() for file in path.iterdir() if file.is_file()}
 
 
 def trials(seed: int, tries: int = 20) -> Iterator[list[str]]:
@@ -76,6 +83,7 @@ def trials(seed: int, tries: int = 20) -> Iterator[list[str]]:
 def kill(program: str, folder: Path, tries: int, seed: int, hit: list[int]) -> Iterator[list[str]]:
     """Kill one program, and say of each kill what is not whole; note those that left a temporary."""
     is_overwriting = "overwrite=True" in program
+    is_in_one_step = "staging._" not in program
     for attempt, paths in enumerate(kill_at_random(program, folder, tries, seed=seed)):
         there = {path.name: content(path) for path in paths if not path.name.startswith(".")}
         if attempt == 0:
@@ -83,8 +91,10 @@ def kill(program: str, folder: Path, tries: int, seed: int, hit: list[int]) -> I
             continue
         if is_overwriting:
             found = there.pop("target", {})
-            is_whole = [*sorted(found)] == [*"abcdef"] and len(set(found.values())) == 1
-            violations = [] if is_whole or (not found and "_exchange" in program) else [f"the old and the new: {found}"]
+            is_whole = {*found} == {"config.json", *"abcde"} and len(set(found.values())) == 1
+            is_none = not is_in_one_step and attempt <= tries and "config.json" not in found
+            violations = [] if is_whole or is_none else [f"the old and the new: {found}"]
+            paths += folder.glob("target/.*")
         else:
             violations = [f"{path} is not whole" for path, found in there.items() if found != expected]
             for path in paths:

@@ -154,15 +154,6 @@ def test_an_unprepared_checkpoint_is_copied(saved: Callable[..., Saved], tmp_pat
     assert differing(case.original, tmp_path / "out") == []
 
 
-def test_a_checkpoint_is_converted_in_place(saved: Callable[..., Saved], tmp_path: Path) -> None:
-    case = saved()
-    shutil.copytree(case.prepared, tmp_path / "model")
-    with pytest.raises(ExportError, match="exists and is not empty"):
-        convert_checkpoint(tmp_path / "model", tmp_path / "model", case.manifest)
-    convert_checkpoint(tmp_path / "model", tmp_path / "model", case.manifest, overwrite=True)
-    assert differing(case.original, tmp_path / "model") == []
-
-
 def test_everything_else_is_copied(saved: Callable[..., Saved], tmp_path: Path) -> None:
     case = saved()
     source = tmp_path / "model"
@@ -574,16 +565,6 @@ def test_a_place_without_a_checkpoint_is_refused(place: str, tmp_path: Path) -> 
         ConfigError, match=r"there is no checkpoint at|expected a folder, or a \.safetensors or \.bin file"
     ):
         convert_checkpoint(tmp_path / place, tmp_path / "out", dtype="bfloat16")
-
-
-@pytest.mark.parametrize("place", ["out", "folder/out", "folder/inner/out"])
-def test_a_checkpoint_is_converted_into_a_folder_of_its_own(place: str, tmp_path: Path) -> None:
-    source = checkpoint(tmp_path / "in", {"a": torch.ones(8)}, dtype="float32")
-    (source / "folder" / "inner").mkdir(parents=True)
-    (source / "folder" / "inner" / "file.txt").write_text("1")
-    report = convert_checkpoint(source, source / place, dtype="bfloat16")
-    assert report.files == ("config.json", "folder/inner/file.txt", "model.safetensors")
-    assert not list(source.rglob(".*"))
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -156,6 +156,7 @@ def test_a_base_that_ran_before_is_put_back_as_it_was(quant: str, asks_for_state
     assert torch.equal(evaluate(model), expected)
 
 
+@pytest.mark.filterwarnings("ignore:no adapter of the model is active:UserWarning")
 @pytest.mark.parametrize("quant", ["nf4", "nf4-double"])
 @pytest.mark.parametrize("when", ["prepared", "suspended", "restored"])
 def test_an_export_is_of_the_weights_as_loaded(quant: str, when: str, tmp_path: Path) -> None:
@@ -185,6 +186,7 @@ def test_an_export_is_of_the_weights_as_loaded(quant: str, when: str, tmp_path: 
     assert (tmp_path / "merged" / file).read_bytes() == (plain / file).read_bytes()
 
 
+@pytest.mark.filterwarnings("ignore:no adapter of the model is active:UserWarning")
 @pytest.mark.parametrize("quant", ["nf4", "fp4"])
 def test_a_base_that_ran_before_is_exported_like_a_fresh_load(quant: str, tmp_path: Path) -> None:
     fresh, model = zoo.load("llama", quant, torch.float16), zoo.load("llama", quant, torch.float16)

@@ -574,6 +574,7 @@ def two_adapters(**fields: Any) -> PeftModel:
     return adapted
 
 
+@pytest.mark.filterwarnings("ignore:no adapter of the model is active:UserWarning")
 @pytest.mark.parametrize("active", [["default"], ["second"], ["default", "second"], []])
 def test_the_active_adapters_are_merged_and_no_others(active: list[str], tmp_path: Path) -> None:
     adapted = two_adapters()
@@ -588,6 +589,7 @@ def test_the_active_adapters_are_merged_and_no_others(active: list[str], tmp_pat
         assert_rounded_once(tensors[f"{fqn}.weight"], lora_weight(layer, here))
 
 
+@pytest.mark.filterwarnings("ignore:no adapter of the model is active:UserWarning")
 def test_a_temporarily_disabled_adapter_is_left_out_of_the_merge(tmp_path: Path) -> None:
     adapted = training.adapt("llama", zoo.load("llama"), modules_to_save=True)
     jitter(adapted)

@@ -145,6 +145,7 @@ def test_trained_copies_take_the_place_of_the_originals(tmp_path: Path) -> None:
     assert not torch.equal(trained, tensors_of(tmp_path / "base")["lm_head.weight"])
 
 
+@pytest.mark.filterwarnings("ignore:no adapter of the model is active:UserWarning")
 def test_adapters_are_chosen_by_name(tmp_path: Path) -> None:
     wrapper = prepared("llama")
     adapted = training.adapt("llama", wrapper.model)
@@ -330,6 +331,7 @@ def test_modules_without_save_pretrained_are_handed_out_too(tmp_path: Path) -> N
     assert_as_exported(wrapper, tmp_path / "merged", wrapper.merged_weights())
 
 
+@pytest.mark.filterwarnings("ignore:no adapter of the model is active:UserWarning")
 def test_a_model_that_cannot_be_saved_is_refused_as_by_export(tmp_path: Path) -> None:
     model = zoo.load("llama")
     layers = model.model.layers

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import forks
 from kbitwrap import ExportError
 from kbitwrap.export import staging as staging_module
 from kbitwrap.export.staging import atomic_write, staged
+from killing import fork
 
 
 def names_in(folder: Path) -> list[str]:
@@ -23,8 +27,12 @@ def names_in(folder: Path) -> list[str]:
 # ----------------------------------------------------------------------------------------------------
 
 
+def is_any(path: Path) -> bool:
+    return True
+
+
 def write_folder(destination: Path, content: str, **options: Any) -> None:
-    with staged(destination, **options) as folder:
+    with staged(destination, **{"owns": is_any, **options}) as folder:
         (folder / "a").write_text(content)
         (folder / "b").write_text(content)
 
@@ -69,7 +77,7 @@ def test_an_error_in_the_body_leaves_everything_as_it_was(
     before = names_in(tmp_path)
 
     def fail() -> None:
-        with staged(destination, overwrite=overwrite) as folder:
+        with staged(destination, overwrite=overwrite, owns=is_any) as folder:
             (folder / "a").write_text("new")
             raise error
 
@@ -137,29 +145,43 @@ def test_linux_exchanges_folders_in_one_step(tmp_path: Path) -> None:
     assert not staging_module._exchange(tmp_path / "a", tmp_path / "none")
 
 
-def test_overwriting_gives_up_when_the_second_rename_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", range(1, 7))
+def test_overwriting_gives_up_when_a_file_cannot_be_moved(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # After the hidden folder: three old ones, the mark that all of them are out, and two new ones.
     write_folder(tmp_path / "out", "old")
+    (tmp_path / "out" / "c").write_text("old")
     monkeypatch.setattr(staging_module, "_exchange", lambda first, second: False)
-    rename = os.rename
+    rename, calls = os.rename, itertools.count()
 
     def fail(source: Path, destination: Path) -> None:
-        if Path(destination) == tmp_path / "out" and Path(source).name == "new":
-            raise OSError(5, "Input/output error")
+        if next(calls) == number:
+            raise OSError(errno.EIO, "Input/output error")
         rename(source, destination)
 
     monkeypatch.setattr(os, "rename", fail)
     with pytest.raises(ExportError, match="Input/output error"):
         write_folder(tmp_path / "out", "new", overwrite=True)
-    assert content_of(tmp_path / "out") == ["old", "old"]
+    assert content_of(tmp_path / "out") == ["old"] * 3
     assert names_in(tmp_path) == ["out"]
 
 
-def test_a_folder_with_folders_is_not_replaced(tmp_path: Path) -> None:
+def test_what_appears_while_files_are_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_folder(tmp_path / "out", "old")
-    (tmp_path / "out" / "checkpoint-500").mkdir()
-    with pytest.raises(ExportError, match=r"contains the folder 'checkpoint-500'.*remove that folder yourself"):
+    monkeypatch.setattr(staging_module, "_exchange", lambda first, second: False)
+    rename = os.rename
+
+    def appear(source: Path, destination: Path) -> None:
+        rename(source, destination)
+        if Path(destination).name == "replaced":
+            (tmp_path / "out" / "b").write_text("theirs")
+
+    monkeypatch.setattr(os, "rename", appear)
+    with pytest.raises(ExportError, match=r"File exists \(.*out/b\)"):
         write_folder(tmp_path / "out", "new", overwrite=True)
-    assert "checkpoint-500" in names_in(tmp_path / "out")
+    assert content_of(tmp_path / "out") == ["old", "theirs"]
+    assert names_in(tmp_path) == ["out"]
 
 
 def test_a_symbolic_link_is_followed(tmp_path: Path) -> None:
@@ -183,7 +205,7 @@ def test_a_place_that_cannot_be_written_stays_as_it_was(tmp_path: Path, place: s
     assert isinstance(error.value.__cause__, OSError)
     assert names_in(tmp_path) == ["file"]
     with pytest.raises(ExportError, match="cannot be written"):
-        atomic_write(tmp_path / place, b"new")
+        atomic_write(tmp_path / place, b"new", is_any)
     assert names_in(tmp_path) == ["file"]
 
 
@@ -195,10 +217,11 @@ from kbitwrap import ExportError
 from kbitwrap.export.staging import atomic_write, staged
 from kbitwrap.export.writer import write_safetensors
 
+is_any = lambda path: True
 folder = Path(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 tensors = {f"t{i}": torch.ones(20_000) for i in range(4)}
-for number, write in enumerate([lambda: atomic_write(folder / "file", bytes(200_000)), lambda: in_folder()]):
+for number, write in enumerate([lambda: atomic_write(folder / "file", bytes(200_000), is_any), lambda: in_folder()]):
     def in_folder():
         with staged(folder / "out") as out:
             (out / "small").write_text("1")
@@ -226,17 +249,17 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
-    atomic_write(tmp_path / "deep" / "file", b"old")
+    atomic_write(tmp_path / "deep" / "file", b"old", is_any)
     (tmp_path / "link").symlink_to("deep/file")
-    atomic_write(tmp_path / "link", b"new")
+    atomic_write(tmp_path / "link", b"new", is_any)
     assert (tmp_path / "deep" / "file").read_bytes() == b"new"
     assert names_in(tmp_path / "deep") == ["file"]
 
 
 def test_a_file_does_not_replace_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").mkdir()
-    with pytest.raises(ExportError, match="Is a directory"):
-        atomic_write(tmp_path / "file", b"new")
+    with pytest.raises(ExportError, match="expected nothing, or a file that a save has written before, found a folder"):
+        atomic_write(tmp_path / "file", b"new", is_any)
     assert names_in(tmp_path) == ["file"]
 
 
@@ -263,56 +286,99 @@ def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp_p
     with staged(destination) as alive:
         assert names_in(tmp_path) == sorted([alive.parent.name, other.name])
         dead.mkdir()
-        atomic_write(destination, b"1")
+        atomic_write(destination, b"1", is_any)
         assert names_in(tmp_path) == sorted([alive.parent.name, other.name, "out"])
         destination.unlink()
     assert names_in(tmp_path) == sorted([other.name, "out"])
 
 
-def test_the_old_folder_comes_back_after_a_kill_between_two_renames(tmp_path: Path) -> None:
+OLD = dict.fromkeys(("config.json", "weights", "merges"), b"old")
+NEW = dict.fromkeys(("config.json", "weights", "tokenizer", "folder/file"), b"new")
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    """All but hidden files of a folder by their paths in it."""
+    found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    return {name: path.read_bytes() for name, path in found.items() if not name.startswith(".")}
+
+
+def overwrite_until(destination: Path, number: int, stop: Callable[[], None]) -> None:
+    """Overwrite a folder file by file, and stop in the place of a rename."""
+    rename, calls = os.rename, itertools.count()
+
+    def stopping(source: Path, target: Path) -> None:
+        if next(calls) == number:
+            stop()
+        rename(source, target)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(staging_module, "_exchange", lambda first, second: False)
+        patched.setattr(os, "rename", stopping)
+        with staged(destination, overwrite=True, owns=is_any) as folder:
+            (folder / "folder").mkdir()
+            for name, content in NEW.items():
+                (folder / name).write_bytes(content)
+
+
+def die() -> None:
+    os._exit(7)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def old_folder(path: Path) -> Path:
+    path.mkdir()
+    for name, content in OLD.items():
+        (path / name).write_bytes(content)
+    return path
+
+
+def test_a_kill_while_files_are_replaced_leaves_no_mixture_and_the_next_write_makes_it_whole(tmp_path: Path) -> None:
     # Where folders cannot be exchanged in one step.
-    destination = tmp_path / "out"
-    write_folder(leave_behind(destination) / "old", "old")
+    found = []
+    for number in itertools.count():
+        out = old_folder(tmp_path / f"{number}")
+        child = fork(lambda path, number=number: overwrite_until(path, number, die), [out])  # type: ignore[misc]
+        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 7:
+            break
+        there = files_in(out)
+        assert "config.json" not in there or there in (OLD, NEW), number
+        with pytest.raises(ExportError, match="exists and is not empty"):
+            write_folder(out, "never")
+        found.append(files_in(out))
+        assert not any(name.startswith(".") for name in os.listdir(out))
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(map(str, range(number + 1))), number
+    assert files_in(out) == NEW
+    # The hidden folder, three old files, the mark that all of them are out, and four new ones.
+    assert found == [OLD] * 5 + [NEW] * 4
+
+
+def test_an_interrupt_while_files_are_replaced_leaves_a_whole_folder(tmp_path: Path) -> None:
+    found = []
+    for number in range(9):
+        out = old_folder(tmp_path / f"{number}")
+        with pytest.raises(KeyboardInterrupt):
+            overwrite_until(out, number, interrupt)
+        found.append(files_in(out))
+    assert found == [OLD] * 5 + [NEW] * 4
+    assert len(names_in(tmp_path)) == 9
+
+
+def test_what_others_wrote_after_a_kill_is_not_replaced_by_what_was_there_before(tmp_path: Path) -> None:
+    out = old_folder(tmp_path / "out")
+    child = fork(lambda path: overwrite_until(path, 3, die), [out])
+    os.waitpid(child, 0)
+    (out / "config.json").write_bytes(b"theirs")
     with pytest.raises(ExportError, match="exists and is not empty"):
-        write_folder(destination, "new")
-    assert content_of(destination) == ["old", "old"]
-    assert names_in(tmp_path) == ["out"]
-
-
-@pytest.mark.parametrize(("renamed", "expected"), [(1, "old"), (2, "new")])
-def test_an_interrupt_between_two_renames_leaves_a_whole_folder(
-    tmp_path: Path, renamed: int, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_folder(tmp_path / "out", "old")
-    monkeypatch.setattr(staging_module, "_exchange", lambda first, second: False)
-    rename, calls = os.rename, []
-
-    def interrupted(source: Path, destination: Path) -> None:
-        rename(source, destination)
-        calls.append(source)
-        if len(calls) == renamed:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "rename", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        write_folder(tmp_path / "out", "new", overwrite=True)
-    assert content_of(tmp_path / "out") == [expected, expected]
-    assert names_in(tmp_path) == ["out"]
-
-
-def test_a_replaced_folder_does_not_come_back(tmp_path: Path) -> None:
-    # Killed after the second rename, where folders cannot be exchanged in one step.
-    destination = tmp_path / "out"
-    write_folder(leave_behind(destination) / "old", "old")
-    destination.mkdir()
-    write_folder(destination, "new", overwrite=True)
-    assert content_of(destination) == ["new", "new"]
-    assert names_in(tmp_path) == ["out"]
+        write_folder(out, "never")
+    assert files_in(out) == {**OLD, "config.json": b"theirs"}
 
 
 def test_an_invalid_path_is_refused() -> None:
     with pytest.raises(ExportError, match="not a valid path"):
-        atomic_write("a\0b", b"")
+        atomic_write("a\0b", b"", is_any)
     with pytest.raises(ExportError, match="not a valid path"), staged("a\0b"):
         pass
     with pytest.raises(ExportError, match="expected a path"), staged("", overwrite=True):
