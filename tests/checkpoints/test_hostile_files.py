@@ -118,7 +118,7 @@ def base_in(folder: Path, **changed: Any) -> Path:
 def _merge(base: Path) -> None:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**files.CONFIG))
     peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(base / "adapter")
-    merge_checkpoint(base, base / "adapter", base / "merged", quantization_config=False)
+    merge_checkpoint(base, base / "adapter", f"{base}-merged", quantization_config=False)
 
 
 @pytest.mark.parametrize("read", [Plan.for_pretrained, _merge])
