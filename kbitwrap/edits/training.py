@@ -181,7 +181,7 @@ class _HeldWeakly:
     """A tensor that is found among others by its memory, so that a record keeps no weight alive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._memory = MemoryRef(tensor.untyped_storage())
+        self._memory = MemoryRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self._shape = tensor.shape
 
     def find(self, tensors: list[torch.Tensor]) -> torch.Tensor | None:

@@ -16,12 +16,12 @@ from .wrappers import is_sharded_tensor
 
 
 class MemoryRef(StorageWeakRef):
-    """A weak reference to memory; copies are the same object, because each object frees what it refers by."""
+    """A weak reference to memory; copies are the same object, because each object frees what it refers by.
+
+    It has no ``__init__`` of its own: an interrupt in one would leave an object that cannot be freed.
+    """
 
     __slots__ = ()
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        super().__init__(storage)  # type: ignore[no-untyped-call]
 
     def __copy__(self) -> MemoryRef:
         return self
@@ -111,11 +111,11 @@ class ParameterRecord:
 def _memory_of(tensor: torch.Tensor) -> dict[Any, Any]:
     """The key of the memory that a tensor lies in, with the references by which nothing else gets that key."""
     if is_composed(type(tensor)):
-        memory = [MemoryRef(part.untyped_storage()) for part in dense_parts(tensor)]
+        memory = [MemoryRef(part.untyped_storage()) for part in dense_parts(tensor)]  # type: ignore[no-untyped-call]
         return {tuple([reference.cdata for reference in memory]): memory}
     if tensor.layout is not torch.strided:
         return {(): None}
-    reference = MemoryRef(tensor.untyped_storage())
+    reference = MemoryRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
     return {reference.cdata: reference}
 
 
