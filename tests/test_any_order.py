@@ -15,7 +15,7 @@ from torch import nn
 import kbitwrap
 import zoo
 from campaign import sequences
-from kbitwrap import KbitPreparedModel, RestoreError, StateError
+from kbitwrap import KbitPreparedModel, RestoreError
 from snapshot import Snapshot
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -125,12 +125,6 @@ def test_parameters_of_which_one_could_be_upcast_at_use_share_memory_again(preci
     with KbitPreparedModel(model, precision=precision) as prepared, prepared.suspended():
         assert model.part.untyped_storage().data_ptr() == model[0].weight.untyped_storage().data_ptr()
     assert before.diff(Snapshot(model), moved=True) == []
-
-
-def test_a_weight_upcast_at_use_refuses_to_be_trained_by_an_error_of_the_tree() -> None:
-    model = nn.Sequential(nn.Embedding(6, 4)).bfloat16()
-    with KbitPreparedModel(model, precision="compute"), pytest.raises(StateError, match="made trainable"):
-        model[0].weight.requires_grad_(True)
 
 
 def test_a_view_of_a_parameter_of_a_model_prepared_twice_views_it_again() -> None:

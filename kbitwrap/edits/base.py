@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..model.records import ParameterRecord
+from ..model.records import ParameterRecord, Records
 from ..model.roles import Role
 from ..model.tree import ModelTree
 from ..reports import first_of
@@ -106,8 +106,8 @@ class AttributesNow(ChangeBase):
 class Together:
     """The changes of one edit, which are undone in their order."""
 
-    def __init__(self, *changes: Any) -> None:
-        self.changes = changes
+    def __init__(self, records: Records, *changes: Any) -> None:
+        self.records, self.changes = records, changes
 
     def parts(self) -> tuple[Any, ...]:
         """These changes."""
@@ -115,7 +115,7 @@ class Together:
 
 
 class Anchor:
-    """Keeps a wrapper alive with its model; an empty one is on a model's copies, and marks copies of upcast modules."""
+    """Keeps a wrapper alive with its model; an empty one is on a model's copies."""
 
     def __init__(self, wrapper: object = None) -> None:
         self.wrapper = wrapper
@@ -124,7 +124,7 @@ class Anchor:
         return Anchor, ()
 
 
-ANCHOR_ATTRIBUTE, COPIED_ATTRIBUTE = "_kbitwrap_prepared", "_kbitwrap_upcast"
+ANCHOR_ATTRIBUTE = "_kbitwrap_prepared"
 
 
 def write_attribute(fields: dict[str, Any], name: str, value: Any) -> None:

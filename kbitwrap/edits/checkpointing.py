@@ -150,7 +150,7 @@ class CheckpointingChange(Together):
         self.model = weakref.ref(tree.model)
         self.hooks = HooksChange(tree)
         self.attributes = AttributesChange(tree, (*CHECKPOINTING_ATTRIBUTES, *_HOOK_ATTRIBUTES))
-        super().__init__(self.hooks, self.attributes)
+        super().__init__(tree.records, self.hooks, self.attributes)
 
 
 def checkpointing_method(model: nn.Module) -> tuple[Callable[..., Any], str | None] | None:
@@ -217,8 +217,11 @@ class Checkpoint(EditBase):
         live = change.attributes.index.live()
         if not change.hooks.remove_added([module for _, module in live], keep_one=self.hook_inputs):
             change.attributes.write(live, _HOOK_ATTRIBUTES)
-        for _, block in live if self.hook_blocks else ():
-            if vars(block).get("gradient_checkpointing") is True and not input_gradient_hooks(block):
+        for _, block in live:
+            if vars(block).get("gradient_checkpointing") is not True:
+                continue
+            change.records.mark(block)
+            if self.hook_blocks and not input_gradient_hooks(block):
                 block.register_forward_pre_hook(make_block_input_require_grad)
         if self.hook_model and warn_of_sharding not in model._forward_pre_hooks.values():
             model.register_forward_pre_hook(warn_of_sharding)

@@ -16,10 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ..model.quantization import is_quantized_parameter
 from ..model.records import TensorRef
-from ..model.tree import ModelTree, join, only_reading
+from ..model.tree import ModelTree, NamedTensor, only_reading
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.upcast import UpcastTensor, multiplies_half
-from .base import COPIED_ATTRIBUTE, Anchor, ChangeBase, EditBase, write_attribute
+from .base import ChangeBase, EditBase, write_attribute
 from .journal import MISSING, Call, WayBack
 from .norms import Float32Forward, float32_shell, to_float32
 
@@ -84,7 +84,7 @@ class StandInState:
 
 
 class Float32First:
-    """An instance's ``parameters``, one stored in float32 first: a model takes the dtype of its first for its own."""
+    """An instance's ``parameters`` with a stand-in for the first: a model takes the dtype of its first for its own."""
 
     def __init__(self, module: nn.Module, owner: nn.Module, name: str) -> None:
         self.module = module
@@ -92,14 +92,10 @@ class Float32First:
         self.name = name
 
     def __call__(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Yield each of the module's parameters once."""
-        first = due = self.owner._parameters.get(self.name) if recurse else None
+        """Yield each of the module's parameters once, in their order."""
+        weight = self.owner._parameters.get(self.name) if recurse else None
         for parameter in type(self.module).parameters(self.module, recurse):
-            if due is not None and parameter.is_floating_point():
-                yield due
-                due = None
-            if parameter is not first:
-                yield parameter
+            yield vars(self.owner).get(self.name, weight) if parameter is weight else parameter
 
 
 def can_stand_in(module: nn.Module, name: str) -> bool:
@@ -113,7 +109,7 @@ class UpcastChange(ChangeBase):
     """Instance attributes that stand in for parameters, and follow weights that are tied, parametrized or loaded."""
 
     def __init__(self, tree: ModelTree, chunk_bytes: int | None) -> None:
-        self._chunk_bytes = chunk_bytes
+        self._records, self._chunk_bytes = tree.records, chunk_bytes
         self._names: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
         self._model = weakref.ref(tree.model)
         self._readers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -122,34 +118,29 @@ class UpcastChange(ChangeBase):
     def install(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         """Put a stand-in in front of a module's parameter."""
         self._names.setdefault(module, set()).add(name)
-        vars(module)[name] = UpcastTensor(parameter, (module, name), self._chunk_bytes)
+        vars(module)[name] = UpcastTensor(parameter, (module, name), self._chunk_bytes, held=parameter)
         vars(module)["__deepcopy__"] = Float32Copy(module)
         vars(module)["__getstate__"] = StandInState(module)
-        vars(module).setdefault(COPIED_ATTRIBUTE, Anchor())
+        self._records.mark(module).dtypes[name] = parameter.dtype
 
     def put_float32_first(self) -> None:
-        """Put a frozen float32 parameter first in each module that would begin with one of the weights."""
+        """Put the stand-in first in each module with children that would begin with one of the weights."""
         model = self._model()
         assert model is not None
         tree = ModelTree(model)
-        weights = {id(module._parameters[name]) for module, names in self._names.items() for name in names}
+        first: dict[str, NamedTensor] = {}
         with only_reading():
-            tensors = [t for t in tree.all_tensors if t.parameter.is_floating_point()]
-            first: dict[str, nn.Parameter] = {}
-            for tensor in tensors:
+            for tensor in tree.all_tensors:
                 owner = tensor.path.rpartition(".")[0]
-                while owner not in first:
-                    first[owner] = tensor.parameter
+                while owner not in first and tensor.parameter.is_floating_point():
+                    first[owner] = tensor
                     owner = owner.rpartition(".")[0]
-            nodes = [node for node in tree.modules if id(first.get(node.path)) in weights]
-            stored = [t for t in tensors if t.parameter.dtype == torch.float32 and not t.parameter.requires_grad]
-        for node in nodes:
-            module, half = node.module, first[node.path]
-            prefix = join(node.path, "")
-            inside = (t for t in stored if t.path.startswith(prefix))
-            precedes = next((t for t in inside if t.parameter.device == half.device), None)
-            if precedes is not None and "parameters" not in vars(module):
-                vars(module)["parameters"] = Float32First(module, precedes.module, precedes.name)
+        for node in tree.modules:
+            module, begins = node.module, first.get(node.path)
+            if begins is None or begins.name not in self._names.get(begins.module, ()):
+                continue
+            if module._modules and "parameters" not in vars(module):
+                vars(module)["parameters"] = Float32First(module, begins.module, begins.name)
                 self._readers.add(module)
 
     def follow(self) -> None:
@@ -173,19 +164,25 @@ class UpcastChange(ChangeBase):
                 if vars(owner).get(own_name) is parameter:
                     del vars(owner)[own_name]
         if isinstance(parameter, UpcastTensor):
-            if parameter.is_view:
-                return nn.Parameter(parameter.clone(), requires_grad=parameter.requires_grad)
             place = parameter.owner
             if place is None or place[1] not in self._names.get(place[0], ()):
                 return None
+            if not parameter.is_whole:
+                return nn.Parameter(parameter.clone(), requires_grad=parameter.requires_grad)
             half = parameter.parameter
         else:
-            is_ours = name in self._names.get(module, ())
-            if not is_ours or parameter.dtype not in HALF_DTYPES or parameter.requires_grad:
+            if parameter.dtype not in HALF_DTYPES or parameter.requires_grad:
+                return None
+            if name not in self._names.get(module, ()) and not self._stands_for(parameter):
                 return None
             half = parameter
         self.install(module, name, half)
         return half
+
+    def _stands_for(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter is one of the weights: PEFT registers a layer's in the copies that it makes of it."""
+        places = [(module, name) for module, names in self._names.items() for name in names]
+        return any(getattr(vars(module).get(name), "held", None) is parameter for module, name in places)
 
     def _attributes(self, tree: ModelTree | None = None) -> list[tuple[nn.Module, str]]:
         """The places of stand-ins: on the weights' owners and, given a tree, on modules that put float32 first."""
@@ -208,7 +205,7 @@ class UpcastChange(ChangeBase):
         for module, name in self._attributes(tree):
             value = vars(module).get(name)
             if isinstance(value, UpcastTensor):
-                value._is_param = False
+                value._is_param, value.held = False, None
             if isinstance(value, (UpcastTensor, Float32Copy, StandInState, Float32First)):
                 del vars(module)[name]
 
@@ -219,9 +216,10 @@ class UpcastChange(ChangeBase):
         def resume() -> None:
             for module, name, value in current:
                 if isinstance(value, UpcastTensor):
-                    if module._parameters.get(name) is None:
+                    held = module._parameters.get(name)
+                    if held is None:
                         continue  # others moved it meanwhile
-                    value._is_param = True
+                    value._is_param, value.held = True, held
                 write_attribute(vars(module), name, value)
             self.follow()
 

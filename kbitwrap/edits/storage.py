@@ -19,7 +19,7 @@ from ..model.tree import ModelTree, NamedTensor
 from ..tensors.bits import Layout, NanPayloads, differ, fingerprint_and, has_nan
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import LazyTensor
-from .base import COPIED_ATTRIBUTE, Anchor, ChangeBase, EditBase, HeldOriginal, Together, TrainedPolicy
+from .base import ChangeBase, EditBase, HeldOriginal, Together, TrainedPolicy
 from .journal import Call, WayBack
 
 _PIECE = 4 << 20  # elements cast at once: few enough for an allocator to use their memory again
@@ -247,7 +247,7 @@ class Store(EditBase):
             record = tree.record(NamedTensor(fqn, module, ref.name, parameter, fqn))
             keep = self.keep or self.is_rewritten
             changes.append(StorageChange(record, parameter, keep, self.is_rewritten, self.is_seen))
-        return Together(*changes, *([SharingChange(changes)] if len(changes) > 1 else []))
+        return Together(tree.records, *changes, *([SharingChange(changes)] if len(changes) > 1 else []))
 
     def apply(self, change: Together) -> None:
         """Cast by ``.data``: the parameter stays the same object."""
@@ -255,9 +255,9 @@ class Store(EditBase):
             for one in change.parts()[: len(self.refs)]:
                 parameter = one.record.live()
                 assert parameter is not None
-                for owner, _ in one.record.refs:
+                for owner, name in one.record.refs:
                     if (module := owner()) is not None:
-                        vars(module).setdefault(COPIED_ATTRIBUTE, Anchor())
+                        change.records.mark(module).dtypes[name] = one.dtype
                 one.write(parameter, parameter.data.to(self.dtype))
 
 

@@ -23,10 +23,9 @@ from ..model.quantization import (
     unpacked_copy,
     unpacked_state,
 )
-from ..model.records import MemoryRef, ParameterRecord
+from ..model.records import MARK, MemoryRef, ParameterRecord
 from ..model.tree import ModelTree, only_reading
 from .base import (
-    COPIED_ATTRIBUTE,
     AttributesChange,
     AttributesNow,
     ChangeBase,
@@ -228,8 +227,9 @@ class Record(EditBase):
         with only_reading():
             runtime = {id(t.module): RuntimeChange(t.module, tree.record(t)) for t in weights}
         return Together(
+            tree.records,
             AccelerateChange(tree.model),
-            AttributesChange(tree, ("training", COPIED_ATTRIBUTE)),  # adapters keep theirs
+            AttributesChange(tree, ("training", MARK)),  # adapters keep theirs
             *runtime.values(),
             KeptChange(tree, tree.base_records),
             # Saving the model writes its dtype into its config.

@@ -20,6 +20,7 @@ from ..edits.stand_ins import Float32Copy, Float32First, StandInState
 from ..edits.storage import StorageChange
 from ..errors import ExportError
 from ..model.quantization import has_runtime_state, lacks_statistics, unpacked_copy
+from ..model.records import Mark
 from ..model.tree import ModelTree, join, shallow_copy
 from ..model.wrappers import class_before_sharding, is_sharded_tensor, unwrap
 from ..preparation.original import DECOMPRESSED, Changes, Original, configs_of
@@ -31,7 +32,7 @@ from .sharding import Gathering, drift_of
 # The attributes that PEFT, and transformers' own use of it, leave on the base model.
 _ADAPTER_ATTRIBUTES = ("peft_config", "_hf_peft_config_loaded", "active_adapter")
 _Held = dict[tuple[int, str], HeldOriginal]  # by the ``id`` of the owner and the parameter's name there
-_STAND_INS = (Anchor, Float32Copy, Float32First, Float32Forward, StandInState, UpcastTensor)
+_STAND_INS = (Anchor, Float32Copy, Float32First, Float32Forward, Mark, StandInState, UpcastTensor)
 
 
 @dataclass(frozen=True)

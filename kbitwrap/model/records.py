@@ -126,8 +126,26 @@ def key_of(tensor: torch.Tensor) -> Any:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else ()
 
 
+MARK = "_kbitwrap_mark"
+
+
+class Mark:
+    """What a module that a preparation changed has, and its copies: whose they are, and what its parameters stored."""
+
+    def __init__(self, of: int = 0, records: Records | None = None) -> None:
+        self.of = of  # the ``id`` of the module
+        self.records = records  # those of the preparation; a pickle is of none
+        self.dtypes: dict[str, torch.dtype] = {}  # of the parameters that are upcast, by name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
+        return self
+
+    def __reduce__(self) -> tuple[type[Mark], tuple[()]]:
+        return Mark, ()
+
+
 class Records:
-    """The records of a model's parameters, one for each, by owner and name."""
+    """The records of a model's parameters, one for each, by owner and name, and the marks of its modules."""
 
     def __init__(self) -> None:
         # By name, and the ``id`` of the owner, which is compared with it: a dictionary of weak keys is slower.
@@ -137,6 +155,23 @@ class Records:
         """The record of the parameter that was at a place."""
         found = self._by_place.get(name, {}).get(id(module))
         return found if found is not None and any(owner() is module for owner, _ in found.refs) else None
+
+    def mark(self, module: nn.Module) -> Mark:
+        """The module's mark, made where it has none."""
+        found = self.mark_of(module)
+        if found is None:
+            found = vars(module)[MARK] = Mark(id(module), self)
+        return found
+
+    def mark_of(self, module: nn.Module) -> Mark | None:
+        """The mark of a module, or of the one that it is a copy of, if it is of these records."""
+        found: Mark | None = vars(module).get(MARK)
+        return None if found is None or found.records is not self else found
+
+    def dtype_before(self, module: nn.Module, name: str) -> torch.dtype | None:
+        """The dtype that a parameter had before it was upcast, or that the one had of which it is a copy."""
+        mark = self.mark_of(module)
+        return None if mark is None else mark.dtypes.get(name)
 
     def add(self, record: ParameterRecord, places: Iterable[tuple[nn.Module, str]]) -> None:
         """Keep a record under each of its places."""

@@ -316,7 +316,7 @@ class ModuleIndex:
         return number
 
     def substitutes(self, tree: ModelTree) -> list[tuple[int, nn.Module]]:
-        """The modules that were not there, as PEFT's copies, with the numbers of those of their names and classes."""
+        """The modules that were not there, as PEFT's copies, each with the number of the one that it stands for."""
         if self not in tree.substitutes:
             tree.substitutes[self] = list(self._substitutes(tree))
         return tree.substitutes[self]
@@ -325,7 +325,10 @@ class ModuleIndex:
         for node in tree.modules:
             if self.number(node.module) is not None:
                 continue
-            number = self._by_fqn.get(node.fqn)
+            mark = tree.records.mark_of(node.module)
+            number = None if mark is None else self._numbers.get(mark.of)
+            if number is None:
+                number = self._by_fqn.get(node.fqn)
             if number is not None and self._classes[number] is type(node.module):
                 yield number, node.module
 

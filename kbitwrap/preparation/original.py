@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..edits.base import COPIED_ATTRIBUTE, HeldOriginal
+from ..edits.base import HeldOriginal
 from ..edits.checkpointing import input_gradient_hooks
 from ..edits.storage import CopyChange, StorageChange
 from ..model.quantization import is_quantized_parameter, is_rewritten, quant_state_of, was_decompressed
@@ -220,7 +220,7 @@ class Original:
     def _find_by_value(self, tree: ModelTree, lost: list[ParameterRecord]) -> None:
         """Find parameters that got other memory: what is at their place, or has their name, holds their values."""
         new = [tensor for tensor in tree.base_tensors if id(tensor.parameter) not in tree.known]
-        named = {tensor.fqn: tensor for tensor in new if COPIED_ATTRIBUTE not in vars(tensor.module)}  # no copies
+        named = {tensor.fqn: tensor for tensor in new if self.records.mark_of(tensor.module) is None}  # no copies
         elsewhere: dict[ParameterRecord, NamedTensor] = {}
         candidates = []
         for record in lost:
@@ -310,32 +310,38 @@ class Original:
 
     def copies(self, tree: ModelTree, cast: Iterable[ParameterRecord]) -> list[CopyChange]:
         """Find parameters that others cast, and copies of parameters that they or we ``cast``."""
-        base, ours, live = set(self._records), set(cast), tree.live
-        resized = {id(tensor.parameter) for _, tensor in tree.resized(base)}
+        base, ours = set(self._records), set(cast)
+        resized = {id(tensor.parameter): record for record, tensor in tree.resized(base)}
         found = []
         for tensor in tree.tensors:
             parameter = tensor.parameter
             own = tree.known.get(id(parameter))
-            original = own or self.base.get(tensor.fqn)
-            if original not in base or original.quantized_class is not None or parameter.dtype == original.dtype:
-                continue
-            if not (parameter.is_floating_point() and original.dtype.is_floating_point):
+            if own is not None and own not in base:
                 continue
             # Where a shared parameter is at new places only, undoing other changes may free the one it is known by.
             if own in ours and self.records.at(tensor.module, tensor.name) is own:
                 continue
-            is_adapter = id(parameter) in tree.adapter_ids
-            if own is None:
-                is_of_cast = is_adapter and original in live and live[original].dtype == parameter.dtype
-                is_copy = is_of_cast or COPIED_ATTRIBUTE in vars(tensor.module) or id(parameter) in resized
-                # What the user put there is the user's, whatever its dtype.
-                if not is_copy or original.dtype not in HALF_DTYPES:
-                    continue
+            original = own or resized.get(id(parameter)) or self._cast_original(tree, tensor)
+            dtype = self.records.dtype_before(tensor.module, tensor.name) if original is None else original.dtype
+            if dtype is None or dtype == parameter.dtype or (own is None and dtype not in HALF_DTYPES):
+                continue
+            if original is not None and original.quantized_class is not None:
+                continue
+            if not (parameter.is_floating_point() and dtype.is_floating_point):
+                continue
             record = own or tree.record(tensor)
-            is_base = own is not None or not (parameter.requires_grad or is_adapter)
-            is_resized = parameter.shape != original.shape
-            found.append(CopyChange(record, parameter, original.dtype, is_base=is_base, is_resized=is_resized))
+            is_base = own is not None or not (parameter.requires_grad or id(parameter) in tree.adapter_ids)
+            named = original or self.base.get(tensor.fqn)
+            is_resized = named is not None and parameter.shape != named.shape
+            found.append(CopyChange(record, parameter, dtype, is_base=is_base, is_resized=is_resized))
         return found
+
+    def _cast_original(self, tree: ModelTree, tensor: NamedTensor) -> ParameterRecord | None:
+        """The record that an adapter's copy has the name of, if others cast that one to the dtype that the copy has."""
+        named = self.base.get(tensor.fqn)
+        if named not in tree.live or id(tensor.parameter) not in tree.adapter_ids:
+            return None  # what the user put there is the user's, whatever its dtype
+        return named if tree.live[named].dtype == tensor.parameter.dtype else None
 
     def half_copies(self, tree: ModelTree) -> list[NamedTensor]:
         """The parameters that stand, by name, for a half one of the base, and are stored in half as that was."""

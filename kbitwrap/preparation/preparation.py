@@ -15,7 +15,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..config import Precision, PrepareConfig
-from ..edits.base import COPIED_ATTRIBUTE, Anchor, EditBase, HeldOriginal, TrainedPolicy
+from ..edits.base import Anchor, EditBase, HeldOriginal, TrainedPolicy
 from ..edits.flags import Hold
 from ..edits.journal import Call, Edit, Journal
 from ..edits.kept import KeptChange, lay_as_stored
@@ -174,7 +174,7 @@ class Preparation:
         """Store copies of base modules in float32 that were made since, in half: as those made while prepared are."""
         for tensor in self._half_copies(self.tree()):
             if not any(record.is_seen(tensor.parameter) for record in known):
-                vars(tensor.module).setdefault(COPIED_ATTRIBUTE, Anchor())
+                self.original.records.mark(tensor.module).dtypes[tensor.name] = tensor.parameter.dtype
                 tensor.parameter.data = tensor.parameter.data.float()
 
     def changes(self, tree: ModelTree) -> Changes:

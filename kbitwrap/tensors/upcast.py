@@ -67,6 +67,28 @@ class ShardedStandInError(UnsupportedModelError, AttributeError):
     """A weight that is upcast at use is asked for its shard; ``hasattr`` says that it has none."""
 
 
+class Address:
+    """The address of an upcast tensor's half memory: it can be compared, to tell ties, but not read from."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return self.value == (other.value if isinstance(other, Address) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+    def _refuse(self, *_: Any) -> Any:
+        """Raise a RuntimeError: code that reads memory by its address would read half bits for float32."""
+        raise RuntimeError(
+            "this float32 weight is upcast as it is used and has no memory of its own (precision 'compute'); give code "
+            "that reads memory a copy, weight.clone(), or prepare with precision 'full'"
+        )
+
+    __int__ = __index__ = __add__ = __mod__ = _refuse
+
+
 class UpcastTensor(torch.Tensor):
     """A float32 view of half storage, on the device where it was made. A module's whole weight passes for a parameter.
 
@@ -76,6 +98,8 @@ class UpcastTensor(torch.Tensor):
             the parameter may be moved, swapped or written to. ``None``: ``half`` itself is upcast.
         chunk_bytes: The most float32 of it that is alive in a matrix product, in bytes; ``None`` upcasts it whole.
         layout: Of a view of the owner's weight, its layout from the weight's first element on.
+        held: Of a weight, or of a view of it, the parameter, for when others take it away from the owner, as torch's pruning
+            does.
     """
 
     @staticmethod
@@ -89,8 +113,10 @@ class UpcastTensor(torch.Tensor):
         owner: tuple[nn.Module, str] | None = None,
         chunk_bytes: int | None = None,
         layout: Layout | None = None,
+        held: nn.Parameter | None = None,
     ) -> None:
         self.owner = owner
+        self.held = held
         self._half = half.detach() if owner is None else None
         self._chunk_bytes = chunk_bytes
         self._layout = layout
@@ -103,7 +129,11 @@ class UpcastTensor(torch.Tensor):
         """The parameter that it stands for."""
         assert self.owner is not None
         module, name = self.owner
-        parameter = module._parameters[name]
+        parameter = module._parameters.get(name)
+        if parameter is None:  # others took it away, and may register another there
+            if vars(module).get(name) is self:
+                del vars(module)[name]
+            parameter = self.held
         assert parameter is not None
         return parameter
 
@@ -119,6 +149,14 @@ class UpcastTensor(torch.Tensor):
             return "weight"
         module, name = self.owner
         return f"{type(module).__name__}.{name}"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it stands for a whole weight, as a frozen view may."""
+        if not self.is_view:
+            return True
+        half = self.parameter
+        return not self.requires_grad and self._layout == Layout(0, half.shape, half.stride())
 
     def _refusal(self) -> StateError:
         return StateError(
@@ -197,12 +235,9 @@ class UpcastTensor(torch.Tensor):
     __dlpack__ = _of_float32("__dlpack__")
     __format__ = _of_float32("__format__")
 
-    def data_ptr(self) -> int:
-        """Raise a RuntimeError: code that reads memory by its address would read half bits for float32."""
-        raise RuntimeError(
-            "this float32 weight is upcast as it is used and has no memory of its own (precision 'compute'); give code "
-            "that reads memory a copy, weight.clone(), or prepare with precision 'full'"
-        )
+    def data_ptr(self) -> Address:  # type: ignore[override]
+        """The address of the half memory, only to be compared."""
+        return Address(self.half_storage.data_ptr())
 
     @property
     def data(self) -> torch.Tensor:
@@ -218,22 +253,24 @@ class UpcastTensor(torch.Tensor):
         if isinstance(value, UpcastTensor):
             value = value.half_storage.detach()
         parameter.data = value
-        vars(module)[name] = UpcastTensor(parameter, self.owner, self._chunk_bytes)
+        vars(module)[name] = UpcastTensor(parameter, self.owner, self._chunk_bytes, held=parameter)
 
     @property
     def requires_grad(self) -> bool:
-        """Whether it is a leaf to train, as a view may be (PEFT's DoRA makes one); a weight upcast at use is frozen."""
-        return self.is_view and super().requires_grad
+        """Whether it is to be trained: a view as a leaf (PEFT's DoRA makes one), a weight as its parameter."""
+        if self.is_view or self.owner is None:
+            return super().requires_grad
+        return self.parameter.requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        if self.is_view:
+        if self.is_view or self.owner is None:
             super().requires_grad_(value)
-        elif value:
-            raise self._refusal()
+        else:
+            self.parameter.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> UpcastTensor:
-        """Refuse to be trained, unless this is a view: the stand-in is not a parameter of the model."""
+        """Set the flag, of a weight on its parameter: one that is to be trained is refused when it is used."""
         self.requires_grad = requires_grad
         return self
 
@@ -270,7 +307,8 @@ class UpcastTensor(torch.Tensor):
             if self.owner is None:
                 return UpcastTensor(half, None, self._chunk_bytes)
             offset: Any = half.storage_offset() - self.parameter.storage_offset()
-            return UpcastTensor(half, self.owner, self._chunk_bytes, Layout(offset, half.shape, half.stride()))
+            layout = Layout(offset, half.shape, half.stride())
+            return UpcastTensor(half, self.owner, self._chunk_bytes, layout, self.held)
 
         stored = self.half_storage
         # A wrapper cannot be made of a view that inference mode makes of a normal tensor.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import io
+import operator
 import pickle
 from collections.abc import Callable
 
@@ -19,7 +21,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import zoo
-from kbitwrap import KbitPreparedModel, build_plan
+from kbitwrap import KbitPreparedModel, StateError, build_plan
 from kbitwrap.edits.stand_ins import UpcastChange
 from kbitwrap.model.tree import ModelTree
 from kbitwrap.tensors.upcast import UpcastTensor
@@ -333,25 +335,38 @@ class TestAsAnAttribute:
         assert linear.weight[0].numpy().dtype == full.numpy().dtype
         assert torch.equal(torch.from_dlpack(linear.weight), full)
         assert f"{linear.weight[1, 2]:.4f}" == f"{full[1, 2]:.4f}"
-        with pytest.raises(RuntimeError, match=r"has no memory of its own .* weight\.clone\(\)"):
-            linear.weight.data_ptr()
+        address = linear.weight.data_ptr()
+        for read in (int, operator.index, lambda address: address % 16, lambda address: address + 4):
+            with pytest.raises(RuntimeError, match=r"has no memory of its own .* weight\.clone\(\)"):
+                read(address)
+        with pytest.raises(TypeError):
+            ctypes.c_void_p(address)
         assert linear.weight.clone().data_ptr() != 0
 
-    def test_training_a_stand_in_is_refused_with_the_way_out(self) -> None:
+    def test_the_address_of_its_memory_tells_ties(self) -> None:
+        linear, other = self.linear(), self.linear()
+        assert linear.weight.data_ptr() == linear.weight.data_ptr() == linear._parameters["weight"].data_ptr()
+        assert linear.weight.data_ptr() not in (other.weight.data_ptr(), linear.weight.clone().data_ptr())
+        assert len({linear.weight.data_ptr(), linear._parameters["weight"].data_ptr()}) == 1
+
+    @pytest.mark.parametrize(
+        "train",
+        [
+            lambda linear: linear.requires_grad_(True),
+            lambda linear: linear.weight.requires_grad_(True),
+            lambda linear: setattr(linear.weight, "requires_grad", True),
+        ],
+        ids=["module", "method", "attribute"],
+    )
+    def test_training_a_stand_in_is_refused_with_the_way_out(self, train: Callable[[nn.Module], object]) -> None:
         linear = self.linear()
-        linear.requires_grad_(True)
-        with pytest.raises(RuntimeError, match="modules_to_save"):
+        assert linear.weight.requires_grad is False
+        train(linear)
+        assert linear.weight.requires_grad is linear._parameters["weight"].requires_grad is True
+        with pytest.raises(StateError, match="modules_to_save"):
             linear(torch.randn(2, 8))
         with torch.no_grad():
             linear(torch.randn(2, 8))
-
-    def test_making_a_stand_in_trainable_is_refused(self) -> None:
-        linear = self.linear()
-        with pytest.raises(RuntimeError, match="modules_to_save"):
-            linear.weight.requires_grad_(True)
-        with pytest.raises(RuntimeError, match="modules_to_save"):
-            linear.weight.requires_grad = True
-        assert linear.weight.requires_grad is False
 
     def test_a_view_may_be_a_leaf_of_its_own(self) -> None:
         linear = self.linear()
@@ -459,7 +474,12 @@ def test_compute_gives_the_numbers_of_full(name: str, quant: str, dtype: torch.d
 def order_of(model: nn.Module) -> list[str]:
     """The names of the parameters in the order in which they are given."""
     names = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
-    return [names[id(parameter)] for parameter in model.parameters()]
+    return [names[id(as_stored(parameter))] for parameter in model.parameters()]
+
+
+def as_stored(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter, or the one that it stands for."""
+    return parameter.parameter if isinstance(parameter, UpcastTensor) else parameter
 
 
 def first_dtypes(model: nn.Module) -> dict[str, list[torch.dtype]]:
@@ -482,13 +502,12 @@ def test_a_module_takes_the_dtype_of_full_for_its_own(name: str) -> None:
         before = [id(p) for p in model.parameters()]
         with KbitPreparedModel(model, precision=precision, gradient_checkpointing=False):
             dtypes.append(first_dtypes(model))
-            assert len(list(model.parameters())) == len(before)
-            assert {id(p) for p in model.parameters()} == set(before)
+            assert [id(as_stored(p)) for p in model.parameters()] == before
             assert [id(p) for _, p in model.named_parameters()] == before
             copied = copy.deepcopy(model)
             assert not {id(p) for p in copied.parameters()} & set(before)
             # What pairs the parameters of two models, such as an average over steps, pairs the same ones.
-            assert order_of(copied) == order_of(model)
+            assert order_of(copied) == order_of(model) == [fqn for fqn, _ in model.named_parameters()]
         assert [id(p) for p in model.parameters()] == before
     assert "" in dtypes[1]
     assert {fqn: dtypes[0][fqn] for fqn in dtypes[1]} == dtypes[1]
@@ -525,13 +544,14 @@ def test_a_compiled_model_takes_that_dtype_too(backend: str) -> None:
 def test_the_parameters_are_those_that_are_there() -> None:
     model = OfItsOwnDtype().bfloat16()
     with KbitPreparedModel(model, precision="compute", gradient_checkpointing=False):
-        assert order_of(model) == ["norm.weight", "embed.weight", "norm.bias"]
+        assert order_of(model) == ["embed.weight", "norm.weight", "norm.bias"]
+        assert next(model.parameters()) is model.embed.weight
         model.norm.weight = nn.Parameter(torch.ones(4), requires_grad=False)
-        assert order_of(model) == ["norm.weight", "embed.weight", "norm.bias"]
+        assert order_of(model) == ["embed.weight", "norm.weight", "norm.bias"]
         assert list(model.parameters(recurse=False)) == []
         assert order_of(pickle.loads(pickle.dumps(model))) == order_of(model)
-        model.norm.weight = None
-        assert order_of(model) == ["embed.weight", "norm.bias"]
+        model.embed.weight = None
+        assert order_of(model) == ["norm.weight", "norm.bias"]
 
 
 def test_a_copy_to_train_of_such_a_module_is_left_with_nothing() -> None:
