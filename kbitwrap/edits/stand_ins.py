@@ -173,16 +173,20 @@ class UpcastChange(ChangeBase):
         else:
             if parameter.dtype not in HALF_DTYPES or parameter.requires_grad:
                 return None
-            if name not in self._names.get(module, ()) and not self._stands_for(parameter):
+            if name not in self._names.get(module, ()) and not self._is_taken(parameter, module):
                 return None
             half = parameter
         self.install(module, name, half)
         return half
 
-    def _stands_for(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter is one of the weights: PEFT registers a layer's in the copies that it makes of it."""
-        places = [(module, name) for module, names in self._names.items() for name in names]
-        return any(getattr(vars(module).get(name), "held", None) is parameter for module, name in places)
+    def _is_taken(self, parameter: nn.Parameter, module: nn.Module) -> bool:
+        """Whether another module than this has a stand-in for a parameter: PEFT registers a layer's in its copies."""
+        if any(own is parameter for own in module._parameters.values()):
+            return False  # a second name is no weight that the module uses
+        for owner, names in self._names.items():
+            if any(getattr(vars(owner).get(name), "held", None) is parameter for name in names):
+                return True
+        return False
 
     def _attributes(self, tree: ModelTree | None = None) -> list[tuple[nn.Module, str]]:
         """The places of stand-ins: on the weights' owners and, given a tree, on modules that put float32 first."""

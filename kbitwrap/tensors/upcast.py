@@ -98,8 +98,7 @@ class UpcastTensor(torch.Tensor):
             the parameter may be moved, swapped or written to. ``None``: ``half`` itself is upcast.
         chunk_bytes: The most float32 of it that is alive in a matrix product, in bytes; ``None`` upcasts it whole.
         layout: Of a view of the owner's weight, its layout from the weight's first element on.
-        held: Of a weight, or of a view of it, the parameter, for when others take it away from the owner, as torch's pruning
-            does.
+        held: Of a weight, or of a view of it, the parameter: others may take it from the owner, as torch's pruning does.
     """
 
     @staticmethod
