@@ -98,7 +98,7 @@ class UpcastTensor(torch.Tensor):
             the parameter may be moved, swapped or written to. ``None``: ``half`` itself is upcast.
         chunk_bytes: The most float32 of it that is alive in a matrix product, in bytes; ``None`` upcasts it whole.
         layout: Of a view of the owner's weight, its layout from the weight's first element on.
-        held: Of a weight, or of a view of it, the parameter: others may take it from the owner, as torch's pruning does.
+        held: Of a weight, or of a view of it, the parameter: others may take it away from the owner, as pruning does.
     """
 
     @staticmethod
@@ -236,7 +236,8 @@ class UpcastTensor(torch.Tensor):
 
     def data_ptr(self) -> Address:  # type: ignore[override]
         """The address of the half memory, only to be compared."""
-        return Address(self.half_storage.data_ptr())
+        with torch.no_grad():  # a weight that was made trainable is refused when it is used, not when it is looked at
+            return Address(self.half_storage.data_ptr())
 
     @property
     def data(self) -> torch.Tensor:

@@ -52,7 +52,8 @@ def figures(plan: Plan) -> dict[str, Any]:
 
 
 def parameter_bytes(model: nn.Module) -> int:
-    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    stored = [parameter.untyped_storage() for _, parameter in model.named_parameters()]
+    storages = {storage.data_ptr(): storage.nbytes() for storage in stored}
     return sum(storages.values())
 
 
