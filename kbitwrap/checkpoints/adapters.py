@@ -54,14 +54,21 @@ def read_adapter(folder: Path) -> SavedAdapter:
     if file is None or not path.is_file():
         raise ConfigError(f"there is no adapter_config.json with adapter_model.safetensors in {os.fspath(folder)!r}")
     saved = SavedAdapter(folder, read_json(path), read_tensors(file)[0])
-    largest = max([1024, *(size for stored in saved.tensors.values() for size in stored.shape)])
-    pattern = saved.config.get("rank_pattern")
-    for rank in (*map(saved.config.get, _RANKS), *(pattern.values() if isinstance(pattern, dict) else ())):
+    largest = 1024
+    for stored in saved.tensors.values():
+        largest = max([largest, *stored.shape])
+    for rank in _ranks(saved.config):
         if isinstance(rank, (int, float)) and rank > largest:  # as much would be allocated before it is compared
             raise ConfigError(f"{saved.name} has a rank of {shown(rank)}, and no such tensor")
     _refuse_unknown_keys(saved)
     _layout_of(saved, "")
     return saved
+
+
+def _ranks(config: Mapping[str, Any]) -> list[Any]:
+    pattern = config.get("rank_pattern")
+    by_layer = pattern.values() if isinstance(pattern, dict) else ()
+    return [*map(config.get, _RANKS), *by_layer]
 
 
 def _refuse_unknown_keys(saved: SavedAdapter) -> None:
@@ -125,10 +132,12 @@ def with_adapter(model: nn.Module, saved: SavedAdapter) -> nn.Module:
             why = " ".join(map(str.strip, str(error).split("\n")[:2]))  # torch's second line names a tensor
             raise ConfigError(f"{saved.name} does not fit the base: {why}") from error
     there = set(saved.tensors)
-    unknown = {name for name in there - expected if canonical_fqn(name) not in known}
-    for names, what in ((unknown, "has tensors that the base has no place for"), (expected - there, "lacks tensors")):
-        if names:
-            raise ConfigError(f"{saved.name} {what}: {first_of(sorted(names))}")
+    unknown = [name for name in there - expected if canonical_fqn(name) not in known]
+    if unknown:
+        raise ConfigError(f"{saved.name} has tensors that the base has no place for: {first_of(sorted(unknown))}")
+    absent = expected - there
+    if absent:
+        raise ConfigError(f"{saved.name} lacks tensors: {first_of(sorted(absent))}")
     for layer in adapted.modules():
         name = parameter_name(layer)
         if name is not None and _layout_of(saved, name) == _BY_EXPERT:
@@ -148,31 +157,38 @@ def _refuse_unknown_stacks(model: nn.Module, saved: SavedAdapter) -> None:
     """Raise for an adapter on stacks of experts where another PEFT, or another library, laid them out otherwise."""
     import peft
 
-    found = saved.config.get("target_parameters")
-    targets = [f".{name}" for name in found] if isinstance(found, list) else []
-    if not targets:
-        return
     version = saved.config.get("peft_version")
     origin = saved.config.get("auto_mapping")
     is_unsloths = isinstance(origin, dict) and "unsloth_fixed" in origin
+    is_told = _LAYOUT in saved.config or _DETAIL in saved.config
+    for stack, module in _adapted_stacks(model, saved.config.get("target_parameters")):
+        if is_unsloths and not is_told:
+            raise ConfigError(
+                f"{saved.name} is on the stack of experts {stack}, and it is not known how its lora_B lies: it was "
+                f"saved by Unsloth without {_LAYOUT}. Add that to its adapter_config.json: {_BY_EXPERT!r} if it "
+                f"was trained by a version from before 17 September 2026, else {_BY_RANK!r}"
+            )
+        is_transposed = bool(getattr(module, "is_transposed", False))
+        if _exchanges(version, is_transposed) != _exchanges(peft.__version__, is_transposed):
+            raise ConfigError(
+                f"{saved.name} is on the stack of experts {stack}, where PEFT {version or 'before 0.18'}, which "
+                f"saved it, takes its input for its output, other than the installed PEFT {peft.__version__}: "
+                "merge with the PEFT that saved it (peft_version in adapter_config.json)"
+            )
+
+
+def _adapted_stacks(model: nn.Module, targets: Any) -> list[tuple[str, nn.Module]]:
+    """The stacks of experts that ``target_parameters`` names, by their fqns, each with the module that holds it."""
+    if not isinstance(targets, list):
+        return []
+    ends = tuple(f".{target}" for target in targets)
+    found = []
     for fqn, module in named_modules(model):
-        stacks = [name for name, p in module._parameters.items() if p is not None and p.dim() == 3]
-        for stack in [join(fqn, name) for name in stacks]:
-            if not f".{stack}".endswith(tuple(targets)):
-                continue
-            if is_unsloths and _LAYOUT not in saved.config and _DETAIL not in saved.config:
-                raise ConfigError(
-                    f"{saved.name} is on the stack of experts {stack}, and it is not known how its lora_B lies: it was "
-                    f"saved by Unsloth without {_LAYOUT}. Add that to its adapter_config.json: {_BY_EXPERT!r} if it "
-                    f"was trained by a version from before 17 September 2026, else {_BY_RANK!r}"
-                )
-            is_transposed = bool(getattr(module, "is_transposed", False))
-            if _exchanges(version, is_transposed) != _exchanges(peft.__version__, is_transposed):
-                raise ConfigError(
-                    f"{saved.name} is on the stack of experts {stack}, where PEFT {version or 'before 0.18'}, which "
-                    f"saved it, takes its input for its output, other than the installed PEFT {peft.__version__}: "
-                    "merge with the PEFT that saved it (peft_version in adapter_config.json)"
-                )
+        for name, parameter in module._parameters.items():
+            stack = join(fqn, name)
+            if parameter is not None and parameter.dim() == 3 and f".{stack}".endswith(ends):
+                found.append((stack, module))
+    return found
 
 
 def _exchanges(version: Any, is_transposed: bool) -> bool:

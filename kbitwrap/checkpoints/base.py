@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from collections.abc import Mapping
@@ -15,7 +16,6 @@ from ..errors import ConfigError, ManifestMismatchError
 from ..manifest.manifest import Manifest
 from ..model.pretrained import load_pretrained, meta_model, read_config
 from ..model.quantization import is_quantized_parameter
-from ..model.tree import join
 from ..model.wrappers import canonical_fqn
 from ..reports import first_of
 from .adapters import SavedAdapter, with_adapter
@@ -55,23 +55,32 @@ def load_base(
     class_name = _class_name(config, saved, manifest)
     if class_name is not None:
         config.architectures = [class_name]
+
     num_labels = None
-    try:
-        meta: Any = meta_model(config, quantization_config or None)
-    except ConfigError:  # loading says why, unless its code is its own
-        meta = None
+    meta: Any = None
+    with contextlib.suppress(ConfigError):  # loading says why, unless its code is its own
+        meta = meta_model(config, quantization_config or None)
     if meta is not None:
         num_labels = _num_labels(meta, shapes)
         if manifest is None:
             quantization_config = _skipping(quantization_config, meta, saved)
+
     model, missing = load_pretrained(
-        name_or_path, quantization_config, dtype, device, class_name, trust_remote_code, num_labels
+        name_or_path,
+        quantization_config,
+        dtype,
+        device,
+        class_name,
+        trust_remote_code,
+        num_labels,
     )
-    unknown = dict.fromkeys(missing, 0) | _resize(model, shapes)
+    unknown = dict.fromkeys(missing, 0)
+    unknown.update(_resize(model, shapes))
     tensors = _tensors(model)
     for fqn, start in unknown.items():
-        if tensors[fqn].is_floating_point():
-            tensors[fqn].data[start:] = torch.nan
+        tensor = tensors[fqn]
+        if tensor.is_floating_point():
+            tensor.data[start:] = torch.nan
     return TrainedBase(os.fspath(name_or_path), model, unknown)
 
 
@@ -93,62 +102,84 @@ def adapted_base(base: TrainedBase, saved: SavedAdapter) -> nn.Module:
             f"the base {base.source!r} lacks weights that {saved.name} does not hold: {first_of(sorted(absent))}"
         )
     tensors = _tensors(base.model)
-    marked = {id(tensors[fqn]): (tensors[fqn], start) for fqn, start in base.unknown.items()}
     adapted = with_adapter(base.model, saved)
-    unknown = {key: (tensor, start) for key, (tensor, start) in marked.items() if _is_unknown(tensor, start)}
-    for path, module in adapted.named_modules(remove_duplicate=False) if unknown else ():
-        for name, parameter in module._parameters.items():
-            tensor, start = unknown.get(id(parameter), (None, 0))
-            if tensor is not None and not _is_replaced(adapted, path, range(start, len(tensor))):
-                raise ConfigError(
-                    f"{canonical_fqn(join(path, name))} had {len(tensor)} rows in training, where the base "
-                    f"{base.source!r} has {start}, and {saved.name} does not hold the new ones: give the base that "
-                    "training began with, as save_pretrained writes it after "
-                    f"model.resize_token_embeddings({len(tensor)})"
-                )
-    for tensor, start in unknown.values():  # no place is left where it would be computed with
-        tensor.data[start:] = 0
+    for fqn, start in base.unknown.items():
+        tensor = tensors[fqn]
+        if _is_unknown(tensor, start):
+            _refuse_in_use(tensor, start, adapted, base, saved)
+            tensor.data[start:] = 0
     return adapted
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """A model's parameters and buffers, by all of their names."""
-    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    found.update(model.named_buffers(remove_duplicate=False))
+    return found
 
 
 def _is_unknown(tensor: torch.Tensor, start: int) -> bool:
     """Whether rows of a tensor were not loaded since they were marked."""
-    return not tensor.is_floating_point() or bool(tensor[start:].isnan().any())
-
-
-def _is_replaced(adapted: nn.Module, path: str, rows: range) -> bool:
-    """Whether an adapter's own rows take the place of those of the module at a path, which PEFT may have wrapped."""
-    wrapper_path, _, child = path.rpartition(".")
-    if child == "original_module":
+    if not tensor.is_floating_point():
         return True
-    by_adapter = vars(adapted.get_submodule(wrapper_path)).get("token_indices", {})
-    trained = {index for indices in by_adapter.values() for index in indices}
-    return child == "base_layer" and trained.issuperset(rows)
+    marked = tensor[start:].isnan()
+    return bool(marked.any())
 
 
-def recorded_shapes(manifest: Manifest | None) -> dict[str, tuple[int, ...]]:
+def _refuse_in_use(
+    tensor: torch.Tensor,
+    start: int,
+    adapted: nn.Module,
+    base: TrainedBase,
+    saved: SavedAdapter,
+) -> None:
+    """Raise where a model computes with rows of a parameter that the base's files lack."""
+    num_rows = len(tensor)
+    for name, parameter in adapted.named_parameters(remove_duplicate=False):
+        if parameter is tensor and not _is_replaced(adapted, name, range(start, num_rows)):
+            raise ConfigError(
+                f"{canonical_fqn(name)} had {num_rows} rows in training, where the base {base.source!r} has {start}, "
+                f"and {saved.name} does not hold the new ones: give the base that training began with, as "
+                f"save_pretrained writes it after model.resize_token_embeddings({num_rows})"
+            )
+
+
+def _is_replaced(adapted: nn.Module, name: str, rows: range) -> bool:
+    """Whether an adapter's own rows take the place of those of a parameter, whose module PEFT may have wrapped."""
+    path, _, _ = name.rpartition(".")
+    wrapper_path, _, child = path.rpartition(".")
+    if child != "base_layer":
+        return child == "original_module"
+    trained: set[int] = set()
+    wrapper = adapted.get_submodule(wrapper_path)
+    for indices in vars(wrapper).get("token_indices", {}).values():
+        trained.update(indices)
+    return trained.issuperset(rows)
+
+
+def recorded_shapes(manifest: Manifest | None) -> _Shapes:
     """The shapes of the tensors that a manifest records and that are not quantized."""
-    records = {} if manifest is None else manifest.tensors
-    return {fqn: record.shape for fqn, record in records.items() if "float" in record.original_dtype}
+    if manifest is None:
+        return {}
+    records = manifest.tensors.items()
+    return {fqn: record.shape for fqn, record in records if "float" in record.original_dtype}
 
 
-def _shapes_in(saved: SavedAdapter | None) -> dict[str, tuple[int, ...]]:
+def _shapes_in(saved: SavedAdapter | None) -> _Shapes:
     """The shapes of the base's tensors that an adapter holds whole, or has factors of."""
-    tensors = {} if saved is None else saved.tensors
-    shapes = {canonical_fqn(name): stored.shape for name, stored in tensors.items()}
-    found = dict(shapes)
-    for name, (*_, size) in [(name, shape) for name, shape in shapes.items() if len(shape) == 2]:
+    if saved is None:
+        return {}
+    shapes = {canonical_fqn(name): stored.shape for name, stored in saved.tensors.items()}
+    matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2}
+    for name, (height, width) in matrices.items():
         module, _, factor = name.partition(".lora_")
-        if factor == "embedding_A":
-            found[f"{module}.weight"] = (size, shapes.get(f"{module}.lora_embedding_B", (0,))[0])
-        elif factor == "B.weight":
-            found[f"{module}.weight"] = (shapes[name][0], shapes.get(f"{module}.lora_A.weight", (0,))[-1])
-    return found
+        if factor == "B.weight":
+            _, inputs = matrices.get(f"{module}.lora_A.weight", (0, 0))
+            shapes[f"{module}.weight"] = (height, inputs)
+        elif factor == "embedding_A":
+            features, _ = matrices.get(f"{module}.lora_embedding_B", (0, 0))
+            shapes[f"{module}.weight"] = (width, features)
+    return shapes
 
 
 def _class_name(config: Any, saved: SavedAdapter | None, manifest: Manifest | None) -> str | None:
@@ -158,36 +189,45 @@ def _class_name(config: Any, saved: SavedAdapter | None, manifest: Manifest | No
     if manifest is not None:
         recorded = manifest.model.class_name
         return recorded if hasattr(transformers, recorded) else None
-    auto_class = _TASKS.get(str(saved.config.get("task_type"))) if saved is not None else None
+    task = None if saved is None else saved.config.get("task_type")
+    auto_class = _TASKS.get(str(task))
     if auto_class is None:
         return None
     mapping = getattr(transformers, auto_class)._model_mapping
     if type(config) not in mapping:
         return None
     found = mapping[type(config)]
-    names: list[str] = [cls.__name__ for cls in (found if isinstance(found, (tuple, list)) else (found,))]
-    own = [name for name in config.architectures or () if name in names]
-    return own[0] if own else names[0]
+    classes = found if isinstance(found, (tuple, list)) else [found]
+    names: list[str] = [cls.__name__ for cls in classes]
+    for name in names:
+        if name in (config.architectures or ()):
+            return name
+    return names[0]
 
 
 def _num_labels(meta: Any, shapes: _Shapes) -> int | None:
     """How many labels the run had, where a head of its has other rows than one for each of the config's labels."""
     num_labels = getattr(meta.config, "num_labels", None)
     for fqn, parameter in meta.named_parameters():
-        shape, wanted = getattr(parameter, "unpacked", parameter).shape, shapes.get(fqn, ())
-        if shape[:1] == (num_labels,) and wanted[1:] == shape[1:] and wanted[:1] not in ((), (num_labels,)):
+        found = getattr(parameter, "unpacked", parameter).shape
+        wanted = shapes.get(fqn)
+        if not wanted or wanted[1:] != found[1:]:
+            continue
+        if found[:1] == (num_labels,) and wanted[0] != num_labels:
             return wanted[0]
     return None
 
 
 def _skipping(quantization_config: Any, meta: Any, saved: SavedAdapter | None) -> Any:
     """The quantization config, with those layers left as they are that an adapter trained whole."""
+    if saved is None:
+        return quantization_config
     quantized = {fqn for fqn, parameter in meta.named_parameters() if is_quantized_parameter(parameter)}
-    held = set() if saved is None else saved.held
-    trained = [fqn.removesuffix(".weight") for fqn in sorted(held & quantized)]
+    trained = sorted(saved.held & quantized)
     if not trained:
         return quantization_config
-    skipped = [*(meta.hf_quantizer.modules_to_not_convert or ()), *trained]
+    skipped = list(meta.hf_quantizer.modules_to_not_convert or ())
+    skipped += [fqn.removesuffix(".weight") for fqn in trained]
     if isinstance(quantization_config, dict):
         return {**quantization_config, _SKIPPED: skipped}
     changed = copy.deepcopy(quantization_config)
@@ -198,12 +238,16 @@ def _skipping(quantization_config: Any, meta: Any, saved: SavedAdapter | None) -
 def _resize(model: Any, shapes: _Shapes) -> dict[str, int]:
     """Resize the vocabulary as the run did; return the parameters that got rows, and the first of these."""
     layers = _vocabulary(model)
-    wanted = {shapes[fqn][0] for fqn, p in layers.items() if fqn in shapes and shapes[fqn][1:] == p.shape[1:]}
-    changed = wanted - {len(parameter) for parameter in layers.values()}
+    sizes = {len(parameter) for parameter in layers.values()}
+    changed = set()
+    for fqn, parameter in layers.items():
+        wanted = shapes.get(fqn)
+        if wanted and wanted[1:] == parameter.shape[1:] and wanted[0] not in sizes:
+            changed.add(wanted[0])
     if len(changed) != 1:
         return {}
-    num_rows = min(len(parameter) for parameter in layers.values())
     model.resize_token_embeddings(changed.pop(), mean_resizing=False)
+    num_rows = min(sizes)
     return {fqn: num_rows for fqn, parameter in _vocabulary(model).items() if len(parameter) > num_rows}
 
 
@@ -213,6 +257,11 @@ def _vocabulary(model: Any) -> dict[str, nn.Parameter]:
         layers = [model.get_input_embeddings(), model.get_output_embeddings()]
     except (AttributeError, NotImplementedError):  # it has no vocabulary
         return {}
-    held = {id(p) for layer in layers if isinstance(layer, nn.Module) for p in layer._parameters.values()}
+    held: set[int] = set()
+    for layer in layers:
+        if isinstance(layer, nn.Module):
+            held.update(map(id, layer._parameters.values()))
     named = model.named_parameters(remove_duplicate=False)
-    return {fqn: p for fqn, p in named if id(p) in held and not is_quantized_parameter(p)}
+    return {
+        fqn: parameter for fqn, parameter in named if id(parameter) in held and not is_quantized_parameter(parameter)
+    }

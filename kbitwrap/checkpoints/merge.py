@@ -35,7 +35,7 @@ from ..reports import ExportReport
 from ..tensors.dtypes import find_dtype
 from .adapters import read_adapter
 from .base import adapted_base, check_base, load_base
-from .reader import MANIFEST_NAME, recorded_quantization
+from .reader import recorded_quantization, saved_manifest
 
 _CARD = """\
 ---
@@ -118,9 +118,10 @@ def merge_checkpoint(
         owns=lambda found: is_of_a_model(found) or _is_card(found),
     )
     with torch.random.fork_rng(devices=[]), writing as writer:  # loading draws numbers
-        if manifest is None and (folder / MANIFEST_NAME).is_file():
-            manifest = folder / MANIFEST_NAME
-        record = manifest if manifest is None or isinstance(manifest, Manifest) else Manifest.load(manifest)
+        if manifest is None:
+            record = saved_manifest(folder)
+        else:
+            record = manifest if isinstance(manifest, Manifest) else Manifest.load(manifest)
         settings = _quantization(base, quantization_config, record, trust_remote_code)
         chosen = record.model.dtype if dtype is None and record is not None else dtype
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")

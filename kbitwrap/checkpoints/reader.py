@@ -20,8 +20,7 @@ import torch
 from ..errors import ConfigError, ExportError
 from ..export.staging import refuse_special
 from ..export.writer import read_header
-from ..manifest.manifest import MANIFEST_NAME as MANIFEST_NAME
-from ..manifest.manifest import Manifest
+from ..manifest.manifest import MANIFEST_NAME, Manifest
 from ..model.pretrained import meta_model
 from ..model.wrappers import canonical_fqn
 from ..tensors.dtypes import SAFETENSORS_DTYPES, TWO_A_BYTE, find_dtype
@@ -191,6 +190,12 @@ def adapter_file(folder: Path) -> Path | None:
     """The file of the adapter that PEFT saved in a folder; of one in both formats, the safetensors file."""
     files = [folder / f"{_ADAPTER}{suffix}" for suffix in (".safetensors", _PICKLED)]
     return next((file for file in files if file.is_file()), None)
+
+
+def saved_manifest(folder: Path) -> Manifest | None:
+    """The manifest that was saved in a folder; `ManifestError` where it cannot be read."""
+    path = folder / MANIFEST_NAME
+    return Manifest.load(path) if path.is_file() else None
 
 
 def recorded_quantization(manifest: Manifest) -> dict[str, Any] | None:

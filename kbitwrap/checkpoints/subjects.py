@@ -27,7 +27,6 @@ from ..tensors.lazy import materialize
 from .base import recorded_shapes
 from .inspection import inspect_checkpoint
 from .reader import (
-    MANIFEST_NAME,
     SavedCheckpoint,
     adapter_file,
     has_weights,
@@ -37,6 +36,7 @@ from .reader import (
     open_checkpoint,
     read_json,
     read_tensors,
+    saved_manifest,
     tied_names,
 )
 
@@ -273,9 +273,7 @@ def _read_folder(path: Path, given: Given, recorded: Manifest | None) -> Folder:
     except ConfigError as error:
         unknown_optimizer = str(error)
 
-    manifest = recorded
-    if (path / MANIFEST_NAME).is_file():
-        manifest = Manifest.load(path / MANIFEST_NAME)
+    manifest = saved_manifest(path) or recorded
     adapters = _saved_adapters(path, stored, manifest, optimizer)
     return Folder(path, given, adapters, base, manifest, optimizer, damaged, unknown_optimizer)
 

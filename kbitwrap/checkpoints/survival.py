@@ -19,6 +19,7 @@ from ..model.tree import ModelTree
 from ..model.wrappers import unwrap
 from .adapters import read_adapter
 from .base import adapted_base, load_base
+from .reader import saved_manifest
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ def measure_merge(
     layers = {node.fqn: node.module for node in ModelTree(merged).base if is_quantized_layer(node.module)}
 
     saved = read_adapter(Path(adapter))
-    trained = load_base(base, saved, merged.config.quantization_config, dtype)
+    manifest = saved_manifest(saved.folder)
+    trained = load_base(base, saved, merged.config.quantization_config, dtype, manifest=manifest)
     adapted = adapted_base(trained, saved)
 
     changed: list[str] = []

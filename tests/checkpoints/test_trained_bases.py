@@ -154,3 +154,16 @@ def test_a_resized_base_is_compared_with_the_manifest_but_for_the_rows_that_it_l
         merge_checkpoint(other, adapter, tmp_path / "none")
     whats = [finding.what for finding in doctor(adapter, base=other).findings]
     assert "the base is not the one in the manifest, or it drifted" in whats
+
+
+@pytest.mark.filterwarnings("ignore:Merge lora module to 4-bit:UserWarning")
+def test_a_merge_into_the_4_bit_weights_of_a_resized_base_is_measured(tmp_path: Path) -> None:
+    model = resized("llama")
+    with KbitPreparedModel(model) as prepared:
+        adapted = get_peft_model(model, zoo.lora_config("llama", **CASES["rows"], init_lora_weights=False))
+        adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+        prepared.manifest().save(tmp_path / "adapter" / "kbitwrap.json")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    report = doctor(tmp_path / "merged", base=zoo.checkpoint("llama"), adapter=tmp_path / "adapter")
+    (evidence,) = [f.evidence for f in report.findings if f.what == "an adapter was merged into 4-bit weights"]
+    assert "of the delta survived" in evidence
