@@ -169,7 +169,8 @@ class KbitPreparedModel:
         """Undo the preparation: dtypes, bits, ``requires_grad``, hooks and attributes are those from before.
 
         What others replaced or added since (a merge, adapters) is left alone and reported; copies that PEFT made of
-        upcast modules get the original dtype.
+        upcast modules get the original dtype. Where an adapter still sits on a base that is trainable again, the first
+        step of an optimizer that finds gradients on the base warns that the base is trained too.
 
         Args:
             trained: The policy for values that changed while they were stored upcast: ``"keep"`` rounds them to the
@@ -199,7 +200,7 @@ class KbitPreparedModel:
         """Undo, and be restored; interrupted, it may be called again."""
         report = self._report = undo()
         self.state, self._preparation = LifecycleState.RESTORED, None
-        preparation.warn_of_turned_on()
+        preparation.warn_of_training_on()
         return report
 
     def __enter__(self) -> KbitPreparedModel:

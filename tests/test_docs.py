@@ -154,7 +154,6 @@ def to_run() -> dict[str, list[pages.Block]]:
     return found
 
 
-@pytest.mark.filterwarnings("ignore:restore.. made:UserWarning")  # the adapter is on top while restoring
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found:UserWarning")
 @pytest.mark.parametrize("name", to_run())
 def test_the_blocks_of_a_page_run(
@@ -177,7 +176,6 @@ def test_the_blocks_of_a_page_run(
             exec(compile(block.text, name, "exec"), names)
 
 
-@pytest.mark.filterwarnings("ignore:restore.. made:UserWarning")  # the adapter is on top while restoring
 def test_the_loop_that_resumes_leaves_the_adapter_of_one_that_never_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -336,13 +335,10 @@ class Demo:
         self.show(f"generated while suspended\n  prompt: {prompt_text!r}\n  text:   {text!r}")
 
     def _restore(self, prepared: KbitPreparedModel) -> RestoreReport | RestoreError:
-        with warnings.catch_warnings():
-            # It warns that training on would train the base too. Here the adapter is merged next.
-            warnings.filterwarnings("ignore", r"restore\(\) made \d+ base parameters trainable", UserWarning)
-            try:
-                return prepared.restore()
-            except RestoreError as error:
-                return error
+        try:
+            return prepared.restore()
+        except RestoreError as error:
+            return error
 
     def _check_restored(self, report: RestoreReport | RestoreError) -> None:
         what = "restore() undid every edit"

@@ -19,7 +19,7 @@ from ..edits.base import HeldOriginal
 from ..edits.checkpointing import input_gradient_hooks
 from ..edits.storage import CopyChange, StorageChange
 from ..model.quantization import is_quantized_parameter, is_rewritten, quant_state_of, was_decompressed
-from ..model.records import ParameterRecord, key_of
+from ..model.records import ParameterRecord, TensorRef, key_of
 from ..model.tree import CONFIG_ATTRIBUTES, ModelTree, NamedTensor, join, only_reading
 from ..model.wrappers import is_flattened, is_sharded_tensor
 from ..tensors.bits import begin_digest, content_digest, is_dense
@@ -174,12 +174,16 @@ class Original:
                     found.append(join(node.fqn, name))
         return found
 
-    def num_turned_on(self, tree: ModelTree) -> int:
-        """How many base parameters a restore makes trainable under a live adapter."""
+    def turned_on(self, tree: ModelTree) -> list[TensorRef]:
+        """The places of base parameters that a restore makes trainable under a live adapter."""
         if not tree.adapter_ids:
-            return 0
-        live = [(record.there(), self.flags[record]) for record in self._records]
-        return sum(flag and parameter is not None and not parameter.requires_grad for parameter, flag in live)
+            return []
+        found = []
+        for record in self._records:
+            parameter = record.there()
+            if self.flags[record] and parameter is not None and not parameter.requires_grad:
+                found.append(record.refs[0])
+        return found
 
     def is_alias(self, module: nn.Module, name: str) -> bool:
         """Whether a new name has a parameter that the module had under another: PEFT names AQLM's codes ``qweight``."""

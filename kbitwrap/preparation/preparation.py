@@ -23,7 +23,7 @@ from ..edits.storage import CopyChange, StorageChange, TrainedError
 from ..edits.training import AccelerateChange, FollowTrainMode
 from ..errors import ConfigError, EditError, RestoreError, StateError, UnsupportedModelError
 from ..model.checks import refuse_sharded_since, tree_of
-from ..model.records import ParameterRecord
+from ..model.records import ParameterRecord, TensorRef
 from ..model.tree import ModelTree, NamedTensor, only_reading
 from ..reports import LifecycleState, RestoreReport, StateDiff
 from ..tensors.devices import random_state
@@ -34,6 +34,7 @@ from .plan import Plan
 from .planner import Planner
 from .prepared_state import PreparedState
 from .process import LARGE_BLOCK_BYTES, devices_of, empty_cache, plain_mode, refuse_retyping_under_ddp, reshard
+from .training_on import warn_of_training_on
 
 _logger = logging.getLogger(__name__)
 _in_force: weakref.WeakValueDictionary[int, Preparation] = weakref.WeakValueDictionary()
@@ -54,7 +55,7 @@ class Preparation:
         self.precisions: set[Precision] = set()  # of the plans applied, one on top of the other
         self._upcasts_all = False
         self._keeps_originals = False
-        self._num_turned_on = 0
+        self._turned_on: list[TensorRef] = []
         self._put_back: list[str] = []
 
     @staticmethod
@@ -201,13 +202,13 @@ class Preparation:
                 copies = [*self.journal.parts(CopyChange), *self.copies(tree)]  # some stayed where they were an error
                 training = [t for t in tree.tensors if t.parameter.requires_grad]
                 trainable = {tree.known.get(id(t.parameter), tree.records.at(t.module, t.name)) for t in training}
-                num_turned_on = self._num_turned_on + self.original.num_turned_on(tree)
+                turned_on = self._turned_on + self.original.turned_on(tree)
         held, rewritten = self.journal.parts(HeldOriginal), self.journal.parts(KeptChange)
         changed = {*changes.trained, *changes.drifted}
 
         def undo() -> RestoreReport:
             with plain_mode():
-                self._num_turned_on = num_turned_on
+                self._turned_on = turned_on
                 for one in held:
                     one.decide(trained)
                 for copy in copies:
@@ -267,15 +268,11 @@ class Preparation:
         lists = trained, replaced, foreign, changes.not_compared, put_back
         return RestoreReport(*(tuple(dict.fromkeys(names)) for names in lists))
 
-    def warn_of_turned_on(self) -> None:
-        """Say after a restore that the base under an adapter is trained from here on."""
-        if self._num_turned_on:
-            warnings.warn(
-                f"restore() made {self._num_turned_on} base parameters trainable again, as they were before prepare(), "
-                "and an adapter still sits on top: training on from here would train the base too",
-                UserWarning,
-                stacklevel=5,
-            )
+    def warn_of_training_on(self) -> None:
+        """Say after a restore, to those who train on, that the base under an adapter is trained too."""
+        model = self.original.model()
+        if model is not None:
+            warn_of_training_on(model, self._turned_on)
 
     def suspend(self, way_back: Journal, *, hold: bool) -> None:
         """Put back the state from before for a while, all or nothing; ``hold`` keeps the wrapper alive meanwhile."""

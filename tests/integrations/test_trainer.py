@@ -262,17 +262,6 @@ def test_what_training_leaves_on_the_base_is_undone(
     assert before.diff(Snapshot(model), moved=precision == "full") == []
 
 
-def test_leaving_the_block_warns_that_the_base_is_trainable_again() -> None:
-    model = zoo.load("llama")
-    block = contextlib.ExitStack()
-    block.enter_context(KbitPreparedModel(model))
-    adapt(model)
-    assert not model.lm_head.weight.requires_grad
-    with pytest.warns(UserWarning, match="training on from here would train the base too"):
-        block.close()
-    assert model.lm_head.weight.requires_grad
-
-
 class StoppedError(RuntimeError):
     pass
 
