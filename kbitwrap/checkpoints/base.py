@@ -27,6 +27,7 @@ _TASKS = {
     "QUESTION_ANS": "AutoModelForQuestionAnswering",
     "FEATURE_EXTRACTION": "AutoModel",
 }
+_MAX_NEW_ROWS = 1 << 20  # more would be allocated before anything is compared
 _SKIPPED = "llm_int8_skip_modules"
 _Shapes = Mapping[str, tuple[int, ...]]
 
@@ -246,8 +247,15 @@ def _resize(model: Any, shapes: _Shapes) -> dict[str, int]:
             changed.add(wanted[0])
     if len(changed) != 1:
         return {}
-    model.resize_token_embeddings(changed.pop(), mean_resizing=False)
+    size = changed.pop()
     num_rows = min(sizes)
+    if not 0 < size <= num_rows + _MAX_NEW_ROWS:
+        raise ConfigError(
+            f"the manifest or the adapter says that the vocabulary had {size} rows in training, where the base has "
+            f"{num_rows}: expected at least one, and at most {_MAX_NEW_ROWS} new ones; give the base and the adapter "
+            "of one run"
+        )
+    model.resize_token_embeddings(size, mean_resizing=False)
     return {fqn: num_rows for fqn, parameter in _vocabulary(model).items() if len(parameter) > num_rows}
 
 

@@ -68,11 +68,12 @@ def merge_checkpoint(
 ) -> ExportReport:
     """Merge a saved adapter into the base it was trained on, and write the half-precision model that results.
 
-    The base is quantized as in training, and dequantized exactly; the adapter's part is added in float32 and the sum
-    rounded once. That is, bit for bit, what ``KbitPreparedModel.export(merge_adapters=True)`` writes after training, on
-    the same type of device: a GPU and a CPU may quantize, and so round, a last bit differently. Tensors are computed
-    and written one at a time; the tokenizer is copied from the adapter's folder or the base's, and a model card says
-    what was merged.
+    The base is loaded as the run had it: of its class, with its vocabulary, which may have been resized, and with a
+    head that the adapter's file holds. It is quantized as in training, and dequantized exactly; the adapter's part is
+    added in float32 and the sum rounded once. That is, bit for bit, what
+    ``KbitPreparedModel.export(merge_adapters=True)`` writes after training, on the same type of device: a GPU and a CPU
+    may quantize, and so round, a last bit differently. Tensors are computed and written one at a time; the tokenizer is
+    copied from the adapter's folder or the base's, and a model card says what was merged.
 
     Args:
         base: The folder of the base, or its name on the hub.
@@ -94,7 +95,9 @@ def merge_checkpoint(
 
     Raises:
         ConfigError: There is no base or adapter, the adapter does not belong to the base, or it is not known how the
-            base was quantized, or it was saved quantized otherwise than given.
+            base was quantized, or it was saved quantized otherwise than given; rows or a head of the run are neither
+            in the base's files nor in the adapter's; the adapter's config says what the installed PEFT does not know,
+            or lays out experts in a way that is not known.
         ManifestMismatchError: The base is not the one that the manifest records.
         ExportError: It cannot be merged or written, or ``dst`` is, holds or lies in what is read. Nothing was left at
             ``dst``.
