@@ -234,6 +234,16 @@ def library_dequantizer(module: nn.Module) -> Callable[[], torch.Tensor] | None:
     return module.dequantize if is_made_plain(module) else None  # type: ignore[return-value]
 
 
+def rounds_activations(module: nn.Module) -> bool:
+    """Whether a layer of transformers, for BitNet or Gemma, rounds its input or output, which has no gradient."""
+    if isinstance(module, loaded_class("transformers.integrations.bitnet", "BitLinear")):
+        return True
+    if not isinstance(module, loaded_class("transformers.integrations.gemma_quant", "QuantizedLinear")):
+        return False
+    steps = [module.get_parameter(f"{side}_activation_scale") for side in ("input", "output")]
+    return any(not step.is_meta and bool(step) for step in steps)  # a step of zero rounds nothing
+
+
 def has_runtime_state(module: nn.Module) -> bool:
     """Whether a module is a linear layer of bitsandbytes or gptqmodel that rewrites fields of its own when it runs."""
     weight = module._parameters.get("weight")

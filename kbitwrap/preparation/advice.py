@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..config import Precision, format_bytes
-from ..model.quantization import STACKS_QUANTIZED_BY, is_quantized_parameter
+from ..model.quantization import STACKS_QUANTIZED_BY, is_quantized_parameter, rounds_activations
 from ..model.roles import Role, loses_gradients, returns_float32
 from ..model.tree import Node
 from ..reports import first_of
@@ -38,7 +38,7 @@ class Advice:
     def of_lost_gradients(self) -> None:
         """Say which layers let no gradient through to their input: nothing else would."""
         answers: dict[Any, bool] = {}  # by the kind of weight: each is tried once
-        found = []
+        found = [node.fqn for node in self._tree.base if rounds_activations(node.module)]
         for node in self._tree.of_class(lambda cls: cls is nn.Linear):
             weight = node.module._parameters.get("weight")
             if not node.is_base or weight is None or not is_composed(type(weight)) or weight.is_meta:

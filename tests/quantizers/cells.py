@@ -167,6 +167,22 @@ def compressed_tensors(*, has_run: bool) -> Callable[[str], PreTrainedModel]:
     return load
 
 
+def bitnet(name: str) -> PreTrainedModel:
+    """Weights that are made ternary whenever they are used: the mode that transformers trains."""
+    config = {
+        "linear_class": "autobitlinear",
+        "quantization_mode": "online",
+        "modules_to_not_convert": ["lm_head"],
+    }
+    return pretrained(name, folder=handmade.checkpoint(name, "bitnet", 16, json.dumps(config)))
+
+
+def gemma(bits: int) -> Callable[[str], PreTrainedModel]:
+    """Weights of so many bits, between activations that are rounded to steps which the checkpoint has."""
+    config = {"num_bits": bits, "modules_to_not_convert": ["lm_head"]}
+    return lambda name: pretrained(name, folder=handmade.checkpoint(name, "gemma", bits, json.dumps(config)))
+
+
 def _has_scheme(module: nn.Module) -> bool:
     return "quantization_scheme" in vars(module)
 
@@ -199,6 +215,8 @@ METHODS = {
     },
     "aqlm": {"10-bit": Cell(aqlm(10), can_merge=False, left=("gemv_op", "gemm_op", "use_gemv_rule", "qweight"))},
     "compressed-tensors": {"4-bit": Cell(compressed_tensors(has_run=True), lambda m: m.weight, _has_scheme)},
+    "bitnet": {"online": Cell(bitnet, can_merge=False)},
+    "gemma": {"static-8-bit": Cell(gemma(8), is_serializable=False, can_merge=False)},
 }
 # Some libraries need environments of their own: the variable names the methods that are installed here.
-CELLS = {name: METHODS[name] for name in os.environ.get("QUANTIZERS", "torchao hqq quanto").split()}
+CELLS = {name: METHODS[name] for name in os.environ.get("QUANTIZERS", "torchao hqq quanto bitnet gemma").split()}

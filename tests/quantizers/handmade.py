@@ -75,6 +75,19 @@ def compressed_tensors(weight: torch.Tensor, bits: int) -> Tensors:
     return {"weight_packed": packed_codes, "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
 
 
+def bitnet(weight: torch.Tensor, bits: int) -> Tensors:
+    """The weight itself: it is quantized as it is used."""
+    return {"weight": weight}
+
+
+def gemma(weight: torch.Tensor, bits: int) -> Tensors:
+    """Symmetric codes of 8 bits with a scale for each output, and the steps of the activations."""
+    scales = weight.float().abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+    codes = (weight.float() / scales).round().to(torch.int8)
+    steps = {f"{side}_activation_scale": torch.tensor(0.05) for side in ("input", "output")}
+    return {"weight": codes, "weight_scale": scales, **steps}
+
+
 @functools.cache
 def checkpoint(architecture: str, method: str, bits: int, config: str) -> Path:
     """The folder with an architecture's checkpoint whose blocks hold packed weights; ``config`` is JSON."""
@@ -91,4 +104,11 @@ def checkpoint(architecture: str, method: str, bits: int, config: str) -> Path:
     return folder
 
 
-PACK = {"gptq": gptq, "awq": awq, "aqlm": aqlm, "compressed-tensors": compressed_tensors}
+PACK = {
+    "gptq": gptq,
+    "awq": awq,
+    "aqlm": aqlm,
+    "compressed-tensors": compressed_tensors,
+    "bitnet": bitnet,
+    "gemma": gemma,
+}

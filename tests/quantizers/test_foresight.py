@@ -15,6 +15,7 @@ from snapshot import Snapshot
 REFUSED = {"torchao": r"found a \w+Tensor", "quanto": r"found a \w+Tensor", "compressed-tensors": "cannot be copied"}
 
 
+@pytest.mark.filterwarnings("ignore:.*let no gradient through:UserWarning")  # test_peft.py has which they are
 @pytest.mark.parametrize(("method", "name"), [(method, name) for method, cells in CELLS.items() for name in cells])
 def test_a_step_is_predicted_to_the_byte_or_refused(method: str, name: str) -> None:
     load = CELLS[method][name].load

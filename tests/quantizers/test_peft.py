@@ -27,9 +27,9 @@ pytestmark = [
 ]
 
 EVERY = [(method, name) for method, cells in CELLS.items() for name in cells]
-LOSING_GRADIENTS = {"int8-dynamic-activation", "int8-dynamic-activation-int4"}
-# By transformers, prepared or not: it lets train what has an 8 before "weight" in the name of torchao's class.
-REFUSED_BY_TRAINER = {"int4-in-int8-weight-only", "int8-dynamic-activation-int4"}
+LOSING_GRADIENTS = {"int8-dynamic-activation", "int8-dynamic-activation-int4", "static-8-bit"}
+# By transformers, prepared or not. Of torchao, it lets train what has an 8 before "weight" in the name of its class.
+REFUSED_BY_TRAINER = {"int4-in-int8-weight-only", "int8-dynamic-activation-int4", "static-8-bit"}
 
 
 def unmarked() -> transformers.PreTrainedModel:
@@ -80,7 +80,7 @@ def _refuses_quanto(model: transformers.PreTrainedModel) -> None:
 def test_it_is_said_where_no_gradient_comes_through(method: str, name: str) -> None:
     model = CELLS[method][name].load("llama")
     before = Snapshot(model)
-    warned = [warning for warning in build_plan(model).warnings if "let no gradient through" in warning]
+    warned = _losing(model)
     assert len(warned) == (name in LOSING_GRADIENTS)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
@@ -89,7 +89,36 @@ def test_it_is_said_where_no_gradient_comes_through(method: str, name: str) -> N
     assert before.diff(Snapshot(model)) == []
     layer = model.model.layers[0].mlp.gate_proj
     row = torch.ones(1, layer.in_features, dtype=torch.bfloat16, requires_grad=True)
-    assert layer(row).requires_grad == (not warned)
+    output = layer(row)
+    has_gradient = output.requires_grad and bool(torch.autograd.grad(output.sum(), row)[0].any())
+    assert has_gradient == (not warned)
+
+
+def _losing(model: torch.nn.Module) -> list[str]:
+    return [warning for warning in build_plan(model).warnings if "let no gradient through" in warning]
+
+
+@pytest.mark.filterwarnings("ignore:.*neither a quantization attribute nor a quantized layer:UserWarning")
+def test_bitnets_packed_layer_is_said_to_let_no_gradient_through() -> None:
+    from transformers.integrations.bitnet import BitLinear
+
+    model = pretrained("llama")
+    assert _losing(model) == []
+    mlp = model.model.layers[0].mlp
+    mlp.gate_proj = BitLinear(mlp.gate_proj.in_features, mlp.gate_proj.out_features, bias=False, dtype=torch.bfloat16)
+    (warning,) = _losing(model)
+    assert warning.startswith("1 layers, model.layers.0.mlp.gate_proj the first")
+
+
+if "gemma" in CELLS:
+
+    def test_gemmas_layers_whose_steps_are_zero_let_gradients_through() -> None:
+        model = CELLS["gemma"]["static-8-bit"].load("llama")
+        assert len(_losing(model)) == 1
+        for fqn, parameter in model.named_parameters():
+            if fqn.endswith("activation_scale"):
+                parameter.data.zero_()
+        assert _losing(model) == []
 
 
 @pytest.mark.parametrize(("method", "name"), EVERY)
