@@ -80,10 +80,18 @@ class HeldOriginal(ChangeBase):
         self.record.saw(parameter)
 
     def resume(self, parameter: torch.Tensor, saved: torch.Tensor, left: torch.Tensor) -> None:
-        """Write the value from before a suspension, which ``left`` another; or keep one that others wrote meanwhile."""
-        is_theirs = parameter.shape != saved.shape or bool(differ(parameter.data, left))
-        value = parameter.data if is_theirs else saved
-        self.write(parameter, value.to(parameter.device, saved.dtype))
+        """Write the value from before a suspension, which ``left`` another; or keep one that others wrote meanwhile.
+
+        It does not wait for the device.
+        """
+        theirs = parameter.data.to(saved.dtype)
+        if theirs.shape != saved.shape:
+            self.write(parameter, theirs)
+            return
+        saved = saved.to(theirs.device)
+        is_theirs = differ(parameter.data, left)
+        saved.copy_(torch.where(is_theirs, theirs, saved))
+        self.write(parameter, saved)
 
 
 class AttributesNow(ChangeBase):
