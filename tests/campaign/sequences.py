@@ -38,6 +38,8 @@ ROUND, LENGTH = 200, 12
 PRECISIONS = ("full", "compute", "norms", "adapted", "none")
 IDS = torch.tensor([[0, 1, 5, 2]])
 HALF = (torch.bfloat16, torch.float16)
+# What a forward raises that cannot run; bitsandbytes asserts that a layer has whole blocks.
+REFUSALS = (RuntimeError, ValueError, TypeError, AssertionError, UnsupportedModelError)
 DECODER = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 # 4-bit blocks have 64 values.
 QUANTIZED = DECODER | {"hidden_size": 16, "intermediate_size": 16}
@@ -131,6 +133,7 @@ class World:
         self.before: Before | None = None  # the model when it was prepared
         self.cast: dict[int, nn.Parameter] = {}  # by others while prepared: their layout and sharing may be others
         self.is_trained = False
+        self.is_twice = False  # whether it was prepared on top of a preparation, which may have kept the originals
         self.is_over = False  # whether the twin went on where the model could not
         self.is_used = False  # whether a user set flags, or ran the model, since it was suspended
         self.suspended: Snapshot | None = None  # the model when it was suspended, while nothing was done to it
@@ -302,7 +305,7 @@ def _flags(world: World, *, adapters: bool) -> dict[int, tuple[nn.Parameter, boo
 def _begin(world: World, precision: str, flags: dict[int, tuple[nn.Parameter, bool]]) -> None:
     world.flags = flags
     world.state, world.moves = "prepared", precision in ("full", "compute")
-    world.suspended = None
+    world.suspended, world.is_twice = None, False
 
 
 def _end(world: World, report: Any) -> None:
@@ -362,6 +365,7 @@ def drop_in(world: World, rng: random.Random) -> None:
         world.moves = before or precision in ("full", "compute")
         was_prepared = world.state == "prepared"
         world.wrapper, world.flags = kbitwrap.prepared_of(world.model), flags
+        world.is_twice = was_prepared
         if not was_prepared:
             _begin(world, precision, flags)
 
@@ -379,7 +383,7 @@ def restore(world: World, rng: random.Random) -> None:
         return
     trained = rng.choice(("keep", "keep", "keep", "error", "discard"))
     if trained == "discard" and not world.wrapper.plan.config.keep_originals:
-        if world.state == "prepared":
+        if world.state == "prepared" and not world.is_twice:
             world.ours(lambda: world.wrapper.restore("discard"), fails=True)
         return
     if trained == "discard" and world.trained and world.state == "prepared":
@@ -440,7 +444,7 @@ def suspended(world: World, rng: random.Random) -> None:
             world.check()
             if rng.random() < 0.3:
                 world.suspended = None
-                with torch.no_grad(), contextlib.suppress(RuntimeError):
+                with torch.no_grad(), contextlib.suppress(*REFUSALS):
                     _forward(world.tops[0])
                 world.take_over(lambda name, p: False)
             if error:
@@ -541,7 +545,7 @@ def train(world: World, rng: random.Random) -> None:
     top = world.tops[0]
     if world.state == "suspended":
         world.is_used, world.suspended = True, None
-        with torch.no_grad(), contextlib.suppress(RuntimeError, ValueError, TypeError):
+        with torch.no_grad(), contextlib.suppress(*REFUSALS):
             _forward(top)
         world.take_over(lambda name, p: False)
         return
@@ -549,12 +553,13 @@ def train(world: World, rng: random.Random) -> None:
     world.suspended = None
     try:
         if world.state != "prepared":  # what a forward leaves is left on both
-            _forward(world.tops[1])
+            with contextlib.suppress(*REFUSALS):
+                _forward(world.tops[1])
         loss = _forward(top).float().pow(2).mean()
         if not loss.requires_grad:
             return
         loss.backward()
-    except (RuntimeError, ValueError, TypeError, UnsupportedModelError, NotImplementedError):
+    except REFUSALS:
         return
     finally:
         world.take_over(lambda name, p: False)
@@ -676,6 +681,21 @@ def assign(world: World, rng: random.Random) -> None:
         world.note_sharing()  # of a tie are made two parameters over one memory
 
 
+@operation(3)
+def load_while_suspended(world: World, rng: random.Random) -> None:
+    """Load other weights into a suspended model: they are the user's, and stay when it is resumed and restored."""
+    if world.state != "suspended" or world.kind in ("nf4", "int8"):
+        return
+    twins = dict(world.tops[1].named_parameters())
+    named = {name: p for name, p in world.tops[0].named_parameters() if name in twins}
+    loaded = [name for name, p in named.items() if type(p) is nn.Parameter and p.dtype in (*HALF, torch.float32)]
+    loaded = [name for name in loaded if rng.random() < 0.3 and not named[name].isnan().any()]
+    saved = {name: twins[name].detach() + 0.25 for name in loaded}
+    world.both(lambda top: top.load_state_dict(saved, strict=False))
+    world.trained.update({id(named[name]): named[name] for name in loaded})
+    world.is_trained |= bool(loaded)
+
+
 # What others do while a model is prepared is taken back, or named.
 
 
@@ -694,9 +714,12 @@ def _note_cast(world: World, module: nn.Module) -> None:
     world.suspended, world.is_used, world.moves = None, True, True
     twins = dict(world.tops[1].named_parameters())
     for name, p in world.tops[0].named_parameters():
-        if is_adapter(name) and name in twins:
+        is_ours = id(p) in world.flags  # the drop-in prepares adapters too, and takes it back
+        if is_adapter(name) and name in twins and not is_ours:
             twins[name].requires_grad_(p.requires_grad)
-            twins[name].data = twins[name].data.to(p.dtype)
+            # A copy of a base module that was made meanwhile gets the base's dtype again.
+            if "lora_" in name or id(p) in world.before.parameters:
+                twins[name].data = twins[name].data.to(p.dtype)
 
 
 @operation(3)
@@ -855,6 +878,20 @@ def merge_adapter(world: World, rng: random.Random) -> None:
         call = rng.choice(("merge_adapter", "unmerge_adapter"))
         world.both(lambda top: getattr(top, call)())
         _after_peft(world)
+
+
+@operation(2)
+def unmerge_while_suspended(world: World, rng: random.Random) -> None:
+    """Merge into the prepared model, and take it back out of the suspended one."""
+    if world.tops[0] is world.model or world.kind != "llama" or world.state != "prepared":
+        return
+    world.both(lambda top: top.merge_adapter())
+    _after_peft(world)
+    OPS["suspend"][0](world, rng)
+    world.both(lambda top: top.unmerge_adapter())
+    _after_peft(world)
+    world.is_used = True
+    OPS["resume"][0](world, rng)
 
 
 @operation(2)
