@@ -24,7 +24,6 @@ QUANTS = ("nf4", "nf4-double", "fp4", "int8")
 FLOAT32_STORAGE = (Precision.FULL, Precision.COMPUTE)
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:restore.. made:UserWarning"),  # the adapter is on top while restoring
     # bitsandbytes' 8-bit kernel computes in float16, and says so on every bf16 model.
     pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning"),
     # Without quantized layers, as Falcon's, a preparation says that the model is not checkpointed.

@@ -30,7 +30,6 @@ def test_a_fault_at_any_step_on_a_quantized_model_leaves_it_whole(name: str, pre
     hold([*faults.trials(0, [name], [precision], stride=67)], 40)
 
 
-@pytest.mark.filterwarnings("ignore:.*base parameters trainable again:UserWarning")
 def test_a_fault_at_the_last_lines_of_adopting_adopts_all_or_nothing() -> None:
     subject = [make() for _, make in faults.subjects("llama", "adapted")][1]
     count = subject.count("adopt", line)

@@ -32,7 +32,6 @@ BOTH = pytest.mark.parametrize(
 )
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:restore.. made:UserWarning"),
     # Said of the unquantized models below; one test asserts it.
     pytest.mark.filterwarnings("ignore:.*neither a quantization attribute:UserWarning"),
 ]

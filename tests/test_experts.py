@@ -19,10 +19,6 @@ from merging import assert_rounded_once
 from snapshot import Snapshot
 from training import adapt, is_checkpointing, step
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:restore.. made:UserWarning"),  # the adapter is on top while restoring
-]
-
 STACKS = ("gate_up_proj", "down_proj")
 
 

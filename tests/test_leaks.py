@@ -46,7 +46,6 @@ def tensors_held(root: object, but: nn.Module) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.filterwarnings("ignore:.*base parameters trainable again:UserWarning")
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
 def test_a_restored_wrapper_holds_no_tensor_but_through_its_model(precision: Precision) -> None:
     model = zoo.load("gemma2")

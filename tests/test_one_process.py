@@ -12,8 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 import zoo
 from kbitwrap import KbitPreparedModel, LifecycleState, StateError
 
-pytestmark = pytest.mark.filterwarnings("ignore:restore.. made:UserWarning")
-
 
 @pytest.fixture
 def group() -> Iterator[None]:

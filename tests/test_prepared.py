@@ -43,8 +43,6 @@ PRECISIONS = list(Precision)
 REORDERED = (": attributes",)
 
 pytestmark = [
-    # Expected: the adapter is on top while restoring; one test asserts that it is said.
-    pytest.mark.filterwarnings("ignore:restore.. made:UserWarning"),
     pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning"),
 ]
 
@@ -836,13 +834,6 @@ class TestOthers:
         assert [(weight.dtype, weight.requires_grad) for weight in embeddings] == [(torch.bfloat16, True)] * 2
         assert "lm_head.weight" in report.replaced
 
-    def test_restoring_under_an_adapter_warns_of_a_trainable_base(self) -> None:
-        model = zoo.load("llama")
-        prepared = KbitPreparedModel(model).prepare()
-        adapt("llama", model)
-        with pytest.warns(UserWarning, match="7 base parameters trainable"):
-            prepared.restore()
-
     def test_nothing_is_said_of_what_others_made_trainable(self) -> None:
         model = zoo.load("llama")
         prepared = KbitPreparedModel(model).prepare()
@@ -852,6 +843,7 @@ class TestOthers:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             prepared.restore()
+            step("llama", model)
 
     def test_user_settings_from_before_are_settings_after(self) -> None:
         model = zoo.load("llama")

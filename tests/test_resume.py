@@ -98,7 +98,6 @@ def resumed(folder: Path, quant: str) -> dict[str, dict[str, list[float]]]:
 
 # bitsandbytes' 8-bit kernel computes in float16, and says so on every bf16 model.
 @pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning")
-@pytest.mark.filterwarnings("ignore:restore.. made:UserWarning")  # the adapter is on top while restoring
 @pytest.mark.parametrize("quant", QUANTS)
 def test_resuming_in_a_new_process_gives_the_same_losses(quant: str, tmp_path: Path) -> None:
     for precision, losses in resumed(tmp_path, quant).items():

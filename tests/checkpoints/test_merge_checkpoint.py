@@ -27,9 +27,7 @@ from kbitwrap import (
 from merging import assert_same_model
 from training import adapt, step
 
-# Restoring under a live adapter is what these tests do; those of the wrapper hold the warning itself.
 pytestmark = [
-    pytest.mark.filterwarnings(r"ignore:restore\(\) made \d+ base parameters trainable again:UserWarning"),
     pytest.mark.filterwarnings("ignore:LlamaForCausalLM has neither a quantization attribute:UserWarning"),
 ]
 

@@ -42,7 +42,6 @@ def merged(name: str, folder: Path, out: str, **options: Any) -> Path:
 
 
 pytestmark = [
-    pytest.mark.filterwarnings(r"ignore:restore\(\) made \d+ base parameters trainable again:UserWarning"),
     pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning"),
 ]
 

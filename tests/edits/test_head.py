@@ -21,8 +21,6 @@ from memory import allocations
 from snapshot import Snapshot
 from training import adapt, step
 
-pytestmark = pytest.mark.filterwarnings("ignore:restore.. made:UserWarning")
-
 AUTOCAST = pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 
 

@@ -28,8 +28,6 @@ from kbitwrap.tensors.upcast import UpcastTensor
 from snapshot import Snapshot
 from training import adapt, step
 
-pytestmark = pytest.mark.filterwarnings("ignore:restore.. made:UserWarning")
-
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 

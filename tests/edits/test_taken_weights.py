@@ -19,7 +19,6 @@ from kbitwrap import KbitPreparedModel
 from training import step
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:restore.. made:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*neither a quantization attribute nor a quantized layer:UserWarning"),
     pytest.mark.filterwarnings("ignore:.torch.nn.utils.weight_norm. is deprecated:FutureWarning"),
 ]

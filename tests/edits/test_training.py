@@ -129,8 +129,6 @@ def test_a_suspended_model_evaluates_as_the_original_and_resumes_exactly(
     assert torch.equal(evaluate(model), expected)
 
 
-# Taking the adapter off is what follows, so that nothing is trained on with the flags restored.
-@pytest.mark.filterwarnings(r"ignore:restore\(\) made \d+ base parameters trainable again:UserWarning")
 @pytest.mark.parametrize("asks_for_state", [False, True], ids=["", "state-dict"])
 @pytest.mark.parametrize("quant", QUANTS)
 def test_a_base_that_ran_before_is_put_back_as_it_was(quant: str, asks_for_state: bool, repacks: bool) -> None:

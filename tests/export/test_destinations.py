@@ -261,7 +261,6 @@ def test_an_export_writes_the_tokenizer_that_it_is_given(tmp_path: Path) -> None
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.filterwarnings(r"ignore:restore\(\) made:UserWarning")
 def test_a_merged_export_without_an_adapter_warns_and_says_that_nothing_was_merged(tmp_path: Path) -> None:
     with KbitPreparedModel(zoo.load("llama")) as prepared:
         with pytest.warns(UserWarning, match="no adapter of the model is active.*the dequantized base") as caught:

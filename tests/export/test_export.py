@@ -50,7 +50,6 @@ from snapshot import Snapshot
 from training import adapt, step
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:restore.. made:UserWarning"),
     # bitsandbytes' 8-bit kernel computes in float16, and says so on every bf16 model.
     pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning"),
     # Falcon's linear layers stay unquantized, so a preparation says that the model is not checkpointed.

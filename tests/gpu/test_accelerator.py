@@ -18,7 +18,6 @@ from training import adapt, step
 
 pytestmark = [
     pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
-    pytest.mark.filterwarnings("ignore:restore.. made:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*neither a quantization attribute nor a quantized layer:UserWarning"),
 ]
 

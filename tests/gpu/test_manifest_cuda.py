@@ -14,7 +14,6 @@ from training import adapt, step
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore:restore.. made:UserWarning"),
     # bitsandbytes' 8-bit kernel computes in float16, and says so on every bf16 model.
     pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*neither a quantization attribute nor a quantized layer:UserWarning"),

@@ -34,11 +34,6 @@ NAME = "kbitwrap.json"
 EVERY_STEP = {"save_strategy": "steps", "save_steps": 1}
 PRECISIONS = ("full", "compute", "norms", "adapted", "none")
 
-pytestmark = [
-    # Restoring under a live adapter is what these tests do; those of the wrapper hold the warning itself.
-    pytest.mark.filterwarnings(r"ignore:restore\(\) made \d+ base parameters trainable again:UserWarning"),
-]
-
 
 def prepare(precision: str = "norms", quant: str = "nf4", **fields: Any) -> KbitPreparedModel:
     return KbitPreparedModel(zoo.load("llama", quant), precision=precision, **fields).prepare()

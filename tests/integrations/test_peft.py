@@ -22,9 +22,6 @@ from kbitwrap import KbitPreparedModel, LifecycleState, Precision, UnsupportedMo
 from snapshot import Snapshot
 from training import adapt, step
 
-# Restoring under a live adapter is what some of these tests do; those of the wrapper hold the warning itself.
-pytestmark = pytest.mark.filterwarnings(r"ignore:restore\(\) made \d+ base parameters trainable again:UserWarning")
-
 # ----------------------------------------------------------------------------------------------------
 # Hints.
 # ----------------------------------------------------------------------------------------------------

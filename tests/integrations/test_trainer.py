@@ -35,8 +35,6 @@ pytestmark = [
     pytest.mark.filterwarnings(
         r"ignore:`gradient_checkpointing(_kwargs)?` is deprecated:FutureWarning:transformers\.training_args"
     ),
-    # Restoring under a live adapter is what most of these tests do; those of the wrapper hold the warning itself.
-    pytest.mark.filterwarnings(r"ignore:restore\(\) made \d+ base parameters trainable again:UserWarning"),
 ]
 
 

@@ -41,7 +41,6 @@ from snapshot import Snapshot
 from training import adapt, step
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:restore.. made:UserWarning"),  # the adapter is on top while restoring
     # bitsandbytes' 8-bit kernel computes in float16, and says so on every bf16 model.
     pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning"),
     # Falcon's linear layers stay unquantized, and so do the plain modules here: a preparation says so.
@@ -898,7 +897,6 @@ def test_the_page_lists_what_the_hash_leaves_out() -> None:
     assert [name for name in _VOLATILE if f"`{name}`" not in page] == []
 
 
-@pytest.mark.filterwarnings("ignore:restore.. made:UserWarning")
 def test_two_preparations_with_other_precisions_are_not_one() -> None:
     model = zoo.load("llama")
     for _ in range(2):  # the same again changes nothing

@@ -16,8 +16,6 @@ from plain import small_manifest
 from snapshot import Snapshot
 from training import adapt, step
 
-pytestmark = pytest.mark.filterwarnings("ignore:restore.. made:UserWarning")  # the adapter is on top while restoring
-
 
 def recorded(model: nn.Module, *configs: peft.PeftConfig, **options: Any) -> Manifest:
     """The manifest of a base with these adapters, called ``"default"``, ``"1"``, ``"2"`` ..."""

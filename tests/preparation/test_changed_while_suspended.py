@@ -11,7 +11,6 @@ import zoo
 from kbitwrap import KbitPreparedModel
 from training import adapt, step
 
-pytestmark = pytest.mark.filterwarnings("ignore:restore.. made:UserWarning")
 UPCASTING = pytest.mark.parametrize("precision", ["full", "compute"])
 HEAD = "base_model.model.lm_head"
 

@@ -20,7 +20,6 @@ from snapshot import Snapshot
 from training import adapt, step
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:restore.. made:UserWarning"),
     pytest.mark.filterwarnings("ignore:Merge lora module to 4-bit linear may get different generations:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*neither a quantization attribute nor a quantized layer:UserWarning"),
 ]

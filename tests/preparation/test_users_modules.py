@@ -14,8 +14,6 @@ import zoo
 from kbitwrap import ExportError, KbitPreparedModel
 from training import step
 
-pytestmark = pytest.mark.filterwarnings("ignore:restore.. made:UserWarning")
-
 
 @pytest.mark.parametrize("precision", ["full", "compute"])
 @pytest.mark.parametrize("is_trained", [True, False])

@@ -24,7 +24,6 @@ from snapshot import Snapshot, tensor_digest
 from training import adapt, step
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:restore.. made:UserWarning"),  # the adapter is on top while restoring
     pytest.mark.filterwarnings("ignore:.*let no gradient through:UserWarning"),  # test_peft.py has which they are
     pytest.mark.filterwarnings("ignore:the config of this .* does not tell that it is quantized with hqq:UserWarning"),
     # By transformers, of every model that was given a device and is on the CPU, where its method asks accelerate.

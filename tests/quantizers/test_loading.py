@@ -28,7 +28,6 @@ from snapshot import Snapshot
 from training import adapt, is_checkpointing, step
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:restore.. made:UserWarning"),  # the adapter is on top while restoring
     pytest.mark.filterwarnings("ignore:.*let no gradient through:UserWarning"),  # test_peft.py has which they are
     pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without:UserWarning"),  # so it cannot merge
 ]

@@ -20,7 +20,6 @@ from snapshot import Snapshot
 from training import adapt, step
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:restore.. made:UserWarning"),  # the adapter is on top while restoring
     pytest.mark.filterwarnings("ignore:.*let no gradient through:UserWarning"),  # LOSING_GRADIENTS
     # PEFT's function leaves it to torch's default.
     pytest.mark.filterwarnings("ignore:torch.utils.checkpoint. the use_reentrant parameter:UserWarning"),

@@ -33,11 +33,6 @@ QUANTIZATIONS = {
 }
 NUM_STEPS = 5
 
-# Taking the adapter off is what follows, so that nothing is trained on with the flags restored.
-adapter_stays_on = pytest.mark.filterwarnings(
-    r"ignore:restore\(\) made \d+ base parameters trainable again:UserWarning"
-)
-
 
 def load(quant: str) -> PreTrainedModel:
     return AutoModel.from_pretrained(
@@ -113,7 +108,6 @@ def test_each_sentence_is_nearest_to_its_partner(quant: str) -> None:
     assert nearest.tolist() == [1, 0, 3, 2, 5, 4, 7, 6]
 
 
-@adapter_stays_on
 @pytest.mark.parametrize("precision", ["full", "norms", "none"])
 @pytest.mark.parametrize("quant", QUANTIZATIONS)
 def test_embeddings_are_those_from_before(quant: str, precision: str) -> None:

@@ -17,7 +17,6 @@ from snapshot import Snapshot
 from training import adapt, step
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:restore.. made:UserWarning"),  # the adapter is on top while restoring
     # By transformers, of every model that was given a device and is on the CPU, where its method asks accelerate.
     pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules:UserWarning"),
 ]

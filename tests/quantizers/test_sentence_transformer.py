@@ -15,7 +15,6 @@ from kbitwrap import KbitPreparedModel, Precision
 from snapshot import Snapshot
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:restore.. made:UserWarning"),  # the adapter is on top while restoring
     pytest.mark.filterwarnings("ignore:SentenceTransformer has its own save_pretrained:UserWarning"),
 ]
 

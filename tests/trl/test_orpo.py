@@ -101,7 +101,6 @@ def test_losses_and_weights_are_those_with_pefts_own_and_the_base_comes_back(
     assert len(set(found["full"][0])) == NUM_STEPS
 
 
-@pytest.mark.filterwarnings("ignore:restore.. made:UserWarning")  # the adapter is on top while restoring
 def test_block_of_the_page(tmp_path: Path) -> None:
     model = zoo.load("llama")
     before = Snapshot(model)

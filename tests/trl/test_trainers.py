@@ -351,8 +351,6 @@ def test_checkpoints_hold_the_record_and_are_resumed_on_no_other_preparation(tmp
 # ----------------------------------------------------------------------------------------------------
 
 
-# A model that was prepared first is restored under its adapter.
-@pytest.mark.filterwarnings(r"ignore:restore\(\) made \d+ base parameters trainable again:UserWarning")
 @pytest.mark.parametrize("text", ["model_name,", "add_fused_lm_head("])
 def test_block_of_the_page(text: str, tmp_path: Path) -> None:
     options = {} if "head" in text else {"model_init_kwargs": {"dtype": "bfloat16", "device_map": "cpu"}}

@@ -27,7 +27,6 @@ QUANTS = ("nf4", "int8")
 DTYPE = torch.bfloat16
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:restore.. made:UserWarning"),  # the adapter is on top while restoring
     pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning"),
     # That bitsandbytes calls a function of torch that torch 2.13 deprecates.
     pytest.mark.filterwarnings("ignore:_check_is_size will be removed:FutureWarning"),
