@@ -775,7 +775,9 @@ def kill_exports(root: Path) -> int:
         num_killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])
         assert not was_there or destination.exists()
         if destination.exists():
-            assert read(destination) == expected, attempt
+            # A hidden folder that was left there is removed by the next export.
+            found = [path for path in destination.iterdir() if not path.name.startswith(".kbitwrap-")]
+            assert {path.name: path.read_bytes() for path in found} == expected, attempt
     for name in ("export0", "export1"):
         prepared.export(root / name, max_shard_size=SHARD, overwrite=True)
     assert sorted(path.name for path in root.iterdir()) == ["expected", "export0", "export1"]
