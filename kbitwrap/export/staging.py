@@ -18,6 +18,7 @@ if sys.platform != "win32":
 
 from ..edits.journal import finish
 from ..errors import ExportError
+from ..reports import first_of
 
 # Names in the hidden folder: the new content; the old files while they are moved out, and when all of them are.
 _NEW, _OLD, _REPLACED = "new", "old", "replaced"
@@ -103,10 +104,9 @@ def _refuse_strange(target: Path, where: str, owns: Owns, overwrite: bool) -> No
     strange = [entry.name for entry in entries if entry.is_symlink() or not entry.is_file() or not owns(entry)]
     if not strange:
         return
-    named = ", ".join(map(repr, strange[:_MOST_NAMED]))
-    more = f" and {len(strange) - _MOST_NAMED} more" if len(strange) > _MOST_NAMED else ""
+    named = first_of([repr(name) for name in strange], _MOST_NAMED)
     raise ExportError(
-        f"{where}: holds what overwriting would delete and no checkpoint of this kind consists of: {named}{more}; "
+        f"{where}: holds what overwriting would delete and no checkpoint of this kind consists of: {named}; "
         "nothing was written: move that away, or choose another destination"
     )
 
