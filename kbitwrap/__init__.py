@@ -1,6 +1,7 @@
 """Reversible preparation of quantized models for training.
 
-Importing it loads no torch: a public name that needs torch is loaded when it is first used.
+Importing it loads no torch: a public name that needs torch is loaded when it is first
+used.
 
 Example:
     >>> from kbitwrap import KbitPreparedModel, Precision
@@ -25,14 +26,27 @@ from .errors import (
     StateError,
     UnsupportedModelError,
 )
-from .reports import ExportReport, LifecycleState, RestoreReport, ShardingOutcome, ShardingReport, StateDiff
+from .reports import (
+    ExportReport,
+    LifecycleState,
+    RestoreReport,
+    ShardingOutcome,
+    ShardingReport,
+    StateDiff,
+)
 
 if TYPE_CHECKING:
     from .checkpoints.convert import convert_checkpoint
     from .checkpoints.doctor import DoctorReport, doctor
     from .checkpoints.inspection import CheckpointReport, inspect_checkpoint
     from .checkpoints.merge import merge_checkpoint
-    from .drop_in import patch_peft, patched, prepare_model_for_kbit_training, prepared_of, restore
+    from .drop_in import (
+        patch_peft,
+        patched,
+        prepare_model_for_kbit_training,
+        prepared_of,
+        restore,
+    )
     from .foresight.memory import StepMemory
     from .foresight.predict import StepPredictor, predict_step
     from .foresight.tracker import StepTracker
@@ -48,7 +62,13 @@ _HOMES = {
     "checkpoints.doctor": ("DoctorReport", "doctor"),
     "checkpoints.inspection": ("CheckpointReport", "inspect_checkpoint"),
     "checkpoints.merge": ("merge_checkpoint",),
-    "drop_in": ("patch_peft", "patched", "prepare_model_for_kbit_training", "prepared_of", "restore"),
+    "drop_in": (
+        "patch_peft",
+        "patched",
+        "prepare_model_for_kbit_training",
+        "prepared_of",
+        "restore",
+    ),
     "foresight.memory": ("StepMemory",),
     "foresight.predict": ("StepPredictor", "predict_step"),
     "foresight.tracker": ("StepTracker",),

@@ -31,7 +31,8 @@ class Precision(str, Enum):
     """PEFT's: every unquantized half-precision parameter is *stored* in float32, twice its bytes."""
     COMPUTE = "compute"
     """Bit-identical to ``"full"``: embeddings, head and experts are *upcast as they are used* and stay stored in half;
-    parameters used in other ways (norms, biases, convolutions) are stored in float32, and the plan gives the reason."""
+    parameters used in other ways (norms, biases, convolutions) are stored in float32,
+    and the plan gives the reason."""
     NORMS = "norms"
     """Norms compute in float32 and return what the unprepared norm returns; nothing more is stored."""
     ADAPTED = "adapted"
@@ -77,27 +78,36 @@ class PrepareConfig:
 
     Args:
         precision: A ``Precision`` or its value.
-        freeze: Set ``requires_grad=False`` on the base parameters. Adapter parameters are never touched.
-        gradient_checkpointing: Enable activation checkpointing. A quantized model that does not support it is
-            refused with ``UnsupportedModelError`` before anything changes.
-        gradient_checkpointing_kwargs: Passed to ``torch.utils.checkpoint.checkpoint``; what the model's own method
-            takes, such as transformers' ``every_n_layers`` and ``offload``, goes to that.
-        input_require_grads: ``None`` hooks the input embeddings only where reentrant checkpointing needs it, and
-            makes a checkpointed block's input require grad where an adapter needs it (aLoRA); ``True`` and ``False``
-            force the hook on the embeddings.
-        head: ``"float32"``: the output head multiplies in float32 and returns float32 logits, under autocast too,
-            from its half weight, which is upcast as it is used. ``"full"`` and ``"compute"`` upcast it anyway.
-        head_chunk_bytes: With ``"compute"`` or ``head="float32"``: the largest float32 piece of the output head alive
-            at once, in bytes. ``None`` computes it in one piece, which is bit-identical to ``"full"`` on every shape;
-            in pieces, the matrix library may block the product differently.
-        norm_modules: Further norms: classes, or class-name patterns (regular expressions, matched in full).
-        memory_budget: Bytes, or a string such as ``"512MiB"``. A plan whose peak is over it raises
-            ``MemoryBudgetError`` before anything changes.
-        audit: Record a whole digest of every unquantized tensor when preparing, so that ``verify``, ``export``,
-            ``manifest`` and ``restore`` know of every change to it. Without it they compare a sampled fingerprint.
-        keep_originals: Keep a host copy of every parameter that is cast, so that ``restore(trained="discard")`` can
-            put values back that training changed. Costs the parameters' original bytes in host memory; on a CPU
-            twice while suspended, because a suspended model may be written to.
+        freeze: Set ``requires_grad=False`` on the base parameters. Adapter parameters
+            are never touched.
+        gradient_checkpointing: Enable activation checkpointing. A quantized model that
+            does not support it is refused with ``UnsupportedModelError`` before
+            anything changes.
+        gradient_checkpointing_kwargs: Passed to ``torch.utils.checkpoint.checkpoint``;
+            what the model's own method takes, such as transformers' ``every_n_layers``
+            and ``offload``, goes to that.
+        input_require_grads: ``None`` hooks the input embeddings only where reentrant
+            checkpointing needs it, and makes a checkpointed block's input require grad
+            where an adapter needs it (aLoRA); ``True`` and ``False`` force the hook on
+            the embeddings.
+        head: ``"float32"``: the output head multiplies in float32 and returns float32
+            logits, under autocast too, from its half weight, which is upcast as it is
+            used. ``"full"`` and ``"compute"`` upcast it anyway.
+        head_chunk_bytes: With ``"compute"`` or ``head="float32"``: the largest float32
+            piece of the output head alive at once, in bytes. ``None`` computes it in
+            one piece, which is bit-identical to ``"full"`` on every shape; in pieces,
+            the matrix library may block the product differently.
+        norm_modules: Further norms: classes, or class-name patterns (regular
+            expressions, matched in full).
+        memory_budget: Bytes, or a string such as ``"512MiB"``. A plan whose peak is
+            over it raises ``MemoryBudgetError`` before anything changes.
+        audit: Record a whole digest of every unquantized tensor when preparing, so that
+            ``verify``, ``export``, ``manifest`` and ``restore`` know of every change to
+            it. Without it they compare a sampled fingerprint.
+        keep_originals: Keep a host copy of every parameter that is cast, so that
+            ``restore(trained="discard")`` can put values back that training changed.
+            Costs the parameters' original bytes in host memory; on a CPU twice while
+            suspended, because a suspended model may be written to.
         empty_cache: Return freed blocks to the device after preparing and restoring.
         progress: Show a progress bar over long work, on standard error.
 
@@ -113,7 +123,9 @@ class PrepareConfig:
     precision: Precision = Precision.NORMS
     freeze: bool = True
     gradient_checkpointing: bool = True
-    gradient_checkpointing_kwargs: Mapping[str, Any] = field(default_factory=lambda: {"use_reentrant": False})
+    gradient_checkpointing_kwargs: Mapping[str, Any] = field(
+        default_factory=lambda: {"use_reentrant": False}
+    )
     input_require_grads: bool | None = None
     head: Literal["float32"] | None = None
     head_chunk_bytes: int | None = None
@@ -128,14 +140,29 @@ class PrepareConfig:
         values = ", ".join(repr(precision.value) for precision in Precision)
         self._expect("precision", self.precision in list(Precision), f"one of {values}")
         self._set("precision", Precision(self.precision))
-        for name in ("freeze", "gradient_checkpointing", "audit", "keep_originals", "empty_cache", "progress"):
+        for name in (
+            "freeze",
+            "gradient_checkpointing",
+            "audit",
+            "keep_originals",
+            "empty_cache",
+            "progress",
+        ):
             self._expect(name, isinstance(getattr(self, name), bool), "True or False")
         hooks = self.input_require_grads
-        self._expect("input_require_grads", hooks is None or isinstance(hooks, bool), "None, True or False")
+        self._expect(
+            "input_require_grads",
+            hooks is None or isinstance(hooks, bool),
+            "None, True or False",
+        )
         self._expect("head", self.head in (None, "float32"), "None or 'float32'")
         chunk = self.head_chunk_bytes
         is_count = isinstance(chunk, int) and not isinstance(chunk, bool) and chunk > 0
-        self._expect("head_chunk_bytes", chunk is None or is_count, "None or a positive number of bytes")
+        self._expect(
+            "head_chunk_bytes",
+            chunk is None or is_count,
+            "None or a positive number of bytes",
+        )
         kwargs = self.gradient_checkpointing_kwargs
         self._expect(
             "gradient_checkpointing_kwargs",
@@ -147,7 +174,8 @@ class PrepareConfig:
             self._set("norm_modules", (self.norm_modules,))
         self._expect(
             "norm_modules",
-            isinstance(self.norm_modules, (tuple, list)) and all(isinstance(m, (type, str)) for m in self.norm_modules),
+            isinstance(self.norm_modules, (tuple, list))
+            and all(isinstance(m, (type, str)) for m in self.norm_modules),
             "a tuple of classes or class-name patterns",
         )
         self._set("norm_modules", tuple(self.norm_modules))
@@ -156,7 +184,9 @@ class PrepareConfig:
                 try:
                     re.compile(pattern)
                 except re.error as error:
-                    raise ConfigError(f"norm_modules: {pattern!r} is not a regular expression: {error}") from error
+                    raise ConfigError(
+                        f"norm_modules: {pattern!r} is not a regular expression: {error}"
+                    ) from error
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget)
 
@@ -165,7 +195,9 @@ class PrepareConfig:
 
     def _expect(self, name: str, is_valid: bool, expected: str) -> None:
         if not is_valid:
-            raise ConfigError(f"{name}: expected {expected}, found {getattr(self, name)!r}")
+            raise ConfigError(
+                f"{name}: expected {expected}, found {getattr(self, name)!r}"
+            )
 
     @property
     def memory_budget_bytes(self) -> int | None:
@@ -173,7 +205,9 @@ class PrepareConfig:
         return None if self.memory_budget is None else parse_bytes(self.memory_budget)
 
     @classmethod
-    def of(cls, config: PrepareConfig | None, fields: Mapping[str, Any]) -> PrepareConfig:
+    def of(
+        cls, config: PrepareConfig | None, fields: Mapping[str, Any]
+    ) -> PrepareConfig:
         """Merge a config, ``None`` for the defaults, with fields given as keywords, which win.
 
         Raises:
@@ -188,6 +222,10 @@ class PrepareConfig:
         for name in fields:
             if name not in names:
                 close = difflib.get_close_matches(name, names, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"the fields are {', '.join(names)}"
+                hint = (
+                    f"did you mean {close[0]!r}?"
+                    if close
+                    else f"the fields are {', '.join(names)}"
+                )
                 raise ConfigError(f"unknown field {name!r}; {hint}")
         return dataclasses.replace(config or cls(), **fields)

@@ -28,7 +28,8 @@ def prepared_of(model: nn.Module) -> KbitPreparedModel | None:
     """Find the wrapper that holds a model.
 
     Args:
-        model: A prepared model, a part of it, or what was wrapped around it since (a ``PeftModel``, DDP).
+        model: A prepared model, a part of it, or what was wrapped around it since (a
+            ``PeftModel``, DDP).
 
     Returns:
         The wrapper, in state ``PREPARED`` or ``SUSPENDED``, or ``None``.
@@ -38,12 +39,15 @@ def prepared_of(model: nn.Module) -> KbitPreparedModel | None:
         >>> kbitwrap.prepared_of(torch.nn.Linear(2, 2)) is None
         True
     """
-    preparation = Preparation.find(ModelTree(model)) if isinstance(model, nn.Module) else None
+    preparation = (
+        Preparation.find(ModelTree(model)) if isinstance(model, nn.Module) else None
+    )
     holder = None if preparation is None else preparation.holder()
     return holder if isinstance(holder, KbitPreparedModel) else None
 
 
-# TRL reads the names of this function's parameters, and of its local variables too: it takes no others.
+# TRL reads the names of this function's parameters, and of its local variables too: it
+# takes no others.
 def prepare_model_for_kbit_training(
     model: nn.Module,
     use_gradient_checkpointing: bool = True,
@@ -54,20 +58,26 @@ def prepare_model_for_kbit_training(
 ) -> nn.Module:
     """Prepare a model as ``peft.prepare_model_for_kbit_training`` does, with the same numbers, and a way back.
 
-    Every parameter is frozen, adapters included; half parameters outside the quantized storage are cast to float32;
-    a model that is quantized, by the attributes that PEFT reads, is checkpointed. ``kbitwrap.restore(model)`` undoes
-    it, ``kbitwrap.prepared_of(model)`` finds its record. A second call on the same model is applied on top of the
-    first; ``restore`` returns to before the first. Two differences from PEFT: no input-gradient hook is left orphaned,
-    and none is installed where checkpointing is not reentrant; on CPUs with AVX512-BF16, 4-bit layers keep the layout
-    that has a backward, where bitsandbytes would end gradients at every layer that once ran in eval mode.
+    Every parameter is frozen, adapters included; half parameters outside the quantized
+    storage are cast to float32; a model that is quantized, by the attributes that PEFT
+    reads, is checkpointed. ``kbitwrap.restore(model)`` undoes it,
+    ``kbitwrap.prepared_of(model)`` finds its record. A second call on the same model is
+    applied on top of the first; ``restore`` returns to before the first. Two
+    differences from PEFT: no input-gradient hook is left orphaned, and none is
+    installed where checkpointing is not reentrant; on CPUs with AVX512-BF16, 4-bit
+    layers keep the layout that has a backward, where bitsandbytes would end gradients
+    at every layer that once ran in eval mode.
 
-    ``"full"`` costs, as PEFT does, twice the bytes of every unquantized half parameter; ``"compute"`` those of norms,
-    biases and the like alone; ``"norms"``, ``"adapted"`` and ``"none"`` cost nothing.
+    ``"full"`` costs, as PEFT does, twice the bytes of every unquantized half parameter;
+    ``"compute"`` those of norms, biases and the like alone; ``"norms"``, ``"adapted"``
+    and ``"none"`` cost nothing.
 
     Args:
         model: The model; changed in place.
-        use_gradient_checkpointing: Enable activation checkpointing if the model is quantized.
-        gradient_checkpointing_kwargs: Passed to ``torch.utils.checkpoint.checkpoint``; its default is reentrant.
+        use_gradient_checkpointing: Enable activation checkpointing if the model is
+            quantized.
+        gradient_checkpointing_kwargs: Passed to ``torch.utils.checkpoint.checkpoint``;
+            its default is reentrant.
         auto_clear_cache: Return freed blocks to the CUDA device once, after the casts.
         precision: A ``Precision`` or its value; ``"full"`` is PEFT's.
 
@@ -75,15 +85,20 @@ def prepare_model_for_kbit_training(
         The same model object.
 
     Raises:
-        UnsupportedModelError: The model is sharded, on the meta device, or quantized without support for
-            checkpointing that was asked for.
-        StateError: It is suspended, or a wrapper of another model holds a part or a parameter of it.
+        UnsupportedModelError: The model is sharded, on the meta device, or quantized
+            without support for checkpointing that was asked for.
+        StateError: It is suspended, or a wrapper of another model holds a part or a
+            parameter of it.
         EditError: An edit failed; the model is as it was.
 
     Example:
         >>> import warnings, torch, kbitwrap
-        >>> warnings.simplefilter("ignore", UserWarning)  # it says that this model is not quantized
-        >>> model = kbitwrap.prepare_model_for_kbit_training(torch.nn.Linear(4, 4).half())
+        >>> warnings.simplefilter(
+        ...     "ignore", UserWarning
+        ... )  # it says that this model is not quantized
+        >>> model = kbitwrap.prepare_model_for_kbit_training(
+        ...     torch.nn.Linear(4, 4).half()
+        ... )
         >>> model.weight.dtype, model.weight.requires_grad
         (torch.float32, False)
         >>> _ = kbitwrap.restore(model)
@@ -91,14 +106,27 @@ def prepare_model_for_kbit_training(
         (torch.float16, True)
     """
     # TRL takes local variables for parameters too, so there are none.
-    _prepare(model, precision, bool(use_gradient_checkpointing), gradient_checkpointing_kwargs, auto_clear_cache)
+    _prepare(
+        model,
+        precision,
+        bool(use_gradient_checkpointing),
+        gradient_checkpointing_kwargs,
+        auto_clear_cache,
+    )
     return model
 
 
-def _prepare(model: nn.Module, precision: Any, checkpoints: bool, kwargs: Any, clears_cache: bool) -> None:
-    fields: dict[str, Any] = {"gradient_checkpointing": checkpoints, "gradient_checkpointing_kwargs": kwargs or {}}
+def _prepare(
+    model: nn.Module, precision: Any, checkpoints: bool, kwargs: Any, clears_cache: bool
+) -> None:
+    fields: dict[str, Any] = {
+        "gradient_checkpointing": checkpoints,
+        "gradient_checkpointing_kwargs": kwargs or {},
+    }
     with changing:
-        wrapper = KbitPreparedModel.as_peft(model, PrepareConfig(precision=precision, empty_cache=False, **fields))
+        wrapper = KbitPreparedModel.as_peft(
+            model, PrepareConfig(precision=precision, empty_cache=False, **fields)
+        )
     if clears_cache and detect_as_peft(model).casts:
         empty_cache()
     if not wrapper.plan.is_quantized:
@@ -109,7 +137,8 @@ def restore(model: nn.Module, trained: TrainedPolicy = "keep") -> RestoreReport:
     """Undo ``prepare_model_for_kbit_training``, or the preparation of any wrapper that holds the model.
 
     Args:
-        model: The model that was prepared, or what was wrapped around it since (a ``PeftModel``).
+        model: The model that was prepared, or what was wrapped around it since (a
+            ``PeftModel``).
         trained: As in ``KbitPreparedModel.restore``.
 
     Returns:
@@ -120,7 +149,9 @@ def restore(model: nn.Module, trained: TrainedPolicy = "keep") -> RestoreReport:
     """
     wrapper = prepared_of(model)
     if wrapper is None:
-        raise StateError(f"this {type(model).__name__} is not prepared, so there is nothing to restore")
+        raise StateError(
+            f"this {type(model).__name__} is not prepared, so there is nothing to restore"
+        )
     return wrapper.restore(trained)
 
 
@@ -128,25 +159,33 @@ def restore(model: nn.Module, trained: TrainedPolicy = "keep") -> RestoreReport:
 def patched(precision: Precision | str = "full") -> Iterator[None]:
     """Put the drop-in in the place of PEFT's ``prepare_model_for_kbit_training``, and PEFT's function back at the end.
 
-    For a library that prepares a model inside a call of its own, as TRL's ``ORPOTrainer`` does. Inside, every name of a
-    loaded module that holds PEFT's function holds the drop-in, in modules that are imported meanwhile too; so does one
-    that holds what another library put in its place in PEFT. What was prepared stays so: ``kbitwrap.restore(model)``.
+    For a library that prepares a model inside a call of its own, as TRL's
+    ``ORPOTrainer`` does. Inside, every name of a loaded module that holds PEFT's
+    function holds the drop-in, in modules that are imported meanwhile too; so does one
+    that holds what another library put in its place in PEFT. What was prepared stays
+    so: ``kbitwrap.restore(model)``.
 
-    Out of reach is what no module's name holds: a closure, a ``functools.partial``, a default argument, an attribute of
-    a class. The names are the process's: one thread uses this at a time, and other processes are not affected.
+    Out of reach is what no module's name holds: a closure, a ``functools.partial``, a
+    default argument, an attribute of a class. The names are the process's: one thread
+    uses this at a time, and other processes are not affected.
 
     Args:
-        precision: What the drop-in prepares with; under ``"adapted"``, ``prepared_of(model).adopt(peft_model)`` has to
-            be called afterwards, as ``KbitTrainerCallback`` does.
+        precision: What the drop-in prepares with; under ``"adapted"``,
+            ``prepared_of(model).adopt(peft_model)`` has to be called afterwards, as
+            ``KbitTrainerCallback`` does.
 
     Raises:
         ConfigError: An unknown precision; nothing was replaced.
 
     Example:
         >>> import peft, torch, warnings, kbitwrap
-        >>> warnings.simplefilter("ignore", UserWarning)  # it says that this model is not quantized
+        >>> warnings.simplefilter(
+        ...     "ignore", UserWarning
+        ... )  # it says that this model is not quantized
         >>> with kbitwrap.patched(precision="norms"):
-        ...     model = peft.prepare_model_for_kbit_training(torch.nn.LayerNorm(4).bfloat16())
+        ...     model = peft.prepare_model_for_kbit_training(
+        ...         torch.nn.LayerNorm(4).bfloat16()
+        ...     )
         >>> kbitwrap.prepared_of(model)
         KbitPreparedModel(LayerNorm, precision='norms', prepared)
     """
@@ -166,7 +205,8 @@ def patch_peft(precision: Precision | str = "full") -> None:
     """Put the drop-in in the place of PEFT's function for good: the first line of a script. It imports PEFT.
 
     Args:
-        precision: As in ``patched``, which says what is replaced; a later call replaces an earlier one's.
+        precision: As in ``patched``, which says what is replaced; a later call replaces
+            an earlier one's.
 
     Raises:
         ConfigError: An unknown precision; nothing was replaced.
@@ -182,7 +222,9 @@ def _replacements(precision: Precision | str) -> list[tuple[Any, Any]]:
     found: dict[int, tuple[Any, Any]] = {}
     for module in (peft, peft.utils, peft.utils.other):
         old = vars(module)[drop_in.__name__]
-        new = types.FunctionType(drop_in.__code__, drop_in.__globals__, argdefs=drop_in.__defaults__)
+        new = types.FunctionType(
+            drop_in.__code__, drop_in.__globals__, argdefs=drop_in.__defaults__
+        )
         del functools.update_wrapper(new, drop_in).__wrapped__
         new.__kwdefaults__ = {"precision": PrepareConfig(precision=precision).precision}  # type: ignore[arg-type]
         vars(new)[REPLACES] = old
@@ -193,8 +235,15 @@ def _replacements(precision: Precision | str) -> list[tuple[Any, Any]]:
 def _replace(functions: list[tuple[Any, Any]], places: list[dict[str, Any]]) -> None:
     """Put each second for its first in ``places`` and in the names of all modules, loading none; note these places."""
     new = {id(old): replacement for old, replacement in functions}
-    modules = [module for module in tuple(sys.modules.values()) if issubclass(type(module), types.ModuleType)]
-    for names in (*places, *(object.__getattribute__(module, "__dict__") for module in modules)):
+    modules = [
+        module
+        for module in tuple(sys.modules.values())
+        if issubclass(type(module), types.ModuleType)
+    ]
+    for names in (
+        *places,
+        *(object.__getattribute__(module, "__dict__") for module in modules),
+    ):
         for name, value in tuple(names.items()):
             if id(value) in new:
                 names[name] = new[id(value)]

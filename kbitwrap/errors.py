@@ -2,19 +2,19 @@
 
 ::
 
-    KbitWrapError(Exception)
-    ├ ConfigError(ValueError)            an invalid setting
-    ├ UnsupportedModelError(TypeError)   .fqn  what was found where, and what to do instead
-    ├ MemoryBudgetError(MemoryError)     .plan .budget_bytes .fitting  the precisions that would fit
-    ├ StateError(RuntimeError)           .state .expected
-    ├ EditError(RuntimeError)            .edit  the model is unchanged; __cause__ is the reason
-    ├ RestoreError(RuntimeError)         .failures  everything else was restored
-    ├ ExportError(RuntimeError)          .fqn  nothing was left at the destination
-    └ ManifestError(ValueError)          .fqn  an invalid manifest, or none can be made
+    KbitWrapError(Exception) ├ ConfigError(ValueError)            an invalid setting ├
+    UnsupportedModelError(TypeError)   .fqn  what was found where, and what to do
+    instead ├ MemoryBudgetError(MemoryError)     .plan .budget_bytes .fitting  the
+    precisions that would fit ├ StateError(RuntimeError)           .state .expected ├
+    EditError(RuntimeError)            .edit  the model is unchanged; __cause__ is the
+    reason ├ RestoreError(RuntimeError)         .failures  everything else was restored
+    ├ ExportError(RuntimeError)          .fqn  nothing was left at the destination └
+    ManifestError(ValueError)          .fqn  an invalid manifest, or none can be made
       ├ ManifestVersionError             .found .supported
       └ ManifestMismatchError            .missing .unexpected .different
 
-Each error is also the builtin exception that a caller who does not know kbitwrap would catch.
+Each error is also the builtin exception that a caller who does not know kbitwrap would
+catch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,13 @@ class KbitWrapError(Exception):
 
     def __reduce__(self) -> Any:
         """Copy and unpickle by the fields: an exception's own way passes ``args`` alone."""
-        return functools.partial(type(self), **{f.name: vars(self)[f.name] for f in fields(self)}), (), vars(self)
+        return (
+            functools.partial(
+                type(self), **{f.name: vars(self)[f.name] for f in fields(self)}
+            ),
+            (),
+            vars(self),
+        )
 
 
 class ConfigError(KbitWrapError, ValueError):
@@ -48,7 +54,8 @@ class UnsupportedModelError(KbitWrapError, TypeError):
     """The model cannot be prepared as asked.
 
     Attributes:
-        fqn: The fully qualified name of the first module or parameter in the way; ``""`` is the model itself.
+        fqn: The fully qualified name of the first module or parameter in the way;
+            ``""`` is the model itself.
     """
 
     fqn: str = ""
@@ -98,7 +105,8 @@ class RestoreError(KbitWrapError, RuntimeError):
     """A part of the model could not be restored. Everything else was.
 
     Attributes:
-        failures: The exceptions, by a description or the fully qualified name of what was not restored.
+        failures: The exceptions, by a description or the fully qualified name of what
+            was not restored.
     """
 
     failures: Mapping[str, Exception]
@@ -109,7 +117,8 @@ class ExportError(KbitWrapError, RuntimeError):
     """A checkpoint could not be written. Nothing was left at the destination; ``__cause__``, if any, is the reason.
 
     Attributes:
-        fqn: The fully qualified name of the tensor or module in the way; ``""`` if there is no single one.
+        fqn: The fully qualified name of the tensor or module in the way; ``""`` if
+            there is no single one.
     """
 
     fqn: str = ""
@@ -120,7 +129,8 @@ class ManifestError(KbitWrapError, ValueError):
     """Invalid manifest, or a model whose manifest cannot be made.
 
     Attributes:
-        fqn: The fully qualified name of the tensor in the way; ``""`` if there is no single one.
+        fqn: The fully qualified name of the tensor in the way; ``""`` if there is no
+            single one.
     """
 
     fqn: str = ""
@@ -146,7 +156,8 @@ class ManifestMismatchError(ManifestError):
     Attributes:
         missing: Names that the manifest has and the model has not.
         unexpected: Names that the model has and the manifest has not.
-        different: ``{fqn: {what: (expected, found)}}``; the name ``""`` is the model itself.
+        different: ``{fqn: {what: (expected, found)}}``; the name ``""`` is the model
+            itself.
     """
 
     missing: tuple[str, ...] = ()

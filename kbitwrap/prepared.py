@@ -37,13 +37,16 @@ _HELD = (LifecycleState.PREPARED, LifecycleState.SUSPENDED)
 class KbitPreparedModel:
     """A model prepared for k-bit training, and the way back to the exact state before.
 
-    ``prepare`` freezes the base parameters, upcasts as the precision says, enables activation checkpointing and hooks
-    the input embeddings where reentrant checkpointing needs it. ``restore`` puts back dtypes, bits, ``requires_grad``,
-    hooks and attributes. The model and its Parameter objects stay the same objects throughout, so an optimizer made
-    while prepared stays valid. The constructor plans and refuses; it changes nothing.
+    ``prepare`` freezes the base parameters, upcasts as the precision says, enables
+    activation checkpointing and hooks the input embeddings where reentrant
+    checkpointing needs it. ``restore`` puts back dtypes, bits, ``requires_grad``, hooks
+    and attributes. The model and its Parameter objects stay the same objects
+    throughout, so an optimizer made while prepared stays valid. The constructor plans
+    and refuses; it changes nothing.
 
     Args:
-        model: The model, quantized, as ``from_pretrained`` returned it; a ``PeftModel`` as well.
+        model: The model, quantized, as ``from_pretrained`` returned it; a ``PeftModel``
+            as well.
         config: The settings; ``None`` for the defaults.
         **fields: Fields of ``PrepareConfig``, which win over ``config``.
 
@@ -57,15 +60,22 @@ class KbitPreparedModel:
         ConfigError: A setting is invalid.
         UnsupportedModelError: The model cannot be prepared, or not with these settings.
         MemoryBudgetError: The plan's peak is over ``memory_budget``.
-        StateError: The model, a part of it, or one that shares a parameter with it is prepared already.
+        StateError: The model, a part of it, or one that shares a parameter with it is
+            prepared already.
 
     Example:
         >>> import warnings, torch
         >>> from kbitwrap import KbitPreparedModel
-        >>> model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.LayerNorm(4)).bfloat16()
-        >>> warnings.simplefilter("ignore", UserWarning)  # it says that this model is not quantized
+        >>> model = torch.nn.Sequential(
+        ...     torch.nn.Embedding(8, 4), torch.nn.LayerNorm(4)
+        ... ).bfloat16()
+        >>> warnings.simplefilter(
+        ...     "ignore", UserWarning
+        ... )  # it says that this model is not quantized
         >>> with KbitPreparedModel(model, precision="full") as prepared:
-        ...     print(prepared.state, model[0].weight.dtype, model[0].weight.requires_grad)
+        ...     print(
+        ...         prepared.state, model[0].weight.dtype, model[0].weight.requires_grad
+        ...     )
         prepared torch.float32 False
         >>> print(prepared.state, model[0].weight.dtype, model[0].weight.requires_grad)
         restored torch.bfloat16 True
@@ -78,7 +88,9 @@ class KbitPreparedModel:
     _report: RestoreReport | None = None
     _planned_for: int | None = None
 
-    def __init__(self, model: nn.Module, config: PrepareConfig | None = None, **fields: Any) -> None:
+    def __init__(
+        self, model: nn.Module, config: PrepareConfig | None = None, **fields: Any
+    ) -> None:
         self.model = model
         self.config = PrepareConfig.of(config, fields)
         self._settle_plan(tree_of(model))
@@ -88,7 +100,9 @@ class KbitPreparedModel:
     def _settle_plan(self, tree: ModelTree) -> None:
         """Refuse a model that another wrapper holds, and refuse and plan one that is not as it was planned for."""
         with only_reading():
-            is_planned = self._planned_for is not None and signature(tree) == self._planned_for
+            is_planned = (
+                self._planned_for is not None and signature(tree) == self._planned_for
+            )
             if not is_planned:
                 refuse_unsupported_tensors(tree, allow_meta=False)
             refuse_held(tree)
@@ -101,12 +115,22 @@ class KbitPreparedModel:
 
     def __getattr__(self, name: str) -> Any:
         """Raise; where the model has what was asked for, say that ``.model`` is meant."""
-        hint = f"; it wraps a model, and its .model has {name!r}" if hasattr(vars(self).get("model"), name) else ""
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
+        hint = (
+            f"; it wraps a model, and its .model has {name!r}"
+            if hasattr(vars(self).get("model"), name)
+            else ""
+        )
+        raise AttributeError(
+            f"{type(self).__name__!r} object has no attribute {name!r}{hint}",
+            name=name,
+            obj=self,
+        )
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
         """Raise: it is the model that is called."""
-        raise TypeError(f"a {type(self).__name__} wraps a model and is not one: call its .model, prepared.model(...)")
+        raise TypeError(
+            f"a {type(self).__name__} wraps a model and is not one: call its .model, prepared.model(...)"
+        )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raise for a copy and for a pickle: the way back leads to this very model."""
@@ -118,11 +142,14 @@ class KbitPreparedModel:
     def prepare(self) -> KbitPreparedModel:
         """Apply the plan, all or nothing, and return the wrapper; from ``RESTORED`` a second time.
 
-        It costs ``plan.added_bytes``: 512 MiB on a 7B under ``"full"``, half a MiB under ``"compute"``, else none.
+        It costs ``plan.added_bytes``: 512 MiB on a 7B under ``"full"``, half a MiB
+        under ``"compute"``, else none.
 
         Raises:
-            StateError: This or another wrapper holds the model, a part of it, or one of its parameters.
-            EditError: An edit failed; the model is as it was, and ``__cause__`` says why.
+            StateError: This or another wrapper holds the model, a part of it, or one of
+                its parameters.
+            EditError: An edit failed; the model is as it was, and ``__cause__`` says
+                why.
         """
         with changing:
             tree = tree_of(self.model)
@@ -139,7 +166,9 @@ class KbitPreparedModel:
         with only_reading():
             refuse_unsupported_tensors(tree, allow_meta=False)
             refuse_held(tree, but=preparation)
-            plan = write_plan(Planner(tree, config, detect_as_peft(model), freeze_adapters=True))
+            plan = write_plan(
+                Planner(tree, config, detect_as_peft(model), freeze_adapters=True)
+            )
         for alarm in plan.alarms:
             warnings.warn(alarm, UserWarning, stacklevel=4)
         wrapper = None if preparation is None else preparation.holder()
@@ -157,8 +186,13 @@ class KbitPreparedModel:
         preparation = self._preparation or Preparation(self)
         before = self._preparation, self._report, self.state
         try:
-            # First, so that an interrupt right after the last edit leaves a wrapper that can restore the model.
-            self._preparation, self._report, self.state = preparation, None, LifecycleState.PREPARED
+            # First, so that an interrupt right after the last edit leaves a wrapper
+            # that can restore the model.
+            self._preparation, self._report, self.state = (
+                preparation,
+                None,
+                LifecycleState.PREPARED,
+            )
             preparation.apply(plan, tree)
         except BaseException:
             if not preparation.journal.changes or before[0] is not None:
@@ -168,35 +202,43 @@ class KbitPreparedModel:
     def restore(self, trained: TrainedPolicy = "keep") -> RestoreReport:
         """Undo the preparation: dtypes, bits, ``requires_grad``, hooks and attributes are those from before.
 
-        What others replaced or added since (a merge, adapters) is left alone and reported; copies that PEFT made of
-        upcast modules get the original dtype. Where an adapter still sits on a base that is trainable again, the first
-        step of an optimizer that finds gradients on the base warns that the base is trained too.
+        What others replaced or added since (a merge, adapters) is left alone and
+        reported; copies that PEFT made of upcast modules get the original dtype. Where
+        an adapter still sits on a base that is trainable again, the first step of an
+        optimizer that finds gradients on the base warns that the base is trained too.
 
         Args:
-            trained: The policy for values that changed while they were stored upcast: ``"keep"`` rounds them to the
-                original dtype, ``"discard"`` puts the original bits back, ``"error"`` raises. Copies that PEFT made to
-                be trained are an adapter's: ``"discard"`` rounds them too.
+            trained: The policy for values that changed while they were stored upcast:
+                ``"keep"`` rounds them to the original dtype, ``"discard"`` puts the
+                original bits back, ``"error"`` raises. Copies that PEFT made to be
+                trained are an adapter's: ``"discard"`` rounds them too.
 
         Returns:
             The report. A second call changes nothing and returns the same report.
 
         Raises:
             StateError: Nothing was prepared, or it is suspended.
-            ConfigError: An unknown ``trained``, or ``"discard"`` without ``keep_originals``.
-            UnsupportedModelError: The model was sharded since, which ``"full"`` and ``"compute"`` cannot be taken back
-                from; nothing was changed.
-            RestoreError: Something could not be put back, or was trained under ``"error"``; ``failures`` names it.
-                Everything else is restored; call ``restore`` again for the rest.
+            ConfigError: An unknown ``trained``, or ``"discard"`` without
+                ``keep_originals``.
+            UnsupportedModelError: The model was sharded since, which ``"full"`` and
+                ``"compute"`` cannot be taken back from; nothing was changed.
+            RestoreError: Something could not be put back, or was trained under
+                ``"error"``; ``failures`` names it. Everything else is restored; call
+                ``restore`` again for the rest.
         """
         if trained not in ("keep", "discard", "error"):
-            raise ConfigError(f"trained: expected 'keep', 'discard' or 'error', found {trained!r}")
+            raise ConfigError(
+                f"trained: expected 'keep', 'discard' or 'error', found {trained!r}"
+            )
         with changing:
             if self.state is LifecycleState.RESTORED and self._report is not None:
                 return self._report
             preparation = self._expect_prepared("restore")
             return finish(self._settle, preparation, preparation.undoing(trained))
 
-    def _settle(self, preparation: Preparation, undo: Callable[[], RestoreReport]) -> RestoreReport:
+    def _settle(
+        self, preparation: Preparation, undo: Callable[[], RestoreReport]
+    ) -> RestoreReport:
         """Undo, and be restored; interrupted, it may be called again."""
         report = self._report = undo()
         self.state, self._preparation = LifecycleState.RESTORED, None
@@ -206,11 +248,14 @@ class KbitPreparedModel:
     def __enter__(self) -> KbitPreparedModel:
         return self if self.state is LifecycleState.PREPARED else self.prepare()
 
-    def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:
+    def __exit__(
+        self, exc_type: object, exc: BaseException | None, traceback: object
+    ) -> None:
         if self.state not in _HELD:
             return
         try:
-            self.resume()  # what was suspended in the body and not resumed, by a generator say
+            # what was suspended in the body and not resumed, by a generator say
+            self.resume()
             self._expect_prepared("restore").explain(exc)
             self.restore()
         except Exception:
@@ -222,20 +267,27 @@ class KbitPreparedModel:
     def suspended(self) -> Iterator[nn.Module]:
         """Put the model, which is yielded, in its original state for a while: for ``generate``, evaluation, saving.
 
-        Adapters stay in place. Afterwards everything is as before, trained float32 values bit for bit, and so are the
-        states of torch's random generators, so that training continues as without a suspension. Values that others
-        wrote into parameters inside, by loading a checkpoint or merging an adapter, are upcast and kept.
+        Adapters stay in place. Afterwards everything is as before, trained float32
+        values bit for bit, and so are the states of torch's random generators, so that
+        training continues as without a suspension. Values that others wrote into
+        parameters inside, by loading a checkpoint or merging an adapter, are upcast and
+        kept.
 
         Raises:
-            StateError: The model is not prepared, or suspended already; or a process group is initialized and a
-                trained parameter would change its dtype, which takes it out of DistributedDataParallel for good.
+            StateError: The model is not prepared, or suspended already; or a process
+                group is initialized and a trained parameter would change its dtype,
+                which takes it out of DistributedDataParallel for good.
             UnsupportedModelError: As of `restore`.
 
         Example:
             >>> import warnings, torch
             >>> from kbitwrap import KbitPreparedModel
-            >>> warnings.simplefilter("ignore", UserWarning)  # it says that this model is not quantized
-            >>> with KbitPreparedModel(torch.nn.LayerNorm(4).bfloat16(), precision="full") as prepared:
+            >>> warnings.simplefilter(
+            ...     "ignore", UserWarning
+            ... )  # it says that this model is not quantized
+            >>> with KbitPreparedModel(
+            ...     torch.nn.LayerNorm(4).bfloat16(), precision="full"
+            ... ) as prepared:
             ...     with prepared.suspended() as model:
             ...         print(model.weight.dtype)
             ...     print(model.weight.dtype)
@@ -256,7 +308,8 @@ class KbitPreparedModel:
     def suspend(self) -> Callable[[], bool]:
         """Put the model in its original state: ``suspended()`` where no with-block can be; raises as that does.
 
-        It is all or nothing, and the model holds the wrapper meanwhile, as a prepared one does.
+        It is all or nothing, and the model holds the wrapper meanwhile, as a prepared
+        one does.
 
         Returns:
             A call that ends this suspension, as ``resume`` does, and no other.
@@ -268,20 +321,28 @@ class KbitPreparedModel:
     def resume(self) -> bool:
         """End a suspension, and return whether there was one.
 
-        After a failure, such as too little memory, the model stays suspended; another call resumes the rest. The end of
-        a with-block that prepared the model resumes it too.
+        After a failure, such as too little memory, the model stays suspended; another
+        call resumes the rest. The end of a with-block that prepared the model resumes
+        it too.
         """
         return self._suspension is not None and finish(self._end, self._suspension)
 
     def _end(self, suspension: Journal) -> bool:
         """End a suspension, if it is the current one."""
         with changing:
-            if self.state is not LifecycleState.SUSPENDED or suspension is not self._suspension:
+            if (
+                self.state is not LifecycleState.SUSPENDED
+                or suspension is not self._suspension
+            ):
                 return False
             try:
                 self._expect_prepared("resume", _HELD).resume(suspension)
             finally:
-                self.state = LifecycleState.SUSPENDED if suspension.changes else LifecycleState.PREPARED
+                self.state = (
+                    LifecycleState.SUSPENDED
+                    if suspension.changes
+                    else LifecycleState.PREPARED
+                )
             return True
 
     def _suspend(self, suspension: Journal, call: str, *, hold: bool = False) -> None:
@@ -298,12 +359,14 @@ class KbitPreparedModel:
     def adopt(self, peft_model: nn.Module) -> None:
         """Tell the wrapper of adapters made after ``prepare``; may be called again when further ones are made.
 
-        Under ``"adapted"`` the norms of the blocks that now hold an adapter compute in float32 from here on. Under
-        every precision, ``restore`` undoes what accelerate sets on ``peft_model``, such as a forward under autocast,
-        and adapters whose float32 output breaks a half model are a warning.
+        Under ``"adapted"`` the norms of the blocks that now hold an adapter compute in
+        float32 from here on. Under every precision, ``restore`` undoes what accelerate
+        sets on ``peft_model``, such as a forward under autocast, and adapters whose
+        float32 output breaks a half model are a warning.
 
         Args:
-            peft_model: The ``PeftModel``, or the prepared model itself where adapters were injected into it.
+            peft_model: The ``PeftModel``, or the prepared model itself where adapters
+                were injected into it.
 
         Raises:
             StateError: The wrapper is not prepared.
@@ -338,41 +401,56 @@ class KbitPreparedModel:
     ) -> ExportReport:
         """Write the exact base, or the merged model, as a checkpoint, and change nothing of the model.
 
-        While prepared or suspended this is the model as ``restore(trained="keep")`` would leave it: byte for byte what
-        its ``save_pretrained`` would have written before, configs included, whatever adapters, wrappers and trained
-        copies are on it by now. Otherwise it is the model as it is, without adapters. Tensors are computed and written
-        one at a time; the folder is whole or not there.
+        While prepared or suspended this is the model as ``restore(trained="keep")``
+        would leave it: byte for byte what its ``save_pretrained`` would have written
+        before, configs included, whatever adapters, wrappers and trained copies are on
+        it by now. Otherwise it is the model as it is, without adapters. Tensors are
+        computed and written one at a time; the folder is whole or not there.
 
-        With ``merge_adapters`` it is a plain model, which loads without bitsandbytes and PEFT: quantized weights are
-        dequantized (4 bits in the dtype of their ``quant_state``, 8 bits in float32), the deltas of the active adapters
-        added in float32, and each value rounded once to the original half dtype. Trained copies (``modules_to_save``)
-        take the place of the originals. Without active adapters it is the dequantized base, and a warning says so.
+        With ``merge_adapters`` it is a plain model, which loads without bitsandbytes
+        and PEFT: quantized weights are dequantized (4 bits in the dtype of their
+        ``quant_state``, 8 bits in float32), the deltas of the active adapters added in
+        float32, and each value rounded once to the original half dtype. Trained copies
+        (``modules_to_save``) take the place of the originals. Without active adapters
+        it is the dequantized base, and a warning says so.
 
-        Of several processes that train together one calls it. Where FSDP sharded the model since, all call it: they
-        gather one parameter at a time, rank 0 writes, all get its report, and what fails on one raises on all.
+        Of several processes that train together one calls it. Where FSDP sharded the
+        model since, all call it: they gather one parameter at a time, rank 0 writes,
+        all get its report, and what fails on one raises on all.
 
         Args:
             path: The folder to make.
-            merge_adapters: Write the plain model with the active adapters merged, instead of the exact base.
-            model: The model with its adapters, such as a ``PeftModel``; ``None``: those inside the model itself.
-            processing_class: The tokenizer, the processor, or another object with ``save_pretrained``, to write too.
+            merge_adapters: Write the plain model with the active adapters merged,
+                instead of the exact base.
+            model: The model with its adapters, such as a ``PeftModel``; ``None``: those
+                inside the model itself.
+            processing_class: The tokenizer, the processor, or another object with
+                ``save_pretrained``, to write too.
             max_shard_size: The most bytes in a file, or a string such as ``"5GB"``.
-            overwrite: Replace the files of a checkpoint at ``path``; where others are there, nothing is written.
+            overwrite: Replace the files of a checkpoint at ``path``; where others are
+                there, nothing is written.
 
         Raises:
-            ConfigError: ``max_shard_size`` is invalid, or ``processing_class`` cannot be saved.
-            UnsupportedModelError: The model is offloaded, or sharded by ZeRO-3, or ``model`` is another; with
-                ``merge_adapters``, it is sharded.
-            ExportError: The exact base is gone, because adapters are merged into it, its tensors were replaced,
-                or a frozen one holds other values; a quantized layer has lost its scales; it cannot be written;
-                ``path`` is, holds or lies in the folder that the model was loaded from; or an active adapter cannot be
-                merged exactly. ``fqn`` names the first. Nothing was left at ``path``.
+            ConfigError: ``max_shard_size`` is invalid, or ``processing_class`` cannot
+                be saved.
+            UnsupportedModelError: The model is offloaded, or sharded by ZeRO-3, or
+                ``model`` is another; with ``merge_adapters``, it is sharded.
+            ExportError: The exact base is gone, because adapters are merged into it,
+                its tensors were replaced, or a frozen one holds other values; a
+                quantized layer has lost its scales; it cannot be written; ``path`` is,
+                holds or lies in the folder that the model was loaded from; or an active
+                adapter cannot be merged exactly. ``fqn`` names the first. Nothing was
+                left at ``path``.
 
         Example:
             >>> import tempfile, warnings, torch
             >>> from kbitwrap import KbitPreparedModel
-            >>> warnings.simplefilter("ignore", UserWarning)  # it says that this model is not quantized
-            >>> with KbitPreparedModel(torch.nn.LayerNorm(4).bfloat16(), precision="full") as prepared:
+            >>> warnings.simplefilter(
+            ...     "ignore", UserWarning
+            ... )  # it says that this model is not quantized
+            >>> with KbitPreparedModel(
+            ...     torch.nn.LayerNorm(4).bfloat16(), precision="full"
+            ... ) as prepared:
             ...     report = prepared.export(tempfile.mkdtemp())
             >>> report.files, report.num_bytes
             (('model.safetensors',), 16)
@@ -391,54 +469,84 @@ class KbitPreparedModel:
             progress=self.config.progress,
         )
 
-    def merged_weights(self, adapters: str | Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def merged_weights(
+        self, adapters: str | Sequence[str] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Hand out the merged model, as an iterator of ``(fqn, tensor)``: for an inference engine's weight loader, say.
 
-        Names, order and values are those of ``export(merge_adapters=True)``; no file is written, and the model is only
-        read. A tensor is computed when it is asked for, on the model's device, in memory of its own. Beside the one
-        handed out last, that takes at most twice the bytes of the largest, where the adapters can be merged by rows.
+        Names, order and values are those of ``export(merge_adapters=True)``; no file is
+        written, and the model is only read. A tensor is computed when it is asked for,
+        on the model's device, in memory of its own. Beside the one handed out last,
+        that takes at most twice the bytes of the largest, where the adapters can be
+        merged by rows.
 
         Args:
-            adapters: The names of the adapters to merge, none for the base alone; ``None``: the active ones.
+            adapters: The names of the adapters to merge, none for the base alone;
+                ``None``: the active ones.
 
         Raises:
-            StateError: The model is neither prepared nor suspended; on the way: its state changed.
+            StateError: The model is neither prepared nor suspended; on the way: its
+                state changed.
             ConfigError: No adapter has such a name.
             UnsupportedModelError: The model is sharded or offloaded.
-            ExportError: As of ``export``; or the model's class has a ``save_pretrained`` of its own.
+            ExportError: As of ``export``; or the model's class has a
+                ``save_pretrained`` of its own.
 
         Example:
             >>> import warnings, torch
             >>> from kbitwrap import KbitPreparedModel
-            >>> warnings.simplefilter("ignore", UserWarning)  # it says that this model is not quantized
-            >>> with KbitPreparedModel(torch.nn.LayerNorm(4).bfloat16(), precision="full") as prepared:
-            ...     print([(fqn, tensor.dtype) for fqn, tensor in prepared.merged_weights()])
+            >>> warnings.simplefilter(
+            ...     "ignore", UserWarning
+            ... )  # it says that this model is not quantized
+            >>> with KbitPreparedModel(
+            ...     torch.nn.LayerNorm(4).bfloat16(), precision="full"
+            ... ) as prepared:
+            ...     print(
+            ...         [
+            ...             (fqn, tensor.dtype)
+            ...             for fqn, tensor in prepared.merged_weights()
+            ...         ]
+            ...     )
             [('weight', torch.bfloat16), ('bias', torch.bfloat16)]
         """
         from .export.export import merged_weights
 
         preparation = self._expect_prepared("merged_weights", _HELD)
-        return merged_weights(preparation, adapters, lambda: (self.state, self._preparation, self._suspension))
+        return merged_weights(
+            preparation,
+            adapters,
+            lambda: (self.state, self._preparation, self._suspension),
+        )
 
     def manifest(self) -> Manifest:
         """Record the preparation: the model, the settings, and every base tensor's original content by digest.
 
-        It is the same while prepared and while suspended. Every tensor of the base is read once, on its own device.
-        Where FSDP sharded the model since, all ranks call it, and all get it.
+        It is the same while prepared and while suspended. Every tensor of the base is
+        read once, on its own device. Where FSDP sharded the model since, all ranks call
+        it, and all get it.
 
         Raises:
             StateError: The model is not prepared.
-            UnsupportedModelError: A tensor cannot be read: it is offloaded, or sharded by ZeRO-3.
-            ManifestError: Something cannot be recorded: a setting that JSON cannot hold, a name that could be taken
-                for a path, weights that were replaced, trained, changed while frozen, or that adapters are merged into.
+            UnsupportedModelError: A tensor cannot be read: it is offloaded, or sharded
+                by ZeRO-3.
+            ManifestError: Something cannot be recorded: a setting that JSON cannot
+                hold, a name that could be taken for a path, weights that were replaced,
+                trained, changed while frozen, or that adapters are merged into.
 
         Example:
             >>> import warnings, torch
             >>> from kbitwrap import KbitPreparedModel
-            >>> warnings.simplefilter("ignore", UserWarning)  # it says that this model is not quantized
-            >>> with KbitPreparedModel(torch.nn.LayerNorm(4).bfloat16(), precision="full") as prepared:
+            >>> warnings.simplefilter(
+            ...     "ignore", UserWarning
+            ... )  # it says that this model is not quantized
+            >>> with KbitPreparedModel(
+            ...     torch.nn.LayerNorm(4).bfloat16(), precision="full"
+            ... ) as prepared:
             ...     manifest = prepared.manifest()
-            >>> manifest.tensors["weight"].original_dtype, manifest.tensors["weight"].prepared_dtype
+            >>> (
+            ...     manifest.tensors["weight"].original_dtype,
+            ...     manifest.tensors["weight"].prepared_dtype,
+            ... )
             ('bfloat16', 'float32')
         """
         from .manifest.manifest import Manifest
@@ -446,12 +554,16 @@ class KbitPreparedModel:
         return Manifest.of(self._expect_prepared("manifest", _HELD))
 
     @classmethod
-    def from_manifest(cls, model: nn.Module, manifest: Manifest | str | os.PathLike[str]) -> KbitPreparedModel:
+    def from_manifest(
+        cls, model: nn.Module, manifest: Manifest | str | os.PathLike[str]
+    ) -> KbitPreparedModel:
         """Make the wrapper for the preparation that a manifest records; changes nothing.
 
         Args:
-            model: The recorded model, loaded again; it may carry adapters, or be the ``PeftModel`` around it.
-            manifest: The manifest, the file that it was saved to, or a folder that holds it as ``kbitwrap.json``.
+            model: The recorded model, loaded again; it may carry adapters, or be the
+                ``PeftModel`` around it.
+            manifest: The manifest, the file that it was saved to, or a folder that
+                holds it as ``kbitwrap.json``.
 
         Returns:
             The wrapper, in state ``NEW``: ``prepare`` or ``with`` applies it.
@@ -459,22 +571,31 @@ class KbitPreparedModel:
         Raises:
             ManifestError: The manifest cannot be read.
             ManifestMismatchError: The model is another than the one recorded.
-            UnsupportedModelError: The model is sharded or offloaded, or cannot be prepared so.
+            UnsupportedModelError: The model is sharded or offloaded, or cannot be
+                prepared so.
             MemoryBudgetError: The plan's peak is over the recorded ``memory_budget``.
             StateError: The model, or a part of it, is prepared already.
         """
         from .manifest.manifest import Manifest
 
-        manifest = manifest if isinstance(manifest, Manifest) else Manifest.load(manifest)
+        manifest = (
+            manifest if isinstance(manifest, Manifest) else Manifest.load(manifest)
+        )
         manifest.check(model)
         return cls(model, manifest.prepare_config())
 
-    def _expect_prepared(self, call: str, states: tuple[LifecycleState, ...] = _HELD[:1]) -> Preparation:
+    def _expect_prepared(
+        self, call: str, states: tuple[LifecycleState, ...] = _HELD[:1]
+    ) -> Preparation:
         if self.state not in states or self._preparation is None:
             remedy = {
                 LifecycleState.NEW: "prepare() it first, or use it in a with-block",
                 LifecycleState.SUSPENDED: "resume() it, or leave suspended(), first",
                 LifecycleState.RESTORED: "it was restored; prepare() it again",
             }[self.state]
-            raise StateError(f"{call}() in state {str(self.state)!r}: {remedy}", state=self.state, expected=states)
+            raise StateError(
+                f"{call}() in state {str(self.state)!r}: {remedy}",
+                state=self.state,
+                expected=states,
+            )
         return self._preparation

@@ -37,7 +37,10 @@ def first_sentence(error: BaseException) -> str:
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Write rows as aligned columns, the first to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+        for row in rows
+    )
 
 
 def first_of(texts: Sequence[str], limit: int = 3, separator: str = ", ") -> str:
@@ -49,7 +52,10 @@ def first_of(texts: Sequence[str], limit: int = 3, separator: str = ", ") -> str
 
 def few(texts: Sequence[str], limit: int = 12) -> list[str]:
     """The first of many texts, and how many more there are."""
-    return [*texts[:limit], *([f"... and {len(texts) - limit:,} more"] if len(texts) > limit else [])]
+    return [
+        *texts[:limit],
+        *([f"... and {len(texts) - limit:,} more"] if len(texts) > limit else []),
+    ]
 
 
 class Report:
@@ -62,7 +68,10 @@ class Report:
         return json.loads(json.dumps(asdict(self), default=str))  # type: ignore[call-overload, no-any-return]
 
     def _brief(self) -> str:
-        return ", ".join(f"{sum(sizes)} {name}" for name, sizes, _ in self._bars()) or self._empty
+        return (
+            ", ".join(f"{sum(sizes)} {name}" for name, sizes, _ in self._bars())
+            or self._empty
+        )
 
     def _bars(self) -> list[tuple[str, tuple[int, ...], str]]:
         """For each row its name, the lengths of its bar's parts, and the text beside it."""
@@ -82,10 +91,16 @@ class Report:
         rows = ""
         for name, sizes, text in self._bars():
             widths = [f"width:{14 * size / longest:.3f}em" for size in sizes]
-            bar = "".join(_BAR.format(f"{w};background:{c}") for w, c in zip(widths, _COLORS, strict=False))
+            bar = "".join(
+                _BAR.format(f"{w};background:{c}")
+                for w, c in zip(widths, _COLORS, strict=False)
+            )
             rows += f"<tr>{''.join(map(_CELL.format, (html.escape(name), bar, html.escape(text))))}</tr>"
         below = "".join(f"<div>{html.escape(line)}</div>" for line in self._lines())
-        return (rows and f"<div><b>{html.escape(repr(self))}</b><table>{rows}</table>{below}</div>") or None
+        return (
+            rows
+            and f"<div><b>{html.escape(repr(self))}</b><table>{rows}</table>{below}</div>"
+        ) or None
 
 
 class LifecycleState(str, Enum):
@@ -107,20 +122,26 @@ class LifecycleState(str, Enum):
 class RestoreReport(Report):
     """The changes by others that a restore found. Names are those of the unprepared model, where it has one.
 
-    It is read from the restored model: a dtype, flag, hook or value that is other than before ``prepare`` is named.
+    It is read from the restored model: a dtype, flag, hook or value that is other than
+    before ``prepare`` is named.
 
     Attributes:
-        trained: Trainable parameters whose value changed, the float32 copies that PEFT made of base modules, and
-            small buffers of the checkpoint that hold other values, as running statistics do.
-            ``restore(trained=...)`` decided whether those that were stored upcast kept that value.
-        replaced: Names at which another parameter stands than the one that was prepared (after a merge, for
-            ``modules_to_save``, after a replaced embedding), frozen parameters that hold other values, and parameters
-            that have another dtype, shape or flag than before.
-        foreign: Modules, hooks and attributes that others added, by their present names, hooks that others removed, and
-            adapters from before whose dtype or flag others changed; they were left alone.
-        not_compared: Parameters that were sharded since: whether their values changed was not looked at.
-        put_back: Buffers and plain attributes of the base's modules that its forward, or others, made or changed, and
-            parameters that others cast; they are as they were.
+        trained: Trainable parameters whose value changed, the float32 copies that PEFT
+            made of base modules, and small buffers of the checkpoint that hold other
+            values, as running statistics do. ``restore(trained=...)`` decided whether
+            those that were stored upcast kept that value.
+        replaced: Names at which another parameter stands than the one that was prepared
+            (after a merge, for ``modules_to_save``, after a replaced embedding), frozen
+            parameters that hold other values, and parameters that have another dtype,
+            shape or flag than before.
+        foreign: Modules, hooks and attributes that others added, by their present
+            names, hooks that others removed, and adapters from before whose dtype or
+            flag others changed; they were left alone.
+        not_compared: Parameters that were sharded since: whether their values changed
+            was not looked at.
+        put_back: Buffers and plain attributes of the base's modules that its forward,
+            or others, made or changed, and parameters that others cast; they are as
+            they were.
     """
 
     trained: tuple[str, ...] = ()
@@ -132,10 +153,16 @@ class RestoreReport(Report):
     _empty = "nothing changed by others"
 
     def __str__(self) -> str:
-        return "\n".join(["restored", *(f"{name}: {text}" for name, _, text in self._bars())])
+        return "\n".join(
+            ["restored", *(f"{name}: {text}" for name, _, text in self._bars())]
+        )
 
     def _bars(self) -> list[tuple[str, tuple[int, ...], str]]:
-        found = [(name.replace("_", " "), names) for name, names in self.to_dict().items() if names]
+        found = [
+            (name.replace("_", " "), names)
+            for name, names in self.to_dict().items()
+            if names
+        ]
         return [(name, (len(names),), ", ".join(few(names))) for name, names in found]
 
 
@@ -156,8 +183,14 @@ class Differences(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """The differences as plain values, ready for JSON."""
-        different = self._rows(lambda value: list(value) if isinstance(value, tuple) else value)
-        return {"missing": list(self.missing), "unexpected": list(self.unexpected), "different": different}
+        different = self._rows(
+            lambda value: list(value) if isinstance(value, tuple) else value
+        )
+        return {
+            "missing": list(self.missing),
+            "unexpected": list(self.unexpected),
+            "different": different,
+        }
 
     def lines(self) -> list[str]:
         """The differences as text, one line each."""
@@ -183,8 +216,15 @@ class Differences(Report):
         for fqn, rows in self.different.items():
             for what in rows:
                 found.setdefault(what, []).append(fqn or "the whole")
-        found |= {name: [*names] for name in ("missing", "unexpected") if (names := getattr(self, name))}
-        return [(name, (len(names),), ", ".join(few(names))) for name, names in found.items()]
+        found |= {
+            name: [*names]
+            for name in ("missing", "unexpected")
+            if (names := getattr(self, name))
+        }
+        return [
+            (name, (len(names),), ", ".join(few(names)))
+            for name, names in found.items()
+        ]
 
     def _rows(self, read: Callable[[Any], Any]) -> dict[str, dict[str, list[Any]]]:
         """``different`` with every value read by a function."""
@@ -198,12 +238,14 @@ class StateDiff(Differences):
     """Differences of a live model from what its preparation left. Empty, and false, where there are none.
 
     Attributes:
-        differences: ``{fqn: {what: (expected, found)}}``. ``what`` is ``"parameter"``, ``"dtype"``, ``"shape"``,
-            ``"requires_grad"``, ``"writes"`` (in-place writes since; not compared where several processes train,
-            because DistributedDataParallel writes every parameter once), ``"forward"``, an attribute of
-            checkpointing, ``"input_gradient_hooks"`` (whether there is one, where one is needed), ``"upcast"`` (the
-            weights that are upcast at use), or ``"value"`` (of a frozen parameter; compared by a sample, or by all of
-            it with ``audit``).
+        differences: ``{fqn: {what: (expected, found)}}``. ``what`` is ``"parameter"``,
+            ``"dtype"``, ``"shape"``, ``"requires_grad"``, ``"writes"`` (in-place writes
+            since; not compared where several processes train, because
+            DistributedDataParallel writes every parameter once), ``"forward"``, an
+            attribute of checkpointing, ``"input_gradient_hooks"`` (whether there is
+            one, where one is needed), ``"upcast"`` (the weights that are upcast at
+            use), or ``"value"`` (of a frozen parameter; compared by a sample, or by all
+            of it with ``audit``).
     """
 
     _empty = "as preparation left it"
@@ -225,7 +267,8 @@ class ShardingOutcome:
     """The outcome of one precision under an engine.
 
     Attributes:
-        trains: Whether the engine takes the prepared model and trains it with right numbers.
+        trains: Whether the engine takes the prepared model and trains it with right
+            numbers.
         restores: Whether ``restore`` and ``suspended`` work under the engine.
         exports: Whether ``export`` and ``manifest`` do.
         notes: Why something does not work, what to do instead, and what to mind.
@@ -243,7 +286,8 @@ class ShardingReport(Report):
 
     Attributes:
         engine: ``"ddp"``, ``"fsdp1"``, ``"fsdp2"``, ``"zero2"`` or ``"zero3"``.
-        param_dtype: The dtype that the engine computes in, or ``None`` for that of the parameters.
+        param_dtype: The dtype that the engine computes in, or ``None`` for that of the
+            parameters.
         outcomes: ``{precision: outcome}``.
     """
 
@@ -262,8 +306,13 @@ class ShardingReport(Report):
             answers = (outcome.trains, outcome.restores, outcome.exports)
             rows.append((name, *("yes" if answer else "no" for answer in answers)))  # type: ignore[arg-type]
         told = dict.fromkeys(note for _, outcome in outcomes for note in outcome.notes)
-        notes = [f"{', '.join(name for name, outcome in outcomes if note in outcome.notes)}: {note}" for note in told]
-        computes_in = "" if self.param_dtype is None else f", param_dtype {self.param_dtype}"
+        notes = [
+            f"{', '.join(name for name, outcome in outcomes if note in outcome.notes)}: {note}"
+            for note in told
+        ]
+        computes_in = (
+            "" if self.param_dtype is None else f", param_dtype {self.param_dtype}"
+        )
         return "\n".join([f"engine {self.engine!r}{computes_in}", table(rows), *notes])
 
 
@@ -279,8 +328,10 @@ class ExportReport(Report):
         converted: The fqns of the tensors written in another dtype than they had.
         merged: The fqns of the layers that adapters were merged into.
         seconds: The time it took, in seconds.
-        saved_bytes: The bytes by which the tensors are smaller than in the checkpoint that was read.
-        is_merge: Whether adapters were to be merged; where ``merged`` is empty, the model had no active one.
+        saved_bytes: The bytes by which the tensors are smaller than in the checkpoint
+            that was read.
+        is_merge: Whether adapters were to be merged; where ``merged`` is empty, the
+            model had no active one.
     """
 
     path: Path
@@ -297,7 +348,11 @@ class ExportReport(Report):
         return f"{self.num_tensors} tensors, {self.num_bytes:,} bytes, {shown(str(self.path))}"
 
     def __str__(self) -> str:
-        parts = [f"{self.num_tensors} tensors", f"{self.num_bytes:,} bytes", f"{self.seconds:.1f} s"]
+        parts = [
+            f"{self.num_tensors} tensors",
+            f"{self.num_bytes:,} bytes",
+            f"{self.seconds:.1f} s",
+        ]
         parts += [f"{len(self.converted)} converted"] if self.converted else []
         parts += [f"{self.saved_bytes:,} bytes saved"] if self.saved_bytes else []
         parts += [f"{len(self.merged)} layers merged"] if self.is_merge else []

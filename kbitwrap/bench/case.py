@@ -1,7 +1,7 @@
 """Measures one case, in a process that does nothing else: ``python -m kbitwrap.bench.case REQUEST RESULT``.
 
-The request and the result are JSON files. PEFT's gradients are left in a file beside them, which the other cases
-compare theirs with.
+The request and the result are JSON files. PEFT's gradients are left in a file beside
+them, which the other cases compare theirs with.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from .models import LINEARS, build_model
 from .settings import CHUNKED, MERGED, PEFT, PEFT_UNCLEARED, Settings
 from .steps import StepMeasurement
 
-# Where only preparing is measured, the adapter that "adapted" is told of sits on this many layers, the last ones.
+# Where only preparing is measured, the adapter that "adapted" is told of sits on this
+# many layers, the last ones.
 _ADAPTED_LAYERS = 2
-# Memory is measured first: what is freed for a clean start has to be got again, which takes time.
+# Memory is measured first: what is freed for a clean start has to be got again, which
+# takes time.
 _MEMORY_RUNS = 4
 _RANK = 16
 # The precisions of the cases that are not named after theirs.
@@ -43,8 +45,10 @@ class _Preparing:
 
     Attributes:
         seconds: The time to prepare and, under ``"adapted"``, to adopt the adapter.
-        restore_seconds: The time to restore; ``None`` for PEFT's function, which nothing undoes.
-        peak_bytes: The most memory held meanwhile, above the start; ``None`` where only time was measured.
+        restore_seconds: The time to restore; ``None`` for PEFT's function, which
+            nothing undoes.
+        peak_bytes: The most memory held meanwhile, above the start; ``None`` where only
+            time was measured.
         live_bytes: What the prepared base holds.
         allocator: What CUDA's allocator held before and after; ``None`` on a host.
     """
@@ -90,7 +94,8 @@ class Case:
 
     def _measure(self) -> None:
         self.meter.start()
-        baseline = self.meter.system_held()  # what the libraries hold: no part of a training step's figure
+        # what the libraries hold: no part of a training step's figure
+        baseline = self.meter.system_held()
         self._build()
         if self.settings.export:
             self._measure_export()
@@ -125,18 +130,23 @@ class Case:
         loaded_bytes = live_bytes(self.model, _is_base)
         memory_runs = []
         if repeats:
-            memory_runs = [self._prepare_once(measures_memory=True) for _ in range(_MEMORY_RUNS)]
+            memory_runs = [
+                self._prepare_once(measures_memory=True) for _ in range(_MEMORY_RUNS)
+            ]
             first = memory_runs[0]
             self.result["added_bytes"] = first.live_bytes - loaded_bytes
             self.result["allocator"] = first.allocator
         timed_runs = [self._prepare_once(measures_memory=False) for _ in range(repeats)]
-        restore_seconds = [run.restore_seconds for run in timed_runs if run.restore_seconds is not None]
+        restore_seconds = [
+            run.restore_seconds for run in timed_runs if run.restore_seconds is not None
+        ]
         self.result["prepare_seconds"] = [run.seconds for run in timed_runs]
         self.result["restore_seconds"] = restore_seconds
         self.result["left_bytes"] = live_bytes(self.model, _is_base) - loaded_bytes
         peaks = [run.peak_bytes for run in memory_runs if run.peak_bytes is not None]
         if peaks:
-            # The first also pages in the code that runs, which counts in a resident set.
+            # The first also pages in the code that runs, which counts in a resident
+            # set.
             self.result["transient_peak_bytes"] = min(peaks)
 
     def _prepare_once(self, *, measures_memory: bool) -> _Preparing:
@@ -177,8 +187,12 @@ class Case:
     def _measure_steps(self, baseline: int, predictions: list[StepMemory]) -> None:
         self._prepare()
         adapted = self._adapt().train()
-        measurement = StepMeasurement(self.name, adapted, self.settings, self.meter, baseline, self.folder)
-        steps = [measurement.measure(self._tokens(number)) for number in self.settings.tokens]
+        measurement = StepMeasurement(
+            self.name, adapted, self.settings, self.meter, baseline, self.folder
+        )
+        steps = [
+            measurement.measure(self._tokens(number)) for number in self.settings.tokens
+        ]
         self.result["steps"] = steps
         # Without --predict there are none.
         for step, prediction in zip(steps, predictions, strict=False):
@@ -191,9 +205,14 @@ class Case:
             self._prepare_by_wrapper()
 
     def _prepare_by_peft(self) -> None:
-        options: dict[str, Any] = {"gradient_checkpointing_kwargs": {"use_reentrant": self.settings.reentrant}}
+        options: dict[str, Any] = {
+            "gradient_checkpointing_kwargs": {"use_reentrant": self.settings.reentrant}
+        }
         # Versions that do not take it never clear the cache.
-        takes_it = "auto_clear_cache" in inspect.signature(prepare_model_for_kbit_training).parameters
+        takes_it = (
+            "auto_clear_cache"
+            in inspect.signature(prepare_model_for_kbit_training).parameters
+        )
         if takes_it and self.name == PEFT_UNCLEARED:
             options["auto_clear_cache"] = False
         prepare_model_for_kbit_training(self.model, **options)
@@ -230,7 +249,9 @@ class Case:
     def _tokens(self, number: int) -> torch.Tensor:
         """A batch of one row, ``(1, number)``, int64, on the host."""
         generator = torch.Generator().manual_seed(self.settings.seed)
-        return torch.randint(self.settings.shape.vocab_size, (1, number), generator=generator)
+        return torch.randint(
+            self.settings.shape.vocab_size, (1, number), generator=generator
+        )
 
     def _lora(self) -> LoraConfig:
         settings = self.settings
@@ -243,8 +264,11 @@ class Case:
             lora_alpha=2 * _RANK,
             target_modules=list(LINEARS),
             layers_to_transform=layers,
-            init_lora_weights=False,  # both factors random: otherwise the gradient of the first is zero
-            modules_to_save=["lm_head"] if settings.step and settings.modules_to_save else None,
+            # both factors random: otherwise the gradient of the first is zero
+            init_lora_weights=False,
+            modules_to_save=["lm_head"]
+            if settings.step and settings.modules_to_save
+            else None,
         )
 
     def _adapt(self) -> PeftModel:
@@ -265,7 +289,10 @@ def _is_base(name: str) -> bool:
 
 def _undo_of_peft(model: PreTrainedModel) -> Callable[[], None]:
     """A call that puts the model back so that PEFT's function, which nothing undoes, can be timed once more."""
-    states = [(parameter, parameter.dtype, parameter.requires_grad) for parameter in model.parameters()]
+    states = [
+        (parameter, parameter.dtype, parameter.requires_grad)
+        for parameter in model.parameters()
+    ]
     hooks = {id(module): set(module._forward_hooks) for module in model.modules()}
 
     def undo() -> None:
@@ -295,7 +322,8 @@ def main(request_path: str, result_path: str) -> None:
 
     Args:
         request_path: A JSON file: ``{"case": ..., "settings": ...}``.
-        result_path: Where to write the figures, as JSON. PEFT's gradients are kept in the same folder.
+        result_path: Where to write the figures, as JSON. PEFT's gradients are kept in
+            the same folder.
     """
     request = json.loads(Path(request_path).read_text())
     settings = Settings.from_dict(request["settings"])

@@ -25,12 +25,19 @@ def environment(device: str) -> dict[str, Any]:
     """
     return {
         "machine": _machine(device),
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _LIBRARIES}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: _version(name) for name in _LIBRARIES},
+        },
     }
 
 
 def _machine(device: str) -> dict[str, Any]:
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    num_cores = (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count()
+    )
     machine: dict[str, Any] = {
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
@@ -41,9 +48,13 @@ def _machine(device: str) -> dict[str, Any]:
         "has_bfloat16": _has_bfloat16(device),
     }
     if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
-        machine["memory_bytes"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        machine["memory_bytes"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf(
+            "SC_PAGE_SIZE"
+        )
     if torch.device(device).type == "cuda":
-        machine["device"] = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+        machine["device"] = (
+            f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+        )
     return machine
 
 
@@ -60,7 +71,10 @@ def _has_bfloat16(device: str) -> bool:
 def where(result: dict[str, Any]) -> str:
     """The device of a result, and whether it has instructions for bfloat16, if that was recorded."""
     machine = result["environment"]["machine"]
-    known = {True: " with instructions for bfloat16", False: " without instructions for bfloat16"}
+    known = {
+        True: " with instructions for bfloat16",
+        False: " without instructions for bfloat16",
+    }
     return f"{machine['device']}{known.get(machine.get('has_bfloat16'), '')}"
 
 
@@ -74,7 +88,8 @@ def _processor() -> str:
 
 def _version(name: str) -> str:
     if name == "torch":
-        return str(torch.__version__)  # with its build, which the distribution's version need not name
+        # with its build, which the distribution's version need not name
+        return str(torch.__version__)
     try:
         return version(name)
     except PackageNotFoundError:

@@ -27,7 +27,8 @@ class ExportMeasurement:
 
     Attributes:
         wrapper: The prepared model.
-        adapted: The same model with a LoRA, which the export merges; ``None`` exports the base.
+        adapted: The same model with a LoRA, which the export merges; ``None`` exports
+            the base.
         meter: Times the export, on the model's device.
         folder: Where files are written, and deleted again.
         timings: Of each part, one for every round.
@@ -55,8 +56,15 @@ class ExportMeasurement:
         parts = ("export", "save", "merge")
         # The first round also sets things up.
         seconds = {f"{part}_seconds": self.timings[part].seconds[1:] for part in parts}
-        cpu_seconds = {f"{part}_cpu_seconds": self.timings[part].cpu_seconds[1:] for part in parts}
-        return {**seconds, **cpu_seconds, "export_peak_bytes": min(self.peaks), **figures}
+        cpu_seconds = {
+            f"{part}_cpu_seconds": self.timings[part].cpu_seconds[1:] for part in parts
+        }
+        return {
+            **seconds,
+            **cpu_seconds,
+            "export_peak_bytes": min(self.peaks),
+            **figures,
+        }
 
     def _measure_once(self) -> dict[str, Any]:
         """Export, save and merge once; the files are gone afterwards."""
@@ -107,7 +115,9 @@ class ExportMeasurement:
 @torch.no_grad()
 def _merge_weights(adapted: PeftModel) -> None:
     """Compute each merged weight by what it takes and nothing else, and drop it."""
-    layers: list[Any] = [module for module in adapted.modules() if "lora_A" in module._modules]
+    layers: list[Any] = [
+        module for module in adapted.modules() if "lora_A" in module._modules
+    ]
     for layer in layers:
         weight = layer.get_base_layer().weight
         merged = dequantize_4bit(weight.data, weight.quant_state).float()

@@ -1,7 +1,8 @@
 """Trains the same LoRA under several arithmetics, and compares the losses with each other and with exact ones.
 
-The loop is plain PyTorch with the defaults of TRL's trainers: bfloat16 autocast, where the settings do not turn it off,
-checkpointing, fused AdamW without decay, a linear schedule, gradients clipped to a norm of 1.
+The loop is plain PyTorch with the defaults of TRL's trainers: bfloat16 autocast, where
+the settings do not turn it off, checkpointing, fused AdamW without decay, a linear
+schedule, gradients clipped to a norm of 1.
 """
 
 from __future__ import annotations
@@ -46,7 +47,16 @@ COMPARED_WITH = {
 """For each case, the one that it differs from in one respect."""
 
 # Modules of the standard library whose source is the text that adapters are trained on.
-_TRAINING_MODULES = ("argparse", "dataclasses", "difflib", "doctest", "inspect", "pathlib", "tarfile", "typing")
+_TRAINING_MODULES = (
+    "argparse",
+    "dataclasses",
+    "difflib",
+    "doctest",
+    "inspect",
+    "pathlib",
+    "tarfile",
+    "typing",
+)
 _HELD_OUT_MODULES = ("configparser", "optparse", "zipfile")
 _PRETRAINING_RATE = 3e-3
 _WARMUP_STEPS = 20
@@ -60,8 +70,10 @@ class Text:
 
     Attributes:
         pretraining: ``(num_bytes,)``, int64: English, the help texts of Python.
-        training: ``(num_blocks, length + 1)``, int64: source code of the standard library.
-        held_out: ``(num_held_out, length + 1)``, int64: source code of other modules of it.
+        training: ``(num_blocks, length + 1)``, int64: source code of the standard
+            library.
+        held_out: ``(num_held_out, length + 1)``, int64: source code of other modules of
+            it.
     """
 
     pretraining: torch.Tensor
@@ -87,16 +99,22 @@ def read_text(settings: LossSettings) -> Text:
         training = _blocks(_sources(_TRAINING_MODULES), settings)
         held_out = _blocks(_sources(_HELD_OUT_MODULES), settings)
     except OSError as error:
-        raise BenchError(f"--loss trains on the source code of the standard library: {error}") from error
+        raise BenchError(
+            f"--loss trains on the source code of the standard library: {error}"
+        ) from error
     if len(held_out) < settings.num_held_out or len(training) < settings.batch_size:
-        raise BenchError(f"--loss: the standard library's source has only {len(training)} and {len(held_out)} blocks")
+        raise BenchError(
+            f"--loss: the standard library's source has only {len(training)} and {len(held_out)} blocks"
+        )
     english = "\n".join(topics[name] for name in sorted(topics))
     evenly_spread = torch.linspace(0, len(held_out) - 1, settings.num_held_out).long()
     return Text(_tokens(english, settings), training, held_out[evenly_spread])
 
 
 def _sources(modules: Sequence[str]) -> str:
-    return "\n".join(inspect.getsource(importlib.import_module(name)) for name in modules)
+    return "\n".join(
+        inspect.getsource(importlib.import_module(name)) for name in modules
+    )
 
 
 def _blocks(text: str, settings: LossSettings) -> torch.Tensor:
@@ -109,7 +127,10 @@ def _tokens(text: str, settings: LossSettings) -> torch.Tensor:
 
 
 def run_loss(
-    settings: LossSettings, cases: Sequence[str], show: Callable[[str], None], folder: Path | None = None
+    settings: LossSettings,
+    cases: Sequence[str],
+    show: Callable[[str], None],
+    folder: Path | None = None,
 ) -> dict[str, Any]:
     """Train each case with each seed.
 
@@ -117,17 +138,22 @@ def run_loss(
         settings: What to train.
         cases: Names out of ``LOSS_CASES``.
         show: Called with a line of progress before each part.
-        folder: Where the seeds' pretrained bases are kept, and taken from; ``None`` keeps none.
+        folder: Where the seeds' pretrained bases are kept, and taken from; ``None``
+            keeps none.
 
     Returns:
-        ``{"environment", "settings", "losses"}``, ready for JSON. ``"losses"`` has a part for each case.
+        ``{"environment", "settings", "losses"}``, ready for JSON. ``"losses"`` has a
+            part for each case.
 
     Raises:
         BenchError: There is no text to train on.
     """
     text = read_text(settings)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
-    with torch.random.fork_rng(), tempfile.TemporaryDirectory(prefix="kbitwrap-bench-") as temporary:
+    with (
+        torch.random.fork_rng(),
+        tempfile.TemporaryDirectory(prefix="kbitwrap-bench-") as temporary,
+    ):
         bases = folder or Path(temporary)
         for index in range(settings.repeats):
             seed = settings.seed + index
@@ -151,7 +177,10 @@ def run_loss(
 def _summary(name: str, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """A case over the seeds, and its differences, seed by seed, from the case that it is compared with."""
     own = runs[name]
-    summary: dict[str, Any] = {"case": name, "adapters": str(_adapter_dtype(name)).removeprefix("torch.")}
+    summary: dict[str, Any] = {
+        "case": name,
+        "adapters": str(_adapter_dtype(name)).removeprefix("torch."),
+    }
     for key in ("base_loss", "held_out_loss", "end_loss"):
         summary[key] = _spread([run[key] for run in own])
     for key in DISTANCES:
@@ -159,22 +188,31 @@ def _summary(name: str, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]
         end = [run[key]["end"] for run in own]
         summary[key] = {"start": _spread(start), "end": _spread(end)}
     curves = [run["train_loss"] for run in own]
-    summary["train_loss"] = [statistics.fmean(losses) for losses in zip(*curves, strict=True)]
+    summary["train_loss"] = [
+        statistics.fmean(losses) for losses in zip(*curves, strict=True)
+    ]
     other = COMPARED_WITH.get(name)
     if other in runs:
         summary["difference"] = {"case": other, **_differences(own, runs[other])}
     return summary
 
 
-def _differences(own: list[dict[str, Any]], others: list[dict[str, Any]]) -> dict[str, Any]:
+def _differences(
+    own: list[dict[str, Any]], others: list[dict[str, Any]]
+) -> dict[str, Any]:
     """What a case's losses are above another's, seed by seed; of the training's losses, step by step."""
     pairs = list(zip(own, others, strict=True))
     differences: dict[str, Any] = {}
     for key in ("held_out_loss", "end_loss"):
         differences[key] = _spread([run[key] - other[key] for run, other in pairs])
-    curves = [map(operator.sub, run["train_loss"], other["train_loss"]) for run, other in pairs]
+    curves = [
+        map(operator.sub, run["train_loss"], other["train_loss"])
+        for run, other in pairs
+    ]
     steps = [_spread(list(losses)) for losses in zip(*curves, strict=True)]
-    differences["train_loss"] = {key: [step[key] for step in steps] for key in ("mean", "error")}
+    differences["train_loss"] = {
+        key: [step[key] for step in steps] for key in ("mean", "error")
+    }
     return differences
 
 
@@ -184,7 +222,12 @@ def _spread(values: list[float]) -> dict[str, Any]:
     if len(values) > 1:
         deviation = statistics.stdev(values)
         error = deviation / len(values) ** 0.5
-    return {"mean": statistics.fmean(values), "deviation": deviation, "error": error, "all": values}
+    return {
+        "mean": statistics.fmean(values),
+        "deviation": deviation,
+        "error": error,
+        "all": values,
+    }
 
 
 def _pretrain(text: Text, settings: LossSettings, seed: int) -> Any:
@@ -214,7 +257,9 @@ def _pretrain(text: Text, settings: LossSettings, seed: int) -> Any:
     tokens = text.pretraining
     offsets = torch.arange(settings.length + 1)
     for _ in _bar(settings.pretraining_steps, "pretrain"):
-        starts = torch.randint(len(tokens) - settings.length, (2 * settings.batch_size, 1))
+        starts = torch.randint(
+            len(tokens) - settings.length, (2 * settings.batch_size, 1)
+        )
         positions = (starts + offsets).to(settings.device)
         _step(model, tokens[positions], optimizer, schedule, is_autocast=True)
     return model
@@ -236,10 +281,13 @@ class _Run:
         settings: What to train.
         seed: Seed of the adapters and of the order of the data: the same in all cases.
         base: The base's checkpoint.
-        exact: The quantized base in float64, with adapters; their values are written over.
+        exact: The quantized base in float64, with adapters; their values are written
+            over.
     """
 
-    def __init__(self, name: str, settings: LossSettings, seed: int, base: Path, exact: PeftModel) -> None:
+    def __init__(
+        self, name: str, settings: LossSettings, seed: int, base: Path, exact: PeftModel
+    ) -> None:
         self.settings = settings
         self.seed = seed
         self.exact = exact
@@ -265,10 +313,15 @@ class _Run:
         checkpointing = {"use_reentrant": False}
         if name == PEFT:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # transformers renamed what PEFT calls
-                return prepare_model_for_kbit_training(base, gradient_checkpointing_kwargs=checkpointing)
+                # transformers renamed what PEFT calls
+                warnings.simplefilter("ignore", FutureWarning)
+                return prepare_model_for_kbit_training(
+                    base, gradient_checkpointing_kwargs=checkpointing
+                )
         precision = name.removesuffix(_IN_FLOAT32)
-        wrapper = KbitPreparedModel(base, precision=precision, gradient_checkpointing_kwargs=checkpointing)
+        wrapper = KbitPreparedModel(
+            base, precision=precision, gradient_checkpointing_kwargs=checkpointing
+        )
         return wrapper.prepare().model
 
     def train(self, text: Text) -> dict[str, Any]:
@@ -278,7 +331,8 @@ class _Run:
             text: The text to train on, and the one to measure the loss of.
 
         Returns:
-            The losses of each step and of what is held out, and the distances from exact arithmetic.
+            The losses of each step and of what is held out, and the distances from
+                exact arithmetic.
         """
         base_loss = self._held_out_loss(text)
         probe = text.training[: 2 * self.settings.batch_size]
@@ -298,13 +352,23 @@ class _Run:
     def _train_steps(self, text: Text) -> list[float]:
         settings = self.settings
         adapters = _trainable(self.model).values()
-        optimizer = torch.optim.AdamW(adapters, lr=settings.learning_rate, weight_decay=0, fused=True)
+        optimizer = torch.optim.AdamW(
+            adapters, lr=settings.learning_rate, weight_decay=0, fused=True
+        )
         schedule = LambdaLR(optimizer, lambda step: 1 - step / settings.steps)
         batches = self._batches(len(text.training))
         losses = []
         for _ in _bar(settings.steps, "train"):
             blocks = text.training[next(batches).to(settings.device)]
-            losses.append(_step(self.model, blocks, optimizer, schedule, is_autocast=self.is_autocast))
+            losses.append(
+                _step(
+                    self.model,
+                    blocks,
+                    optimizer,
+                    schedule,
+                    is_autocast=self.is_autocast,
+                )
+            )
         return losses
 
     def _batches(self, num_blocks: int) -> Iterator[torch.Tensor]:
@@ -337,7 +401,11 @@ class _Run:
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
 
 
 def _logits_and_gradients(
@@ -348,7 +416,9 @@ def _logits_and_gradients(
     loss.backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     gradients = [found[name] for name in sorted(found)]
-    vector = torch.cat([gradient.double().flatten() for gradient in gradients if gradient is not None])
+    vector = torch.cat(
+        [gradient.double().flatten() for gradient in gradients if gradient is not None]
+    )
     model.zero_grad(set_to_none=True)
     return logits.detach().double(), vector
 
@@ -375,7 +445,11 @@ def quantization_config(quant: str) -> BitsAndBytesConfig:
     """
     if quant == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
 
 
 def _load(base: Path, settings: LossSettings) -> nn.Module:
@@ -391,7 +465,9 @@ def _load(base: Path, settings: LossSettings) -> nn.Module:
 
 def _exact(base: Path, settings: LossSettings) -> nn.Module:
     """The quantized base in float64."""
-    exact: nn.Module = LlamaForCausalLM.from_pretrained(base, dtype=torch.float64, device_map={"": settings.device})
+    exact: nn.Module = LlamaForCausalLM.from_pretrained(
+        base, dtype=torch.float64, device_map={"": settings.device}
+    )
     return make_exact(exact, _load(base, settings))
 
 
@@ -408,18 +484,32 @@ def make_exact(exact: nn.Module, quantized: nn.Module) -> nn.Module:
     for name, module in quantized.named_modules():
         weight: Any = getattr(module, "weight", None)
         if isinstance(module, Linear4bit):
-            exact.get_submodule(name).weight.data = dequantize_4bit(weight.data, weight.quant_state).double()
+            exact.get_submodule(name).weight.data = dequantize_4bit(
+                weight.data, weight.quant_state
+            ).double()
         elif isinstance(module, Linear8bitLt):
-            exact.get_submodule(name).weight.data = weight.data.double() * weight.SCB.double().view(-1, 1) / 127
+            exact.get_submodule(name).weight.data = (
+                weight.data.double() * weight.SCB.double().view(-1, 1) / 127
+            )
         elif hasattr(module, "variance_epsilon"):
             norm: Any = exact.get_submodule(name)
             norm.forward = functools.partial(
-                F.rms_norm, normalized_shape=norm.weight.shape, weight=norm.weight, eps=norm.variance_epsilon
+                F.rms_norm,
+                normalized_shape=norm.weight.shape,
+                weight=norm.weight,
+                eps=norm.variance_epsilon,
             )
     return exact
 
 
-def _step(model: nn.Module, blocks: torch.Tensor, optimizer: Any, schedule: Any, *, is_autocast: bool) -> float:
+def _step(
+    model: nn.Module,
+    blocks: torch.Tensor,
+    optimizer: Any,
+    schedule: Any,
+    *,
+    is_autocast: bool,
+) -> float:
     loss, _ = _loss(model, blocks, is_autocast=is_autocast)
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -429,7 +519,9 @@ def _step(model: nn.Module, blocks: torch.Tensor, optimizer: Any, schedule: Any,
     return loss.item()
 
 
-def _loss(model: nn.Module, blocks: torch.Tensor, *, is_autocast: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _loss(
+    model: nn.Module, blocks: torch.Tensor, *, is_autocast: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The mean loss of a byte, in float32 or, where logits are float64, in that; and the logits."""
     with torch.autocast(blocks.device.type, torch.bfloat16, enabled=is_autocast):
         logits = model(input_ids=blocks[:, :-1], use_cache=False).logits

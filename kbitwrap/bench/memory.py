@@ -30,8 +30,8 @@ class Timings:
 
     Attributes:
         seconds: By the clock.
-        cpu_seconds: Those that the threads of this process computed, which others' work on the machine adds little to;
-            a thread that waits for another may count.
+        cpu_seconds: Those that the threads of this process computed, which others' work
+            on the machine adds little to; a thread that waits for another may count.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -41,8 +41,9 @@ class Timings:
 class MemoryMeter:
     """Measures the memory of one device, in bytes: CUDA's allocator, or this process's resident set on a host.
 
-    The resident set is read with its high-water mark, which Linux resets where that is permitted. Elsewhere the mark
-    is the process's since its start, and peaks are upper bounds.
+    The resident set is read with its high-water mark, which Linux resets where that is
+    permitted. Elsewhere the mark is the process's since its start, and peaks are upper
+    bounds.
 
     Args:
         device: The device.
@@ -52,7 +53,9 @@ class MemoryMeter:
         self.device = device
         self.is_cuda = device.type == "cuda"
         self._start = 0
-        self.method = "torch.cuda.max_memory_allocated" if self.is_cuda else self._host_method()
+        self.method = (
+            "torch.cuda.max_memory_allocated" if self.is_cuda else self._host_method()
+        )
 
     def _host_method(self) -> str:
         if not _STATUS.exists():
@@ -88,7 +91,11 @@ class MemoryMeter:
 
     def held(self) -> int:
         """The bytes held now."""
-        return torch.cuda.memory_allocated(self.device) if self.is_cuda else _status("VmRSS")
+        return (
+            torch.cuda.memory_allocated(self.device)
+            if self.is_cuda
+            else _status("VmRSS")
+        )
 
     def system_held(self) -> int:
         """The bytes held now of the system's: what the allocator reserved on CUDA, the resident set on a host."""
@@ -96,7 +103,11 @@ class MemoryMeter:
 
     def system_peak(self) -> int:
         """The most bytes held of the system's since ``start``."""
-        return torch.cuda.max_memory_reserved(self.device) if self.is_cuda else self.absolute_peak()
+        return (
+            torch.cuda.max_memory_reserved(self.device)
+            if self.is_cuda
+            else self.absolute_peak()
+        )
 
     def allocator(self) -> dict[str, int] | None:
         """The bytes that CUDA's caching allocator holds now, and the most since ``start``; ``None`` on a host."""
@@ -112,12 +123,14 @@ class MemoryMeter:
     def tensor_peak(self, stored: Callable[[], int], run: Callable[[], object]) -> int:
         """Run something, and find the most bytes that tensors held meanwhile.
 
-        On CUDA the allocator counts. A host's allocator is recorded by torch's profiler, to the byte and without what
-        the C library keeps of freed blocks, which makes a resident set differ from run to run. So does what Python's
+        On CUDA the allocator counts. A host's allocator is recorded by torch's
+        profiler, to the byte and without what the C library keeps of freed blocks,
+        which makes a resident set differ from run to run. So does what Python's
         collector frees: it waits meanwhile.
 
         Args:
-            stored: The bytes held by tensors before, which a host's allocator does not know.
+            stored: The bytes held by tensors before, which a host's allocator does not
+                know.
             run: What to run.
 
         Returns:
@@ -128,7 +141,10 @@ class MemoryMeter:
             run()
             return self.absolute_peak()
         before = stored()
-        with _no_collection(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        with (
+            _no_collection(),
+            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded,
+        ):
             run()
         return before + _most_allocated(recorded)
 
@@ -183,7 +199,9 @@ def _no_collection() -> Iterator[None]:
 def trim_heap() -> None:
     """Give the C library's free memory back to the system, where it can: what is free is not held."""
     if sys.platform == "linux":
-        trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        trim: Callable[[int], int] | None = getattr(
+            ctypes.CDLL(None), "malloc_trim", None
+        )
         if trim is not None:
             trim(0)
 
@@ -222,7 +240,11 @@ def stored_bytes(model: nn.Module) -> int:
         >>> stored_bytes(torch.nn.Linear(4, 4, bias=False))
         64
     """
-    return _storage_bytes(value for value in model.state_dict().values() if isinstance(value, torch.Tensor))
+    return _storage_bytes(
+        value
+        for value in model.state_dict().values()
+        if isinstance(value, torch.Tensor)
+    )
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -8,22 +8,30 @@ import torch
 from bitsandbytes.functional import QuantState, get_4bit_type
 from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import nn
-from transformers import BitsAndBytesConfig, MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import (
+    BitsAndBytesConfig,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
 from transformers.utils.quantization_config import QuantizationMethod
 
 from .settings import Shape
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _BLOCK_SIZE = 64
-_WEIGHT_SCALE = 0.035  # times the deviation of uniformly drawn nf4 values, 0.57: weights deviate by 0.02
+# times the deviation of uniformly drawn nf4 values, 0.57: weights deviate by 0.02
+_WEIGHT_SCALE = 0.035
 _EMBEDDING_DEVIATION = 0.02
 
 
-def build_model(shape: Shape, device: torch.device, *, compute_dtype: torch.dtype, seed: int) -> PreTrainedModel:
+def build_model(
+    shape: Shape, device: torch.device, *, compute_dtype: torch.dtype, seed: int
+) -> PreTrainedModel:
     """Build a Mistral model in nf4 and bfloat16, as ``from_pretrained`` leaves a checkpoint that it quantizes.
 
-    The packed 4-bit values are drawn themselves, layer by layer: no layer is ever held in half, so that a 7B fits where
-    only its quantized weights do.
+    The packed 4-bit values are drawn themselves, layer by layer: no layer is ever held
+    in half, so that a 7B fits where only its quantized weights do.
 
     Args:
         shape: Its shape.
@@ -38,15 +46,20 @@ def build_model(shape: Shape, device: torch.device, *, compute_dtype: torch.dtyp
     generator = torch.Generator(device).manual_seed(seed)
     with torch.device("meta"):
         model: Any = MistralForCausalLM(config).bfloat16()
-    # The order of the draws decides the weights: a module's children, before the children of any of them.
+    # The order of the draws decides the weights: a module's children, before the
+    # children of any of them.
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear) and name in LINEARS:
                 setattr(module, name, _linear(child, compute_dtype, generator))
             elif isinstance(child, nn.Linear | nn.Embedding):
-                child.weight = _parameter(child.weight, 0.0, _EMBEDDING_DEVIATION, generator)
+                child.weight = _parameter(
+                    child.weight, 0.0, _EMBEDDING_DEVIATION, generator
+                )
             elif hasattr(child, "variance_epsilon"):  # a norm
-                child.weight = _parameter(child.get_parameter("weight"), 1.0, 0.1, generator)
+                child.weight = _parameter(
+                    child.get_parameter("weight"), 1.0, 0.1, generator
+                )
             elif hasattr(child, "inv_freq"):
                 setattr(module, name, type(child)(config).to(device))
     if shape.is_tied:
@@ -54,7 +67,9 @@ def build_model(shape: Shape, device: torch.device, *, compute_dtype: torch.dtyp
     model.is_loaded_in_4bit = model.is_quantized = True
     model.quantization_method = QuantizationMethod.BITS_AND_BYTES
     model.config.quantization_config = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute_dtype
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=compute_dtype,
     )
     result: PreTrainedModel = model.eval()
     return result
@@ -76,13 +91,17 @@ def _config(shape: Shape) -> MistralConfig:
     )
 
 
-def _parameter(like: torch.Tensor, mean: float, deviation: float, generator: torch.Generator) -> nn.Parameter:
+def _parameter(
+    like: torch.Tensor, mean: float, deviation: float, generator: torch.Generator
+) -> nn.Parameter:
     """A parameter of the shape and dtype of one on the meta device, on the generator's device, its values random."""
     values = torch.empty(like.shape, dtype=like.dtype, device=generator.device)
     return nn.Parameter(values.normal_(mean, deviation, generator=generator))
 
 
-def _linear(linear: nn.Linear, compute_dtype: torch.dtype, generator: torch.Generator) -> Linear4bit:
+def _linear(
+    linear: nn.Linear, compute_dtype: torch.dtype, generator: torch.Generator
+) -> Linear4bit:
     """A quantized layer of the same shape, on the generator's device, its packed values random."""
     device = generator.device
     with torch.device("meta"):
@@ -94,9 +113,12 @@ def _linear(linear: nn.Linear, compute_dtype: torch.dtype, generator: torch.Gene
             quant_type="nf4",
         )
     num_values = linear.in_features * linear.out_features
-    words = torch.empty(num_values // 16, dtype=torch.int64, device=device)  # 16 packed values each
+    # 16 packed values each
+    words = torch.empty(num_values // 16, dtype=torch.int64, device=device)
     words.random_(-(2**63), None, generator=generator)
-    absmax = torch.empty(num_values // _BLOCK_SIZE, device=device).uniform_(0.5, 1.5, generator=generator)
+    absmax = torch.empty(num_values // _BLOCK_SIZE, device=device).uniform_(
+        0.5, 1.5, generator=generator
+    )
     layer.weight = Params4bit(
         words.view(torch.uint8).view(-1, 1),
         requires_grad=False,

@@ -14,7 +14,8 @@ from matplotlib.ticker import MaxNLocator
 
 from .environment import where
 
-# What of a file's metadata differs from run to run or version to version, by the formats that can be drawn.
+# What of a file's metadata differs from run to run or version to version, by the
+# formats that can be drawn.
 _STAMPS = {".svg": "Date", ".png": "Software", ".pdf": "CreationDate"}
 _MIB = 1024**2
 _PANEL_SIZE = (3.4, 2.3)  # inches
@@ -31,7 +32,8 @@ STYLE: dict[Any, Any] = {
     "xtick.color": "#1f2328",
     "ytick.color": "#1f2328",
 }
-# Vermillion and blue of Okabe and Ito's palette, which people who see colors differently can tell apart.
+# Vermillion and blue of Okabe and Ito's palette, which people who see colors
+# differently can tell apart.
 _PEFT_COLOR, _OWN_COLOR = "#d55e00", "#0072b2"
 _ZERO_COLOR = "#1f2328"
 _LINEAR_UP_TO = 1e-3
@@ -90,7 +92,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
     num_rows, num_columns = len(rows), len(rows[0])
     width, height = _PANEL_SIZE
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(width * num_columns, height * num_rows), layout="constrained")
+        figure = Figure(
+            figsize=(width * num_columns, height * num_rows), layout="constrained"
+        )
         figure.suptitle(
             f"Mistral in nf4 and bfloat16, hidden {shape['hidden_size']}, {shape['num_layers']} layers, "
             f"vocabulary {shape['vocab_size']}, on {where(result)}"
@@ -124,7 +128,14 @@ def draw_losses(result: dict[str, Any], path: Path) -> None:
         (curves, ends), (preparations, dtypes) = figure.subplots(2, 2)
         for case in losses:
             look = looks[case["case"]]
-            curves.plot(steps, case["train_loss"], look.style, color=look.color, label=case["case"], linewidth=1.2)
+            curves.plot(
+                steps,
+                case["train_loss"],
+                look.style,
+                color=look.color,
+                label=case["case"],
+                linewidth=1.2,
+            )
         adapters = {case["case"]: case["adapters"] for case in losses}
         for case in compared:
             has_same_dtype = case["adapters"] == adapters[case["difference"]["case"]]
@@ -132,9 +143,15 @@ def draw_losses(result: dict[str, Any], path: Path) -> None:
             _draw_differences(axis, steps, case, looks[case["case"]].color)
         _draw_ends(ends, compared, looks)
         _finish(curves, "train loss, mean of the seeds", "step")
-        _finish(preparations, "difference of train losses, same dtype of adapters", "step")
+        _finish(
+            preparations, "difference of train losses, same dtype of adapters", "step"
+        )
         _finish(dtypes, "difference of train losses, another dtype", "step")
-        _finish(ends, "difference of held-out losses", f"each seed, mean and standard error; linear to {_LINEAR_UP_TO}")
+        _finish(
+            ends,
+            "difference of held-out losses",
+            f"each seed, mean and standard error; linear to {_LINEAR_UP_TO}",
+        )
         _save(figure, path)
 
 
@@ -153,12 +170,16 @@ def _save(figure: Figure, path: Path) -> None:
     figure.savefig(path, metadata={stamp: None})
 
 
-def _draw_differences(axis: Axes, steps: range, case: dict[str, Any], color: str) -> None:
+def _draw_differences(
+    axis: Axes, steps: range, case: dict[str, Any], color: str
+) -> None:
     """A curve of the differences of the train losses, in a band of their standard errors where these are known."""
     difference = case["difference"]["train_loss"]
     means = difference["mean"]
     errors = difference["error"]
-    axis.plot(steps, means, color=color, label=_difference_name(case, " "), linewidth=1.2)
+    axis.plot(
+        steps, means, color=color, label=_difference_name(case, " "), linewidth=1.2
+    )
     axis.axhline(0, color=_ZERO_COLOR, linewidth=0.6)
     if None in errors:
         return
@@ -167,7 +188,9 @@ def _draw_differences(axis: Axes, steps: range, case: dict[str, Any], color: str
     axis.fill_between(steps, below, above, color=color, alpha=0.2, linewidth=0)
 
 
-def _draw_ends(axis: Axes, compared: list[dict[str, Any]], looks: dict[str, _Look]) -> None:
+def _draw_ends(
+    axis: Axes, compared: list[dict[str, Any]], looks: dict[str, _Look]
+) -> None:
     """A row for each comparison: the differences of the held-out losses of each seed, their mean and its error."""
     values: list[float] = []
     for row, case in enumerate(compared):
@@ -187,7 +210,9 @@ def _draw_ends(axis: Axes, compared: list[dict[str, Any]], looks: dict[str, _Loo
         values += seeds
     _scale(axis, values)
     axis.axvline(0, color=_ZERO_COLOR, linewidth=0.6)
-    axis.set_yticks(range(len(compared)), [_difference_name(case, "\n") for case in compared])
+    axis.set_yticks(
+        range(len(compared)), [_difference_name(case, "\n") for case in compared]
+    )
     axis.set_ylim(max(len(compared), 1) - 0.5, -0.5)
 
 
@@ -248,13 +273,17 @@ def _step_row(steps: dict[str, dict[str, Any]], tokens: int) -> tuple[_Panel, ..
     seconds = _ratios(steps, "seconds")
     return (
         _Panel(f"peak of tensors in a step, {tokens} tokens", "MiB", tensors, "{:.0f}"),
-        _Panel(f"peak of the system in a step, {tokens} tokens", "MiB", system, "{:.0f}"),
+        _Panel(
+            f"peak of the system in a step, {tokens} tokens", "MiB", system, "{:.0f}"
+        ),
         _Panel(f"step time, {tokens} tokens", "ratio to PEFT's", seconds, "{:.3f}"),
     )
 
 
 def _mib(parts: dict[str, dict[str, Any]], key: str) -> dict[str, float]:
-    return {name: part[key] / _MIB for name, part in parts.items() if part[key] is not None}
+    return {
+        name: part[key] / _MIB for name, part in parts.items() if part[key] is not None
+    }
 
 
 def _ratios(parts: dict[str, dict[str, Any]], key: str) -> dict[str, float]:
@@ -270,7 +299,10 @@ def _ratios(parts: dict[str, dict[str, Any]], key: str) -> dict[str, float]:
 def _draw_panel(axis: Axes, panel: _Panel, names: list[str]) -> None:
     values = [panel.values.get(name, 0.0) for name in names]
     colors = [_PEFT_COLOR if name.startswith("peft") else _OWN_COLOR for name in names]
-    labels = [panel.label.format(panel.values[name]) if name in panel.values else "-" for name in names]
+    labels = [
+        panel.label.format(panel.values[name]) if name in panel.values else "-"
+        for name in names
+    ]
     bars = axis.barh(names, values, color=colors, height=0.7)
     axis.bar_label(bars, labels=labels, padding=3)
     axis.invert_yaxis()

@@ -71,7 +71,9 @@ def _options(settings: dict[str, Any]) -> dict[str, str]:
 
 def _environment_lines(result: dict[str, Any]) -> list[str]:
     machine = result["environment"]["machine"]
-    versions = [f"{name} {found}" for name, found in result["environment"]["versions"].items()]
+    versions = [
+        f"{name} {found}" for name, found in result["environment"]["versions"].items()
+    ]
     memory = "unknown"
     if machine["memory_bytes"] is not None:
         memory = f"{machine['memory_bytes'] / 1024**3:.1f} GiB"
@@ -91,7 +93,15 @@ def preparation_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
     Returns:
         The header and a row for each case.
     """
-    columns = ("case", "prepare s", "ratio", "restore s", "live MiB added", "peak MiB preparing", "ratio")
+    columns = (
+        "case",
+        "prepare s",
+        "ratio",
+        "restore s",
+        "live MiB added",
+        "peak MiB preparing",
+        "ratio",
+    )
     rows: list[tuple[str, ...]] = [columns]
     for case in result["cases"]:
         rows.append(
@@ -173,7 +183,9 @@ def allocator_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
         return []
     columns = ["case"]
     for kind in ("allocated", "reserved"):
-        columns += [f"{kind} MiB {figure}" for figure in ("before", "after", "added", "peak")]
+        columns += [
+            f"{kind} MiB {figure}" for figure in ("before", "after", "added", "peak")
+        ]
     rows = [tuple(columns)]
     for case in on_cuda:
         allocated = _held(case["allocator"], "allocated")
@@ -199,7 +211,15 @@ def step_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
     Returns:
         The header, and for each number of tokens a row for each case.
     """
-    columns = ("tokens", "case", "step peak MiB", "ratio", "system MiB", "step s", "ratio")
+    columns = (
+        "tokens",
+        "case",
+        "step peak MiB",
+        "ratio",
+        "system MiB",
+        "step s",
+        "ratio",
+    )
     rows: list[tuple[str, ...]] = [(*columns, *_NUMBERS)]
     for index, tokens in enumerate(result["settings"]["tokens"]):
         for case in result["cases"]:
@@ -226,7 +246,15 @@ def prediction_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
     Returns:
         The header, and for each number of tokens a row for each case.
     """
-    columns = ("tokens", "case", "predicted MiB", "tracked MiB", "predicted - tracked, bytes", "allocator MiB", "ratio")
+    columns = (
+        "tokens",
+        "case",
+        "predicted MiB",
+        "tracked MiB",
+        "predicted - tracked, bytes",
+        "allocator MiB",
+        "ratio",
+    )
     rows: list[tuple[str, ...]] = [columns]
     for index, tokens in enumerate(result["settings"]["tokens"]):
         for case in result["cases"]:
@@ -257,7 +285,15 @@ def identity_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
     Returns:
         The header, and for each combination and number of tokens a row for each case.
     """
-    columns = ("case", "head", "checkpointing", "autocast", "modules_to_save", "tokens", "gradients")
+    columns = (
+        "case",
+        "head",
+        "checkpointing",
+        "autocast",
+        "modules_to_save",
+        "tokens",
+        "gradients",
+    )
     rows: list[tuple[str, ...]] = [(*columns, *_NUMBERS)]
     for combination in result["combinations"]:
         options = _options(combination["settings"])

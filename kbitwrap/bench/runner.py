@@ -31,16 +31,20 @@ _TIMINGS = (
 _RATIOS = ("prepare_seconds", "transient_peak_bytes", "seconds", "peak_bytes")
 
 
-def run_benchmark(settings: Settings, cases: Sequence[str], show: Callable[[str], None]) -> dict[str, Any]:
+def run_benchmark(
+    settings: Settings, cases: Sequence[str], show: Callable[[str], None]
+) -> dict[str, Any]:
     """Measure the cases, one after the other.
 
     Args:
         settings: What to measure.
-        cases: Names out of ``CASES``; PEFT's goes first, since the others' gradients are compared with its.
+        cases: Names out of ``CASES``; PEFT's goes first, since the others' gradients
+            are compared with its.
         show: Called with a line of progress before each case.
 
     Returns:
-        ``{"environment", "settings", "cases"}``, ready for JSON. Timings are ``{"median", "least", "most", "all"}``.
+        ``{"environment", "settings", "cases"}``, ready for JSON. Timings are
+            ``{"median", "least", "most", "all"}``.
 
     Raises:
         BenchError: A case could not be measured.
@@ -59,19 +63,27 @@ def run_benchmark(settings: Settings, cases: Sequence[str], show: Callable[[str]
         for result in results:
             for part, pefts in zip(_parts(result), _parts(first), strict=True):
                 _relate(part, pefts)
-    return {"environment": environment(settings.device), "settings": settings.to_dict(), "cases": results}
+    return {
+        "environment": environment(settings.device),
+        "settings": settings.to_dict(),
+        "cases": results,
+    }
 
 
-def run_identity(settings: Settings, cases: Sequence[str], show: Callable[[str], None]) -> dict[str, Any]:
+def run_identity(
+    settings: Settings, cases: Sequence[str], show: Callable[[str], None]
+) -> dict[str, Any]:
     """Compare loss and gradients with PEFT's in every combination of what may change the arithmetic.
 
     Args:
-        settings: What to measure; the combinations replace its options of the same names.
+        settings: What to measure; the combinations replace its options of the same
+            names.
         cases: Names out of ``CASES``, each compared with PEFT's.
         show: Called with a line of progress before each combination.
 
     Returns:
-        ``{"environment", "settings", "combinations"}``, ready for JSON. A combination is ``{"settings", "cases"}``.
+        ``{"environment", "settings", "combinations"}``, ready for JSON. A combination
+            is ``{"settings", "cases"}``.
 
     Raises:
         BenchError: A case could not be measured.
@@ -90,7 +102,9 @@ def run_identity(settings: Settings, cases: Sequence[str], show: Callable[[str],
         )
         show(f"combination {index} of {len(options)}")
         result = run_benchmark(asked, [PEFT, *cases], lambda line: None)
-        combinations.append({"settings": result["settings"], "cases": result["cases"][1:]})
+        combinations.append(
+            {"settings": result["settings"], "cases": result["cases"][1:]}
+        )
     return {
         "environment": environment(settings.device),
         "settings": settings.to_dict(),
@@ -133,9 +147,13 @@ def _run_case(case: str, settings: Settings, folder: Path) -> dict[str, Any]:
         text=True,
     )
     if process.returncode < 0:
-        raise BenchError(f"case {case!r} was ended by signal {-process.returncode}: was there enough memory?")
+        raise BenchError(
+            f"case {case!r} was ended by signal {-process.returncode}: was there enough memory?"
+        )
     if process.returncode > 0:
-        lines = process.stderr.strip().splitlines() or [f"exit status {process.returncode}"]
+        lines = process.stderr.strip().splitlines() or [
+            f"exit status {process.returncode}"
+        ]
         raise BenchError(f"case {case!r} failed: {lines[-1]}")
     result: dict[str, Any] = json.loads(answer.read_text())
     return result

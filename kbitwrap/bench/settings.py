@@ -41,7 +41,9 @@ class Shape:
     vocab_size: int
     is_tied: bool = False
 
-    def resized(self, *, hidden_size: int | None, num_layers: int | None, vocab_size: int | None) -> Shape:
+    def resized(
+        self, *, hidden_size: int | None, num_layers: int | None, vocab_size: int | None
+    ) -> Shape:
         """Another size of the same shape.
 
         Args:
@@ -53,14 +55,19 @@ class Shape:
             The shape; ``None`` leaves a size as it is.
 
         Example:
-            >>> MISTRAL_7B.resized(hidden_size=1024, num_layers=4, vocab_size=None).num_kv_heads
+            >>> MISTRAL_7B.resized(
+            ...     hidden_size=1024, num_layers=4, vocab_size=None
+            ... ).num_kv_heads
             2
         """
         changes: dict[str, Any] = {}
         if hidden_size is not None:
             head_size = min(128, hidden_size // 4)
             num_heads = hidden_size // head_size
-            changes |= {"hidden_size": hidden_size, "intermediate_size": hidden_size * 7 // 2}
+            changes |= {
+                "hidden_size": hidden_size,
+                "intermediate_size": hidden_size * 7 // 2,
+            }
             changes |= {"num_heads": num_heads, "num_kv_heads": max(1, num_heads // 4)}
         if num_layers is not None:
             changes["num_layers"] = num_layers
@@ -70,7 +77,12 @@ class Shape:
 
 
 MISTRAL_7B = Shape(
-    hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, intermediate_size=14336, vocab_size=32768
+    hidden_size=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    intermediate_size=14336,
+    vocab_size=32768,
 )
 """Mistral-7B-v0.3's."""
 SMALL = MISTRAL_7B.resized(hidden_size=1024, num_layers=4, vocab_size=None)
@@ -84,17 +96,20 @@ class Settings:
     Attributes:
         shape: The model's shape.
         device: Where the model is.
-        repeats: How often each timing is taken; 0 takes none and no peaks, and leaves loss and gradients.
+        repeats: How often each timing is taken; 0 takes none and no peaks, and leaves
+            loss and gradients.
         seed: Seed of all that is random.
         step: Take training steps.
         predict: Predict them too, and track them.
         export: Export the prepared base, or what is merged into it, and nothing else.
-        tokens: Tokens in the batch of a training step: one or several numbers, each measured.
+        tokens: Tokens in the batch of a training step: one or several numbers, each
+            measured.
         compute_dtype: The dtype that quantized layers compute in.
         autocast: Take the steps under bfloat16 autocast.
         reentrant: Checkpoint activations in the reentrant way.
         modules_to_save: Train a copy of the output head beside the LoRA.
-        head_chunk_bytes: The largest float32 piece of the head alive at once, in the case ``"compute-chunked"``.
+        head_chunk_bytes: The largest float32 piece of the head alive at once, in the
+            case ``"compute-chunked"``.
     """
 
     shape: Shape
@@ -125,7 +140,13 @@ class Settings:
         Returns:
             The settings.
         """
-        return cls(**{**values, "shape": Shape(**values["shape"]), "tokens": tuple(values["tokens"])})
+        return cls(
+            **{
+                **values,
+                "shape": Shape(**values["shape"]),
+                "tokens": tuple(values["tokens"]),
+            }
+        )
 
 
 MERGED = "merged"
@@ -168,7 +189,8 @@ class LossSettings:
 
     Attributes:
         device: Where the models are.
-        repeats: Seeds. Each has a base of its own, and draws of its own for the adapters and the order of the data.
+        repeats: Seeds. Each has a base of its own, and draws of its own for the
+            adapters and the order of the data.
         seed: The first seed.
         hidden_size: Width of the model; a multiple of 64.
         num_layers: Decoder layers.

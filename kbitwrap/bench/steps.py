@@ -48,7 +48,8 @@ class StepMeasurement:
             tokens: The batch, which is also its labels: ``(1, num_tokens)``, int64.
 
         Returns:
-            The figures, ready for JSON; ``None`` for those that the device has too little memory for.
+            The figures, ready for JSON; ``None`` for those that the device has too
+                little memory for.
         """
         ids = tokens.to(self.meter.device)
         result: dict[str, Any] = {"tokens": ids.shape[1]}
@@ -76,8 +77,14 @@ class StepMeasurement:
             with self.meter.timed(timings):
                 self._step(ids)
         self._clear_gradients()
-        peak = self.meter.tensor_peak(lambda: stored_bytes(self.model), lambda: self._step(ids))
-        costs = {"system_peak_bytes": system_peak, "seconds": timings.seconds, "peak_bytes": peak}
+        peak = self.meter.tensor_peak(
+            lambda: stored_bytes(self.model), lambda: self._step(ids)
+        )
+        costs = {
+            "system_peak_bytes": system_peak,
+            "seconds": timings.seconds,
+            "peak_bytes": peak,
+        }
         if self.settings.predict:
             self._clear_gradients()
             with StepTracker(self.model, inputs=[ids]) as tracker:
@@ -91,8 +98,12 @@ class StepMeasurement:
         return {"loss": loss, **self._compare_gradients(ids.shape[1])}
 
     def _step(self, ids: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(self.meter.device.type, torch.bfloat16, enabled=self.settings.autocast):
-            loss: torch.Tensor = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+        with torch.autocast(
+            self.meter.device.type, torch.bfloat16, enabled=self.settings.autocast
+        ):
+            loss: torch.Tensor = self.model(
+                input_ids=ids, labels=ids, use_cache=False
+            ).loss
         loss.backward()
         return loss.detach()
 
@@ -100,8 +111,14 @@ class StepMeasurement:
         self.model.zero_grad(set_to_none=True)
 
     def _compare_gradients(self, num_tokens: int) -> dict[str, Any]:
-        found = {name: parameter.grad for name, parameter in self.model.named_parameters()}
-        gradients = {name: gradient.cpu() for name, gradient in found.items() if gradient is not None}
+        found = {
+            name: parameter.grad for name, parameter in self.model.named_parameters()
+        }
+        gradients = {
+            name: gradient.cpu()
+            for name, gradient in found.items()
+            if gradient is not None
+        }
         path = self.folder / f"gradients-{num_tokens}.pt"
         if self.case == PEFT:
             torch.save(gradients, path)
@@ -110,8 +127,13 @@ class StepMeasurement:
         expected = torch.load(path, mmap=True)
         others = expected.keys() ^ gradients.keys()
         if others:
-            raise RuntimeError(f"other parameters have a gradient: {sorted(others)[:3]}")
-        differences = [gradients[name].double() - gradient.double() for name, gradient in expected.items()]
+            raise RuntimeError(
+                f"other parameters have a gradient: {sorted(others)[:3]}"
+            )
+        differences = [
+            gradients[name].double() - gradient.double()
+            for name, gradient in expected.items()
+        ]
         return {
             "num_gradients": len(gradients),
             "largest_gradient": _largest(expected.values()),
@@ -127,9 +149,14 @@ def _largest(tensors: Iterable[torch.Tensor]) -> float:
 def _deterministic(device: torch.device) -> Iterator[None]:
     """Where numbers are compared bit for bit, the same operations must give the same: not all of CUDA's kernels do.
 
-    Those that only warn, as torch's fused attention does, are left out: attention is computed by its formula.
+    Those that only warn, as torch's fused attention does, are left out: attention is
+    computed by its formula.
     """
-    attention = sdpa_kernel(SDPBackend.MATH) if device.type == "cuda" else contextlib.nullcontext()
+    attention = (
+        sdpa_kernel(SDPBackend.MATH)
+        if device.type == "cuda"
+        else contextlib.nullcontext()
+    )
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with attention:

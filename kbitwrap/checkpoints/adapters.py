@@ -21,7 +21,8 @@ from ..reports import first_of, shown
 from .reader import StoredTensor, adapter_file, read_json, read_tensors
 
 _RANKS = ("r", "init_r", "num_virtual_tokens")
-# What Unsloth adds to a config: how the columns of ``lora_B`` lie for a stack of experts, and the same by parameter.
+# What Unsloth adds to a config: how the columns of ``lora_B`` lie for a stack of
+# experts, and the same by parameter.
 _LAYOUT, _DETAIL = "lora_B_layout", "unsloth_fused_expert_lora"
 _BY_RANK = "rank_major"  # PEFT's own: of each rank the columns of all experts
 _BY_EXPERT = "grouped_by_expert"  # of each expert the columns of all ranks
@@ -52,14 +53,19 @@ def read_adapter(folder: Path) -> SavedAdapter:
     file = adapter_file(folder)
     path = folder / "adapter_config.json"
     if file is None or not path.is_file():
-        raise ConfigError(f"there is no adapter_config.json with adapter_model.safetensors in {os.fspath(folder)!r}")
+        raise ConfigError(
+            f"there is no adapter_config.json with adapter_model.safetensors in {os.fspath(folder)!r}"
+        )
     saved = SavedAdapter(folder, read_json(path), read_tensors(file)[0])
     largest = 1024
     for stored in saved.tensors.values():
         largest = max([largest, *stored.shape])
     for rank in _ranks(saved.config):
-        if isinstance(rank, (int, float)) and rank > largest:  # as much would be allocated before it is compared
-            raise ConfigError(f"{saved.name} has a rank of {shown(rank)}, and no such tensor")
+        # as much would be allocated before it is compared
+        if isinstance(rank, (int, float)) and rank > largest:
+            raise ConfigError(
+                f"{saved.name} has a rank of {shown(rank)}, and no such tensor"
+            )
     _refuse_unknown_keys(saved)
     _layout_of(saved, "")
     return saved
@@ -78,12 +84,18 @@ def _refuse_unknown_keys(saved: SavedAdapter) -> None:
     kind = str(saved.config.get("peft_type"))
     config_class: Any = peft.PEFT_TYPE_TO_CONFIG_MAPPING.get(kind)  # type: ignore[call-overload]
     if config_class is None:
-        raise ConfigError(f"{saved.name} is of the type {shown(kind)}, which PEFT {peft.__version__} does not know")
+        raise ConfigError(
+            f"{saved.name} is of the type {shown(kind)}, which PEFT {peft.__version__} does not know"
+        )
     known = {field.name for field in dataclasses.fields(config_class)}
     unknown = {key: value for key, value in saved.config.items() if key not in known}
     for key in ("peft_version", _LAYOUT, _DETAIL):
         unknown.pop(key, None)
-    said = [f"{key}: {shown(value)}" for key, value in unknown.items() if value not in _NO_VALUES]
+    said = [
+        f"{key}: {shown(value)}"
+        for key, value in unknown.items()
+        if value not in _NO_VALUES
+    ]
     if said:
         raise ConfigError(
             f"the config of {saved.name} says what PEFT {peft.__version__} does not know, and what it computes may "
@@ -104,10 +116,17 @@ def _layout_of(saved: SavedAdapter, parameter: str) -> str:
     detail: Any = saved.config.get(_DETAIL) or {}
     try:
         of_a = detail.get("lora_A_layout", _BY_EXPERT)
-        of_b = detail.get("parameters", {}).get(parameter, saved.config).get(_LAYOUT, _BY_RANK)
+        of_b = (
+            detail.get("parameters", {})
+            .get(parameter, saved.config)
+            .get(_LAYOUT, _BY_RANK)
+        )
     except AttributeError:
         of_a, of_b = detail, _BY_RANK
-    for key, layout, layouts in (("lora_A_layout", of_a, (_BY_EXPERT,)), (_LAYOUT, of_b, (_BY_RANK, _BY_EXPERT))):
+    for key, layout, layouts in (
+        ("lora_A_layout", of_a, (_BY_EXPERT,)),
+        (_LAYOUT, of_b, (_BY_RANK, _BY_EXPERT)),
+    ):
         if layout not in layouts:
             raise ConfigError(
                 f"the config of {saved.name} says {key}: {shown(layout)}; expected "
@@ -123,18 +142,25 @@ def with_adapter(model: nn.Module, saved: SavedAdapter) -> nn.Module:
     known = set(model.state_dict())
     _refuse_unknown_stacks(model, saved)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"Found missing adapter keys", UserWarning)  # the comparison below names them
-        warnings.filterwarnings("ignore", r"Unexpected keyword arguments", UserWarning)  # named by `read_adapter`
+        # the comparison below names them
+        warnings.filterwarnings("ignore", r"Found missing adapter keys", UserWarning)
+        # named by `read_adapter`
+        warnings.filterwarnings("ignore", r"Unexpected keyword arguments", UserWarning)
         try:
             adapted: Any = PeftModel.from_pretrained(model, os.fspath(saved.folder))
-            expected = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+            expected = set(
+                get_peft_model_state_dict(adapted, save_embedding_layers=False)
+            )
         except Exception as error:  # whatever PEFT raises, the adapter does not fit
-            why = " ".join(map(str.strip, str(error).split("\n")[:2]))  # torch's second line names a tensor
+            # torch's second line names a tensor
+            why = " ".join(map(str.strip, str(error).split("\n")[:2]))
             raise ConfigError(f"{saved.name} does not fit the base: {why}") from error
     there = set(saved.tensors)
     unknown = [name for name in there - expected if canonical_fqn(name) not in known]
     if unknown:
-        raise ConfigError(f"{saved.name} has tensors that the base has no place for: {first_of(sorted(unknown))}")
+        raise ConfigError(
+            f"{saved.name} has tensors that the base has no place for: {first_of(sorted(unknown))}"
+        )
     absent = expected - there
     if absent:
         raise ConfigError(f"{saved.name} lacks tensors: {first_of(sorted(absent))}")
@@ -169,7 +195,9 @@ def _refuse_unknown_stacks(model: nn.Module, saved: SavedAdapter) -> None:
                 f"was trained by a version from before 17 September 2026, else {_BY_RANK!r}"
             )
         is_transposed = bool(getattr(module, "is_transposed", False))
-        if _exchanges(version, is_transposed) != _exchanges(peft.__version__, is_transposed):
+        if _exchanges(version, is_transposed) != _exchanges(
+            peft.__version__, is_transposed
+        ):
             raise ConfigError(
                 f"{saved.name} is on the stack of experts {stack}, where PEFT {version or 'before 0.18'}, which "
                 f"saved it, takes its input for its output, other than the installed PEFT {peft.__version__}: "
@@ -186,7 +214,11 @@ def _adapted_stacks(model: nn.Module, targets: Any) -> list[tuple[str, nn.Module
     for fqn, module in named_modules(model):
         for name, parameter in module._parameters.items():
             stack = join(fqn, name)
-            if parameter is not None and parameter.dim() == 3 and f".{stack}".endswith(ends):
+            if (
+                parameter is not None
+                and parameter.dim() == 3
+                and f".{stack}".endswith(ends)
+            ):
                 found.append((stack, module))
     return found
 

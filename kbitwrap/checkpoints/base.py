@@ -38,7 +38,8 @@ class TrainedBase:
 
     source: str  # its folder or name
     model: Any
-    unknown: Mapping[str, int]  # by the name of a parameter, the row from which on the files do not hold it
+    # by the name of a parameter, the row from which on the files do not hold it
+    unknown: Mapping[str, int]
 
 
 def load_base(
@@ -59,7 +60,8 @@ def load_base(
 
     num_labels = None
     meta: Any = None
-    with contextlib.suppress(ConfigError):  # loading says why, unless its code is its own
+    # loading says why, unless its code is its own
+    with contextlib.suppress(ConfigError):
         meta = meta_model(config, quantization_config or None)
     if meta is not None:
         num_labels = _num_labels(meta, shapes)
@@ -90,14 +92,20 @@ def check_base(manifest: Manifest, base: TrainedBase) -> None:
     try:
         manifest.check(base.model)
     except ManifestMismatchError as error:
-        if error.missing or error.unexpected or not error.different.keys() <= base.unknown.keys():
+        if (
+            error.missing
+            or error.unexpected
+            or not error.different.keys() <= base.unknown.keys()
+        ):
             raise
 
 
 def adapted_base(base: TrainedBase, saved: SavedAdapter) -> nn.Module:
     """The base with the adapter on it, which holds what the base's files lack; else `ConfigError`."""
     held = saved.held
-    absent = [fqn for fqn, start in base.unknown.items() if not start and fqn not in held]
+    absent = [
+        fqn for fqn, start in base.unknown.items() if not start and fqn not in held
+    ]
     if absent:
         raise ConfigError(
             f"the base {base.source!r} lacks weights that {saved.name} does not hold: {first_of(sorted(absent))}"
@@ -114,7 +122,9 @@ def adapted_base(base: TrainedBase, saved: SavedAdapter) -> nn.Module:
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """A model's parameters and buffers, by all of their names."""
-    found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    found: dict[str, torch.Tensor] = dict(
+        model.named_parameters(remove_duplicate=False)
+    )
     found.update(model.named_buffers(remove_duplicate=False))
     return found
 
@@ -137,7 +147,9 @@ def _refuse_in_use(
     """Raise where a model computes with rows of a parameter that the base's files lack."""
     num_rows = len(tensor)
     for name, parameter in adapted.named_parameters(remove_duplicate=False):
-        if parameter is tensor and not _is_replaced(adapted, name, range(start, num_rows)):
+        if parameter is tensor and not _is_replaced(
+            adapted, name, range(start, num_rows)
+        ):
             raise ConfigError(
                 f"{canonical_fqn(name)} had {num_rows} rows in training, where the base {base.source!r} has {start}, "
                 f"and {saved.name} does not hold the new ones: give the base that training began with, as "
@@ -163,14 +175,18 @@ def recorded_shapes(manifest: Manifest | None) -> _Shapes:
     if manifest is None:
         return {}
     records = manifest.tensors.items()
-    return {fqn: record.shape for fqn, record in records if "float" in record.original_dtype}
+    return {
+        fqn: record.shape for fqn, record in records if "float" in record.original_dtype
+    }
 
 
 def _shapes_in(saved: SavedAdapter | None) -> _Shapes:
     """The shapes of the base's tensors that an adapter holds whole, or has factors of."""
     if saved is None:
         return {}
-    shapes = {canonical_fqn(name): stored.shape for name, stored in saved.tensors.items()}
+    shapes = {
+        canonical_fqn(name): stored.shape for name, stored in saved.tensors.items()
+    }
     matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2}
     for name, (height, width) in matrices.items():
         module, _, factor = name.partition(".lora_")
@@ -183,7 +199,9 @@ def _shapes_in(saved: SavedAdapter | None) -> _Shapes:
     return shapes
 
 
-def _class_name(config: Any, saved: SavedAdapter | None, manifest: Manifest | None) -> str | None:
+def _class_name(
+    config: Any, saved: SavedAdapter | None, manifest: Manifest | None
+) -> str | None:
     """The class that was trained, where it is another than the base's config names."""
     import transformers
 
@@ -223,7 +241,11 @@ def _skipping(quantization_config: Any, meta: Any, saved: SavedAdapter | None) -
     """The quantization config, with those layers left as they are that an adapter trained whole."""
     if saved is None:
         return quantization_config
-    quantized = {fqn for fqn, parameter in meta.named_parameters() if is_quantized_parameter(parameter)}
+    quantized = {
+        fqn
+        for fqn, parameter in meta.named_parameters()
+        if is_quantized_parameter(parameter)
+    }
     trained = sorted(saved.held & quantized)
     if not trained:
         return quantization_config
@@ -256,7 +278,11 @@ def _resize(model: Any, shapes: _Shapes) -> dict[str, int]:
             "of one run"
         )
     model.resize_token_embeddings(size, mean_resizing=False)
-    return {fqn: num_rows for fqn, parameter in _vocabulary(model).items() if len(parameter) > num_rows}
+    return {
+        fqn: num_rows
+        for fqn, parameter in _vocabulary(model).items()
+        if len(parameter) > num_rows
+    }
 
 
 def _vocabulary(model: Any) -> dict[str, nn.Parameter]:
@@ -271,5 +297,7 @@ def _vocabulary(model: Any) -> dict[str, nn.Parameter]:
             held.update(map(id, layer._parameters.values()))
     named = model.named_parameters(remove_duplicate=False)
     return {
-        fqn: parameter for fqn, parameter in named if id(parameter) in held and not is_quantized_parameter(parameter)
+        fqn: parameter
+        for fqn, parameter in named
+        if id(parameter) in held and not is_quantized_parameter(parameter)
     }

@@ -54,21 +54,27 @@ def devices(folder: Folder) -> Result | None:
 def recorded_base(folder: Folder) -> Result | None:
     """Whether the base is the one that the manifest records, tensor by tensor.
 
-    The base is what was given, or else the folder itself, where it holds what was prepared: a quantized and frozen
-    base is neither merged nor trained.
+    The base is what was given, or else the folder itself, where it holds what was
+    prepared: a quantized and frozen base is neither merged nor trained.
     """
     manifest, given = folder.manifest, folder.given
     if manifest is None:
-        is_asked = bool(folder.adapters) or (given.base is not None and given.adapter is None)
+        is_asked = bool(folder.adapters) or (
+            given.base is not None and given.adapter is None
+        )
         return not_measured(_THE_BASE, _NO_MANIFEST) if is_asked else None
     base = given.base
-    is_own_base = folder.base is not None and folder.base.is_quantized and manifest.config.freeze
+    is_own_base = (
+        folder.base is not None and folder.base.is_quantized and manifest.config.freeze
+    )
     if base is None and is_own_base:
         base = folder.path
     device = manifest.device_type  # others may quantize otherwise
     is_there = device in ("cpu", accelerator_type())
     if base is None or not is_there:
-        return not_measured(_THE_BASE, f"give base (--base), on a machine with {device}")
+        return not_measured(
+            _THE_BASE, f"give base (--base), on a machine with {device}"
+        )
     return _compare(manifest, base, device)
 
 
@@ -93,7 +99,8 @@ def _compare(manifest: Manifest, base: Any, device: str) -> Result:
 def drift(live: LiveModel) -> Result | None:
     """Whether the base of a prepared model has the values that were prepared.
 
-    A merge that is taken back leaves rounding; libraries replace weights to decompress them, which is no drift.
+    A merge that is taken back leaves rounding; libraries replace weights to decompress
+    them, which is no drift.
     """
     if live.preparation is None and not live.adapters:
         return None
@@ -129,7 +136,11 @@ def dtypes(base: Base) -> Result | None:
             "`kbitwrap convert` gives a checkpoint its dtypes back",
         )
     if base.is_all_float32:
-        told = "as the config says" if base.dtype == torch.float32 else "and no config says otherwise"
+        told = (
+            "as the config says"
+            if base.dtype == torch.float32
+            else "and no config says otherwise"
+        )
         return not_measured(
             "whether a preparation left float32",
             f"all is float32, {told}; if the original was half: `kbitwrap convert --dtype bfloat16`",
@@ -156,7 +167,9 @@ def ties(base: Base) -> Result | None:
         return None
     apart = [names for names in base.ties if _came_apart(names, base.tensors)]
     if apart:
-        evidence = [f"the config ties {shown(names)}, and they differ" for names in apart]
+        evidence = [
+            f"the config ties {shown(names)}, and they differ" for names in apart
+        ]
         return fault(
             "tied weights came apart",
             "; ".join(evidence),
@@ -189,13 +202,22 @@ def experts(base: Base) -> Result | None:
 def layers(base: Base) -> Result | None:
     """Whether the layers of a quantized model are quantized, or named by the skip list.
 
-    A plain layer of the model is one that loading skips; one of a class that its authors derived is never quantized.
+    A plain layer of the model is one that loading skips; one of a class that its
+    authors derived is never quantized.
     """
     matrices = _unquantized(base)
     if matrices is None:
         return None
-    linear = [(fqn, type(module)) for fqn, module in base.meta.named_modules() if isinstance(module, nn.Linear)]
-    derived = {f"{fqn}.weight" for fqn, cls in linear if not cls.__module__.startswith("torch.")}
+    linear = [
+        (fqn, type(module))
+        for fqn, module in base.meta.named_modules()
+        if isinstance(module, nn.Linear)
+    ]
+    derived = {
+        f"{fqn}.weight"
+        for fqn, cls in linear
+        if not cls.__module__.startswith("torch.")
+    }
     return _quantized("layers", [fqn for fqn in matrices if fqn in derived])
 
 
@@ -206,7 +228,11 @@ def _unquantized(base: Base) -> list[str] | None:
     quantization = ModelTree(base.meta).quantization
     if not quantization.is_quantized or not quantization.casts:
         return None
-    numbers = [fqn for fqn, tensor in base.tensors.items() if tensor.is_floating_point() and tensor.dim() > 1]
+    numbers = [
+        fqn
+        for fqn, tensor in base.tensors.items()
+        if tensor.is_floating_point() and tensor.dim() > 1
+    ]
     skipped = [f".{key}." for key in _skip_list(base)]
     return [fqn for fqn in numbers if not any(key in f".{fqn}." for key in skipped)]
 
@@ -228,8 +254,9 @@ def _quantized(kind: str, left_out: Sequence[str]) -> Result:
 def merge(subject: Folder | LiveModel) -> Result | None:
     """How much of an adapter 4-bit weights hold.
 
-    PEFT's merge rounds most of a small delta away. It quantizes from float32, where loading does so from half: that
-    tells a merged weight. How much survived is measured where both the base and the adapter are given.
+    PEFT's merge rounds most of a small delta away. It quantizes from float32, where
+    loading does so from half: that tells a merged weight. How much survived is measured
+    where both the base and the adapter are given.
     """
     base, given = subject.base, subject.given
     if base is None or not base.sources:
@@ -237,7 +264,9 @@ def merge(subject: Folder | LiveModel) -> Result | None:
     is_named = given.base is not None and not isinstance(given.base, nn.Module)
     if is_named and given.adapter is not None:
         return _survival(subject, base, given)
-    requantized = [fqn for fqn, source in base.sources.items() if source == torch.float32]
+    requantized = [
+        fqn for fqn, source in base.sources.items() if source == torch.float32
+    ]
     was_half = len(requantized) < len(base.sources) or base.dtype in HALF_DTYPES
     if requantized and was_half:
         return fault(

@@ -22,10 +22,19 @@ from ..model.quantization import is_of_another_library
 from ..model.wrappers import canonical_fqn
 from ..reports import Differences, ExportReport, first_of
 from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype, parse_dtype
-from .reader import SavedCheckpoint, StoredTensor, config_dtype, is_beside, is_trained_copy, open_checkpoint, read_json
+from .reader import (
+    SavedCheckpoint,
+    StoredTensor,
+    config_dtype,
+    is_beside,
+    is_trained_copy,
+    open_checkpoint,
+    read_json,
+)
 
 _CONFIG = "config.json"
-# Other checkpoints that a run keeps in the folder of its last one, and hidden folders of tools.
+# Other checkpoints that a run keeps in the folder of its last one, and hidden folders
+# of tools.
 _NOT_COPIED = re.compile(r"checkpoint-\d+|\..*")
 _Originals = Mapping[str, torch.Tensor | StoredTensor]
 """The tensors from before a preparation, of which only the dtypes and the shapes are read."""
@@ -44,42 +53,53 @@ def convert_checkpoint(
 ) -> ExportReport:
     """Write a checkpoint again, with the dtypes from before a preparation made some tensors float32.
 
-    Tensors are read, rounded and written one at a time. Only float32 tensors are rounded, and only where the original
-    is known to be half: by the manifest; or else by the tensor of the same name in a reference checkpoint; or else by
-    a dtype, in which ``from_pretrained`` would load what is not kept in float32 by its architecture. Adapters, the
-    state of quantized weights, trained copies (``modules_to_save``) and every other file are copied as they are; the
-    config gets its dtype back. Values that training did not change get their original bits, except payloads of NaNs.
+    Tensors are read, rounded and written one at a time. Only float32 tensors are
+    rounded, and only where the original is known to be half: by the manifest; or else
+    by the tensor of the same name in a reference checkpoint; or else by a dtype, in
+    which ``from_pretrained`` would load what is not kept in float32 by its
+    architecture. Adapters, the state of quantized weights, trained copies
+    (``modules_to_save``) and every other file are copied as they are; the config gets
+    its dtype back. Values that training did not change get their original bits, except
+    payloads of NaNs.
 
     Args:
-        src: A folder with safetensors files, or with ``pytorch_model.bin`` or its shards, which become safetensors
-            files; or one such file. Names may be those that PEFT gave.
+        src: A folder with safetensors files, or with ``pytorch_model.bin`` or its
+            shards, which become safetensors files; or one such file. Names may be those
+            that PEFT gave.
         dst: The folder to make: complete in the end, or absent.
         manifest: The record of the preparation, or the path of its file.
-        like: A checkpoint of the original model, quantized or not, or its ``config.json``: its dtypes are taken.
-        dtype: ``torch.bfloat16`` or ``torch.float16``, or its name. Without ``manifest`` and ``like`` the default
-            is the dtype that the config of ``src`` names.
-        max_shard_size: The maximum size of a file in bytes, or a string such as ``"5GB"``; ``None`` keeps the files of
-            ``src``.
-        overwrite: Replace the files of a checkpoint at ``dst``; where others are there, nothing is written.
-        progress: Show a bar of the bytes written, on a terminal; or a function that is called with each number of them.
+        like: A checkpoint of the original model, quantized or not, or its
+            ``config.json``: its dtypes are taken.
+        dtype: ``torch.bfloat16`` or ``torch.float16``, or its name. Without
+            ``manifest`` and ``like`` the default is the dtype that the config of
+            ``src`` names.
+        max_shard_size: The maximum size of a file in bytes, or a string such as
+            ``"5GB"``; ``None`` keeps the files of ``src``.
+        overwrite: Replace the files of a checkpoint at ``dst``; where others are there,
+            nothing is written.
+        progress: Show a bar of the bytes written, on a terminal; or a function that is
+            called with each number of them.
 
     Returns:
         The report of what was written.
 
     Raises:
-        ConfigError: There is no checkpoint at ``src`` or ``like``, it is damaged, no dtype is known, or
-            ``max_shard_size`` is invalid.
+        ConfigError: There is no checkpoint at ``src`` or ``like``, it is damaged, no
+            dtype is known, or ``max_shard_size`` is invalid.
         ManifestError: The manifest cannot be read.
-        ManifestMismatchError: A tensor is not one of the manifest's, or has another shape or dtype. Nothing was
-            written.
-        ExportError: It could not be written, ``dst`` is, holds or lies in what is read, or a value is too large for
-            float16. Nothing was left at ``dst``.
+        ManifestMismatchError: A tensor is not one of the manifest's, or has another
+            shape or dtype. Nothing was written.
+        ExportError: It could not be written, ``dst`` is, holds or lies in what is read,
+            or a value is too large for float16. Nothing was left at ``dst``.
 
     Example:
         >>> import os, tempfile, torch
         >>> from safetensors.torch import load_file, save_file
         >>> folder = tempfile.mkdtemp()
-        >>> save_file({"norm.weight": torch.ones(4)}, os.path.join(folder, "model.safetensors"))
+        >>> save_file(
+        ...     {"norm.weight": torch.ones(4)},
+        ...     os.path.join(folder, "model.safetensors"),
+        ... )
         >>> report = convert_checkpoint(folder, f"{folder}-bf16", dtype="bfloat16")
         >>> report.converted, report.num_bytes, report.saved_bytes
         (('norm.weight',), 8, 8)
@@ -89,10 +109,16 @@ def convert_checkpoint(
     start = time.perf_counter()
     checkpoint = open_checkpoint(src)
     casts, chosen = _casts(checkpoint, manifest, like, dtype)
-    tensors = {name: stored.lazy(casts.get(name)) for name, stored in checkpoint.tensors.items()}
+    tensors = {
+        name: stored.lazy(casts.get(name))
+        for name, stored in checkpoint.tensors.items()
+    }
     if max_shard_size is None:
         held = checkpoint.files.items()
-        files = {re.sub(r"^(?:pytorch_)?(.*)\.bin$", r"\1.safetensors", file): list(names) for file, names in held}
+        files = {
+            re.sub(r"^(?:pytorch_)?(.*)\.bin$", r"\1.safetensors", file): list(names)
+            for file, names in held
+        }
     else:
         files = split_into_files(tensors, max_shard_size)
     first = next(iter(checkpoint.metadata.values()))
@@ -105,9 +131,13 @@ def convert_checkpoint(
         if found.name in written or checkpoint.path.is_file():
             return found.name in written
         source = checkpoint.folder / found.name
-        return is_of_a_model(found) or (source.is_file() and filecmp.cmp(found, source, shallow=False))
+        return is_of_a_model(found) or (
+            source.is_file() and filecmp.cmp(found, source, shallow=False)
+        )
 
-    index = read_json(checkpoint.folder / checkpoint.index) if checkpoint.index else None
+    index = (
+        read_json(checkpoint.folder / checkpoint.index) if checkpoint.index else None
+    )
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     shown = None if progress is True else progress
     with checkpoint_writer(
@@ -115,7 +145,11 @@ def convert_checkpoint(
         "convert",
         overwrite=overwrite,
         progress=shown,
-        sources=[path for path in (src, like, manifest) if isinstance(path, (str, os.PathLike))],
+        sources=[
+            path
+            for path in (src, like, manifest)
+            if isinstance(path, (str, os.PathLike))
+        ],
         owns=is_replaced,
         num_bytes=num_bytes,
     ) as writer:
@@ -123,8 +157,20 @@ def convert_checkpoint(
             _copy_rest(checkpoint, writer.folder, chosen)
         writer.save(tensors, files, metadata, index_name, index)
     seconds = time.perf_counter() - start
-    saved = sum(stored.num_bytes for stored in checkpoint.tensors.values()) - writer.num_bytes
-    return ExportReport(Path(dst), writer.files, writer.num_tensors, writer.num_bytes, tuple(casts), (), seconds, saved)
+    saved = (
+        sum(stored.num_bytes for stored in checkpoint.tensors.values())
+        - writer.num_bytes
+    )
+    return ExportReport(
+        Path(dst),
+        writer.files,
+        writer.num_tensors,
+        writer.num_bytes,
+        tuple(casts),
+        (),
+        seconds,
+        saved,
+    )
 
 
 def _casts(
@@ -135,7 +181,9 @@ def _casts(
 ) -> tuple[dict[str, torch.dtype], torch.dtype | None]:
     """The dtypes to cast tensors to, by name, and the dtype for the config, if it is known."""
     if sum(source is not None for source in (manifest, like, dtype)) > 1:
-        raise ConfigError("expected at most one source of dtypes: a manifest, a reference or a dtype")
+        raise ConfigError(
+            "expected at most one source of dtypes: a manifest, a reference or a dtype"
+        )
     if manifest is not None:
         record = manifest if isinstance(manifest, Manifest) else Manifest.load(manifest)
         return casts_by_manifest(checkpoint, record), find_dtype(record.model.dtype)
@@ -151,10 +199,14 @@ def _casts(
     return casts_by_dtype(checkpoint, chosen), chosen
 
 
-def casts_by_manifest(checkpoint: SavedCheckpoint, manifest: Manifest) -> dict[str, torch.dtype]:
+def casts_by_manifest(
+    checkpoint: SavedCheckpoint, manifest: Manifest
+) -> dict[str, torch.dtype]:
     """The casts that give a checkpoint a manifest's dtypes; raises where it is not of the manifest's model."""
     originals: _Originals = {
-        fqn: torch.empty(record.shape, dtype=parse_dtype(record.original_dtype), device="meta")
+        fqn: torch.empty(
+            record.shape, dtype=parse_dtype(record.original_dtype), device="meta"
+        )
         for fqn, record in manifest.tensors.items()
     }
     unexpected = _unexpected(checkpoint, originals)
@@ -175,7 +227,9 @@ def casts_by_manifest(checkpoint: SavedCheckpoint, manifest: Manifest) -> dict[s
         elif stored.dtype != original.dtype:
             different[name] = {"dtype": (original.dtype, stored.dtype)}
     if unexpected or different:
-        lines = Differences(different).lines() + [f"{name}: the manifest has no such tensor" for name in unexpected]
+        lines = Differences(different).lines() + [
+            f"{name}: the manifest has no such tensor" for name in unexpected
+        ]
         raise ManifestMismatchError(
             f"{checkpoint.path} is not a checkpoint of the model that the manifest records: "
             f"{first_of(lines, 3, '; ')}; nothing was written",
@@ -189,7 +243,9 @@ def _unexpected(checkpoint: SavedCheckpoint, originals: _Originals) -> tuple[str
     return tuple(
         name
         for name in checkpoint.tensors
-        if not is_trained_copy(name) and _original(name, originals) is None and not is_beside(name, originals)
+        if not is_trained_copy(name)
+        and _original(name, originals) is None
+        and not is_beside(name, originals)
     )
 
 
@@ -209,12 +265,18 @@ def _casts_by_reference(
     originals: _Originals = {}
     if path.suffix == ".json":
         config = read_json(path)
-    elif os.path.isdir(path) and not any(path.glob("*.safetensors")) and (path / _CONFIG).is_file():
+    elif (
+        os.path.isdir(path)
+        and not any(path.glob("*.safetensors"))
+        and (path / _CONFIG).is_file()
+    ):
         config = read_json(path / _CONFIG)
     else:
         found = open_checkpoint(path)
         config = dict(found.config)
-        originals = {canonical_fqn(name): stored for name, stored in found.tensors.items()}
+        originals = {
+            canonical_fqn(name): stored for name, stored in found.tensors.items()
+        }
     chosen = config_dtype(config) or checkpoint.dtype
     default = casts_by_dtype(checkpoint, chosen) if chosen in HALF_DTYPES else {}
     casts = {}
@@ -226,19 +288,28 @@ def _casts_by_reference(
     return casts, chosen
 
 
-def casts_by_dtype(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> dict[str, torch.dtype]:
+def casts_by_dtype(
+    checkpoint: SavedCheckpoint, dtype: torch.dtype
+) -> dict[str, torch.dtype]:
     """The casts to what a model loaded in a half dtype saves; adapters, trained copies and quantization state stay."""
     stored_names = {canonical_fqn(name) for name in checkpoint.tensors}
     model = checkpoint.meta_model(dtype)
     originals: dict[str, torch.Tensor] = {}
     if model is not None:  # no preparation casts buffers, so a float32 one was float32
-        originals = {n: torch.empty(b.shape, dtype=torch.float32, device="meta") for n, b in model.named_buffers()}
+        originals = {
+            n: torch.empty(b.shape, dtype=torch.float32, device="meta")
+            for n, b in model.named_buffers()
+        }
         originals |= model.named_parameters(remove_duplicate=False)
         originals = {**_renamed(model, originals), **originals}
     is_foreign = is_of_another_library(checkpoint.config.get("quantization_config"))
     casts = {}
     for name, stored in checkpoint.tensors.items():
-        if stored.dtype != torch.float32 or is_trained_copy(name) or is_beside(name, stored_names):
+        if (
+            stored.dtype != torch.float32
+            or is_trained_copy(name)
+            or is_beside(name, stored_names)
+        ):
             continue
         original = _original(name, originals)
         if not is_foreign if original is None else original.dtype in HALF_DTYPES:
@@ -252,23 +323,34 @@ def _renamed(model: Any, originals: _Originals) -> dict[str, torch.Tensor]:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # before version 5, under their own names
         return {}
-    tensors = {fqn: torch.empty(known.shape, dtype=known.dtype, device="meta") for fqn, known in originals.items()}
+    tensors = {
+        fqn: torch.empty(known.shape, dtype=known.dtype, device="meta")
+        for fqn, known in originals.items()
+    }
     return dict(revert_weight_conversion(model, tensors))
 
 
-def _copy_rest(checkpoint: SavedCheckpoint, folder: Path, dtype: torch.dtype | None) -> None:
+def _copy_rest(
+    checkpoint: SavedCheckpoint, folder: Path, dtype: torch.dtype | None
+) -> None:
     """Copy every file that holds no weights; the config gets the original dtype where that is known."""
     written = {*checkpoint.files, checkpoint.index}
     for path in sorted(checkpoint.folder.iterdir()):
         if path.is_dir() and not _NOT_COPIED.fullmatch(path.name):
             copy = functools.partial(_copy_own, checkpoint.folder)
-            shutil.copytree(path, folder / path.name, ignore=_ignored, copy_function=copy)
+            shutil.copytree(
+                path, folder / path.name, ignore=_ignored, copy_function=copy
+            )
         elif path.is_file() and path.name not in written:
             _copy_own(checkpoint.folder, path, folder / path.name)
-    key = next((key for key in ("dtype", "torch_dtype") if key in checkpoint.config), None)
+    key = next(
+        (key for key in ("dtype", "torch_dtype") if key in checkpoint.config), None
+    )
     if key is not None and dtype is not None and checkpoint.dtype != dtype:
         config = {**checkpoint.config, key: dtype_name(dtype)}
-        (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (folder / _CONFIG).write_text(
+            json.dumps(config, indent=2) + "\n", encoding="utf-8"
+        )
 
 
 def _copy_own(folder: Path, src: str | Path, dst: str | Path) -> None:
@@ -277,14 +359,22 @@ def _copy_own(folder: Path, src: str | Path, dst: str | Path) -> None:
     cache = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     real = Path(src).resolve()
     if not (real.is_relative_to(home) or real.is_relative_to(cache)):
-        raise ConfigError(f"{src}: is a link that leads out of the checkpoint; put a copy in its place, or remove it")
+        raise ConfigError(
+            f"{src}: is a link that leads out of the checkpoint; put a copy in its place, or remove it"
+        )
     shutil.copyfile(real, dst)
 
 
 def _ignored(folder: str, names: list[str]) -> list[str]:
     """The names in a folder that are not copied."""
-    folders = {name: path for name in names if os.path.isdir(path := os.path.join(folder, name))}
+    folders = {
+        name: path
+        for name in names
+        if os.path.isdir(path := os.path.join(folder, name))
+    }
     linked = [path for path in folders.values() if os.path.islink(path)]
     if linked:
-        raise ConfigError(f"{linked[0]}: links to a folder; put a copy in its place, or remove it")
+        raise ConfigError(
+            f"{linked[0]}: links to a folder; put a copy in its place, or remove it"
+        )
     return [name for name in folders if _NOT_COPIED.fullmatch(name)]

@@ -30,8 +30,8 @@ class Finding:
 class Examined:
     """A check that was made: what was looked at, where, and the outcome with its evidence.
 
-    The outcome is ``"fine"``, ``"fault"``, whose evidence is the ``what`` of the finding, or ``"not measured"``, whose
-    evidence says what it needs.
+    The outcome is ``"fine"``, ``"fault"``, whose evidence is the ``what`` of the
+    finding, or ``"not measured"``, whose evidence says what it needs.
     """
 
     what: str
@@ -74,10 +74,12 @@ class DoctorReport(Report):
 
     Attributes:
         subject: The path that was examined, or the class of the model.
-        findings: The faults, each with ``what``, ``where``, ``evidence`` and ``remedy``.
+        findings: The faults, each with ``what``, ``where``, ``evidence`` and
+            ``remedy``.
         not_measured: What could not be told, and what that needs.
-        looked_at: Every check made, each with ``what`` was looked at, ``where``, the ``outcome`` (``"fine"``,
-            ``"fault"`` or ``"not measured"``) and the ``evidence``.
+        looked_at: Every check made, each with ``what`` was looked at, ``where``, the
+            ``outcome`` (``"fine"``, ``"fault"`` or ``"not measured"``) and the
+            ``evidence``.
     """
 
     subject: str
@@ -89,25 +91,36 @@ class DoctorReport(Report):
         return bool(self.findings)
 
     def __str__(self) -> str:
-        return "\n".join([repr(self), *few([text for _, text in self._advice()]), *self._lines()])
+        return "\n".join(
+            [repr(self), *few([text for _, text in self._advice()]), *self._lines()]
+        )
 
     def _brief(self) -> str:
         return f"findings: {len(self.findings)}, not measured: {len(self.not_measured)}, {shown(self.subject)}"
 
     def _advice(self) -> list[tuple[str, str]]:
         """What each finding is, and that with all that is said of it."""
-        return [(f.what, f"{f.what}: {f.where}: {f.evidence}; {f.remedy}") for f in self.findings]
+        return [
+            (f.what, f"{f.what}: {f.where}: {f.evidence}; {f.remedy}")
+            for f in self.findings
+        ]
 
     def _bars(self) -> list[tuple[str, tuple[int, ...], str]]:
         advice: dict[str, list[str]] = {}
         for what, text in self._advice():
             advice.setdefault(what, []).append(text)
-        return [(what, (len(texts),), " | ".join(few(texts, 3))) for what, texts in advice.items()]
+        return [
+            (what, (len(texts),), " | ".join(few(texts, 3)))
+            for what, texts in advice.items()
+        ]
 
     def _lines(self) -> list[str]:
         # What is fine comes last, where the list is cut.
         in_order = sorted(self.looked_at, key=lambda examined: examined.outcome == FINE)
-        lines = [f"{one.where}: {one.what}: {one.outcome}: {one.evidence}" for one in in_order]
+        lines = [
+            f"{one.where}: {one.what}: {one.outcome}: {one.evidence}"
+            for one in in_order
+        ]
         return few(lines, _MAX_LINES)
 
 
@@ -129,7 +142,9 @@ class Examination:
     def _keep(self, name: str, where: str, result: Result) -> None:
         evidence = result.evidence
         if result.outcome == FAULT:
-            self._findings.append(Finding(result.what, where, result.evidence, result.remedy))
+            self._findings.append(
+                Finding(result.what, where, result.evidence, result.remedy)
+            )
             evidence = result.what
         if result.outcome == NOT_MEASURED:
             self._not_measured.append(f"{result.what}: {result.evidence}")
@@ -137,5 +152,8 @@ class Examination:
 
     def report(self, subject: str) -> DoctorReport:
         """The report of the checks that were made."""
-        missing = dict.fromkeys(self._not_measured)  # the checkpoints of a run lack the same
-        return DoctorReport(subject, tuple(self._findings), tuple(missing), tuple(self._looked_at))
+        # the checkpoints of a run lack the same
+        missing = dict.fromkeys(self._not_measured)
+        return DoctorReport(
+            subject, tuple(self._findings), tuple(missing), tuple(self._looked_at)
+        )

@@ -49,23 +49,32 @@ _OF_A_MANIFEST: Checks[Folder] = {
 }
 
 
-def doctor(path_or_model: str | os.PathLike[str] | nn.Module, *, base: Any = None, adapter: Any = None) -> DoctorReport:
+def doctor(
+    path_or_model: str | os.PathLike[str] | nn.Module,
+    *,
+    base: Any = None,
+    adapter: Any = None,
+) -> DoctorReport:
     """Look for faults that raise no error. Nothing is changed, and no code in a file is run.
 
-    Of files, headers are read first, then adapters and tied weights. A base that is given is loaded.
+    Of files, headers are read first, then adapters and tied weights. A base that is
+    given is loaded.
 
     Args:
-        path_or_model: A folder (a checkpoint, an adapter, a ``Trainer``'s output), a file of weights, or a model.
-        base: What was trained on: a folder, a name, or a loaded model, which is only compared with a manifest.
+        path_or_model: A folder (a checkpoint, an adapter, a ``Trainer``'s output), a
+            file of weights, or a model.
+        base: What was trained on: a folder, a name, or a loaded model, which is only
+            compared with a manifest.
         adapter: The folder of an adapter that may have been merged.
 
     Returns:
-        The report: what was looked at, what is at fault, and what could not be measured. A file that is damaged is a
+        The report: what was looked at, what is at fault, and what could not be
+            measured. A file that is damaged is a
         fault.
 
     Raises:
-        ConfigError: There is nothing to examine at a path, or a base cannot be loaded, or an adapter that was given
-            cannot be put on it.
+        ConfigError: There is nothing to examine at a path, or a base cannot be loaded,
+            or an adapter that was given cannot be put on it.
         ManifestError: A manifest cannot be read.
         UnsupportedModelError: The model is sharded, or on the meta device.
 

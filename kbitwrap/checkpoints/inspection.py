@@ -15,12 +15,23 @@ from ..model.wrappers import canonical_fqn
 from ..reports import Report, shown
 from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype
 from .convert import casts_by_dtype
-from .reader import EIGHT_BIT_STATE, SavedCheckpoint, is_beside, is_trained_copy, open_checkpoint
+from .reader import (
+    EIGHT_BIT_STATE,
+    SavedCheckpoint,
+    is_beside,
+    is_trained_copy,
+    open_checkpoint,
+)
 
 # The kinds of tensors, by the first pattern that matches the name.
 _KINDS = (
     ("norms", re.compile(r"norm|(?:^|[._])ln(?:[._\d]|$)", re.IGNORECASE)),
-    ("output embeddings", re.compile(r"(?:^|\.)(?:lm_head|embed_out|output_embeddings|score|classifier|cls)\.")),
+    (
+        "output embeddings",
+        re.compile(
+            r"(?:^|\.)(?:lm_head|embed_out|output_embeddings|score|classifier|cls)\."
+        ),
+    ),
     ("embeddings", re.compile(r"embed|(?:^|\.)(?:wte|wpe|shared)\.", re.IGNORECASE)),
     ("experts", re.compile(r"expert|router", re.IGNORECASE)),
 )
@@ -32,16 +43,21 @@ class CheckpointReport(Report):
 
     Attributes:
         path: The checkpoint.
-        config_dtype: The dtype that its config names, such as ``"bfloat16"``; ``None`` where it names none.
-        half_dtype: The half dtype that the model has or had; ``None`` where nothing says so.
+        config_dtype: The dtype that its config names, such as ``"bfloat16"``; ``None``
+            where it names none.
+        half_dtype: The half dtype that the model has or had; ``None`` where nothing
+            says so.
         is_quantized: Whether it holds quantized weights.
         num_tensors: The number of tensors.
         num_bytes: Their size, in bytes.
         dtypes: ``{dtype: {"count", "bytes"}}`` of all tensors.
-        leftovers: ``{kind: {fqn: bytes}}``: float32 tensors that the model, loaded in half, would not have, and the
-            bytes that each wastes. The kind is told by the name.
-        use_cache: The config's ``use_cache``; ``None`` where it names none. Trainers set it to false and leave it so.
-        adapters: Names of the tensors that belong to adapters, adapter files beside the weights included by file name.
+        leftovers: ``{kind: {fqn: bytes}}``: float32 tensors that the model, loaded in
+            half, would not have, and the bytes that each wastes. The kind is told by
+            the name.
+        use_cache: The config's ``use_cache``; ``None`` where it names none. Trainers
+            set it to false and leave it so.
+        adapters: Names of the tensors that belong to adapters, adapter files beside the
+            weights included by file name.
     """
 
     path: Path
@@ -61,7 +77,9 @@ class CheckpointReport(Report):
     @property
     def wasted_bytes(self) -> int:
         """The bytes that float32 leftovers waste."""
-        return sum(size for tensors in self.leftovers.values() for size in tensors.values())
+        return sum(
+            size for tensors in self.leftovers.values() for size in tensors.values()
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values, ready for JSON."""
@@ -75,9 +93,10 @@ class CheckpointReport(Report):
 def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
     """Find the float32 tensors that a preparation left in a checkpoint. Only headers are read.
 
-    A float32 tensor is left over where the model is half or quantized and its architecture does not keep that tensor
-    in float32. Nothing is left over in a float32 model: a checkpoint that is float32 throughout, is not quantized and
-    whose config names no half dtype.
+    A float32 tensor is left over where the model is half or quantized and its
+    architecture does not keep that tensor in float32. Nothing is left over in a float32
+    model: a checkpoint that is float32 throughout, is not quantized and whose config
+    names no half dtype.
 
     Args:
         path: A folder with safetensors files, or one such file.
@@ -92,7 +111,10 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
         >>> import os, tempfile, torch
         >>> from safetensors.torch import save_file
         >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
-        >>> tensors = {"norm.weight": torch.ones(4), "head.weight": torch.ones(4, 4, dtype=torch.bfloat16)}
+        >>> tensors = {
+        ...     "norm.weight": torch.ones(4),
+        ...     "head.weight": torch.ones(4, 4, dtype=torch.bfloat16),
+        ... }
         >>> save_file(tensors, path)
         >>> report = inspect_checkpoint(path)
         >>> report.leftovers, report.half_dtype
@@ -100,16 +122,31 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
     """
     checkpoint = open_checkpoint(path)
     names = {canonical_fqn(name) for name in checkpoint.tensors}
-    beside = {name for name in checkpoint.tensors if is_trained_copy(name) or is_beside(name, names)}
+    beside = {
+        name
+        for name in checkpoint.tensors
+        if is_trained_copy(name) or is_beside(name, names)
+    }
     owners = {name: name.rpartition(".")[::2] for name in beside}
     ends = ".weight", ".quant_state"
-    quantization = {n for n, (owner, last) in owners.items() if last in EIGHT_BIT_STATE or owner.endswith(ends)}
+    quantization = {
+        n
+        for n, (owner, last) in owners.items()
+        if last in EIGHT_BIT_STATE or owner.endswith(ends)
+    }
     half = _half_dtype(checkpoint, beside)
     leftovers: dict[str, dict[str, int]] = {}
     if half is not None or quantization:
         for name in casts_by_dtype(checkpoint, half or torch.bfloat16):
             stored = checkpoint.tensors[name]
-            kind = next((kind for kind, pattern in _KINDS if pattern.search(canonical_fqn(name))), "other")
+            kind = next(
+                (
+                    kind
+                    for kind, pattern in _KINDS
+                    if pattern.search(canonical_fqn(name))
+                ),
+                "other",
+            )
             leftovers.setdefault(kind, {})[name] = stored.num_bytes // 2
     dtypes: dict[str, dict[str, int]] = {}
     for stored in checkpoint.tensors.values():
@@ -136,10 +173,18 @@ def _half_dtype(checkpoint: SavedCheckpoint, beside: set[str]) -> torch.dtype | 
     """The half dtype of the config, or else of most base tensors, or else that quantized layers compute in."""
     if checkpoint.dtype in HALF_DTYPES:
         return checkpoint.dtype
-    stored = [tensor.dtype for name, tensor in checkpoint.tensors.items() if name not in beside]
+    stored = [
+        tensor.dtype
+        for name, tensor in checkpoint.tensors.items()
+        if name not in beside
+    ]
     most = max(HALF_DTYPES, key=stored.count)
     if most in stored:
         return most
     settings = checkpoint.config.get("quantization_config")
-    found = find_dtype(settings.get("bnb_4bit_compute_dtype")) if isinstance(settings, dict) else None
+    found = (
+        find_dtype(settings.get("bnb_4bit_compute_dtype"))
+        if isinstance(settings, dict)
+        else None
+    )
     return found if found in HALF_DTYPES else None

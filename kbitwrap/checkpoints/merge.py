@@ -68,75 +68,101 @@ def merge_checkpoint(
 ) -> ExportReport:
     """Merge a saved adapter into the base it was trained on, and write the half-precision model that results.
 
-    The base is loaded as the run had it: of its class, with its vocabulary, which may have been resized, and with a
-    head that the adapter's file holds. It is quantized as in training, and dequantized exactly; the adapter's part is
-    added in float32 and the sum rounded once. That is, bit for bit, what
-    ``KbitPreparedModel.export(merge_adapters=True)`` writes after training, on the same type of device: a GPU and a CPU
-    may quantize, and so round, a last bit differently. Tensors are computed and written one at a time; the tokenizer is
-    copied from the adapter's folder or the base's, and a model card says what was merged.
+    The base is loaded as the run had it: of its class, with its vocabulary, which may
+    have been resized, and with a head that the adapter's file holds. It is quantized as
+    in training, and dequantized exactly; the adapter's part is added in float32 and the
+    sum rounded once. That is, bit for bit, what
+    ``KbitPreparedModel.export(merge_adapters=True)`` writes after training, on the same
+    type of device: a GPU and a CPU may quantize, and so round, a last bit differently.
+    Tensors are computed and written one at a time; the tokenizer is copied from the
+    adapter's folder or the base's, and a model card says what was merged.
 
     Args:
         base: The folder of the base, or its name on the hub.
         adapter: The folder that PEFT saved the adapter in.
         dst: The folder to make: complete in the end, or absent.
-        manifest: The record of the preparation, or its path: it says how the base was quantized, and the base is
-            compared with its digests. ``None`` for ``kbitwrap.json`` in the adapter's folder, if there is one.
-        quantization_config: How the base was quantized in training, as for ``from_pretrained``; ``None`` for what the
-            base's own config, or the manifest, says; ``False`` for a base that was not quantized.
-        dtype: The dtype of what is not quantized; ``None`` for the manifest's, or else the config's.
-        max_shard_size: The maximum size of a file in bytes, or a string such as ``"5GB"``.
-        overwrite: Replace the files of a checkpoint at ``dst``; where others are there, nothing is written.
-        progress: Show a bar of the bytes written, on a terminal; or a function that is called with each number of them.
-        device: The device to quantize and merge on; ``None`` for CUDA if there is one, else the CPU.
+        manifest: The record of the preparation, or its path: it says how the base was
+            quantized, and the base is compared with its digests. ``None`` for
+            ``kbitwrap.json`` in the adapter's folder, if there is one.
+        quantization_config: How the base was quantized in training, as for
+            ``from_pretrained``; ``None`` for what the base's own config, or the
+            manifest, says; ``False`` for a base that was not quantized.
+        dtype: The dtype of what is not quantized; ``None`` for the manifest's, or else
+            the config's.
+        max_shard_size: The maximum size of a file in bytes, or a string such as
+            ``"5GB"``.
+        overwrite: Replace the files of a checkpoint at ``dst``; where others are there,
+            nothing is written.
+        progress: Show a bar of the bytes written, on a terminal; or a function that is
+            called with each number of them.
+        device: The device to quantize and merge on; ``None`` for CUDA if there is one,
+            else the CPU.
         trust_remote_code: Run the code that the base's folder brings along.
 
     Returns:
         The report of what was written.
 
     Raises:
-        ConfigError: There is no base or adapter, the adapter does not belong to the base, or it is not known how the
-            base was quantized, or it was saved quantized otherwise than given; rows or a head of the run are neither
-            in the base's files nor in the adapter's; the adapter's config says what the installed PEFT does not know,
-            or lays out experts in a way that is not known.
+        ConfigError: There is no base or adapter, the adapter does not belong to the
+            base, or it is not known how the base was quantized, or it was saved
+            quantized otherwise than given; rows or a head of the run are neither in the
+            base's files nor in the adapter's; the adapter's config says what the
+            installed PEFT does not know, or lays out experts in a way that is not
+            known.
         ManifestMismatchError: The base is not the one that the manifest records.
-        ExportError: It cannot be merged or written, or ``dst`` is, holds or lies in what is read. Nothing was left at
-            ``dst``.
+        ExportError: It cannot be merged or written, or ``dst`` is, holds or lies in
+            what is read. Nothing was left at ``dst``.
 
     Example:
         >>> from kbitwrap import merge_checkpoint
         >>> merge_checkpoint("/no/such/base", "/no/adapter", "/tmp/merged")
         Traceback (most recent call last):
         ...
-        kbitwrap.errors.ConfigError: there is no adapter_config.json with adapter_model.safetensors in '/no/adapter'
+        kbitwrap.errors.ConfigError: there is no adapter_config.json with
+            adapter_model.safetensors in '/no/adapter'
     """
     start, folder = time.perf_counter(), Path(adapter)
     saved = read_adapter(folder)
-    split_into_files({}, max_shard_size)  # refuses an invalid size before anything is computed
+    # refuses an invalid size before anything is computed
+    split_into_files({}, max_shard_size)
     writing = checkpoint_writer(
         dst,
         "merge",
         overwrite=overwrite,
         progress=None if progress is True else progress,
-        sources=[path for path in (base, adapter, manifest) if isinstance(path, (str, os.PathLike))],
+        sources=[
+            path
+            for path in (base, adapter, manifest)
+            if isinstance(path, (str, os.PathLike))
+        ],
         owns=lambda found: is_of_a_model(found) or _is_card(found),
     )
     with torch.random.fork_rng(devices=[]), writing as writer:  # loading draws numbers
         if manifest is None:
             record = saved_manifest(folder)
         else:
-            record = manifest if isinstance(manifest, Manifest) else Manifest.load(manifest)
+            record = (
+                manifest if isinstance(manifest, Manifest) else Manifest.load(manifest)
+            )
         settings = _quantization(base, quantization_config, record, trust_remote_code)
         chosen = record.model.dtype if dtype is None and record is not None else dtype
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        trained = load_base(base, saved, settings, chosen, device, record, trust_remote_code)
+        trained = load_base(
+            base, saved, settings, chosen, device, record, trust_remote_code
+        )
         if record is not None:
             check_base(record, trained)
         adapted = adapted_base(trained, saved)
         with plain_mode():
             twin = build_twin(ModelTree(adapted))
             merged = merge_into(twin)
-            tensors = {id(t): t for t in (*twin.model.parameters(), *twin.model.buffers())}
-            needed, free = sum(t.nbytes for t in tensors.values()), shutil.disk_usage(writer.folder).free
+            tensors = {
+                id(t): t for t in (*twin.model.parameters(), *twin.model.buffers())
+            }
+            needed, free = (
+                sum(t.nbytes for t in tensors.values()),
+                shutil.disk_usage(writer.folder).free,
+            )
             if free < needed:
                 raise ExportError(
                     f"{os.fspath(dst)}: the merged model takes {format_bytes(needed)}, and {format_bytes(free)} are "
@@ -145,7 +171,10 @@ def merge_checkpoint(
             save_model(twin.model, writer, max_shard_size)
         for names in (TOKENIZER_FILES, PROCESSOR_FILES):
             _copy(names, base, folder, writer.folder)
-        is_said = record is None and (settings is not None or quantization_config is False)  # and recorded nowhere
+        # and recorded nowhere
+        is_said = record is None and (
+            settings is not None or quantization_config is False
+        )
         card = _card(base, folder, saved.config, trained.model, is_said, device)
         (writer.folder / "README.md").write_text(card, encoding="utf-8")
     seconds = time.perf_counter() - start
@@ -161,16 +190,30 @@ def merge_checkpoint(
     )
 
 
-def _quantization(base: Any, given: Any, manifest: Manifest | None, trust_remote_code: bool) -> Any:
+def _quantization(
+    base: Any, given: Any, manifest: Manifest | None, trust_remote_code: bool
+) -> Any:
     """The quantization config to load the base with; ``None`` where it has its own, or none."""
-    if given not in (None, False) and not isinstance(given, dict) and not hasattr(given, "to_dict"):
+    if (
+        given not in (None, False)
+        and not isinstance(given, dict)
+        and not hasattr(given, "to_dict")
+    ):
         wanted = "a config of transformers such as BitsAndBytesConfig, False for none, or None"
         raise ConfigError(f"quantization_config: expected {wanted}, found {given!r}")
     own = getattr(read_config(base, trust_remote_code), "quantization_config", None)
     if own is not None:  # loading takes this one, whatever else is given
         asked = given.to_dict() if hasattr(given, "to_dict") else given or {}
-        pairs = {name: (own[name], v) for name, v in asked.items() if name in own and v is not None}
-        differing = [f"{name}: {a!r}, given: {b!r}" for name, (a, b) in pairs.items() if a != b and not find_dtype(b)]
+        pairs = {
+            name: (own[name], v)
+            for name, v in asked.items()
+            if name in own and v is not None
+        }
+        differing = [
+            f"{name}: {a!r}, given: {b!r}"
+            for name, (a, b) in pairs.items()
+            if a != b and not find_dtype(b)
+        ]
         if given is False or differing:
             raise ConfigError(
                 f"the base {os.fspath(base)!r} has a quantization of its own, and it is not the one given "
@@ -188,7 +231,9 @@ def _quantization(base: Any, given: Any, manifest: Manifest | None, trust_remote
     return recorded_quantization(manifest)
 
 
-def _copy(names: tuple[str, ...], base: str | os.PathLike[str], adapter: Path, dst: Path) -> None:
+def _copy(
+    names: tuple[str, ...], base: str | os.PathLike[str], adapter: Path, dst: Path
+) -> None:
     """Copy the files of those names that the adapter was saved with, or if there is none, the base's."""
     from transformers.utils.hub import cached_file
 
@@ -205,19 +250,49 @@ def _copy(names: tuple[str, ...], base: str | os.PathLike[str], adapter: Path, d
             shutil.copyfile(found, dst / name)
 
 
-def _card(base: Any, adapter: Path, config: Mapping[str, Any], model: nn.Module, is_said: bool, device: Any) -> str:
+def _card(
+    base: Any,
+    adapter: Path,
+    config: Mapping[str, Any],
+    model: nn.Module,
+    is_said: bool,
+    device: Any,
+) -> str:
     """A model card that says what was merged from what; a folder is named by its last part."""
     named = str(config.get("base_model_name_or_path") or os.fspath(base))
     name = Path(named).name if os.path.isabs(named) or os.path.isdir(named) else named
-    method, own = ModelTree(model).quantization.method, getattr(model.config, "quantization_config", None)
-    kind, double = (getattr(own, f"bnb_4bit_{name}", None) for name in ("quant_type", "use_double_quant"))
-    four = f" ({kind}, with{'' if double else 'out'} double quantization)" if getattr(own, "load_in_4bit", 0) else ""
-    said = "as the merge was told, which no record of the training confirms," if is_said else "as in training"
-    how = f"quantized with {method}{four} {said} and dequantized exactly" if method else f"unquantized, {said}"
+    method, own = (
+        ModelTree(model).quantization.method,
+        getattr(model.config, "quantization_config", None),
+    )
+    kind, double = (
+        getattr(own, f"bnb_4bit_{name}", None)
+        for name in ("quant_type", "use_double_quant")
+    )
+    four = (
+        f" ({kind}, with{'' if double else 'out'} double quantization)"
+        if getattr(own, "load_in_4bit", 0)
+        else ""
+    )
+    said = (
+        "as the merge was told, which no record of the training confirms,"
+        if is_said
+        else "as in training"
+    )
+    how = (
+        f"quantized with {method}{four} {said} and dequantized exactly"
+        if method
+        else f"unquantized, {said}"
+    )
     tool = " ".join(("kbitwrap", versions().get("kbitwrap", ""))).strip()
     peft_type = config.get("peft_type", "PEFT")
     return _CARD.format(
-        name=name, how=how, peft_type=peft_type, adapter=adapter.name, tool=tool, device=torch.device(device).type
+        name=name,
+        how=how,
+        peft_type=peft_type,
+        adapter=adapter.name,
+        tool=tool,
+        device=torch.device(device).type,
     )
 
 
@@ -226,4 +301,7 @@ def _is_card(path: Path) -> bool:
     if path.name != "README.md":
         return False
     pattern = re.sub(r"\\{\w+\\}", lambda field: r"[^\n]*", re.escape(_CARD))
-    return re.fullmatch(pattern, path.read_text(encoding="utf-8", errors="replace")) is not None
+    return (
+        re.fullmatch(pattern, path.read_text(encoding="utf-8", errors="replace"))
+        is not None
+    )

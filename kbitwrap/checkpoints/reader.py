@@ -26,17 +26,22 @@ from ..model.wrappers import canonical_fqn
 from ..tensors.dtypes import SAFETENSORS_DTYPES, TWO_A_BYTE, find_dtype
 from ..tensors.lazy import LazyTensor
 
-# The ways to store weights, the best first: the name of a single file, and the beginning of the names of several.
+# The ways to store weights, the best first: the name of a single file, and the
+# beginning of the names of several.
 _WAYS = (("model.safetensors", ""), ("pytorch_model.bin", "pytorch_model"))
 _ADAPTER = "adapter_model"
 _PICKLED = ".bin"
-# The bytes rounded at once: they fit the processor's cache, and are below the 32,768 elements from which torch takes
-# several threads, which cost more than they gain, and much more where other processes want the cores.
+# The bytes rounded at once: they fit the processor's cache, and are below the 32,768
+# elements from which torch takes several threads, which cost more than they gain, and
+# much more where other processes want the cores.
 _PIECE = 96 << 10
-# The elements read and written at once: few enough for the allocator to reuse their memory.
+# The elements read and written at once: few enough for the allocator to reuse their
+# memory.
 _READ = 1 << 20
 # PEFT's trained copies of a base tensor, which have its canonical name.
-_TRAINED_COPY = re.compile(r"\.(modules_to_save|ln_tuning_layers)\.|\.trainable_tokens_")
+_TRAINED_COPY = re.compile(
+    r"\.(modules_to_save|ln_tuning_layers)\.|\.trainable_tokens_"
+)
 EIGHT_BIT_STATE = ("SCB", "weight_format")
 """The names of what bitsandbytes saves of an 8-bit layer beside its weight."""
 
@@ -57,9 +62,13 @@ class StoredTensor:
         kept = dtype or self.dtype
 
         def compute() -> torch.Tensor:
-            return torch.cat([torch.empty(0, dtype=kept, device="cpu"), *self._pieces(kept)]).view(self.shape)
+            return torch.cat(
+                [torch.empty(0, dtype=kept, device="cpu"), *self._pieces(kept)]
+            ).view(self.shape)
 
-        return LazyTensor(self.shape, kept, compute, functools.partial(self._pieces, kept))
+        return LazyTensor(
+            self.shape, kept, compute, functools.partial(self._pieces, kept)
+        )
 
     def _pieces(self, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         """Read a few mebibytes at a time; nothing is mapped, because a mapped file counts as memory in use."""
@@ -77,13 +86,20 @@ class StoredTensor:
         if flat.dtype == self.dtype:
             self._fill(flat, file)
             return
-        piece = torch.empty(min(len(flat), _PIECE // self.dtype.itemsize), dtype=self.dtype, device="cpu")
+        piece = torch.empty(
+            min(len(flat), _PIECE // self.dtype.itemsize),
+            dtype=self.dtype,
+            device="cpu",
+        )
         for target in flat.split(max(len(piece), 1)):
             source = piece[: len(target)]
             self._fill(source, file)
             target.copy_(source)
-            # bfloat16 has nearly the range of float32: larger values round to infinity as they should.
-            if flat.dtype == torch.float16 and not torch.equal(target.isinf(), source.isinf()):
+            # bfloat16 has nearly the range of float32: larger values round to infinity
+            # as they should.
+            if flat.dtype == torch.float16 and not torch.equal(
+                target.isinf(), source.isinf()
+            ):
                 raise ExportError(
                     f"{self.name}: a value is too large for {flat.dtype}, whose largest is 65504; convert to bfloat16",
                     fqn=self.name,
@@ -91,7 +107,9 @@ class StoredTensor:
 
     def _fill(self, target: torch.Tensor, file: BinaryIO) -> None:
         if file.readinto(target.view(torch.uint8).numpy().data) < target.nbytes:  # type: ignore[attr-defined]
-            raise OSError(errno.EIO, "the file became shorter while it was read", str(self.path))
+            raise OSError(
+                errno.EIO, "the file became shorter while it was read", str(self.path)
+            )
 
 
 @dataclass(frozen=True)
@@ -100,15 +118,21 @@ class SavedCheckpoint:
 
     path: Path  # the folder or the file that was opened
     folder: Path
-    files: Mapping[str, Mapping[str, StoredTensor]]  # by file and name, without those that loading ties to others
+    # by file and name, without those that loading ties to others
+    files: Mapping[str, Mapping[str, StoredTensor]]
     metadata: Mapping[str, Mapping[str, str] | None]  # by file
     index: str | None  # the name of the index file
-    config: Mapping[str, Any]  # the content of ``config.json``; empty where there is none
+    # the content of ``config.json``; empty where there is none
+    config: Mapping[str, Any]
 
     @functools.cached_property
     def tensors(self) -> dict[str, StoredTensor]:
         """All tensors by name."""
-        return {name: tensor for tensors in self.files.values() for name, tensor in tensors.items()}
+        return {
+            name: tensor
+            for tensors in self.files.values()
+            for name, tensor in tensors.items()
+        }
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -134,10 +158,13 @@ def open_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
     Nothing in it is run, and no name in it is opened outside its folder.
     """
     found = Path(path)
-    # Not by methods of ``Path``, which raise where a name is too long, or a folder may not be searched.
+    # Not by methods of ``Path``, which raise where a name is too long, or a folder may
+    # not be searched.
     if os.path.isfile(found):
         if found.suffix not in (".safetensors", _PICKLED):
-            raise ConfigError(f"{found}: expected a folder, or a .safetensors or .bin file")
+            raise ConfigError(
+                f"{found}: expected a folder, or a .safetensors or .bin file"
+            )
         folder, names, index = found.parent, [found.name], None
     elif os.path.isdir(found):
         folder = found
@@ -152,11 +179,19 @@ def open_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
     checkpoint = SavedCheckpoint(found, folder, files, metadata, index, config)
     num_tensors = sum(map(len, files.values()))
     if len(checkpoint.tensors) < num_tensors:
-        raise ConfigError(f"{found}: {num_tensors - len(checkpoint.tensors)} tensors are in more than one file")
+        raise ConfigError(
+            f"{found}: {num_tensors - len(checkpoint.tensors)} tensors are in more than one file"
+        )
     if index is not None:
-        absent = [name for name in read_json(folder / index)["weight_map"] if name not in checkpoint.tensors]
+        absent = [
+            name
+            for name in read_json(folder / index)["weight_map"]
+            if name not in checkpoint.tensors
+        ]
         if absent:
-            raise ConfigError(f"{folder / index}: names the tensor {absent[0]!r}, which none of its files holds")
+            raise ConfigError(
+                f"{folder / index}: names the tensor {absent[0]!r}, which none of its files holds"
+            )
     return _without_ties(checkpoint)
 
 
@@ -164,15 +199,23 @@ def _without_ties(checkpoint: SavedCheckpoint) -> SavedCheckpoint:
     """Leave out tensors that share another's bytes, as in files of ``torch.save``, and are tied to it by loading."""
     sharing: dict[tuple[Any, ...], set[str]] = {}
     for name, stored in checkpoint.tensors.items():
-        sharing.setdefault((stored.path, stored.start, stored.shape, stored.dtype), set()).add(canonical_fqn(name))
+        sharing.setdefault(
+            (stored.path, stored.start, stored.shape, stored.dtype), set()
+        ).add(canonical_fqn(name))
     groups = [names for names in sharing.values() if len(names) > 1]
     model = checkpoint.meta_model() if groups else None
     if model is None:  # its ties are not known
         return checkpoint
     ties = [(first, fqn) for first, *others in tied_names(model) for fqn in others]
-    tied = {fqn for first, fqn in ties if any({first, fqn} <= names for names in groups)}
+    tied = {
+        fqn for first, fqn in ties if any({first, fqn} <= names for names in groups)
+    }
     files = {
-        file: {name: stored for name, stored in tensors.items() if canonical_fqn(name) not in tied}
+        file: {
+            name: stored
+            for name, stored in tensors.items()
+            if canonical_fqn(name) not in tied
+        }
         for file, tensors in checkpoint.files.items()
     }
     return dataclasses.replace(checkpoint, files=files)
@@ -202,8 +245,16 @@ def recorded_quantization(manifest: Manifest) -> dict[str, Any] | None:
     """How to quantize a base so that it has the layers that a manifest records; ``None`` of an unquantized one."""
     config = manifest.model.quantization.config
     # The tensors, and not the config, tell which layers stayed as they are.
-    halves = [fqn for fqn, tensor in manifest.tensors.items() if "float" in tensor.original_dtype]
-    plain = [fqn.removesuffix(".weight") for fqn in halves if f"{fqn}.quant_map" not in manifest.rows]
+    halves = [
+        fqn
+        for fqn, tensor in manifest.tensors.items()
+        if "float" in tensor.original_dtype
+    ]
+    plain = [
+        fqn.removesuffix(".weight")
+        for fqn in halves
+        if f"{fqn}.quant_map" not in manifest.rows
+    ]
     return {**config, "llm_int8_skip_modules": plain} if config else None
 
 
@@ -229,24 +280,36 @@ def _weight_files(folder: Path) -> tuple[list[str], str | None]:
     )
 
 
-def _weight_files_of(folder: Path, single: str, beginning: str) -> tuple[list[str], str | None]:
+def _weight_files_of(
+    folder: Path, single: str, beginning: str
+) -> tuple[list[str], str | None]:
     """The same for one of the ways to store weights; no names where none are stored so."""
     suffix = Path(single).suffix
-    indexes = sorted(path.name for path in folder.glob(f"{beginning}*{suffix}.index.json"))
+    indexes = sorted(
+        path.name for path in folder.glob(f"{beginning}*{suffix}.index.json")
+    )
     if indexes:
-        index = f"{single}.index.json" if f"{single}.index.json" in indexes else indexes[0]
+        index = (
+            f"{single}.index.json" if f"{single}.index.json" in indexes else indexes[0]
+        )
         content = read_json(folder / index)
         weight_map = content.get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(name, str) for name in weight_map.values()
+        ):
             raise ConfigError(f"{folder / index}: expected a weight_map of file names")
         if not isinstance(content.get("metadata", {}), dict):
             raise ConfigError(f"{folder / index}: expected an object as its metadata")
         names = sorted(set(weight_map.values()))
         for name in names:
             if Path(name).name != name:
-                raise ConfigError(f"{folder / index}: names {name!r}: expected a file name without a folder")
+                raise ConfigError(
+                    f"{folder / index}: names {name!r}: expected a file name without a folder"
+                )
             if not os.path.isfile(folder / name):
-                raise ConfigError(f"{folder / index}: names the file {name!r}, which does not exist")
+                raise ConfigError(
+                    f"{folder / index}: names the file {name!r}, which does not exist"
+                )
         return names, index
     if (folder / single).is_file():
         return [single], None
@@ -262,7 +325,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"{path}: expected a JSON object, found a {type(found).__name__}")
+        raise ConfigError(
+            f"{path}: expected a JSON object, found a {type(found).__name__}"
+        )
     return found
 
 
@@ -285,12 +350,16 @@ def read_tensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str] | 
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         dtype = SAFETENSORS_DTYPES.get(entry["dtype"])
         if dtype is None:
-            raise ConfigError(f"{path}: {name}: torch {torch.__version__} has no dtype {entry['dtype']}")
+            raise ConfigError(
+                f"{path}: {name}: torch {torch.__version__} has no dtype {entry['dtype']}"
+            )
         start, end = entry["data_offsets"]
         shape = list(entry["shape"])
         if entry["dtype"] == TWO_A_BYTE:
             shape[-1] //= 2
-        tensors[name] = StoredTensor(name, path, dtype, tuple(shape), beginning + start, end - start)
+        tensors[name] = StoredTensor(
+            name, path, dtype, tuple(shape), beginning + start, end - start
+        )
     return tensors, metadata
 
 
@@ -301,15 +370,20 @@ def load_pickled(path: Path) -> dict[str, Any]:
     try:
         refuse_special(path)
         with FakeTensorMode(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # on files from an older torch or another device
+            # on files from an older torch or another device
+            warnings.simplefilter("ignore")
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ConfigError(
             f"{path}: expected a file of tensors, found a damaged one or other objects ({type(error).__name__}); "
             "no code in it was run"
         ) from error
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise ConfigError(f"{path}: expected tensors by name, found a {type(content).__name__}")
+    if not isinstance(content, dict) or not all(
+        isinstance(key, str) for key in content
+    ):
+        raise ConfigError(
+            f"{path}: expected tensors by name, found a {type(content).__name__}"
+        )
     return content
 
 
@@ -319,17 +393,27 @@ def _read_pickled(path: Path) -> dict[str, StoredTensor]:
     num_bytes = path.stat().st_size
     for name, tensor in content.items():
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-            found = tensor.layout if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
+            found = (
+                tensor.layout
+                if isinstance(tensor, torch.Tensor)
+                else f"a {type(tensor).__name__}"
+            )
             raise ConfigError(f"{path}: {name}: expected a dense tensor, found {found}")
         start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
         if start is None or not tensor.is_contiguous():
-            old = "stored in the format of torch before 1.6, or read by torch before 2.7"
+            old = (
+                "stored in the format of torch before 1.6, or read by torch before 2.7"
+            )
             found = old if start is None else "not contiguous"
-            raise ConfigError(f"{path}: {name}: is {found}; load it with torch.load and save it as safetensors")
+            raise ConfigError(
+                f"{path}: {name}: is {found}; load it with torch.load and save it as safetensors"
+            )
         start += tensor.storage_offset() * tensor.itemsize
         if start + tensor.nbytes > num_bytes:
             raise ConfigError(f"{path}: {name}: reaches beyond the end of the file")
-        tensors[name] = StoredTensor(name, path, tensor.dtype, tuple(tensor.shape), start, tensor.nbytes)
+        tensors[name] = StoredTensor(
+            name, path, tensor.dtype, tuple(tensor.shape), start, tensor.nbytes
+        )
     return dict(sorted(tensors.items(), key=lambda item: item[1].start))
 
 
@@ -344,4 +428,6 @@ def is_beside(name: str, known: Collection[str]) -> bool:
     owner = ".".join(parts[:-1])
     if owner in known or (parts[-1] in EIGHT_BIT_STATE and f"{owner}.weight" in known):
         return True
-    return any(f"{'.'.join(parts[:end])}.weight" in known for end in range(1, len(parts) - 1))
+    return any(
+        f"{'.'.join(parts[:end])}.weight" in known for end in range(1, len(parts) - 1)
+    )

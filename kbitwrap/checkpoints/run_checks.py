@@ -54,7 +54,9 @@ def adapter_config(adapter: Adapter) -> Result | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of keys that are newer than PEFT
             PeftConfig.from_peft_type(**content)
-    except Exception as error:  # whatever PEFT raises for a config that it cannot be made from
+    except (
+        Exception
+    ) as error:  # whatever PEFT raises for a config that it cannot be made from
         return fault(
             "an adapter has no config that PEFT can read",
             f"{path}: {error!r}",
@@ -66,14 +68,17 @@ def adapter_config(adapter: Adapter) -> Result | None:
 def adapter_values(adapter: Adapter) -> Result:
     """Whether an adapter has values, and all of them are finite.
 
-    Sharded parameters that were not gathered are saved without elements; a loss that diverged leaves NaN and infinity.
+    Sharded parameters that were not gathered are saved without elements; a loss that
+    diverged leaves NaN and infinity.
     """
     if not adapter.tensors:
         return _without_values("its file holds no tensor")
     empty = [name for name, tensor in adapter.tensors.items() if tensor.numel() == 0]
     if empty:
         return _without_values(f"tensors without elements: {shown(empty)}")
-    broken = [name for name, tensor in adapter.tensors.items() if not _is_finite(tensor)]
+    broken = [
+        name for name, tensor in adapter.tensors.items() if not _is_finite(tensor)
+    ]
     if broken:
         return fault(
             "an adapter is not finite",
@@ -99,8 +104,8 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 def adapter_dtypes(adapter: Adapter) -> Result | None:
     """Whether an adapter has the dtypes of its training.
 
-    They are told by the manifest, by the states of torch's optimizer, which have the shapes and dtypes of what they
-    are of, or else by ``lora_A`` of the same layer.
+    They are told by the manifest, by the states of torch's optimizer, which have the
+    shapes and dtypes of what they are of, or else by ``lora_A`` of the same layer.
     """
     if not adapter.tensors:
         return None
@@ -109,7 +114,9 @@ def adapter_dtypes(adapter: Adapter) -> Result | None:
     trained: dict[torch.Size, set[torch.dtype]] = {}
     for moment in adapter.moments:
         trained.setdefault(moment.shape, set()).add(moment.dtype)
-    is_recorded_otherwise = bool(adapter.recorded) and adapter.recorded.isdisjoint(names)
+    is_recorded_otherwise = bool(adapter.recorded) and adapter.recorded.isdisjoint(
+        names
+    )
     others = []
     for name, tensor in adapter.tensors.items():
         expected = trained.get(tensor.shape, {inner[name]})
@@ -139,8 +146,9 @@ def _inner_dtype(name: str, tensors: Tensors) -> torch.dtype:
 def lora_b(subject: Folder | LiveModel) -> Result | None:
     """Whether LoRA adds anything: what it starts at zero is zero no more in some layer of some adapter.
 
-    All adapters are looked at together, because one of several may be a frozen reference. A head that was trained
-    beside it does not excuse it: LoRA got no gradients.
+    All adapters are looked at together, because one of several may be a frozen
+    reference. A head that was trained beside it does not excuse it: LoRA got no
+    gradients.
     """
     tensors = [pair for adapter in subject.adapters for pair in adapter.tensors.items()]
     outer = [(name, tensor) for name, tensor in tensors if _ZERO_AT_FIRST.search(name)]
@@ -195,8 +203,9 @@ def _interrupted(folder: Folder, evidence: str) -> Result:
 def optimizer(folder: Folder) -> Result | None:
     """Whether a checkpoint has its optimizer, and this trained no more than what was saved.
 
-    A ``Trainer`` saves the optimizer after the model, then the scheduler and the random generators, and its own state
-    last: where one of these is there without it, it was lost.
+    A ``Trainer`` saves the optimizer after the model, then the scheduler and the random
+    generators, and its own state last: where one of these is there without it, it was
+    lost.
     """
     if folder.unknown_optimizer:
         return _unknown_optimizer(folder)
@@ -209,8 +218,13 @@ def optimizer(folder: Folder) -> Result | None:
     names = [path.name for path in folder.path.iterdir()]
     later = [name for name in names if name.startswith(("scheduler", "rng_state"))]
     if later or _STATE_NAME not in names:
-        return _interrupted(folder, f"no {OPTIMIZER_NAME}; of what a Trainer saves after it there is {shown(later)}")
-    return not_measured(_WHAT_WAS_TRAINED, f"no {OPTIMIZER_NAME}, as save_only_model leaves it out")
+        return _interrupted(
+            folder,
+            f"no {OPTIMIZER_NAME}; of what a Trainer saves after it there is {shown(later)}",
+        )
+    return not_measured(
+        _WHAT_WAS_TRAINED, f"no {OPTIMIZER_NAME}, as save_only_model leaves it out"
+    )
 
 
 def _unknown_optimizer(folder: Folder) -> Result:
@@ -228,7 +242,8 @@ def _has_optimizer(folder: Folder) -> bool:
 
 def _states(folder: Folder, optimizer: Optimizer) -> Result:
     saved = [pair for adapter in folder.adapters for pair in adapter.tensors.items()]
-    is_prompt = any(name.startswith("prompt_") for name, _ in saved)  # what computes prompts is not saved
+    # what computes prompts is not saved
+    is_prompt = any(name.startswith("prompt_") for name, _ in saved)
     counts = f"{optimizer.num_states} states, {len(saved)} saved tensors"
     if not saved or is_prompt or optimizer.num_states <= len(saved):
         return fine(counts)
@@ -258,7 +273,8 @@ def trainer_state(folder: Folder) -> Result | None:
 def tokenizer(folder: Folder) -> Result | None:
     """Whether the embeddings have a row for each id of the tokenizer that was saved beside them.
 
-    A chat template's tokens are added to a tokenizer; where the embeddings were not resized, looking one up fails.
+    A chat template's tokens are added to a tokenizer; where the embeddings were not
+    resized, looking one up fails.
     """
     path = folder.path / "tokenizer.json"
     if not path.is_file():
@@ -274,7 +290,9 @@ def tokenizer(folder: Folder) -> Result | None:
             "give base (--base): they are not known from what is saved here",
         )
     fqn, num_rows = embedding
-    beyond = [f"{token} ({number})" for token, number in ids.items() if number >= num_rows]
+    beyond = [
+        f"{token} ({number})" for token, number in ids.items() if number >= num_rows
+    ]
     if beyond:
         return fault(
             "the tokenizer has more ids than the embeddings have rows",
@@ -290,4 +308,6 @@ def _token_ids(path: Path) -> dict[str, int]:
     try:
         return Tokenizer.from_file(os.fspath(path)).get_vocab()
     except Exception as error:  # it raises nothing more special
-        raise ConfigError(f"{path}: expected a tokenizer, found a damaged file: {error}") from error
+        raise ConfigError(
+            f"{path}: expected a tokenizer, found a damaged file: {error}"
+        ) from error

@@ -42,7 +42,8 @@ from .reader import (
 
 OPTIMIZER_NAME = "optimizer.pt"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-_MOMENTS = ("exp_avg", "state1", "momentum_buffer")  # an optimizer's state in the shape of its parameter
+# an optimizer's state in the shape of its parameter
+_MOMENTS = ("exp_avg", "state1", "momentum_buffer")
 _MAX_STATE_BYTES = 4096  # of a 4-bit weight's statistics, as JSON
 Tensors = Mapping[str, torch.Tensor]
 
@@ -79,7 +80,8 @@ class Optimizer:
     Attributes:
         num_states: The number of parameters that have a state.
         moments: The states that have the shape of their parameter, without values.
-        is_torchs: Whether it is torch's own, whose states have the dtype of the parameter too.
+        is_torchs: Whether it is torch's own, whose states have the dtype of the
+            parameter too.
     """
 
     num_states: int
@@ -96,7 +98,8 @@ class Adapter:
         tensors: Its tensors, by their names in the file or the live model.
         is_live: Whether it is on a live model.
         recorded: The names of its dtypes in training, where a manifest tells them.
-        moments: The states of its parameters in torch's optimizer, where they are saved beside it.
+        moments: The states of its parameters in torch's optimizer, where they are saved
+            beside it.
     """
 
     where: str
@@ -112,11 +115,13 @@ class Base:
 
     Attributes:
         tensors: The tensors that are not quantized, by fqn.
-        meta: The model that its config describes, on the meta device; ``None`` where transformers knows none.
+        meta: The model that its config describes, on the meta device; ``None`` where
+            transformers knows none.
         ties: The names that the config ties, by group.
         left: Float32 that a preparation left; ``None`` where that cannot be told.
         is_all_float32: Whether nothing says that the original was half.
-        without_cache: The configs that turn the cache off; ``None`` while it is prepared.
+        without_cache: The configs that turn the cache off; ``None`` while it is
+            prepared.
         is_quantized: Whether it holds quantized weights.
         sources: The dtype from which each 4-bit weight was quantized, by fqn.
         dtype: The dtype that its config names.
@@ -165,13 +170,21 @@ class Folder:
     def embedding(self) -> tuple[str, int] | None:
         """The name of the input embeddings, and the number of their rows; ``None`` where nothing tells them.
 
-        Those that are saved here count, and else those of the manifest: they were resized or trained.
+        Those that are saved here count, and else those of the manifest: they were
+        resized or trained.
         """
         shapes = dict(recorded_shapes(self.manifest))
         if self.base is not None:
-            shapes.update({fqn: tuple(tensor.shape) for fqn, tensor in self.base.tensors.items()})
+            shapes.update(
+                {fqn: tuple(tensor.shape) for fqn, tensor in self.base.tensors.items()}
+            )
         for adapter in self.adapters:
-            shapes.update({canonical_fqn(name): tuple(tensor.shape) for name, tensor in adapter.tensors.items()})
+            shapes.update(
+                {
+                    canonical_fqn(name): tuple(tensor.shape)
+                    for name, tensor in adapter.tensors.items()
+                }
+            )
         described = self.given.model if self.base is None else self.base.meta
         if described is None:
             named = [fqn for fqn in shapes if fqn.endswith("embed_tokens.weight")]
@@ -180,7 +193,11 @@ class Folder:
             weight = described.get_input_embeddings().weight
         except (AttributeError, NotImplementedError):  # its input is no text
             return None
-        names = [canonical_fqn(name) for name, parameter in described.named_parameters() if parameter is weight]
+        names = [
+            canonical_fqn(name)
+            for name, parameter in described.named_parameters()
+            if parameter is weight
+        ]
         return names[0], shapes.get(names[0], weight.shape)[0]
 
 
@@ -212,13 +229,19 @@ class LiveModel(NamedTuple):
 def read_run(path: Path, given: Given) -> list[Folder]:
     """Read a folder, or a file of weights, and the checkpoints that a ``Trainer`` left in it, the newest last."""
     first = path.parent if path.stem == "adapter_model" else path
-    checkpoints = [_read_folder(place, given, None) for place in numbered_folders(first)]
+    checkpoints = [
+        _read_folder(place, given, None) for place in numbered_folders(first)
+    ]
     recorded = None
     for checkpoint in checkpoints:
         recorded = checkpoint.manifest or recorded  # those of one run agree
     folders = [_read_folder(first, given, recorded), *checkpoints]
-    if not any(folder.adapters or folder.base or _is_damaged(folder) for folder in folders):
-        raise ConfigError(f"{str(path)!r}: expected a checkpoint, an adapter or a Trainer's output, found neither")
+    if not any(
+        folder.adapters or folder.base or _is_damaged(folder) for folder in folders
+    ):
+        raise ConfigError(
+            f"{str(path)!r}: expected a checkpoint, an adapter or a Trainer's output, found neither"
+        )
     return folders
 
 
@@ -244,7 +267,9 @@ def checkpoint_before(path: Path) -> Path | None:
     """The newest checkpoint that a ``Trainer`` saved before a folder was written."""
     older = numbered_folders(path)
     if _CHECKPOINT.fullmatch(path.name):
-        older = [one for one in numbered_folders(path.parent) if _number(one) < _number(path)]
+        older = [
+            one for one in numbered_folders(path.parent) if _number(one) < _number(path)
+        ]
     return older[-1] if older else None
 
 
@@ -255,7 +280,9 @@ def _read_folder(path: Path, given: Given, recorded: Manifest | None) -> Folder:
     for file in _adapter_files(path):
         try:
             tensors, _ = read_tensors(file)
-            stored[file.parent] = {name: tensor.lazy() for name, tensor in tensors.items()}
+            stored[file.parent] = {
+                name: tensor.lazy() for name, tensor in tensors.items()
+            }
         except ConfigError as error:
             damaged.append(str(error))
 
@@ -275,12 +302,16 @@ def _read_folder(path: Path, given: Given, recorded: Manifest | None) -> Folder:
 
     manifest = saved_manifest(path) or recorded
     adapters = _saved_adapters(path, stored, manifest, optimizer)
-    return Folder(path, given, adapters, base, manifest, optimizer, damaged, unknown_optimizer)
+    return Folder(
+        path, given, adapters, base, manifest, optimizer, damaged, unknown_optimizer
+    )
 
 
 def _adapter_files(folder: Path) -> list[Path]:
     """The files of adapters: PEFT saves ``default`` in the folder, and others in folders of their names."""
-    inside = [path for path in folder.glob("*/") if not _CHECKPOINT.fullmatch(path.name)]
+    inside = [
+        path for path in folder.glob("*/") if not _CHECKPOINT.fullmatch(path.name)
+    ]
     files = [adapter_file(place) for place in [folder, *inside]]
     return [file for file in files if file is not None]
 
@@ -293,7 +324,9 @@ def _read_optimizer(path: Path) -> Optimizer:
         moments = [state[key] for state in states for key in _MOMENTS if key in state]
         is_torchs = any("foreach" in group for group in content["param_groups"])
     except (AttributeError, LookupError, TypeError) as error:
-        raise ConfigError(f"{path}: expected the state of an optimizer: {error!r}") from error
+        raise ConfigError(
+            f"{path}: expected the state of an optimizer: {error!r}"
+        ) from error
     tensors = [moment for moment in moments if isinstance(moment, torch.Tensor)]
     return Optimizer(len(states), tensors, is_torchs)
 
@@ -305,8 +338,12 @@ def _saved_adapters(
     optimizer: Optimizer | None,
 ) -> list[Adapter]:
     records = {} if manifest is None else manifest.adapters
-    dtypes = {name.rpartition(".")[2]: frozenset(record.dtypes) for name, record in records.items()}
-    is_told = optimizer is not None and optimizer.is_torchs and len(stored) == 1  # one of several may be frozen
+    dtypes = {
+        name.rpartition(".")[2]: frozenset(record.dtypes)
+        for name, record in records.items()
+    }
+    # one of several may be frozen
+    is_told = optimizer is not None and optimizer.is_torchs and len(stored) == 1
     moments = optimizer.moments if optimizer is not None and is_told else ()
     adapters = []
     for place, tensors in stored.items():
@@ -319,21 +356,34 @@ def _saved_adapters(
 def _saved_base(path: Path) -> Base:
     checkpoint = open_checkpoint(path)
     report = inspect_checkpoint(path)
-    own = [tensor for name, tensor in checkpoint.tensors.items() if not is_trained_copy(name)]
+    own = [
+        tensor
+        for name, tensor in checkpoint.tensors.items()
+        if not is_trained_copy(name)
+    ]
     stored = {canonical_fqn(tensor.name): tensor.lazy() for tensor in own}
-    quantized = {fqn.removesuffix(".quant_map") for fqn in stored if fqn.endswith(".quant_map")}
-    plain = {fqn: tensor for fqn, tensor in stored.items() if fqn not in quantized and not is_beside(fqn, stored)}
+    quantized = {
+        fqn.removesuffix(".quant_map") for fqn in stored if fqn.endswith(".quant_map")
+    }
+    plain = {
+        fqn: tensor
+        for fqn, tensor in stored.items()
+        if fqn not in quantized and not is_beside(fqn, stored)
+    }
     sources = _sources(stored)
     was_float32 = set(sources.values()) == {torch.float32}
     leftovers = [fqn for group in report.leftovers.values() for fqn in group]
     meta = checkpoint.meta_model()
-    is_tied = meta is not None and checkpoint.config.get("tie_word_embeddings") is not False
+    is_tied = (
+        meta is not None and checkpoint.config.get("tie_word_embeddings") is not False
+    )
     return Base(
         tensors=plain,
         meta=meta,
         ties=tied_names(meta) if is_tied else [],
         left=[] if was_float32 else leftovers,
-        is_all_float32=report.half_dtype is None and report.dtypes.keys() == {"float32"},
+        is_all_float32=report.half_dtype is None
+        and report.dtypes.keys() == {"float32"},
         without_cache=_configs_without_cache(checkpoint),
         is_quantized=report.is_quantized,
         sources=sources,
@@ -348,7 +398,8 @@ def _sources(stored: Tensors) -> dict[str, torch.dtype | None]:
         fqn, is_state, _ = name.partition(".quant_state.")
         if not is_state or tensor.nbytes >= _MAX_STATE_BYTES:
             continue
-        with contextlib.suppress(ValueError, LookupError, TypeError):  # damaged, it tells nothing
+        # damaged, it tells nothing
+        with contextlib.suppress(ValueError, LookupError, TypeError):
             content = bytes(materialize(tensor).tolist())
             found[fqn] = find_dtype(json.loads(content)["dtype"])
     return found
@@ -359,7 +410,9 @@ def _configs_without_cache(checkpoint: SavedCheckpoint) -> list[str]:
     path = checkpoint.folder / "generation_config.json"
     if path.is_file():
         configs[path.name] = read_json(path)
-    return [name for name, config in configs.items() if config.get("use_cache") is False]
+    return [
+        name for name, config in configs.items() if config.get("use_cache") is False
+    ]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -372,7 +425,9 @@ def walk_live(model: nn.Module, given: Given) -> LiveModel:
     tree, preparation = Preparation.tree_of(model)
     refuse_unreadable(tree, allow_sharded=False)
     base = _live_base(tree, is_prepared=preparation is not None)
-    own = [tensor for tensor in tree.tensors if id(tensor.parameter) in tree.adapter_ids]
+    own = [
+        tensor for tensor in tree.tensors if id(tensor.parameter) in tree.adapter_ids
+    ]
     adapters = []
     if own:
         tensors = {tensor.path: tensor.parameter for tensor in own}
@@ -386,9 +441,17 @@ def _live_base(tree: ModelTree, *, is_prepared: bool) -> Base:
     meta = None
     with contextlib.suppress(ConfigError):  # the model is none of transformers
         meta = meta_model(config)
-    packed = [tensor for tensor in tree.base_tensors if is_quantized_parameter(tensor.parameter)]
+    packed = [
+        tensor
+        for tensor in tree.base_tensors
+        if is_quantized_parameter(tensor.parameter)
+    ]
     quantized = {tensor.fqn for tensor in packed}
-    plain = {tensor.fqn: tensor.parameter for tensor in tree.base_tensors if tensor.fqn not in quantized}
+    plain = {
+        tensor.fqn: tensor.parameter
+        for tensor in tree.base_tensors
+        if tensor.fqn not in quantized
+    }
     return Base(
         tensors=plain,
         meta=meta,
@@ -405,13 +468,23 @@ def _live_base(tree: ModelTree, *, is_prepared: bool) -> Base:
 def _left_in_float32(plain: Tensors, meta: nn.Module) -> list[str]:
     """The float32 parameters that the architecture loads in half."""
     loaded = dict(meta.named_parameters(remove_duplicate=False))
-    halves = {fqn for fqn, parameter in loaded.items() if parameter.dtype in HALF_DTYPES}
-    return [fqn for fqn, tensor in plain.items() if tensor.dtype == torch.float32 and fqn in halves]
+    halves = {
+        fqn for fqn, parameter in loaded.items() if parameter.dtype in HALF_DTYPES
+    }
+    return [
+        fqn
+        for fqn, tensor in plain.items()
+        if tensor.dtype == torch.float32 and fqn in halves
+    ]
 
 
 def _attributes_without_cache(model: nn.Module) -> list[str]:
     configs = {name: getattr(model, name, None) for name in CONFIG_ATTRIBUTES}
-    return [name for name, config in configs.items() if getattr(config, "use_cache", None) is False]
+    return [
+        name
+        for name, config in configs.items()
+        if getattr(config, "use_cache", None) is False
+    ]
 
 
 def _live_sources(packed: Sequence[NamedTensor]) -> dict[str, torch.dtype | None]:

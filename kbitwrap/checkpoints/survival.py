@@ -45,11 +45,17 @@ def measure_merge(
 ) -> Survival:
     """Compare quantized weights, live or in a folder, with those of the base and with what the adapter adds to them."""
     merged = _quantized_model(subject, dtype)
-    layers = {node.fqn: node.module for node in ModelTree(merged).base if is_quantized_layer(node.module)}
+    layers = {
+        node.fqn: node.module
+        for node in ModelTree(merged).base
+        if is_quantized_layer(node.module)
+    }
 
     saved = read_adapter(Path(adapter))
     manifest = saved_manifest(saved.folder)
-    trained = load_base(base, saved, merged.config.quantization_config, dtype, manifest=manifest)
+    trained = load_base(
+        base, saved, merged.config.quantization_config, dtype, manifest=manifest
+    )
     adapted = adapted_base(trained, saved)
 
     changed: list[str] = []

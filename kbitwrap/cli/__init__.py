@@ -1,9 +1,11 @@
 """The command line: ``kbitwrap COMMAND``.
 
-Each command is a function that Typer calls with what was typed; it returns the exit status. Whatever needs torch is
-imported in functions, after all that was typed has been looked at, so that neither help nor a usage error waits for it.
+Each command is a function that Typer calls with what was typed; it returns the exit
+status. Whatever needs torch is imported in functions, after all that was typed has been
+looked at, so that neither help nor a usage error waits for it.
 
-Exit status: 0 done, 1 the answer is no, 2 bad usage or bad input; of ``run``, the script's.
+Exit status: 0 done, 1 the answer is no, 2 bad usage or bad input; of ``run``, the
+script's.
 """
 
 from __future__ import annotations
@@ -39,7 +41,13 @@ def _print_version(is_asked: bool) -> None:
 
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+        bool,
+        typer.Option(
+            "--version",
+            help="Print the version and exit.",
+            callback=_print_version,
+            is_eager=True,
+        ),
     ] = False,
 ) -> None:
     """Reversible preparation of quantized models for training."""
@@ -52,15 +60,30 @@ def build_command() -> Any:
         The command that Typer makes of it.
     """
     names = {"help_option_names": ["-h", "--help"]}
-    app = typer.Typer(cls=Group, context_settings=names, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app = typer.Typer(
+        cls=Group,
+        context_settings=names,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+    )
     app.callback()(_options)
     for module in _COMMANDS:
         name = module.__name__.rpartition(".")[2]
         settings = {**names, **getattr(module, "SETTINGS", {})}
-        app.command(name, cls=Command, help=module.HELP, short_help=module.SUMMARY, context_settings=settings)(
-            module.command
-        )
-    app.command(convert.OLD_NAME, cls=Command, help=convert.HELP, hidden=True, context_settings=names)(convert.command)
+        app.command(
+            name,
+            cls=Command,
+            help=module.HELP,
+            short_help=module.SUMMARY,
+            context_settings=settings,
+        )(module.command)
+    app.command(
+        convert.OLD_NAME,
+        cls=Command,
+        help=convert.HELP,
+        hidden=True,
+        context_settings=names,
+    )(convert.command)
     return typer.main.get_command(app)
 
 
@@ -87,7 +110,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.main(arguments, prog_name=PROGRAM)
     try:
         if not arguments:
-            with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(typer.Exit):
+            with (
+                contextlib.redirect_stdout(sys.stderr),
+                contextlib.suppress(typer.Exit),
+            ):
                 command.make_context(PROGRAM, ["--help"])
             return EXIT_BAD_INPUT
         with command.make_context(PROGRAM, arguments) as context:
@@ -105,7 +131,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # What is left in the buffer has nowhere to go when Python flushes it at its exit.
+        # What is left in the buffer has nowhere to go when Python flushes it at its
+        # exit.
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE

@@ -1,6 +1,7 @@
 """The state of a base model, taken before anything is done to it and compared afterwards.
 
-It is taken with torch alone, not with kbitwrap, so that kbitwrap does not vouch for itself.
+It is taken with torch alone, not with kbitwrap, so that kbitwrap does not vouch for
+itself.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-_HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOK_DICTS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 _ATTRIBUTES = (
     "forward",
     "gradient_checkpointing",
@@ -38,7 +44,8 @@ class BaseState:
     """The contents of each module of a base model, by the module's name when the state was first taken.
 
     Attributes:
-        modules: The module objects. An adapter wraps them, and leaves them the same objects.
+        modules: The module objects. An adapter wraps them, and leaves them the same
+            objects.
         values: ``{aspect: {fqn: value}}``, the aspects being the keys of ``ASPECTS``.
         parameter_bytes: What the parameters held then, tied ones counted once.
     """
@@ -52,10 +59,12 @@ class BaseState:
         """Take the state of modules.
 
         Args:
-            modules: The modules by name; those of ``BaseState.modules`` to see what became of them.
+            modules: The modules by name; those of ``BaseState.modules`` to see what
+                became of them.
 
         Returns:
-            The state. It holds the parameters, not copies of them: of the bytes, only digests.
+            The state. It holds the parameters, not copies of them: of the bytes, only
+                digests.
         """
         values: dict[str, dict[str, Any]] = {aspect: {} for aspect in ASPECTS}
         for prefix, module in modules.items():
@@ -67,11 +76,17 @@ class BaseState:
                 values["requires_grad"][fqn] = parameter.requires_grad
                 values["parameters"][fqn] = _Same(parameter)
             own = vars(module)
-            hooks = itertools.chain.from_iterable((own[name] or {}).values() for name in _HOOK_DICTS)
+            hooks = itertools.chain.from_iterable(
+                (own[name] or {}).values() for name in _HOOK_DICTS
+            )
             values["hooks"][prefix] = [_describe(hook) for hook in hooks]
-            values["attributes"][prefix] = {name: _describe(own[name]) for name in _ATTRIBUTES if name in own}
+            values["attributes"][prefix] = {
+                name: _describe(own[name]) for name in _ATTRIBUTES if name in own
+            }
         parameters = {same.tensor for same in values["parameters"].values()}
-        return cls(dict(modules), values, sum(parameter.nbytes for parameter in parameters))
+        return cls(
+            dict(modules), values, sum(parameter.nbytes for parameter in parameters)
+        )
 
     def again(self) -> BaseState:
         """Take the state of the same module objects now."""
@@ -115,7 +130,9 @@ def _stored(module: nn.Module) -> dict[str, Any]:
     """The tensors that a module stores itself; of a leaf its ``state_dict``, which has all of a quantized layer."""
     stored: dict[str, Any] = dict(module.named_buffers(recurse=False))
     is_leaf = next(module.children(), None) is None
-    stored |= module.state_dict() if is_leaf else dict(module.named_parameters(recurse=False))
+    stored |= (
+        module.state_dict() if is_leaf else dict(module.named_parameters(recurse=False))
+    )
     return stored
 
 

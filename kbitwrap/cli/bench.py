@@ -28,23 +28,57 @@ from ..bench.settings import (
     Shape,
     default_cases,
 )
-from .console import EXIT_DONE, EXIT_NO, InputError, as_text, check_file, hanging, joined, progress, quiet_libraries
+from .console import (
+    EXIT_DONE,
+    EXIT_NO,
+    InputError,
+    as_text,
+    check_file,
+    hanging,
+    joined,
+    progress,
+    quiet_libraries,
+)
 from .plot import check_plot
 from .tables import table
-from .usage import TRAINED_QUANTS, Json, at_most_one, choice, device, integer, option, path, rate
+from .usage import (
+    TRAINED_QUANTS,
+    Json,
+    at_most_one,
+    choice,
+    device,
+    integer,
+    option,
+    path,
+    rate,
+)
 
-_SIZE_MULTIPLE = 256  # of the width: heads, feed-forward part and 4-bit blocks then divide it
+# of the width: heads, feed-forward part and 4-bit blocks then divide it
+_SIZE_MULTIPLE = 256
 _STEP_TOKENS = 128
 _IDENTITY_TOKENS = 32
 _EXPORT_LAYERS = 8
 _OF_STEPS = ("autocast", "reentrant", "modules_to_save")
 _LOSS_SIZE_MULTIPLE = 64  # of 4-bit blocks
-_NOT_OF_LOSS = ("vocab_size", "tied", "tokens", "compute_dtype", "predict", "reentrant", "modules_to_save")
+_NOT_OF_LOSS = (
+    "vocab_size",
+    "tied",
+    "tokens",
+    "compute_dtype",
+    "predict",
+    "reentrant",
+    "modules_to_save",
+)
 _OF_LOSS = ("steps", "pretraining_steps", "learning_rate", "quant")
 _HEADER_INDENT = 10  # of the lines before the tables: their first word stands alone
 _ALL_CASES = tuple(dict.fromkeys((*CASES, MERGED, *LOSS_CASES)))
 _SMALL = f"by default on {SMALL.num_layers} layers of width {SMALL.hidden_size}"
-_WHAT, _MODEL, _STEP, _LOSS = "What to measure (one of these)", "Model", "Training steps", "Losses"
+_WHAT, _MODEL, _STEP, _LOSS = (
+    "What to measure (one of these)",
+    "Model",
+    "Training steps",
+    "Losses",
+)
 
 SUMMARY = "Measure PEFT's preparation and each precision on the same model."
 HELP = """Measure PEFT's preparation and each precision on the same model.
@@ -58,8 +92,12 @@ compared. Needs no network. The default needs 6 GB of memory.
 Exit status: 0 done, 1 with --identity a number differs, 2 bad usage or bad input."""
 
 
-def _number(name: str, least: int, help: str, panel: str | None = None, metavar: str = "N") -> Any:
-    return typer.Option(name, metavar=metavar, parser=integer(least), help=help, rich_help_panel=panel)
+def _number(
+    name: str, least: int, help: str, panel: str | None = None, metavar: str = "N"
+) -> Any:
+    return typer.Option(
+        name, metavar=metavar, parser=integer(least), help=help, rich_help_panel=panel
+    )
 
 
 def _flag(name: str, help: str, panel: str) -> Any:
@@ -67,9 +105,16 @@ def _flag(name: str, help: str, panel: str) -> Any:
 
 
 def command(
-    step: Annotated[bool, _flag("--step", f"Take training steps too, {_SMALL}.", _WHAT)] = False,
+    step: Annotated[
+        bool, _flag("--step", f"Take training steps too, {_SMALL}.", _WHAT)
+    ] = False,
     predict: Annotated[
-        bool, _flag("--predict", "Predict each step's memory too, and count a real one's, with --step.", _STEP)
+        bool,
+        _flag(
+            "--predict",
+            "Predict each step's memory too, and count a real one's, with --step.",
+            _STEP,
+        ),
     ] = False,
     identity: Annotated[
         bool,
@@ -118,10 +163,17 @@ def command(
             f"{', '.join(LOSS_CASES)}. All that matter, if left out; with --identity, compute.",
         ),
     ] = None,
-    device: Annotated[str, typer.Option("--device", metavar="DEVICE", parser=device, help="Such as cuda.")] = "cpu",
-    repeats: Annotated[int, _number("--repeats", 1, "Runs of each timing; with --loss, seeds.")] = 3,
+    device: Annotated[
+        str,
+        typer.Option("--device", metavar="DEVICE", parser=device, help="Such as cuda."),
+    ] = "cpu",
+    repeats: Annotated[
+        int, _number("--repeats", 1, "Runs of each timing; with --loss, seeds.")
+    ] = 3,
     seed: Annotated[int, _number("--seed", 0, "Random seed.")] = 0,
-    layers: Annotated[int | None, _number("--layers", 1, "Decoder layers.", _MODEL)] = None,
+    layers: Annotated[
+        int | None, _number("--layers", 1, "Decoder layers.", _MODEL)
+    ] = None,
     hidden_size: Annotated[
         int | None,
         _number(
@@ -131,8 +183,12 @@ def command(
             _MODEL,
         ),
     ] = None,
-    vocab_size: Annotated[int | None, _number("--vocab-size", 1, "Tokens in the vocabulary.", _MODEL)] = None,
-    tied: Annotated[bool, _flag("--tied", "The head's weight is the embeddings'.", _MODEL)] = False,
+    vocab_size: Annotated[
+        int | None, _number("--vocab-size", 1, "Tokens in the vocabulary.", _MODEL)
+    ] = None,
+    tied: Annotated[
+        bool, _flag("--tied", "The head's weight is the embeddings'.", _MODEL)
+    ] = False,
     tokens: Annotated[
         list[int] | None,
         _number(
@@ -157,20 +213,36 @@ def command(
     autocast: Annotated[
         bool | None,
         _flag(
-            "--autocast/--no-autocast", "Under bfloat16 autocast; --loss has it, unless --no-autocast is given.", _STEP
+            "--autocast/--no-autocast",
+            "Under bfloat16 autocast; --loss has it, unless --no-autocast is given.",
+            _STEP,
         ),
     ] = None,
-    reentrant: Annotated[bool, _flag("--reentrant", "With reentrant checkpointing.", _STEP)] = False,
+    reentrant: Annotated[
+        bool, _flag("--reentrant", "With reentrant checkpointing.", _STEP)
+    ] = False,
     modules_to_save: Annotated[
-        bool, _flag("--modules-to-save", "Train a copy of the head beside the LoRA.", _STEP)
+        bool,
+        _flag("--modules-to-save", "Train a copy of the head beside the LoRA.", _STEP),
     ] = False,
     head_chunk_bytes: Annotated[
         int,
-        _number("--head-chunk-bytes", 1, f"Size of the head's pieces in the case {CHUNKED}.", _STEP, "BYTES"),
+        _number(
+            "--head-chunk-bytes",
+            1,
+            f"Size of the head's pieces in the case {CHUNKED}.",
+            _STEP,
+            "BYTES",
+        ),
     ] = 8 << 20,
     steps: Annotated[
         int | None,
-        _number("--steps", 1, f"Training steps of the LoRA; {LossSettings.steps}, if left out.", _LOSS),
+        _number(
+            "--steps",
+            1,
+            f"Training steps of the LoRA; {LossSettings.steps}, if left out.",
+            _LOSS,
+        ),
     ] = None,
     pretraining_steps: Annotated[
         int | None,
@@ -193,11 +265,21 @@ def command(
     ] = None,
     quant: Annotated[
         str | None,
-        choice("--quant", choices=TRAINED_QUANTS, help="Of the model; nf4, if left out.", rich_help_panel=_LOSS),
+        choice(
+            "--quant",
+            choices=TRAINED_QUANTS,
+            help="Of the model; nf4, if left out.",
+            rich_help_panel=_LOSS,
+        ),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", metavar="FILE", parser=path, help="Also write the output to this file."),
+        typer.Option(
+            "--output",
+            metavar="FILE",
+            parser=path,
+            help="Also write the output to this file.",
+        ),
     ] = None,
     plot: Annotated[
         Path | None,
@@ -209,7 +291,11 @@ def command(
         ),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the files of --output and --plot if they exist.")
+        bool,
+        typer.Option(
+            "--overwrite",
+            help="Replace the files of --output and --plot if they exist.",
+        ),
     ] = False,
     json_: Json = False,
 ) -> int:
@@ -221,10 +307,18 @@ def command(
         InputError: The options, the device or a file cannot be used, or a case failed.
     """
     given = SimpleNamespace(**locals())
-    at_most_one(step=step, identity=identity, export=export, loss=loss, **{"from": source})
+    at_most_one(
+        step=step, identity=identity, export=export, loss=loss, **{"from": source}
+    )
     if plot is not None:
         _check_plot(given)
-    settings = None if source is not None else _loss_settings(given) if loss else _settings(given)
+    settings = (
+        None
+        if source is not None
+        else _loss_settings(given)
+        if loss
+        else _settings(given)
+    )
     if output is not None:
         check_file(output, "--output", overwrite=overwrite, source=source)
     result = _read(source) if source is not None else _measure(given, settings)
@@ -237,14 +331,22 @@ def command(
             _plot(result, plot)
         from ..bench.runner import is_identical
 
-        return EXIT_NO if "combinations" in result and not is_identical(result) else EXIT_DONE
+        return (
+            EXIT_NO
+            if "combinations" in result and not is_identical(result)
+            else EXIT_DONE
+        )
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         if source is None:
             raise
-        raise InputError(f"--from: {str(source)!r} is not what --json prints: {error!r}") from error
+        raise InputError(
+            f"--from: {str(source)!r} is not what --json prints: {error!r}"
+        ) from error
 
 
-def _measure(given: SimpleNamespace, settings: Settings | LossSettings | None) -> dict[str, Any]:
+def _measure(
+    given: SimpleNamespace, settings: Settings | LossSettings | None
+) -> dict[str, Any]:
     for name in ("bitsandbytes", "peft", "transformers"):
         if importlib.util.find_spec(name) is None:
             raise InputError(f"the benchmark needs {name}, which is not installed")
@@ -268,7 +370,9 @@ def _measure(given: SimpleNamespace, settings: Settings | LossSettings | None) -
             assert settings is not None
             if given.identity:
                 return runner.run_identity(settings, given.case or ("compute",), say)
-            return runner.run_benchmark(settings, given.case or default_cases(settings), say)
+            return runner.run_benchmark(
+                settings, given.case or default_cases(settings), say
+            )
         except BenchError as error:
             raise InputError(str(error)) from error
 
@@ -277,16 +381,24 @@ def _settings(given: SimpleNamespace) -> Settings:
     for name in _OF_LOSS:
         if getattr(given, name) is not None:
             raise InputError(f"{option(name)} applies to losses only: add --loss")
-    asked = {name: getattr(given, name) for name in _OF_STEPS} | {"autocast": given.autocast is not None}
+    asked = {name: getattr(given, name) for name in _OF_STEPS} | {
+        "autocast": given.autocast is not None
+    }
     for name in (name for name, is_asked in asked.items() if is_asked):
         if given.identity:
-            raise InputError(f"--identity measures with and without {option(name)}: leave {option(name)} out")
+            raise InputError(
+                f"--identity measures with and without {option(name)}: leave {option(name)} out"
+            )
         if not given.step and name != "reentrant":
-            raise InputError(f"{option(name)} applies to training steps only: add --step")
+            raise InputError(
+                f"{option(name)} applies to training steps only: add --step"
+            )
     if given.predict and not given.step:
         raise InputError("--predict applies to training steps only: add --step")
     if given.tied and given.identity:
-        raise InputError("--identity measures with and without --tied: leave --tied out")
+        raise InputError(
+            "--identity measures with and without --tied: leave --tied out"
+        )
     if given.export and not {*(given.case or ())} <= {*EXPORTED}:
         raise InputError(f"--export: expected a --case among {', '.join(EXPORTED)}")
     if MERGED in (given.case or ()) and not given.export:
@@ -303,7 +415,8 @@ def _settings(given: SimpleNamespace) -> Settings:
         predict=given.predict,
         export=given.export,
         tokens=tuple(dict.fromkeys(given.tokens or [default_tokens])),
-        compute_dtype=given.compute_dtype or ("float32" if given.device == "cpu" else "bfloat16"),
+        compute_dtype=given.compute_dtype
+        or ("float32" if given.device == "cpu" else "bfloat16"),
         autocast=bool(given.autocast),
         reentrant=given.reentrant,
         modules_to_save=given.modules_to_save,
@@ -314,20 +427,28 @@ def _settings(given: SimpleNamespace) -> Settings:
 def _loss_settings(given: SimpleNamespace) -> LossSettings:
     for name in _NOT_OF_LOSS:
         if getattr(given, name):
-            raise InputError(f"--loss has a model and steps of its own: leave {option(name)} out")
+            raise InputError(
+                f"--loss has a model and steps of its own: leave {option(name)} out"
+            )
     if not {*(given.case or ())} <= {*LOSS_CASES}:
         raise InputError(f"--loss: expected a --case among {', '.join(LOSS_CASES)}")
     if (given.hidden_size or 0) % _LOSS_SIZE_MULTIPLE:
-        raise InputError(f"--hidden-size: expected a multiple of {_LOSS_SIZE_MULTIPLE}, found {given.hidden_size}")
+        raise InputError(
+            f"--hidden-size: expected a multiple of {_LOSS_SIZE_MULTIPLE}, found {given.hidden_size}"
+        )
     sizes = {"hidden_size": given.hidden_size, "num_layers": given.layers}
     sizes |= {name: getattr(given, name) for name in (*_OF_LOSS, "autocast")}
     sizes = {name: value for name, value in sizes.items() if value is not None}
-    return LossSettings(device=given.device, repeats=given.repeats, seed=given.seed, **sizes)
+    return LossSettings(
+        device=given.device, repeats=given.repeats, seed=given.seed, **sizes
+    )
 
 
 def _shape(given: SimpleNamespace) -> Shape:
     if given.hidden_size is not None and given.hidden_size % _SIZE_MULTIPLE:
-        raise InputError(f"--hidden-size: expected a multiple of {_SIZE_MULTIPLE}, found {given.hidden_size}")
+        raise InputError(
+            f"--hidden-size: expected a multiple of {_SIZE_MULTIPLE}, found {given.hidden_size}"
+        )
     shape = (SMALL if given.step or given.identity else MISTRAL_7B).resized(
         hidden_size=given.hidden_size,
         num_layers=given.layers or (_EXPORT_LAYERS if given.export else None),
@@ -352,8 +473,13 @@ def _as_text(result: dict[str, Any]) -> str:
             tables.append(report.prediction_rows(result))
     else:
         tables = [report.identity_rows(result)]
-    lines = joined(hanging(line, _HEADER_INDENT) for line in header(result).splitlines())
-    return as_text(lines, *(table(rows, keys=1 + (rows[0][0] == "tokens")) for rows in tables if rows))
+    lines = joined(
+        hanging(line, _HEADER_INDENT) for line in header(result).splitlines()
+    )
+    return as_text(
+        lines,
+        *(table(rows, keys=1 + (rows[0][0] == "tokens")) for rows in tables if rows),
+    )
 
 
 def _check_plot(given: SimpleNamespace) -> None:
@@ -378,10 +504,16 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"--from: cannot read {str(path)!r}: {error.strerror}") from error
+        raise InputError(
+            f"--from: cannot read {str(path)!r}: {error.strerror}"
+        ) from error
     except ValueError as error:
         raise InputError(f"--from: {str(path)!r} is not JSON: {error}") from error
-    if not isinstance(result, dict) or not result.keys() & {"cases", "combinations", "losses"}:
+    if not isinstance(result, dict) or not result.keys() & {
+        "cases",
+        "combinations",
+        "losses",
+    }:
         raise InputError(f"--from: {str(path)!r} is not what --json prints")
     return result
 

@@ -71,7 +71,8 @@ def show(*parts: str | Text) -> None:
     Args:
         *parts: Strings, as they are and not as markup, and texts of Rich.
     """
-    print(_captured(_console(), parts), end="")  # not by Rich, which has a status of its own for a closed pipe
+    # not by Rich, which has a status of its own for a closed pipe
+    print(_captured(_console(), parts), end="")
 
 
 def as_text(*parts: str | Text) -> str:
@@ -144,7 +145,10 @@ def warned(warnings_by_name: Mapping[str, Sequence[str]]) -> list[Text]:
     for name, found in warnings_by_name.items():
         for warning in dict.fromkeys(found):
             names.setdefault(warning, []).append(name)
-    return [hanging(f"warning ({', '.join(named)}): {warning}", 2) for warning, named in names.items()]
+    return [
+        hanging(f"warning ({', '.join(named)}): {warning}", 2)
+        for warning, named in names.items()
+    ]
 
 
 def printable(text: str) -> str:
@@ -235,7 +239,10 @@ class Doing:
         """
         self._num_bytes += num_bytes
         if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, description=f"{self._what}: {self._num_bytes / 2**20:,.0f} MiB written")
+            self._progress.update(
+                self._task,
+                description=f"{self._what}: {self._num_bytes / 2**20:,.0f} MiB written",
+            )
 
 
 @contextlib.contextmanager
@@ -252,9 +259,15 @@ def progress(what: str) -> Iterator[Doing]:
     if not (sys.stderr.isatty() and console.is_interactive):
         yield Doing(None, what)
         return
-    words = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
+    words = TextColumn(
+        "{task.description}",
+        markup=False,
+        table_column=Column(no_wrap=True, overflow="ellipsis"),
+    )
     columns = (SpinnerColumn(), words, TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, redirect_stdout=False) as bar:
+    with Progress(
+        *columns, console=console, transient=True, redirect_stdout=False
+    ) as bar:
         yield Doing(bar, what)
 
 
@@ -269,18 +282,32 @@ def quiet_libraries() -> Iterator[None]:
     level = bitsandbytes_logger.level
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    # One line a layer: on int8 layers, that bfloat16 inputs are cast to float16. There is no other way for them.
+    # One line a layer: on int8 layers, that bfloat16 inputs are cast to float16. There
+    # is no other way for them.
     bitsandbytes_logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
-            # PEFT calls it by the name that transformers deprecates; neither is the user's code.
-            warnings.filterwarnings("ignore", r"`is_gradient_checkpointing` is deprecated", FutureWarning)
-            # A model that is quantized already keeps its own quantization, which is what is shown.
-            warnings.filterwarnings("ignore", r"You passed `quantization_config` or equivalent parameters", UserWarning)
-            # True of every merge into a quantized layer, and what the command is there to show.
-            warnings.filterwarnings("ignore", r"Merge lora module to [48]-bit linear", UserWarning)
+            # PEFT calls it by the name that transformers deprecates; neither is the
+            # user's code.
+            warnings.filterwarnings(
+                "ignore", r"`is_gradient_checkpointing` is deprecated", FutureWarning
+            )
+            # A model that is quantized already keeps its own quantization, which is
+            # what is shown.
+            warnings.filterwarnings(
+                "ignore",
+                r"You passed `quantization_config` or equivalent parameters",
+                UserWarning,
+            )
+            # True of every merge into a quantized layer, and what the command is there
+            # to show.
+            warnings.filterwarnings(
+                "ignore", r"Merge lora module to [48]-bit linear", UserWarning
+            )
             # Older bitsandbytes say through `warnings` what newer ones log.
-            warnings.filterwarnings("ignore", r"MatMul8bitLt: inputs will be cast", UserWarning)
+            warnings.filterwarnings(
+                "ignore", r"MatMul8bitLt: inputs will be cast", UserWarning
+            )
             yield
     finally:
         transformers_logging.set_verbosity(verbosity)
@@ -301,7 +328,8 @@ def first_line(error: BaseException) -> str:
         error: The exception.
 
     Returns:
-        The line, with those after it that it announces by a colon, or the exception's class name where there is no
+        The line, with those after it that it announces by a colon, or the exception's
+            class name where there is no
         message.
     """
     said = ""
@@ -323,12 +351,18 @@ def check_folder(path: Path, *, overwrite: bool) -> None:
         InputError: Something is there.
     """
     if os.path.lexists(path) and not path.is_dir():
-        raise InputError(f"--out: expected a folder or nothing at {str(path)!r}, found a file; nothing was written")
+        raise InputError(
+            f"--out: expected a folder or nothing at {str(path)!r}, found a file; nothing was written"
+        )
     if not overwrite and path.is_dir() and any(path.iterdir()):
-        raise InputError(f"--out: {str(path)!r} exists and is not empty; choose another folder, or add --overwrite")
+        raise InputError(
+            f"--out: {str(path)!r} exists and is not empty; choose another folder, or add --overwrite"
+        )
 
 
-def check_file(path: Path, option: str, *, overwrite: bool, source: str | Path | None) -> None:
+def check_file(
+    path: Path, option: str, *, overwrite: bool, source: str | Path | None
+) -> None:
     """Refuse a file that cannot be written, before anything is computed for it.
 
     Args:
@@ -338,17 +372,28 @@ def check_file(path: Path, option: str, *, overwrite: bool, source: str | Path |
         source: The path of what is read for it, if it has one.
 
     Raises:
-        InputError: Something is there, it is or lies in the source, or there is no folder to write to.
+        InputError: Something is there, it is or lies in the source, or there is no
+            folder to write to.
     """
     if path.is_dir():
         raise InputError(f"{option}: expected a file, found the folder {str(path)!r}")
     if path.exists() and not overwrite:
-        raise InputError(f"{option}: {str(path)!r} exists; choose another name, or add --overwrite")
+        raise InputError(
+            f"{option}: {str(path)!r} exists; choose another name, or add --overwrite"
+        )
     folder = path.absolute().parent
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         why = "cannot be written to" if folder.is_dir() else "is not there"
-        raise InputError(f"{option}: cannot write {str(path)!r}: the folder {str(folder)!r} {why}")
+        raise InputError(
+            f"{option}: cannot write {str(path)!r}: the folder {str(folder)!r} {why}"
+        )
     real = Path(os.path.realpath(path))
     around = [outer for outer in (real, *real.parents) if outer.exists()]
-    if source is not None and os.path.exists(source) and any(os.path.samefile(outer, source) for outer in around):
-        raise InputError(f"{option}: {str(path)!r} is or lies in {str(source)!r}, which is read; choose another name")
+    if (
+        source is not None
+        and os.path.exists(source)
+        and any(os.path.samefile(outer, source) for outer in around)
+    ):
+        raise InputError(
+            f"{option}: {str(path)!r} is or lies in {str(source)!r}, which is read; choose another name"
+        )

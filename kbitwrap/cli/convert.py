@@ -9,7 +9,14 @@ from typing import Annotated
 
 import typer
 
-from .. import ConfigError, ExportError, ExportReport, ManifestError, ManifestMismatchError, UnsupportedModelError
+from .. import (
+    ConfigError,
+    ExportError,
+    ExportReport,
+    ManifestError,
+    ManifestMismatchError,
+    UnsupportedModelError,
+)
 from .console import (
     EXIT_DONE,
     EXIT_NO,
@@ -22,10 +29,21 @@ from .console import (
     say,
     show,
 )
-from .usage import HALF_DTYPES, Json, Out, Overwrite, at_most_one, choice, file_size, path
+from .usage import (
+    HALF_DTYPES,
+    Json,
+    Out,
+    Overwrite,
+    at_most_one,
+    choice,
+    file_size,
+    path,
+)
 
 OLD_NAME = "export"
-SUMMARY = "Rewrite a checkpoint that was saved while prepared, with its original dtypes."
+SUMMARY = (
+    "Rewrite a checkpoint that was saved while prepared, with its original dtypes."
+)
 HELP = """Rewrite a checkpoint that was saved while prepared, with its original dtypes.
 
 A checkpoint that was saved while prepared is float32 where the model was half; 'kbitwrap inspect' says whether one is.
@@ -51,7 +69,12 @@ def command(
     overwrite: Overwrite = False,
     manifest: Annotated[
         Path | None,
-        typer.Option("--manifest", metavar="FILE", parser=path, help="Take the original dtypes from this manifest."),
+        typer.Option(
+            "--manifest",
+            metavar="FILE",
+            parser=path,
+            help="Take the original dtypes from this manifest.",
+        ),
     ] = None,
     like: Annotated[
         Path | None,
@@ -108,7 +131,9 @@ def command(
     return write(convert, f"converting {source}", as_json=json_)
 
 
-def write(call: Callable[[Callable[[int], None]], ExportReport], doing: str, *, as_json: bool) -> int:
+def write(
+    call: Callable[[Callable[[int], None]], ExportReport], doing: str, *, as_json: bool
+) -> int:
     """Write a checkpoint, and print what was written.
 
     Args:
@@ -120,7 +145,8 @@ def write(call: Callable[[Callable[[int], None]], ExportReport], doing: str, *, 
         0 if it was written, 1 if what was read is not what the manifest records.
 
     Raises:
-        InputError: There is nothing usable to read, or the destination cannot be written.
+        InputError: There is nothing usable to read, or the destination cannot be
+            written.
     """
     try:
         with progress(doing) as line, quiet_libraries():
@@ -128,7 +154,11 @@ def write(call: Callable[[Callable[[int], None]], ExportReport], doing: str, *, 
     except ManifestMismatchError as error:
         say(first_line(error))
         if as_json:
-            result = {"matches": False, "unexpected": error.unexpected, "different": error.different}
+            result = {
+                "matches": False,
+                "unexpected": error.unexpected,
+                "different": error.different,
+            }
             print(json.dumps(result, indent=2, default=str))
         return EXIT_NO
     except (ConfigError, ExportError, ManifestError, UnsupportedModelError) as error:

@@ -11,10 +11,27 @@ import typer
 from rich.text import Text
 
 from .. import Precision, PrepareConfig
-from .console import EXIT_DONE, EXIT_NO, InputError, hanging, joined, progress, quiet_libraries, show
+from .console import (
+    EXIT_DONE,
+    EXIT_NO,
+    InputError,
+    hanging,
+    joined,
+    progress,
+    quiet_libraries,
+    show,
+)
 from .hub import models
 from .tables import table
-from .usage import PRECISIONS, TRAINED_QUANTS, Json, TrustRemoteCode, choice, device, integer
+from .usage import (
+    PRECISIONS,
+    TRAINED_QUANTS,
+    Json,
+    TrustRemoteCode,
+    choice,
+    device,
+    integer,
+)
 
 _MAX_SEED = 2**63 - 1
 _TITLES = {
@@ -40,20 +57,40 @@ def command(
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", metavar="MODEL", help="A causal language model to use in place of the small built-in one."
+            "--model",
+            metavar="MODEL",
+            help="A causal language model to use in place of the small built-in one.",
         ),
     ] = None,
-    quant: Annotated[str, choice("--quant", choices=TRAINED_QUANTS, help="Quantization.")] = "nf4",
+    quant: Annotated[
+        str, choice("--quant", choices=TRAINED_QUANTS, help="Quantization.")
+    ] = "nf4",
     precision: Annotated[
         str, choice("--precision", choices=PRECISIONS, help="Where float32 is used.")
     ] = PrepareConfig().precision.value,
     device: Annotated[
         str | None,
-        typer.Option("--device", metavar="DEVICE", parser=device, help="Such as cpu or cuda:1; cuda, if there is one."),
+        typer.Option(
+            "--device",
+            metavar="DEVICE",
+            parser=device,
+            help="Such as cpu or cuda:1; cuda, if there is one.",
+        ),
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", metavar="N", parser=integer(1), help="Training steps.")] = 30,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", parser=integer(0, _MAX_SEED), help="Random seed.")] = 0,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Print the plan, the text and every check.")] = False,
+    steps: Annotated[
+        int,
+        typer.Option("--steps", metavar="N", parser=integer(1), help="Training steps."),
+    ] = 30,
+    seed: Annotated[
+        int,
+        typer.Option(
+            "--seed", metavar="N", parser=integer(0, _MAX_SEED), help="Random seed."
+        ),
+    ] = 0,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", help="Print the plan, the text and every check."),
+    ] = False,
     trust_remote_code: TrustRemoteCode = False,
     json_: Json = False,
 ) -> int:
@@ -63,7 +100,11 @@ def command(
         InputError: The model or the device cannot be used.
     """
     _expect_installed()
-    with models(model, trust_remote_code=trust_remote_code), progress("importing torch") as doing, quiet_libraries():
+    with (
+        models(model, trust_remote_code=trust_remote_code),
+        progress("importing torch") as doing,
+        quiet_libraries(),
+    ):
         from .demo_run import Demo
 
         def say(*parts: str) -> None:
@@ -119,7 +160,10 @@ def _sides(result: dict[str, Any]) -> list[list[str]]:
         return [side[key] for side in sides.values()]
 
     def distances(what: str) -> list[Any]:
-        return [None if name == peft else side["difference_from_peft"][what] for name, side in sides.items()]
+        return [
+            None if name == peft else side["difference_from_peft"][what]
+            for name, side in sides.items()
+        ]
 
     milliseconds = [1000 * seconds for seconds in figures("seconds")]
     left = [", ".join(map(str, counts.values())) for counts in figures("left")]
@@ -147,7 +191,9 @@ def _checks(checks: list[dict[str, Any]]) -> Text:
 def _groups(result: dict[str, Any]) -> Iterator[Text]:
     """A line for each group of checks, and one for each check that failed."""
     loss = result["loss"]
-    fall = f"held-out loss {loss['held_out_before']:.2f} -> {loss['held_out_after']:.2f}"
+    fall = (
+        f"held-out loss {loss['held_out_before']:.2f} -> {loss['held_out_after']:.2f}"
+    )
     for group, title in _TITLES.items():
         checks = [check for check in result["checks"] if check["group"] == group]
         failed = [check for check in checks if not check["passed"]]

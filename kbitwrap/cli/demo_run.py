@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import (
+    LoraConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -37,7 +43,15 @@ from .demo_sides import (
     prepare_by_peft,
     relative_error,
 )
-from .loading import LoadedModel, choose_device, few_threads, fork_devices, load_builtin, load_named, rng
+from .loading import (
+    LoadedModel,
+    choose_device,
+    few_threads,
+    fork_devices,
+    load_builtin,
+    load_named,
+    rng,
+)
 from .losses import batch, block_losses, evaluate, logits
 from .text import Blocks, read_blocks
 
@@ -47,8 +61,9 @@ _NUM_PROMPT = 32
 _NUM_GENERATED = 64
 _RANK = 32
 
-# The held-out loss has to fall by a hundredth of itself at least, and by three standard errors of its mean fall over
-# the blocks, so that neither noise nor a training that does nothing passes.
+# The held-out loss has to fall by a hundredth of itself at least, and by three standard
+# errors of its mean fall over the blocks, so that neither noise nor a training that
+# does nothing passes.
 _LEAST_RELATIVE_FALL = 0.01
 _LEAST_STANDARD_ERRORS = 3.0
 
@@ -71,7 +86,8 @@ class Demo:
         sides: What each way to prepare costs, computes and leaves.
         seconds: How long each part took.
         measured: Further figures, ready for JSON.
-        loaded: What belongs to the model: its name, its tokens and how it is trained. Each side has a model of its own.
+        loaded: What belongs to the model: its name, its tokens and how it is trained.
+            Each side has a model of its own.
         blocks: The text, on the device.
         subject: What the sides are measured on.
         base: The state of the model that is trained, as loaded.
@@ -105,10 +121,18 @@ class Demo:
             InputError: The model or the device cannot be used.
         """
         device = choose_device(self.device)
-        with few_threads(self.model is None), torch.random.fork_rng(fork_devices(device), device_type=rng(device)):
+        with (
+            few_threads(self.model is None),
+            torch.random.fork_rng(fork_devices(device), device_type=rng(device)),
+        ):
             with self._timed("load"):
                 loaded = self._load(device)
-            blocks = read_blocks(loaded.tokens, length=_LENGTH, num_held_out=_NUM_HELD_OUT, seed=self.seed)
+            blocks = read_blocks(
+                loaded.tokens,
+                length=_LENGTH,
+                num_held_out=_NUM_HELD_OUT,
+                seed=self.seed,
+            )
             self.blocks = Blocks(blocks.training.to(device), blocks.held_out.to(device))
             self.loaded = dataclasses.replace(loaded, model=nn.Identity())
             del loaded
@@ -128,8 +152,13 @@ class Demo:
             "steps": self.steps,
             "seed": self.seed,
             "checks": [check.to_dict() for check in self.checks],
-            "sides": {name: side.to_dict(self.sides[PEFT]) for name, side in self.sides.items()},
-            "seconds": {name: round(seconds, 3) for name, seconds in self.seconds.items()},
+            "sides": {
+                name: side.to_dict(self.sides[PEFT])
+                for name, side in self.sides.items()
+            },
+            "seconds": {
+                name: round(seconds, 3) for name, seconds in self.seconds.items()
+            },
             **self.measured,
         }
 
@@ -144,7 +173,9 @@ class Demo:
             peft = self.sides[PEFT] = measure_peft(self.subject)
         for precision in dict.fromkeys((Precision.COMPUTE, self.precision)):
             with self._timed(precision.value), self._refusing():
-                side = self.sides[precision.value] = measure_ours(precision, self.subject)
+                side = self.sides[precision.value] = measure_ours(
+                    precision, self.subject
+                )
             if precision.upcasts_all:
                 self._check_numbers(side, peft)
 
@@ -153,7 +184,9 @@ class Demo:
             self.base = BaseState.of(dict(model.named_modules()))
         digest = self.base.digest()
         is_same = {side.digest for side in self.sides.values()} == {digest}
-        self._check("numbers", "all began with the same bits", f"digest {digest[:16]}", is_same)
+        self._check(
+            "numbers", "all began with the same bits", f"digest {digest[:16]}", is_same
+        )
         with self._refusing():
             prepared = KbitPreparedModel(model, precision=self.precision)
         self.show(f"{self.loaded.name}, {self.quant}: the plan\n{prepared.plan}")
@@ -169,7 +202,12 @@ class Demo:
                 self._train(peft_model)
             differences = prepared.verify().differences
             found = f"{len(differences)} differences found by verify()"
-            self._check("training", "training changed nothing of the base", found, not differences)
+            self._check(
+                "training",
+                "training changed nothing of the base",
+                found,
+                not differences,
+            )
             with self._timed("suspend"):
                 self._suspend(prepared, peft_model)
             trained = _adapter_state(peft_model)
@@ -197,14 +235,26 @@ class Demo:
             yield
         except (ConfigError, MemoryBudgetError, UnsupportedModelError) as error:
             name = self.model or "the built-in model"
-            raise InputError(f"{name} cannot be prepared: {first_line(error)}") from error
+            raise InputError(
+                f"{name} cannot be prepared: {first_line(error)}"
+            ) from error
 
     def _check_numbers(self, side: Side, peft: Side) -> None:
-        distances = {"loss": side.loss_difference(peft), "gradients": side.gradient_difference(peft)}
+        distances = {
+            "loss": side.loss_difference(peft),
+            "gradients": side.gradient_difference(peft),
+        }
         for what, distance in distances.items():
-            self._check("numbers", f'"{side.name}": PEFT\'s {what}', f"difference {distance:g}", distance == 0)
+            self._check(
+                "numbers",
+                f'"{side.name}": PEFT\'s {what}',
+                f"difference {distance:g}",
+                distance == 0,
+            )
 
-    def _with_trained(self, model: nn.Module, trained: dict[str, torch.Tensor]) -> PeftModel:
+    def _with_trained(
+        self, model: nn.Module, trained: dict[str, torch.Tensor]
+    ) -> PeftModel:
         peft_model = self._add_adapter(model, self.loaded.modules_to_save)
         set_peft_model_state_dict(peft_model, trained)
         return peft_model.eval()
@@ -217,29 +267,45 @@ class Demo:
             exact = in_float32(self.subject.load())
             return logits(self._with_trained(exact, trained), self.blocks)
 
-    def _export(self, prepared: KbitPreparedModel, model: PeftModel, side: Side, expected: torch.Tensor | None) -> None:
+    def _export(
+        self,
+        prepared: KbitPreparedModel,
+        model: PeftModel,
+        side: Side,
+        expected: torch.Tensor | None,
+    ) -> None:
         if expected is None:
             return
         with tempfile.TemporaryDirectory(prefix="kbitwrap-demo-") as folder:
             path = f"{folder}/merged"
             report = prepared.export(path, merge_adapters=True, model=model)
             device_map = {"": expected.device}
-            exported = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, device_map=device_map)
+            exported = AutoModelForCausalLM.from_pretrained(
+                path, dtype=torch.float32, device_map=device_map
+            )
         side.exported_bytes = report.num_bytes
         side.exported_error = relative_error(logits(exported, self.blocks), expected)
 
-    def _measure_merged(self, side: Side, merged: nn.Module, expected: torch.Tensor | None) -> None:
+    def _measure_merged(
+        self, side: Side, merged: nn.Module, expected: torch.Tensor | None
+    ) -> None:
         side.merged_bytes = stored_bytes(merged)
         if expected is not None:
-            side.merged_error = relative_error(logits(in_float32(merged), self.blocks), expected)
+            side.merged_error = relative_error(
+                logits(in_float32(merged), self.blocks), expected
+            )
 
     def _check_bytes(self, prepared: KbitPreparedModel) -> None:
         added = self.base.again().parameter_bytes - self.base.parameter_bytes
         planned = prepared.plan.added_bytes
         found = f"{added:,} added, {planned:,} planned"
-        self._check("plan", "the bytes added are those planned", found, added == planned)
+        self._check(
+            "plan", "the bytes added are those planned", found, added == planned
+        )
 
-    def _add_adapter(self, model: nn.Module, modules_to_save: list[str] | None) -> PeftModel:
+    def _add_adapter(
+        self, model: nn.Module, modules_to_save: list[str] | None
+    ) -> PeftModel:
         torch.manual_seed(self.seed)
         config = LoraConfig(
             r=_RANK,
@@ -251,12 +317,16 @@ class Demo:
         try:
             peft_model = get_peft_model(model, config)
         except ValueError as error:
-            raise InputError(f"PEFT cannot put a LoRA on {self.loaded.name}: {first_line(error)}") from error
+            raise InputError(
+                f"PEFT cannot put a LoRA on {self.loaded.name}: {first_line(error)}"
+            ) from error
         assert isinstance(peft_model, PeftModel)
         return peft_model
 
     def _train(self, model: PeftModel) -> None:
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        parameters = [
+            parameter for parameter in model.parameters() if parameter.requires_grad
+        ]
         optimizer = torch.optim.AdamW(parameters, lr=self.loaded.learning_rate)
         before = evaluate(model, self.blocks.held_out)
         model.train()
@@ -272,7 +342,9 @@ class Demo:
         after = evaluate(model, self.blocks.held_out)
         self._check_fall(before, after)
         self.measured["loss"]["training"] = losses
-        self.measured["loss"]["trained_parameters"] = sum(parameter.numel() for parameter in parameters)
+        self.measured["loss"]["trained_parameters"] = sum(
+            parameter.numel() for parameter in parameters
+        )
 
     def _check_fall(self, before: torch.Tensor, after: torch.Tensor) -> None:
         """Check that training helped: the losses of the held-out blocks, before and after it."""
@@ -332,7 +404,9 @@ class Demo:
         prompt_text = tokens.decode(prompt[0].tolist())
         text = tokens.decode(output[0, _NUM_PROMPT:].tolist())
         self.measured["generation"] = {"prompt": prompt_text, "text": text}
-        self.show(f"generated while suspended\n  prompt: {prompt_text!r}\n  text:   {text!r}")
+        self.show(
+            f"generated while suspended\n  prompt: {prompt_text!r}\n  text:   {text!r}"
+        )
 
     def _restore(self, prepared: KbitPreparedModel) -> RestoreReport | RestoreError:
         try:
@@ -347,18 +421,31 @@ class Demo:
         else:
             self.measured["restore_report"] = report.to_dict()
             copies = sorted({*report.trained, *report.replaced})
-            beside = f"; beside the base: PEFT's trained copy of {', '.join(copies)}" if copies else ""
+            beside = (
+                f"; beside the base: PEFT's trained copy of {', '.join(copies)}"
+                if copies
+                else ""
+            )
             self._check("restore", what, f"0 failures{beside}", True)
         self._check_as_loaded("restored")
         for side in self.sides.values():
             if side.name != PEFT:
-                left = ", ".join(f"{number} {what}" for what, number in side.left.items())
+                left = ", ".join(
+                    f"{number} {what}" for what, number in side.left.items()
+                )
                 is_clean = not any(side.left.values())
-                self._check("restore", f'"{side.name}", unloaded: nothing left', f"{left} differ", is_clean)
+                self._check(
+                    "restore",
+                    f'"{side.name}", unloaded: nothing left',
+                    f"{left} differ",
+                    is_clean,
+                )
 
     def _check_as_loaded(self, when: str) -> None:
         now = self.base.again()
-        digests = self.measured.setdefault("base_digest", {"loaded": self.base.digest()})
+        digests = self.measured.setdefault(
+            "base_digest", {"loaded": self.base.digest()}
+        )
         digests[when] = now.digest()
         group = {"suspended": "suspension", "restored": "restore"}[when]
         for aspect, what in ASPECTS.items():
@@ -368,11 +455,17 @@ class Demo:
         now = BaseState.of(dict(merged.named_modules()))
         before = self.base.values["dtypes"]
         dtypes = now.values["dtypes"]
-        left = [fqn for fqn, dtype in dtypes.items() if dtype == "float32" and before.get(fqn) != "float32"]
+        left = [
+            fqn
+            for fqn, dtype in dtypes.items()
+            if dtype == "float32" and before.get(fqn) != "float32"
+        ]
         measured = _named(left, len(dtypes), "in float32")
         self._check("merge", "merged: no float32 left behind", measured, not left)
         for aspect in ("dtypes", "hooks", "attributes"):
-            self._check_same("merge", f"merged: {ASPECTS[aspect]} as loaded", now, aspect)
+            self._check_same(
+                "merge", f"merged: {ASPECTS[aspect]} as loaded", now, aspect
+            )
 
     def _check_same(self, group: str, name: str, now: BaseState, aspect: str) -> None:
         differences = self.base.differences(now, aspect)

@@ -18,7 +18,11 @@ from ..bench.memory import MemoryMeter, Timings
 from .base_state import BaseState
 
 PEFT = "peft"
-_LEFT = {"dtypes": ("dtypes",), "hooks": ("hooks",), "flags": ("requires_grad", "attributes")}
+_LEFT = {
+    "dtypes": ("dtypes",),
+    "hooks": ("hooks",),
+    "flags": ("requires_grad", "attributes"),
+}
 
 
 @dataclass
@@ -33,10 +37,13 @@ class Side:
         seconds: The time that preparing took.
         loss: Of the first step.
         gradients: Of the first step, by name.
-        left: What differs once it is undone, or, with PEFT, once the adapter is unloaded: parameters of another dtype,
-            modules with other hooks, parameters and modules with other flags.
-        merged_bytes: The bytes of the model after ``merge_and_unload``; ``None`` where it was not merged.
-        merged_error: The error of its logits, relative to those computed in float32; ``None`` where not measured.
+        left: What differs once it is undone, or, with PEFT, once the adapter is
+            unloaded: parameters of another dtype, modules with other hooks, parameters
+            and modules with other flags.
+        merged_bytes: The bytes of the model after ``merge_and_unload``; ``None`` where
+            it was not merged.
+        merged_error: The error of its logits, relative to those computed in float32;
+            ``None`` where not measured.
         exported_bytes: The bytes of the merged model that ``export`` wrote.
         exported_error: The error of its logits.
     """
@@ -62,7 +69,9 @@ class Side:
         """The largest distance of its gradients from another's, relative to the other's largest; 0 is bit for bit."""
         if self.gradients.keys() != other.gradients.keys():
             return float("inf")
-        largest = max(gradient.abs().max().item() for gradient in other.gradients.values())
+        largest = max(
+            gradient.abs().max().item() for gradient in other.gradients.values()
+        )
         distance = 0.0
         for name, gradient in other.gradients.items():
             difference = gradient.double() - self.gradients[name].double()
@@ -71,8 +80,15 @@ class Side:
 
     def to_dict(self, peft: Side) -> dict[str, Any]:
         """The figures as plain values, ready for JSON, with the distances from PEFT's."""
-        shown = {name: value for name, value in vars(self).items() if name not in ("name", "gradients")}
-        distances = {"loss": self.loss_difference(peft), "gradients": self.gradient_difference(peft)}
+        shown = {
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("name", "gradients")
+        }
+        distances = {
+            "loss": self.loss_difference(peft),
+            "gradients": self.gradient_difference(peft),
+        }
         return {**shown, "difference_from_peft": distances}
 
 
@@ -117,7 +133,11 @@ def measure_ours(precision: Precision, subject: Subject) -> Side:
     Returns:
         What was measured.
     """
-    return _measure(precision.value, subject, lambda model: KbitPreparedModel(model, precision=precision))
+    return _measure(
+        precision.value,
+        subject,
+        lambda model: KbitPreparedModel(model, precision=precision),
+    )
 
 
 def measure_peft(subject: Subject) -> Side:
@@ -132,7 +152,11 @@ def measure_peft(subject: Subject) -> Side:
     return _measure(PEFT, subject, _ByPeft)
 
 
-def _measure(name: str, subject: Subject, wrap: Callable[[nn.Module], KbitPreparedModel | _ByPeft]) -> Side:
+def _measure(
+    name: str,
+    subject: Subject,
+    wrap: Callable[[nn.Module], KbitPreparedModel | _ByPeft],
+) -> Side:
     peak_bytes = _peak_of(subject.load(), lambda model: wrap(model).prepare())
     model = subject.load()
     base = BaseState.of(dict(model.named_modules()))
@@ -166,8 +190,11 @@ def prepare_by_peft(model: nn.Module) -> None:
         model: The model.
     """
     with warnings.catch_warnings():
-        # PEFT calls it by the name that transformers deprecates; that is not the user's code.
-        warnings.filterwarnings("ignore", r"`gradient_checkpointing_enable` is deprecated", FutureWarning)
+        # PEFT calls it by the name that transformers deprecates; that is not the user's
+        # code.
+        warnings.filterwarnings(
+            "ignore", r"`gradient_checkpointing_enable` is deprecated", FutureWarning
+        )
         prepare_model_for_kbit_training(model)
 
 
@@ -203,18 +230,29 @@ def in_float32(model: Any) -> nn.Module:
     Returns:
         It, in evaluation mode.
     """
-    plain: nn.Module = model.dequantize() if getattr(model, "is_quantized", False) else model
+    plain: nn.Module = (
+        model.dequantize() if getattr(model, "is_quantized", False) else model
+    )
     return plain.float().eval()
 
 
-def _first_step(model: PeftModel, subject: Subject) -> tuple[float, dict[str, torch.Tensor]]:
+def _first_step(
+    model: PeftModel, subject: Subject
+) -> tuple[float, dict[str, torch.Tensor]]:
     model.train()
     with warnings.catch_warnings():
-        # PEFT's function leaves it to torch which checkpointing there is, and torch wants it said.
-        warnings.filterwarnings("ignore", r"torch\.utils\.checkpoint: the use_reentrant parameter", UserWarning)
+        # PEFT's function leaves it to torch which checkpointing there is, and torch
+        # wants it said.
+        warnings.filterwarnings(
+            "ignore",
+            r"torch\.utils\.checkpoint: the use_reentrant parameter",
+            UserWarning,
+        )
         loss = subject.loss(model)
         loss.backward()
-    gradients = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {
+        name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None
+    }
     for parameter in model.parameters():
         parameter.grad = None
     return loss.item(), gradients

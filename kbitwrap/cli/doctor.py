@@ -36,7 +36,12 @@ Exit status: 0 no fault was found, 1 one was, 2 bad input."""
 
 
 def command(
-    path: Annotated[Path, typer.Argument(metavar="PATH", parser=path, help="The folder, or a file of weights.")],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH", parser=path, help="The folder, or a file of weights."
+        ),
+    ],
     base: Annotated[
         str | None,
         typer.Option(

@@ -26,16 +26,28 @@ def of_command(command: Any, context: Any) -> str:
         The lines; with colors if standard output is a terminal.
     """
     width = min(num_columns(), _WIDEST)
-    words = [one.metavar for one in command.get_params(context) if one.param_type_name == "argument"]
+    words = [
+        one.metavar
+        for one in command.get_params(context)
+        if one.param_type_name == "argument"
+    ]
     words += ["COMMAND ..."] * hasattr(command, "commands")
-    usage = Text.assemble(("Usage: ", _TITLE), " ".join([context.command_path, "[OPTIONS]", *words]))
-    paragraphs = [Text(" ".join(part.split())) for part in (command.help or "").split("\n\n")]
+    usage = Text.assemble(
+        ("Usage: ", _TITLE), " ".join([context.command_path, "[OPTIONS]", *words])
+    )
+    paragraphs = [
+        Text(" ".join(part.split())) for part in (command.help or "").split("\n\n")
+    ]
     groups: dict[str, list[tuple[str, str]]] = {}
     for parameter in command.get_params(context):
         is_argument = parameter.param_type_name == "argument"
         if not parameter.hidden:
-            title = "Arguments" if is_argument else parameter.rich_help_panel or "Options"
-            groups.setdefault(title, []).append((_named(parameter, is_argument), _described(parameter, is_argument)))
+            title = (
+                "Arguments" if is_argument else parameter.rich_help_panel or "Options"
+            )
+            groups.setdefault(title, []).append(
+                (_named(parameter, is_argument), _described(parameter, is_argument))
+            )
     for name, one in getattr(command, "commands", {}).items():
         if not one.hidden:
             groups.setdefault("Commands", []).append((name, one.short_help or ""))
@@ -47,14 +59,19 @@ def _named(parameter: Any, is_argument: bool) -> str:
     if is_argument:
         return str(parameter.metavar)
     takes_value = not parameter.is_flag
-    return ", ".join(sorted(parameter.opts, key=len)) + f" {parameter.metavar}" * takes_value
+    return (
+        ", ".join(sorted(parameter.opts, key=len))
+        + f" {parameter.metavar}" * takes_value
+    )
 
 
 def _described(parameter: Any, is_argument: bool) -> str:
     text = parameter.help or ""
     if parameter.required:
         return text if is_argument else f"{text} Required."
-    has_default = not is_argument and not parameter.is_flag and parameter.default is not None
+    has_default = (
+        not is_argument and not parameter.is_flag and parameter.default is not None
+    )
     return f"{text} [default: {parameter.default}]" if has_default else text
 
 
@@ -64,7 +81,9 @@ def _section(title: str, rows: Iterable[tuple[str, str]], width: int) -> Text:
     indent = 4 + min(max(len(name) for name, _ in rows), _WIDEST_NAME)
     lines = [Text(title, _TITLE)]
     for name, text in rows:
-        parts = Text(text).wrap(Console(), max(width - indent, 1), overflow="fold") or [Text()]
+        parts = Text(text).wrap(Console(), max(width - indent, 1), overflow="fold") or [
+            Text()
+        ]
         first = Text.assemble("  ", (name, _NAME))
         if first.cell_len + 2 > indent:
             lines.append(first)

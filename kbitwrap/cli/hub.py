@@ -57,7 +57,9 @@ def models(*names: str | None, trust_remote_code: bool = False) -> Iterator[None
         why = f"{constants.ENDPOINT} cannot be reached"
     for name in wanted if why else ():
         if not isinstance(try_to_load_from_cache(name, "config.json"), str):
-            raise InputError(f"there is no model {name!r}: no folder here, nothing in the cache of the hub, and {why}")
+            raise InputError(
+                f"there is no model {name!r}: no folder here, nothing in the cache of the hub, and {why}"
+            )
     before = os.environ.get(_OFFLINE), constants.HF_HUB_OFFLINE
     try:
         if why:  # read when libraries are imported, or at every use: both
@@ -72,7 +74,9 @@ def models(*names: str | None, trust_remote_code: bool = False) -> Iterator[None
 def _is_here(name: str) -> bool:
     """Whether a model is a folder or a file; raises where it can be neither, nor a name on the hub."""
     if not name or "\0" in name:
-        raise InputError(f"expected a folder, a config.json or a name on the hub such as org/model, found {name!r}")
+        raise InputError(
+            f"expected a folder, a config.json or a name on the hub such as org/model, found {name!r}"
+        )
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
         raise InputError(f"there is no config.json in {name!r}")
     if os.path.exists(name):
@@ -88,7 +92,9 @@ def _answers(endpoint: str) -> bool:
 
     def ask() -> None:
         try:
-            with urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_TIMEOUT):
+            with urllib.request.urlopen(
+                urllib.request.Request(endpoint, method="HEAD"), timeout=_TIMEOUT
+            ):
                 found.append(True)
         except urllib.error.HTTPError:
             found.append(True)
@@ -97,7 +103,8 @@ def _answers(endpoint: str) -> bool:
             reason = getattr(error, "reason", error)
             found.append("SSL" in type(reason).__name__)
 
-    thread = threading.Thread(target=ask, daemon=True)  # looking a name up has no time limit of its own
+    # looking a name up has no time limit of its own
+    thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(_TIMEOUT + 1)
     return any(found)
@@ -108,7 +115,8 @@ def quantization_config(quant: str, dtype: str | None) -> Any:
 
     Args:
         quant: One of ``QUANTS``.
-        dtype: The dtype that 4-bit layers compute in; ``None`` for the library's default.
+        dtype: The dtype that 4-bit layers compute in; ``None`` for the library's
+            default.
 
     Returns:
         The config for ``from_pretrained``; ``None`` for ``"none"``.
@@ -116,7 +124,11 @@ def quantization_config(quant: str, dtype: str | None) -> Any:
     from transformers import BitsAndBytesConfig
 
     fields = QUANTS[quant]
-    return None if fields is None else BitsAndBytesConfig(**fields, bnb_4bit_compute_dtype=dtype)
+    return (
+        None
+        if fields is None
+        else BitsAndBytesConfig(**fields, bnb_4bit_compute_dtype=dtype)
+    )
 
 
 @dataclass(frozen=True)
@@ -125,7 +137,8 @@ class Quantization:
 
     Attributes:
         name: What to call it.
-        config: The config for ``from_pretrained``; ``None`` for the model's own, or for none.
+        config: The config for ``from_pretrained``; ``None`` for the model's own, or for
+            none.
     """
 
     name: str
@@ -156,8 +169,14 @@ def choose_quantization(model: str, quant: str | None, dtype: str) -> Quantizati
     dequantizing = _dequantizing(own)
     if quant == "none" and dequantizing is not None:
         return Quantization("none", dequantizing)
-    instead = "" if dequantizing is None else ", or give --quant none for its dequantized weights"
-    raise InputError(f"--quant {quant}: {model!r} is quantized already, by {method}: leave --quant out{instead}")
+    instead = (
+        ""
+        if dequantizing is None
+        else ", or give --quant none for its dequantized weights"
+    )
+    raise InputError(
+        f"--quant {quant}: {model!r} is quantized already, by {method}: leave --quant out{instead}"
+    )
 
 
 def _own_quantization(model: str) -> dict[str, Any] | None:

@@ -47,7 +47,9 @@ def command(
     path: Annotated[
         Path,
         typer.Argument(
-            metavar="PATH", parser=path, help="A manifest, a folder with a checkpoint, or one of its files."
+            metavar="PATH",
+            parser=path,
+            help="A manifest, a folder with a checkpoint, or one of its files.",
         ),
     ],
     json_: Json = False,
@@ -102,14 +104,18 @@ def _inspect_checkpoint(path: Path) -> _Found:
         "suggestion": _suggestion(report),
         "note": _note(report),
     }
-    return _Found(result, _describe_checkpoint(report), EXIT_NO if report else EXIT_DONE)
+    return _Found(
+        result, _describe_checkpoint(report), EXIT_NO if report else EXIT_DONE
+    )
 
 
 def _inspect_manifest(path: Path) -> _Found:
     from .. import Manifest
 
     summary = _summary(Manifest.load(path))
-    return _Found({"kind": "manifest", **summary}, [_describe_manifest(summary)], EXIT_DONE)
+    return _Found(
+        {"kind": "manifest", **summary}, [_describe_manifest(summary)], EXIT_DONE
+    )
 
 
 def _suggestion(report: CheckpointReport) -> str | None:
@@ -121,7 +127,9 @@ def _suggestion(report: CheckpointReport) -> str | None:
 
 def _note(report: CheckpointReport) -> str | None:
     """Say that nothing can be told of a checkpoint that is float32 throughout; ``None`` of others."""
-    is_float32_throughout = report.config_dtype == "float32" and report.dtypes.keys() == {"float32"}
+    is_float32_throughout = (
+        report.config_dtype == "float32" and report.dtypes.keys() == {"float32"}
+    )
     if not is_float32_throughout:
         return None
     return (
@@ -131,7 +139,10 @@ def _note(report: CheckpointReport) -> str | None:
 
 
 def _describe_checkpoint(report: CheckpointReport) -> list[Text]:
-    dtypes = [f"{row['count']} {name} ({row['bytes']:,} bytes)" for name, row in report.dtypes.items()]
+    dtypes = [
+        f"{row['count']} {name} ({row['bytes']:,} bytes)"
+        for name, row in report.dtypes.items()
+    ]
     quantized = "quantized" if report.is_quantized else "not quantized"
     lines = [
         f"{report.path}: {report.num_tensors} tensors, {report.num_bytes:,} bytes, {quantized}",
@@ -141,7 +152,9 @@ def _describe_checkpoint(report: CheckpointReport) -> list[Text]:
     if report.adapters:
         lines.append(f"adapters: {_some(report.adapters)}")
     if report.use_cache is False:
-        lines.append("use_cache is false in the config, as trainers leave it: generation is slower without the cache")
+        lines.append(
+            "use_cache is false in the config, as trainers leave it: generation is slower without the cache"
+        )
     if not report:
         lines.append(_note(report) or "no tensor was left in float32 by a preparation")
     parts = [joined(hanging(line, 2) for line in lines)]
@@ -154,7 +167,9 @@ def _leftovers(report: CheckpointReport) -> Text:
     rows = [("left in float32", "tensors", "wasted bytes", "names")]
     for kind, tensors in report.leftovers.items():
         wasted_bytes = sum(tensors.values())
-        rows.append((kind, str(len(tensors)), f"{wasted_bytes:,}", _some(tuple(tensors))))
+        rows.append(
+            (kind, str(len(tensors)), f"{wasted_bytes:,}", _some(tuple(tensors)))
+        )
     return table(rows)
 
 
@@ -190,7 +205,11 @@ def _some(names: tuple[str, ...]) -> str:
 def _summary(manifest: Manifest) -> dict[str, Any]:
     """The lines that describe a manifest, without its tensors."""
     kinds = Counter(record.type for record in manifest.tensors.values())
-    upcast = [fqn for fqn, record in manifest.tensors.items() if record.original_dtype != record.prepared_dtype]
+    upcast = [
+        fqn
+        for fqn, record in manifest.tensors.items()
+        if record.original_dtype != record.prepared_dtype
+    ]
     parts = {"created", "versions", "model", "config", "adapters", "plan"}
     data = manifest.model_dump(mode="json", by_alias=True, include=parts)
     before = manifest.before.memory.parameter_bytes
@@ -206,9 +225,18 @@ def _summary(manifest: Manifest) -> dict[str, Any]:
 def _describe_manifest(summary: dict[str, Any]) -> Text:
     model = summary["model"]
     config = summary["config"]
-    defaults = ("freeze", "gradient_checkpointing", "input_require_grads", "norm_modules", "keep_originals")
+    defaults = (
+        "freeze",
+        "gradient_checkpointing",
+        "input_require_grads",
+        "norm_modules",
+        "keep_originals",
+    )
     settings = [f"{name}={config[name]}" for name in defaults]
-    adapters = tuple(f"{name} ({', '.join(record['dtypes'])})" for name, record in summary["adapters"].items())
+    adapters = tuple(
+        f"{name} ({', '.join(record['dtypes'])})"
+        for name, record in summary["adapters"].items()
+    )
     versions = [f"{name} {version}" for name, version in summary["versions"].items()]
     tensors = [f"{count} {kind}" for kind, count in summary["tensors"].items()]
     upcast = tuple(summary["stored_in_another_dtype"])
@@ -216,7 +244,10 @@ def _describe_manifest(summary: dict[str, Any]) -> Text:
     measured = summary["measured_added_bytes"]
     rows = [
         ("prepared", "as"),
-        ("model", f"{model['class']} ({model['name_or_path'] or 'no name'}), {model['dtype'] or 'no dtype'}"),
+        (
+            "model",
+            f"{model['class']} ({model['name_or_path'] or 'no name'}), {model['dtype'] or 'no dtype'}",
+        ),
         ("quantization", model["quantization"]["method"] or "none"),
         ("precision", config["precision"]),
         ("settings", ", ".join(settings)),

@@ -14,7 +14,9 @@ _BATCH_SIZE = 4
 def batch(blocks: Blocks, step: int) -> torch.Tensor:
     """The training batch of a step."""
     first = step * _BATCH_SIZE
-    return blocks.training[torch.arange(first, first + _BATCH_SIZE) % len(blocks.training)]
+    return blocks.training[
+        torch.arange(first, first + _BATCH_SIZE) % len(blocks.training)
+    ]
 
 
 def block_losses(model: nn.Module, blocks: torch.Tensor) -> torch.Tensor:
@@ -28,7 +30,9 @@ def block_losses(model: nn.Module, blocks: torch.Tensor) -> torch.Tensor:
         ``(num_blocks,)``, float32.
     """
     found = model(input_ids=blocks[:, :-1], use_cache=False).logits.float()
-    losses = F.cross_entropy(found.flatten(0, 1), blocks[:, 1:].flatten(), reduction="none")
+    losses = F.cross_entropy(
+        found.flatten(0, 1), blocks[:, 1:].flatten(), reduction="none"
+    )
     return losses.view(len(blocks), -1).mean(dim=1)
 
 
@@ -36,12 +40,16 @@ def evaluate(model: nn.Module, held_out: torch.Tensor) -> torch.Tensor:
     """The loss of each held-out block, in evaluation mode, on the CPU."""
     model.eval()
     with torch.no_grad():
-        return torch.cat([block_losses(model, blocks) for blocks in held_out.split(_BATCH_SIZE)]).cpu()
+        return torch.cat(
+            [block_losses(model, blocks) for blocks in held_out.split(_BATCH_SIZE)]
+        ).cpu()
 
 
 def logits(model: nn.Module, blocks: Blocks) -> torch.Tensor:
     """The logits on the held-out blocks, in evaluation mode."""
     model.eval()
     with torch.no_grad():
-        found: torch.Tensor = model(input_ids=blocks.held_out[:, :-1], use_cache=False).logits
+        found: torch.Tensor = model(
+            input_ids=blocks.held_out[:, :-1], use_cache=False
+        ).logits
         return found

@@ -28,7 +28,9 @@ from .usage import (
     path,
 )
 
-SUMMARY = "Merge a saved adapter into the base that it was trained on, in half precision."
+SUMMARY = (
+    "Merge a saved adapter into the base that it was trained on, in half precision."
+)
 HELP = """Merge a saved adapter into the base that it was trained on, in half precision.
 
 BASE is loaded quantized as it was in training, the adapter that PEFT saved in ADAPTER is merged into its exactly
@@ -46,8 +48,15 @@ _OPTIONS = {
 
 
 def command(
-    base: Annotated[str, typer.Argument(metavar="BASE", help="A folder, or a name on the hub.")],
-    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", parser=path, help="The folder of a saved adapter.")],
+    base: Annotated[
+        str, typer.Argument(metavar="BASE", help="A folder, or a name on the hub.")
+    ],
+    adapter: Annotated[
+        Path,
+        typer.Argument(
+            metavar="ADAPTER", parser=path, help="The folder of a saved adapter."
+        ),
+    ],
     out: Out,
     overwrite: Overwrite = False,
     manifest: Annotated[
@@ -78,12 +87,21 @@ def command(
         ),
     ] = None,
     max_shard_size: Annotated[
-        int, typer.Option("--max-shard-size", metavar="SIZE", parser=file_size, help="The maximum size of a file.")
+        int,
+        typer.Option(
+            "--max-shard-size",
+            metavar="SIZE",
+            parser=file_size,
+            help="The maximum size of a file.",
+        ),
     ] = "5GB",  # type: ignore[assignment]  # which Typer shows, and parses
     device: Annotated[
         str | None,
         typer.Option(
-            "--device", metavar="DEVICE", parser=device, help="The device to merge on; cuda if there is one, else cpu."
+            "--device",
+            metavar="DEVICE",
+            parser=device,
+            help="The device to merge on; cuda if there is one, else cpu.",
         ),
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -108,7 +126,9 @@ def command(
                 adapter,
                 out,
                 manifest=manifest,
-                quantization_config=None if quant is None else quantization_config(quant, dtype) or False,
+                quantization_config=None
+                if quant is None
+                else quantization_config(quant, dtype) or False,
                 dtype=dtype,
                 max_shard_size=max_shard_size,
                 overwrite=overwrite,
@@ -119,7 +139,11 @@ def command(
 
     with models(base, trust_remote_code=trust_remote_code):
         status = write(merge, f"merging into {base}", as_json=json_)
-        if status == EXIT_DONE and quant is not None and _is_unrecorded(base, adapter, manifest):
+        if (
+            status == EXIT_DONE
+            and quant is not None
+            and _is_unrecorded(base, adapter, manifest)
+        ):
             say(
                 f"note: nothing here records how BASE was quantized in training, so --quant {quant} was taken at its "
                 f"word ({KINDS_OF_NF4}); another quantization in training has other weights"
@@ -143,4 +167,7 @@ def _is_unrecorded(base: str, adapter: Path, manifest: Path | None) -> bool:
     from transformers import PretrainedConfig
 
     is_manifest_there = manifest is not None or (adapter / "kbitwrap.json").is_file()
-    return not is_manifest_there and "quantization_config" not in PretrainedConfig.get_config_dict(base)[0]
+    return (
+        not is_manifest_there
+        and "quantization_config" not in PretrainedConfig.get_config_dict(base)[0]
+    )

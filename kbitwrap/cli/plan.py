@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .. import ConfigError, Precision, UnsupportedModelError
-from .console import EXIT_DONE, EXIT_NO, InputError, hanging, joined, progress, quiet_libraries, show, warned
+from .console import (
+    EXIT_DONE,
+    EXIT_NO,
+    InputError,
+    hanging,
+    joined,
+    progress,
+    quiet_libraries,
+    show,
+    warned,
+)
 from .hub import choose_quantization, in_options, models
 from .plot import check_plot, draw
 from .tables import table, with_bars
@@ -56,7 +66,12 @@ def _count(name: str, help: str) -> Any:
     return _option(name, "NUMBER", integer(1), help)
 
 
-_Model = Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a config.json, or a name on the hub.")]
+_Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A folder, a config.json, or a name on the hub."
+    ),
+]
 _Quant = Annotated[
     str | None,
     choice(
@@ -66,7 +81,14 @@ _Quant = Annotated[
         "own; with none, it is dequantized where transformers can.",
     ),
 ]
-_Dtype = Annotated[str, choice("--dtype", choices=HALF_DTYPES, help="Dtype of the tensors that are not quantized.")]
+_Dtype = Annotated[
+    str,
+    choice(
+        "--dtype",
+        choices=HALF_DTYPES,
+        help="Dtype of the tensors that are not quantized.",
+    ),
+]
 _Precision = Annotated[
     list[str] | None,
     choice(
@@ -78,36 +100,76 @@ _Precision = Annotated[
 ]
 _MemoryBudget = Annotated[
     int | None,
-    _option("--memory-budget", "BYTES", num_bytes, "The largest peak allowed while preparing, such as 512MiB."),
+    _option(
+        "--memory-budget",
+        "BYTES",
+        num_bytes,
+        "The largest peak allowed while preparing, such as 512MiB.",
+    ),
 ]
 _Step = Annotated[bool, typer.Option("--step", help="Predict a training step.")]
 _Seq = Annotated[
     int | None,
     _count(
-        "--seq", "Tokens in a sequence, with --step; 2048, or the model's own longest if that is less, if left out."
+        "--seq",
+        "Tokens in a sequence, with --step; 2048, or the model's own longest if that is less, if left out.",
     ),
 ]
-_Batch = Annotated[int | None, _count("--batch", "Sequences in a batch, with --step; 1, if left out.")]
-_Budget = Annotated[
-    int | None, _option("--budget", "BYTES", file_size, "The most that a step may hold, such as 8GiB, with --step.")
+_Batch = Annotated[
+    int | None, _count("--batch", "Sequences in a batch, with --step; 1, if left out.")
 ]
-_Rank = Annotated[int | None, _count("--rank", "LoRA's rank, on every linear layer, with --step; 16, if left out.")]
+_Budget = Annotated[
+    int | None,
+    _option(
+        "--budget",
+        "BYTES",
+        file_size,
+        "The most that a step may hold, such as 8GiB, with --step.",
+    ),
+]
+_Rank = Annotated[
+    int | None,
+    _count(
+        "--rank", "LoRA's rank, on every linear layer, with --step; 16, if left out."
+    ),
+]
 _Optimizer = Annotated[
     str | None,
-    _option("--optimizer", "NAME", str, "A name of TrainingArguments.optim, with --step; adamw_torch, if left out."),
+    _option(
+        "--optimizer",
+        "NAME",
+        str,
+        "A name of TrainingArguments.optim, with --step; adamw_torch, if left out.",
+    ),
 ]
 _Autocast = Annotated[
     str | None,
-    choice("--autocast", choices=HALF_DTYPES, help="The dtype of autocast in the forward pass, with --step."),
+    choice(
+        "--autocast",
+        choices=HALF_DTYPES,
+        help="The dtype of autocast in the forward pass, with --step.",
+    ),
 ]
 _Kernels = Annotated[
     str | None,
-    choice("--kernels", choices=("cuda", "cpu"), help="The device of the step, with --step; cuda, if left out."),
+    choice(
+        "--kernels",
+        choices=("cuda", "cpu"),
+        help="The device of the step, with --step; cuda, if left out.",
+    ),
 ]
 _Plot = Annotated[
-    Path | None, _option("--plot", "FILE", path, "Draw it to this file, such as plan.svg; needs matplotlib.")
+    Path | None,
+    _option(
+        "--plot",
+        "FILE",
+        path,
+        "Draw it to this file, such as plan.svg; needs matplotlib.",
+    ),
 ]
-_Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the file of --plot if it exists.")]
+_Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the file of --plot if it exists.")
+]
 
 
 def command(
@@ -133,7 +195,13 @@ def command(
     Raises:
         InputError: The model cannot be planned for.
     """
-    of_steps = {"seq": seq, "batch": batch, "budget": budget, "rank": rank, "optimizer": optimizer}
+    of_steps = {
+        "seq": seq,
+        "batch": batch,
+        "budget": budget,
+        "rank": rank,
+        "optimizer": optimizer,
+    }
     of_steps |= {"autocast": autocast, "kernels": kernels}
     if step and memory_budget is not None:
         raise InputError("--memory-budget is for preparing; with --step give --budget")
@@ -143,7 +211,11 @@ def command(
         check_plot(plot, overwrite=overwrite, source=model)
     _expect_installed(quant)
     if not step:
-        return _plan_preparation(PreparationRequest(model, quant, dtype, memory_budget, plot), precision or (), json_)
+        return _plan_preparation(
+            PreparationRequest(model, quant, dtype, memory_budget, plot),
+            precision or (),
+            json_,
+        )
     from .step import StepRequest, plan_steps
 
     request = StepRequest(
@@ -172,7 +244,9 @@ def _refuse_of_steps(of_steps: dict[str, Any], precisions: Sequence[str]) -> Non
 
 
 def _expect_installed(quant: str | None) -> None:
-    libraries = ("transformers",) if quant == "none" else ("transformers", "bitsandbytes")
+    libraries = (
+        ("transformers",) if quant == "none" else ("transformers", "bitsandbytes")
+    )
     for name in libraries:
         if importlib.util.find_spec(name) is None:
             raise InputError(f"planning needs {name}, which is not installed")
@@ -202,13 +276,19 @@ class PreparationRequest:
     plot: Path | None
 
 
-def _plan_preparation(request: PreparationRequest, precisions: Sequence[str], as_json: bool) -> int:
+def _plan_preparation(
+    request: PreparationRequest, precisions: Sequence[str], as_json: bool
+) -> int:
     """Plan preparations, and print what they cost; all precisions where none is named."""
     # With a budget all are planned, so that those that fit can be named.
     wanted = () if request.budget is not None else precisions
     with models(request.model), progress(f"planning for {request.model}"):
         plans = _plans(request.model, request.quant, request.dtype, wanted)
-    planned = Planned(request, plans, tuple(name for name in plans if not precisions or name in precisions))
+    planned = Planned(
+        request,
+        plans,
+        tuple(name for name in plans if not precisions or name in precisions),
+    )
     if request.plot is not None:
         _draw(planned, request.plot)
     if as_json:
@@ -218,21 +298,31 @@ def _plan_preparation(request: PreparationRequest, precisions: Sequence[str], as
     return EXIT_DONE if {*planned.asked} <= {*planned.fitting} else EXIT_NO
 
 
-def _plans(model: str, quant: str | None, dtype: str, precisions: Sequence[str]) -> dict[str, Plan]:
+def _plans(
+    model: str, quant: str | None, dtype: str, precisions: Sequence[str]
+) -> dict[str, Plan]:
     """The plans by precision: those asked for, or all, and "full" for PEFT's row."""
     from .. import Plan
 
-    wanted = [one for one in Precision if not precisions or one in (*precisions, Precision.FULL)]
+    wanted = [
+        one
+        for one in Precision
+        if not precisions or one in (*precisions, Precision.FULL)
+    ]
     plans = {}
     with quiet_libraries():
         quantization = choose_quantization(model, quant, dtype).config
         for precision in wanted:
             try:
-                plans[precision.value] = Plan.for_pretrained(model, quantization, dtype, precision=precision)
+                plans[precision.value] = Plan.for_pretrained(
+                    model, quantization, dtype, precision=precision
+                )
             except ConfigError as error:
                 raise InputError(in_options(error)) from error
             except UnsupportedModelError as error:
-                raise InputError(f"the model {model!r} cannot be prepared: {in_options(error)}") from error
+                raise InputError(
+                    f"the model {model!r} cannot be prepared: {in_options(error)}"
+                ) from error
     return plans
 
 
@@ -269,7 +359,11 @@ class Cost:
 
     def to_dict(self) -> dict[str, int]:
         """As plain values, ready for JSON."""
-        return {"added_bytes": self.added, "peak_bytes": self.peak, "cache_bytes": self.cached}
+        return {
+            "added_bytes": self.added,
+            "peak_bytes": self.peak,
+            "cache_bytes": self.cached,
+        }
 
 
 @dataclass(frozen=True)
@@ -311,13 +405,19 @@ class Planned:
     @property
     def costs(self) -> dict[str, Cost]:
         """The cost of PEFT's preparation and of each precision."""
-        ours = {name: Cost(plan.added_bytes, plan.peak_bytes) for name, plan in self.shown.items()}
+        ours = {
+            name: Cost(plan.added_bytes, plan.peak_bytes)
+            for name, plan in self.shown.items()
+        }
         return {PEFT: self.peft, **ours}
 
     @property
     def added(self) -> dict[str, dict[str, int]]:
         """The bytes that each of them adds, by role."""
-        return {name: _added_by_role(plan) for name, plan in ((PEFT, self.full), *self.shown.items())}
+        return {
+            name: _added_by_role(plan)
+            for name, plan in ((PEFT, self.full), *self.shown.items())
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values, ready for JSON."""
@@ -376,7 +476,9 @@ def _by_precision(planned: Planned) -> Any:
         rows[0].append("fits")
         for row, cost in zip(rows[1:], costs.values(), strict=True):
             row.append("yes" if cost.peak <= budget else "no")
-    drawn, left = with_bars(rows, title, [[cost.peak] for cost in costs.values()], budget)
+    drawn, left = with_bars(
+        rows, title, [[cost.peak] for cost in costs.values()], budget
+    )
     return table(drawn, right=True, left=left)
 
 
@@ -388,14 +490,28 @@ def _by_role(planned: Planned) -> Any:
         sizes = tuple(roles[role] for role in by_role)
         if any(sizes):
             columns.setdefault(sizes, []).append(name)
-    rows = [["role", "parameters", "loaded", *(f"+{', '.join(names)}" for names in columns.values())]]
+    rows = [
+        [
+            "role",
+            "parameters",
+            "loaded",
+            *(f"+{', '.join(names)}" for names in columns.values()),
+        ]
+    ]
     bars = []
     for place, (role, row) in enumerate(by_role.items()):
         added = [_mib(sizes[place]) for sizes in columns]
         rows.append([role, str(row["count"]), _mib(row["bytes"]), *added])
         bars.append([row["bytes"], row["added_bytes"]])
     count = sum(row["count"] for row in by_role.values())
-    rows.append(["total", str(count), _mib(planned.loaded), *(_mib(sum(sizes)) for sizes in columns)])
+    rows.append(
+        [
+            "total",
+            str(count),
+            _mib(planned.loaded),
+            *(_mib(sum(sizes)) for sizes in columns),
+        ]
+    )
     title = f"loaded +{PEFT}" if columns else "loaded"
     drawn, left = with_bars(rows, title, [*bars, []])
     return table(drawn, right=True, left=left)
@@ -404,16 +520,29 @@ def _by_role(planned: Planned) -> Any:
 def _notes(planned: Planned) -> list[Any]:
     """The lines below the tables: precisions that add nothing, warnings, and those that fit a budget."""
     notes = []
-    if idle := [name for name, roles in planned.added.items() if not any(roles.values())]:
+    if idle := [
+        name for name, roles in planned.added.items() if not any(roles.values())
+    ]:
         notes.append(hanging(f"Nothing is added by {', '.join(idle)}.", 2))
-    if samples := max((plan.sample_bytes for plan in planned.shown.values()), default=0):
-        notes.append(hanging(f"Beside it, samples of the parameters take {_mib(samples)} while prepared.", 2))
+    if samples := max(
+        (plan.sample_bytes for plan in planned.shown.values()), default=0
+    ):
+        notes.append(
+            hanging(
+                f"Beside it, samples of the parameters take {_mib(samples)} while prepared.",
+                2,
+            )
+        )
     if planned.peft.cached:
         notes.append(hanging(f"PEFT's function ({PEFT}): {_CACHE}.", 2))
     notes += warned({name: plan.warnings for name, plan in planned.shown.items()})
     fitting = planned.fitting
     if not {*planned.asked} <= {*fitting}:
-        notes.append(hanging(f"Within the memory budget: {', '.join(fitting) or 'no precision'}", 2))
+        notes.append(
+            hanging(
+                f"Within the memory budget: {', '.join(fitting) or 'no precision'}", 2
+            )
+        )
     return notes
 
 
@@ -425,7 +554,13 @@ def _draw(planned: Planned, file: Path) -> None:
         bars[name] = {role: row["bytes"] + roles[role] for role, row in by_role.items()}
     marks = {name: planned.loaded + cost.peak for name, cost in planned.costs.items()}
     budget = None if request.budget is None else planned.loaded + request.budget
-    draw(bars, file, f"{Path(request.model).name}: parameters when prepared, by role", marks=marks, budget=budget)
+    draw(
+        bars,
+        file,
+        f"{Path(request.model).name}: parameters when prepared, by role",
+        marks=marks,
+        budget=budget,
+    )
 
 
 def _mib(num_bytes: int) -> str:

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from .. import StepMemory
 
 _GIB = 2**30
-_STYLE = {"svg.fonttype": "none", "figure.facecolor": "#ffffff", "axes.facecolor": "#ffffff"}
+_STYLE = {
+    "svg.fonttype": "none",
+    "figure.facecolor": "#ffffff",
+    "axes.facecolor": "#ffffff",
+}
 
 
 def check_plot(path: Path, *, overwrite: bool, source: str | Path | None) -> None:
@@ -27,12 +31,17 @@ def check_plot(path: Path, *, overwrite: bool, source: str | Path | None) -> Non
         source: The path of what is drawn, if it has one.
 
     Raises:
-        InputError: matplotlib is not installed, the name has another suffix, or the file cannot be written.
+        InputError: matplotlib is not installed, the name has another suffix, or the
+            file cannot be written.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise InputError("--plot needs matplotlib, which is not installed: pip install 'kbitwrap[plot]'")
+        raise InputError(
+            "--plot needs matplotlib, which is not installed: pip install 'kbitwrap[plot]'"
+        )
     if path.suffix not in PLOT_SUFFIXES:
-        raise InputError(f"--plot: expected a name that ends in {' or '.join(PLOT_SUFFIXES)}, found {str(path)!r}")
+        raise InputError(
+            f"--plot: expected a name that ends in {' or '.join(PLOT_SUFFIXES)}, found {str(path)!r}"
+        )
     check_file(path, "--plot", overwrite=overwrite, source=source)
 
 
@@ -50,7 +59,8 @@ def draw(
         bars: ``{precision: {part: bytes}}``.
         path: The file to write.
         title: What is drawn.
-        marks: The highest level of each precision while it is prepared, in bytes, marked beside its bar.
+        marks: The highest level of each precision while it is prepared, in bytes,
+            marked beside its bar.
         budget: Bytes, drawn as a line.
 
     Raises:
@@ -67,12 +77,23 @@ def draw(
             sizes = [parts.get(part, 0) / _GIB for parts in bars.values()]
             if any(sizes):
                 axes.barh([*bars], sizes, left=starts, label=part, height=0.7)
-                starts = [start + size for start, size in zip(starts, sizes, strict=True)]
+                starts = [
+                    start + size for start, size in zip(starts, sizes, strict=True)
+                ]
         if marks:
             peaks = [size / _GIB for size in marks.values()]
-            axes.plot(peaks, [*marks], "D", color="#1f2328", markersize=5, label="peak while preparing")
+            axes.plot(
+                peaks,
+                [*marks],
+                "D",
+                color="#1f2328",
+                markersize=5,
+                label="peak while preparing",
+            )
         if budget is not None:
-            axes.axvline(budget / _GIB, color="#1f2328", linestyle="--", label="memory budget")
+            axes.axvline(
+                budget / _GIB, color="#1f2328", linestyle="--", label="memory budget"
+            )
         axes.invert_yaxis()
         axes.set_xlabel("GiB")
         axes.set_title(title, fontsize=10, loc="left")
@@ -82,7 +103,9 @@ def draw(
         _save(figure.savefig, path)
 
 
-def draw_steps(steps: Mapping[str, StepMemory], path: Path, title: str, budget: int | None) -> None:
+def draw_steps(
+    steps: Mapping[str, StepMemory], path: Path, title: str, budget: int | None
+) -> None:
     """Draw predicted steps: the phases of one, or several side by side at their peaks, by kind.
 
     Args:
@@ -101,7 +124,10 @@ def draw_steps(steps: Mapping[str, StepMemory], path: Path, title: str, budget: 
         with matplotlib.rc_context(_STYLE):  # type: ignore[arg-type]
             _save(step.plot, path)
         return
-    kinds = {name: {k.replace("_", " "): size for k, size in step.by_kind.items()} for name, step in steps.items()}
+    kinds = {
+        name: {k.replace("_", " "): size for k, size in step.by_kind.items()}
+        for name, step in steps.items()
+    }
     draw(kinds, path, title, budget=budget)
 
 

@@ -31,11 +31,18 @@ SETTINGS = {"allow_interspersed_args": False}
 def command(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="The script's own arguments and options.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[ARGUMENTS]...", help="The script's own arguments and options."
+        ),
     ] = None,
     precision: Annotated[
         str,
-        choice("--precision", choices=PRECISIONS, help="What the drop-in prepares with; 'full' is PEFT's way."),
+        choice(
+            "--precision",
+            choices=PRECISIONS,
+            help="What the drop-in prepares with; 'full' is PEFT's way.",
+        ),
     ] = Precision.FULL.value,
 ) -> int:
     """Run the script. 0 if it ended, 1 if it raised, 130 if it was interrupted; the traceback was printed.
@@ -49,9 +56,13 @@ def command(
     try:
         source = loader.get_data(path)
     except OSError as error:
-        raise InputError(f"cannot read the script {path!r}: {error.strerror}") from error
+        raise InputError(
+            f"cannot read the script {path!r}: {error.strerror}"
+        ) from error
     main = types.ModuleType("__main__")
-    vars(main).update(__file__=path, __loader__=loader, __builtins__=builtins, __cached__=None)
+    vars(main).update(
+        __file__=path, __loader__=loader, __builtins__=builtins, __cached__=None
+    )
     with _process_of(main, [script, *(arguments or [])]):
         try:
             with _patched_when_imported(precision):
@@ -59,7 +70,8 @@ def command(
         except SystemExit:
             raise
         except BaseException as error:
-            # As for a script: no frame above it is shown, and none at all where it cannot be compiled.
+            # As for a script: no frame above it is shown, and none at all where it
+            # cannot be compiled.
             trace = error.__traceback__
             while trace is not None and trace.tb_frame.f_globals is not vars(main):
                 trace = trace.tb_next
@@ -74,7 +86,8 @@ def _process_of(main: types.ModuleType, argv: list[str]) -> Iterator[None]:
     before = sys.modules["__main__"], sys.argv, sys.path.copy()
     try:
         sys.modules["__main__"], sys.argv = main, argv
-        if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):  # then no script's folder is there
+        # then no script's folder is there
+        if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
             sys.path[:1] = [os.path.dirname(os.path.realpath(str(main.__file__)))]
         yield
     finally:
@@ -107,12 +120,17 @@ class _Finder:
 
         self._stack.enter_context(patched(self._precision))
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: Any = None
+    ) -> Any:
         """Find PEFT's package; ``None`` for every other."""
         if name != "peft":
             return None
         finders = [finder for finder in sys.meta_path if finder is not self]
-        spec: Any = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
+        spec: Any = next(
+            filter(None, (finder.find_spec(name, path, target) for finder in finders)),
+            None,
+        )
         if spec is not None:
             execute = spec.loader.exec_module
 

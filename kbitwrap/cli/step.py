@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import ConfigError, StepPredictor, UnsupportedModelError
-from .console import EXIT_DONE, EXIT_NO, InputError, hanging, joined, progress, quiet_libraries, show, warned
+from .console import (
+    EXIT_DONE,
+    EXIT_NO,
+    InputError,
+    hanging,
+    joined,
+    progress,
+    quiet_libraries,
+    show,
+    warned,
+)
 from .hub import choose_quantization, in_options, models
 from .plot import draw_steps
 from .tables import table
@@ -36,7 +46,8 @@ class StepRequest:
         model: A folder, a ``config.json``, or a name on the hub.
         quant: The quantization; ``None`` for the model's own, or the default.
         dtype: The dtype of what is not quantized.
-        seq_len: Tokens in a sequence; ``None`` for 2048, or the model's own longest if that is less.
+        seq_len: Tokens in a sequence; ``None`` for 2048, or the model's own longest if
+            that is less.
         batch_size: Sequences in a batch.
         rank: LoRA's rank.
         optimizer: A name of ``TrainingArguments.optim``.
@@ -75,7 +86,11 @@ class Prediction:
         """As plain values, ready for JSON."""
         found = self.step.to_dict()
         if budget is not None:
-            found |= {"fits": self.fits(budget), "longest_sequence": self.longest, "largest_batch": self.largest}
+            found |= {
+                "fits": self.fits(budget),
+                "longest_sequence": self.longest,
+                "largest_batch": self.largest,
+            }
         return found
 
 
@@ -94,11 +109,19 @@ def plan_steps(request: StepRequest, precisions: Sequence[str], as_json: bool) -
         InputError: The model's step cannot be predicted.
     """
     found: dict[str, Prediction] = {}
-    with models(request.model), progress(f"building {request.model}") as doing, quiet_libraries():
-        quantization = choose_quantization(request.model, request.quant, request.dtype).name
+    with (
+        models(request.model),
+        progress(f"building {request.model}") as doing,
+        quiet_libraries(),
+    ):
+        quantization = choose_quantization(
+            request.model, request.quant, request.dtype
+        ).name
         for number, precision in enumerate(precisions, 1):
 
-            def say(what: str, which: str = f"{precision} ({number} of {len(precisions)})") -> None:
+            def say(
+                what: str, which: str = f"{precision} ({number} of {len(precisions)})"
+            ) -> None:
                 doing.now(f"predicting {which}: {what}")
 
             found[precision] = _predict(request, precision, say)
@@ -118,8 +141,12 @@ def _to_dict(request: StepRequest, found: dict[str, Prediction]) -> dict[str, An
 
 
 def _draw(request: StepRequest, found: dict[str, Prediction], file: Path) -> None:
-    title = f"{Path(request.model).name}: a step of {_batch(request, found)}, at its peak"
-    draw_steps({name: one.step for name, one in found.items()}, file, title, request.budget)
+    title = (
+        f"{Path(request.model).name}: a step of {_batch(request, found)}, at its peak"
+    )
+    draw_steps(
+        {name: one.step for name, one in found.items()}, file, title, request.budget
+    )
 
 
 def _batch(request: StepRequest, found: dict[str, Prediction]) -> str:
@@ -136,7 +163,9 @@ def _predict(request: StepRequest, precision: str, say: Say) -> Prediction:
     except ConfigError as error:
         raise InputError(in_options(error)) from error
     except UnsupportedModelError as error:
-        raise InputError(f"the step of {request.model!r} cannot be predicted: {in_options(error)}") from error
+        raise InputError(
+            f"the step of {request.model!r} cannot be predicted: {in_options(error)}"
+        ) from error
 
 
 def _predict_all(request: StepRequest, precision: str, say: Say) -> Prediction:
@@ -147,7 +176,9 @@ def _predict_all(request: StepRequest, precision: str, say: Say) -> Prediction:
         request.model,
         precision=precision,
         lora=LoraConfig(r=request.rank, target_modules="all-linear"),
-        quantization_config=choose_quantization(request.model, request.quant, request.dtype).config,
+        quantization_config=choose_quantization(
+            request.model, request.quant, request.dtype
+        ).config,
         dtype=request.dtype,
         optimizer=request.optimizer,
         autocast=request.autocast,
@@ -171,7 +202,9 @@ def _predict_all(request: StepRequest, precision: str, say: Say) -> Prediction:
 # ----------------------------------------------------------------------------------------------------
 
 
-def _show(request: StepRequest, quantization: str, found: dict[str, Prediction]) -> None:
+def _show(
+    request: StepRequest, quantization: str, found: dict[str, Prediction]
+) -> None:
     rows, same = _by_precision(request, found)
     budget = "" if request.budget is None else f", budget {_gib(request.budget)}"
     parts: list[Any] = [
@@ -190,7 +223,9 @@ def _show(request: StepRequest, quantization: str, found: dict[str, Prediction])
     show(*parts)
 
 
-def _by_precision(request: StepRequest, found: dict[str, Prediction]) -> tuple[list[list[str]], str]:
+def _by_precision(
+    request: StepRequest, found: dict[str, Prediction]
+) -> tuple[list[list[str]], str]:
     """The rows of the precisions, and what is the same in all of them, to be said once."""
     rows = [["precision", "before", "forward", "backward", "optimizer", "peak"]]
     for name, one in found.items():
@@ -226,7 +261,9 @@ def _by_kind(found: dict[str, Prediction]) -> list[list[str]]:
 def _beside(found: dict[str, Prediction]) -> list[Any]:
     """Say what a device holds beside the figures: the range of the unknown parts, and what no figure counts."""
     steps = [one.step for one in found.values()]
-    parts = dict.fromkeys(_in_short(part.what) for step in steps for part in step.unknown)
+    parts = dict.fromkeys(
+        _in_short(part.what) for step in steps for part in step.unknown
+    )
     if not parts:
         return []
     least = min(step.unknown_bytes[0] for step in steps)

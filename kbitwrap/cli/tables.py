@@ -22,18 +22,23 @@ _STYLES = {"pass": "green", "yes": "green", "FAIL": "bold red", "no": "red"}
 
 
 def with_bars(
-    rows: Sequence[Sequence[str]], title: str, bars: Sequence[Sequence[int]], mark: int | None = None
+    rows: Sequence[Sequence[str]],
+    title: str,
+    bars: Sequence[Sequence[int]],
+    mark: int | None = None,
 ) -> tuple[list[list[str]], int]:
     """Add a column of bars to rows, if there is room for it.
 
     Args:
         rows: The header and the rows.
         title: The header of the bars.
-        bars: The sizes of the parts of each row's bar; the first is drawn full, the second light.
+        bars: The sizes of the parts of each row's bar; the first is drawn full, the
+            second light.
         mark: A size that is marked on every bar.
 
     Returns:
-        The rows for ``table``, and the number of columns that were added, for its ``left``.
+        The rows for ``table``, and the number of columns that were added, for its
+            ``left``.
     """
     taken = sum(_widest(column) + _GAP for column in zip(*rows, strict=True))
     width = min(num_columns() - taken, _LONGEST_BAR)
@@ -72,11 +77,14 @@ def _drawn_with() -> tuple[str, str]:
     return "█░", "│"
 
 
-def table(rows: Sequence[Sequence[str]], *, keys: int = 1, right: bool = False, left: int = 0) -> Text:
+def table(
+    rows: Sequence[Sequence[str]], *, keys: int = 1, right: bool = False, left: int = 0
+) -> Text:
     """Lay rows out in columns, a rule under the first row.
 
-    Where they are too wide, headers are folded first, then columns of text. What is still too wide becomes several
-    tables, one below the other, each with the first columns. Figures are not broken where a column has room for them.
+    Where they are too wide, headers are folded first, then columns of text. What is
+    still too wide becomes several tables, one below the other, each with the first
+    columns. Figures are not broken where a column has room for them.
 
     Args:
         rows: The header and the rows, of equal lengths.
@@ -138,7 +146,9 @@ def _widths(columns: Sequence[Sequence[str]], width: int) -> list[int] | None:
     return widths
 
 
-def _column_to_narrow(columns: Sequence[Sequence[str]], widths: Sequence[int]) -> int | None:
+def _column_to_narrow(
+    columns: Sequence[Sequence[str]], widths: Sequence[int]
+) -> int | None:
     """The column of text in which the fewest cells are folded when it gets narrower, or else the widest."""
     best = None
     least_cost = (math.inf, 0)
@@ -154,23 +164,34 @@ def _column_to_narrow(columns: Sequence[Sequence[str]], widths: Sequence[int]) -
     return best
 
 
-def _lay_out(columns: Sequence[Sequence[str]], width: int, right_columns: range) -> Text:
+def _lay_out(
+    columns: Sequence[Sequence[str]], width: int, right_columns: range
+) -> Text:
     widths = _widths(columns, width)
     if widths is None:
         even = max((width + _GAP) // len(columns) - _GAP, 1)
         widths = [min(even, _widest(column)) for column in columns]
     header, *rows = zip(*columns, strict=True)
     lines = _row_lines([Text(cell, "bold") for cell in header], widths, right_columns)
-    lines += _row_lines([Text("-" * width, "dim") for width in widths], widths, right_columns)
+    lines += _row_lines(
+        [Text("-" * width, "dim") for width in widths], widths, right_columns
+    )
     for row in rows:
-        lines += _row_lines([Text(cell, _STYLES.get(cell, "")) for cell in row], widths, right_columns)
+        lines += _row_lines(
+            [Text(cell, _STYLES.get(cell, "")) for cell in row], widths, right_columns
+        )
     return Text("\n").join(lines)
 
 
-def _row_lines(row: Sequence[Text], widths: Sequence[int], right_columns: range) -> list[Text]:
+def _row_lines(
+    row: Sequence[Text], widths: Sequence[int], right_columns: range
+) -> list[Text]:
     """A row as lines, as many as its longest cell is folded into."""
     console = Console()
-    folded = [cell.wrap(console, width, overflow="fold") for cell, width in zip(row, widths, strict=True)]
+    folded = [
+        cell.wrap(console, width, overflow="fold")
+        for cell, width in zip(row, widths, strict=True)
+    ]
     lines = []
     for parts in itertools.zip_longest(*folded):
         line = Text()

@@ -48,7 +48,9 @@ class TokenizerTokens:
 
     def encode(self, text: str) -> list[int]:
         """Text as token ids, without special tokens."""
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)[
+            "input_ids"
+        ]
         return ids
 
     def decode(self, ids: list[int]) -> str:
@@ -89,7 +91,9 @@ def read_blocks(tokens: Tokens, *, length: int, num_held_out: int, seed: int) ->
 
     texts = [topics[name] for name in sorted(topics)]
     held_out_texts = texts[::_HELD_OUT_EVERY]
-    training_texts = [text for number, text in enumerate(texts) if number % _HELD_OUT_EVERY]
+    training_texts = [
+        text for number, text in enumerate(texts) if number % _HELD_OUT_EVERY
+    ]
     generator = torch.Generator().manual_seed(seed)
 
     def cut(texts: list[str]) -> torch.Tensor:
@@ -97,7 +101,9 @@ def read_blocks(tokens: Tokens, *, length: int, num_held_out: int, seed: int) ->
         ids = tokens.encode(text[:_MAX_CHARACTERS])
         num_blocks = len(ids) // length
         if num_blocks < num_held_out:
-            raise InputError(f"the tokenizer makes only {len(ids)} tokens of {len(text)} characters of English text")
+            raise InputError(
+                f"the tokenizer makes only {len(ids)} tokens of {len(text)} characters of English text"
+            )
         blocks = torch.tensor(ids[: num_blocks * length]).view(num_blocks, length)
         return blocks[torch.randperm(num_blocks, generator=generator)]
 

@@ -22,7 +22,8 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 PRECISIONS = tuple(precision.value for precision in Precision)
 HALF_DTYPES = ("bfloat16", "float16")
-# What the command line can say of how bitsandbytes quantizes, by the word for it: fields of BitsAndBytesConfig.
+# What the command line can say of how bitsandbytes quantizes, by the word for it:
+# fields of BitsAndBytesConfig.
 _4BIT = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 QUANTS: dict[str, dict[str, Any] | None] = {
     "nf4": _4BIT,
@@ -58,7 +59,9 @@ def one_of(choices: Iterable[str]) -> Parser:
     def parse(text: str) -> str:
         if text in choices:
             return text
-        raise typer.BadParameter(f"expected one of {', '.join(choices)}, found {text!r}{_meant(text, choices)}")
+        raise typer.BadParameter(
+            f"expected one of {', '.join(choices)}, found {text!r}{_meant(text, choices)}"
+        )
 
     return parse
 
@@ -79,7 +82,9 @@ def integer(least: int, most: int | None = None) -> Parser:
         try:
             value = int(text)
         except ValueError:
-            raise typer.BadParameter(f"expected an integer {bounds}, found {text!r}") from None
+            raise typer.BadParameter(
+                f"expected an integer {bounds}, found {text!r}"
+            ) from None
         is_too_large = most is not None and value > most
         if value < least or is_too_large:
             raise typer.BadParameter(f"expected an integer {bounds}, found {value}")
@@ -137,7 +142,9 @@ def path(text: str | Path) -> Path:
     if "\0" in name:
         raise typer.BadParameter(f"expected a path, found {name!r}")
     if name.startswith("--"):
-        raise typer.BadParameter(f"expected a path, found the option {name!r} (of a file of this name: './{name}')")
+        raise typer.BadParameter(
+            f"expected a path, found the option {name!r} (of a file of this name: './{name}')"
+        )
     return Path(text)
 
 
@@ -163,18 +170,34 @@ def choice(*names: str, choices: Iterable[str], help: str, **fields: Any) -> Any
         return [word for word in choices if word.startswith(incomplete)]
 
     metavar = fields.pop("metavar", "|".join(choices))
-    return typer.Option(*names, parser=one_of(choices), metavar=metavar, help=help, autocompletion=complete, **fields)
+    return typer.Option(
+        *names,
+        parser=one_of(choices),
+        metavar=metavar,
+        help=help,
+        autocompletion=complete,
+        **fields,
+    )
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object in place of text.")]
-Out = Annotated[Path, typer.Option("--out", metavar="DST", parser=path, help="The folder to make.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object in place of text.")
+]
+Out = Annotated[
+    Path, typer.Option("--out", metavar="DST", parser=path, help="The folder to make.")
+]
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace the files of a checkpoint at DST, and no other files.")
+    bool,
+    typer.Option(
+        "--overwrite",
+        help="Replace the files of a checkpoint at DST, and no other files.",
+    ),
 ]
 TrustRemoteCode = Annotated[
     bool,
     typer.Option(
-        "--trust-remote-code", help="Run the code that the model's folder brings along; without it, none is run."
+        "--trust-remote-code",
+        help="Run the code that the model's folder brings along; without it, none is run.",
     ),
 ]
 
@@ -191,7 +214,9 @@ def at_most_one(**given: object) -> None:
     options = {option(name): value for name, value in given.items()}
     named = [name for name, value in options.items() if value]
     if len(named) > 1:
-        raise typer.BadParameter(f"expected at most one of {', '.join(options)}, found {' and '.join(named)}")
+        raise typer.BadParameter(
+            f"expected at most one of {', '.join(options)}, found {' and '.join(named)}"
+        )
 
 
 def option(name: str) -> str:
@@ -230,7 +255,9 @@ class Command(TyperCommand):
         rest = super().parse_args(ctx, _repeated(ctx, args, self._several()))
         if ctx.args:
             found = ctx.args[0]
-            raise typer.BadParameter(f"unexpected argument {found!r}{_meant(found, _options(ctx))}")
+            raise typer.BadParameter(
+                f"unexpected argument {found!r}{_meant(found, _options(ctx))}"
+            )
         return rest
 
     def _several(self) -> dict[str, Any]:
@@ -267,7 +294,9 @@ class Group(TyperGroup):
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
         """Find the command that was typed."""
         if not ctx.resilient_parsing and args[0] not in self.commands:
-            shown = [name for name, command in self.commands.items() if not command.hidden]
+            shown = [
+                name for name, command in self.commands.items() if not command.hidden
+            ]
             wanted = _meant(args[0], shown) or f"; the commands are {', '.join(shown)}"
             raise typer.BadParameter(f"no command {args[0]!r}{wanted}", ctx)
         return super().resolve_command(ctx, args)
@@ -299,12 +328,17 @@ def _what(error: Any) -> str:
         case "NoSuchOption":
             return f"no option {error.option_name!r}{_meant(error.option_name, _options(context))}"
         case "MissingParameter":
-            about = str(getattr(parameter, "help", None) or "").rstrip(".")  # arguments of click have none
+            # arguments of click have none
+            about = str(getattr(parameter, "help", None) or "").rstrip(".")
             about = f" ({about[:1].lower()}{about[1:]})" if about else ""
             return f"{_name(parameter, with_metavar=True)} is missing{about}"
         case "BadOptionUsage":
-            (option,) = [one for one in context.command.params if error.option_name in one.opts]
-            expected = "no value" if option.is_flag else f"{option.metavar}, found nothing"
+            (option,) = [
+                one for one in context.command.params if error.option_name in one.opts
+            ]
+            expected = (
+                "no value" if option.is_flag else f"{option.metavar}, found nothing"
+            )
             return f"{error.option_name}: expected {expected}"
     if parameter is not None:
         return f"{_name(parameter)}: {message}"
@@ -338,7 +372,9 @@ def _meant(text: str, known: Iterable[str]) -> str:
     return f"; did you mean {names[found[0]]!r}?" if found else ""
 
 
-def _repeated(ctx: typer.Context, args: Sequence[str], several: dict[str, Any]) -> list[str]:
+def _repeated(
+    ctx: typer.Context, args: Sequence[str], several: dict[str, Any]
+) -> list[str]:
     """The arguments, with such an option once more before each further value that it takes."""
     result: list[str] = []
     name = ""

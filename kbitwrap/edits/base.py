@@ -1,7 +1,7 @@
 """The bases of edits and changes, and records of modules that find them again.
 
-Records hold modules weakly and parameters not at all: what others replace, such as a weight that a merge requantizes,
-is freed at once.
+Records hold modules weakly and parameters not at all: what others replace, such as a
+weight that a merge requantizes, is freed at once.
 """
 
 from __future__ import annotations
@@ -28,17 +28,23 @@ TrainedPolicy = Literal["keep", "discard", "error"]
 class EditBase:
     """The part of an edit that a plan shows."""
 
-    action: str  # "hold", "record", "freeze", "store", "upcast", "compute" or "checkpoint"
+    # "hold", "record", "freeze", "store", "upcast", "compute" or "checkpoint"
+    action: str
     fqns: tuple[str, ...]
     role: Role | None = None  # of all of these
     added_bytes: int = 0  # until the edit is undone
-    transient_bytes: int = 0  # the peak while the edit is made, above what was live before
+    # the peak while the edit is made, above what was live before
+    transient_bytes: int = 0
     reason: str = ""  # why it is not done in the precision's leaner way
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that a plan shows, as plain values, without those that a kind of edit adds."""
         shown = {field.name: getattr(self, field.name) for field in fields(EditBase)}
-        return {**shown, "fqns": list(self.fqns), "role": None if self.role is None else self.role.value}
+        return {
+            **shown,
+            "fqns": list(self.fqns),
+            "role": None if self.role is None else self.role.value,
+        }
 
     def describe(self) -> str:
         """Say in one line what the edit does, and to what."""
@@ -58,8 +64,10 @@ class HeldOriginal(ChangeBase):
 
     record: ParameterRecord
     dtype: torch.dtype  # of the original
-    was_altered = False  # whether the last undo put back another value than the original
-    was_trained = False  # whether the last undo found that the value had changed while it was stored upcast
+    # whether the last undo put back another value than the original
+    was_altered = False
+    # whether the last undo found that the value had changed while it was stored upcast
+    was_trained = False
 
     @property
     def fqn(self) -> str:
@@ -79,7 +87,9 @@ class HeldOriginal(ChangeBase):
         parameter.data = data
         self.record.saw(parameter)
 
-    def resume(self, parameter: torch.Tensor, saved: torch.Tensor, left: torch.Tensor) -> None:
+    def resume(
+        self, parameter: torch.Tensor, saved: torch.Tensor, left: torch.Tensor
+    ) -> None:
         """Write the value from before a suspension, which ``left`` another; or keep one that others wrote meanwhile.
 
         It does not wait for the device.
@@ -99,7 +109,11 @@ class AttributesNow(ChangeBase):
 
     def __init__(self, holders: Collection[Any], names: Collection[str]) -> None:
         self.holders, self._names = holders, names
-        self._values = [(holder, name, vars(holder).get(name, MISSING)) for holder in holders for name in names]
+        self._values = [
+            (holder, name, vars(holder).get(name, MISSING))
+            for holder in holders
+            for name in names
+        ]
 
     def undo(self, tree: ModelTree) -> None:
         """Write the recorded values back."""
@@ -148,13 +162,18 @@ class AttributesChange(ChangeBase):
 
     def __init__(self, tree: ModelTree, names: tuple[str, ...]) -> None:
         self.index = tree.index
-        self._values = {name: [vars(node.module).get(name, MISSING) for node in tree.modules] for name in names}
+        self._values = {
+            name: [vars(node.module).get(name, MISSING) for node in tree.modules]
+            for name in names
+        }
 
     def undo(self, tree: ModelTree) -> None:
         """Write the recorded values back, on the tree's substitutes too."""
         self.write(self.index.live() + self.index.substitutes(tree), self._values)
 
-    def write(self, modules: Iterable[tuple[int, nn.Module]], names: Iterable[str]) -> None:
+    def write(
+        self, modules: Iterable[tuple[int, nn.Module]], names: Iterable[str]
+    ) -> None:
         """Write the recorded values of some of the attributes back to modules, given with their numbers."""
         fields = [(number, vars(module)) for number, module in modules]
         for name in names:

@@ -19,7 +19,9 @@ from .base import AttributesChange, ChangeBase, EditBase, Together
 from .journal import Call, WayBack
 
 
-def make_inputs_require_grad(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+def make_inputs_require_grad(
+    module: nn.Module, args: Any, output: torch.Tensor
+) -> None:
     """Forward hook: let gradients flow back to a frozen embedding's output, as reentrant checkpointing needs."""
     output.requires_grad_(True)
 
@@ -27,14 +29,20 @@ def make_inputs_require_grad(module: nn.Module, args: Any, output: torch.Tensor)
 def make_block_input_require_grad(module: nn.Module, args: Any) -> Any:
     """Forward pre-hook of a block: backward hooks that PEFT's aLoRA gives it would run before it is computed again."""
     inputs = [x for x in args if isinstance(x, torch.Tensor) and x.is_floating_point()]
-    if not (module._backward_hooks and inputs and torch.is_grad_enabled()) or any(x.requires_grad for x in inputs):
+    if not (module._backward_hooks and inputs and torch.is_grad_enabled()) or any(
+        x.requires_grad for x in inputs
+    ):
         return None
     return tuple(x.detach().requires_grad_() if x is inputs[0] else x for x in args)
 
 
 def warn_of_sharding(module: nn.Module, args: Any) -> None:
     """Forward pre-hook: warn once, and remove the hook, where FSDP has sharded the model or a part of it."""
-    if torch.compiler.is_compiling() or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+    if (
+        torch.compiler.is_compiling()
+        or not torch.distributed.is_available()
+        or not torch.distributed.is_initialized()
+    ):
         return
     # Both versions of FSDP mark the modules whose parameters they shard.
     if any("_is_fsdp_managed_module" in vars(child) for child in module.modules()):
@@ -49,7 +57,11 @@ def warn_of_sharding(module: nn.Module, args: Any) -> None:
         )
 
 
-_INPUT_GRADIENT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad", "make_block_input_require_grad")
+_INPUT_GRADIENT_HOOKS = (
+    "make_inputs_require_grads",
+    "make_inputs_require_grad",
+    "make_block_input_require_grad",
+)
 _LIBRARIES = ("kbitwrap", "peft", "transformers", "transformers_modules", "trl")
 _HOOK_DICTS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
@@ -82,8 +94,14 @@ class HooksChange(ChangeBase):
 
     def __init__(self, tree: ModelTree) -> None:
         self._index = tree.index
-        self._before = _ids([node.module for node in tree.having("_forward_hooks", "_forward_pre_hooks")])
-        self._ours: set[int] | None = None  # `None` while the edit is made: all that are added
+        self._before = _ids(
+            [
+                node.module
+                for node in tree.having("_forward_hooks", "_forward_pre_hooks")
+            ]
+        )
+        # `None` while the edit is made: all that are added
+        self._ours: set[int] | None = None
 
     def settle(self) -> None:
         """Note that the edit is made: whatever hooks were added so far are its own."""
@@ -110,7 +128,9 @@ class HooksChange(ChangeBase):
         """Remove later hooks, all or all but one of each hooked module, and say whether a later one is left."""
         is_left = False
         for module, keys in self._affected(modules).items():
-            keeps_newest = keep_one and self._before.isdisjoint(input_gradient_hooks(module))
+            keeps_newest = keep_one and self._before.isdisjoint(
+                input_gradient_hooks(module)
+            )
             is_left |= keeps_newest
             for key in keys[:-1] if keeps_newest else keys:
                 for name in _HOOK_DICTS:
@@ -127,8 +147,12 @@ class HooksChange(ChangeBase):
         def resume() -> None:
             for hooks, items in saved:
                 # Others may have removed and added hooks of their own meanwhile.
-                back = [(key, hook) for key, hook in items if key in hooks or key in removed]
-                new = [(key, hook) for key, hook in hooks.items() if key not in dict(items)]
+                back = [
+                    (key, hook) for key, hook in items if key in hooks or key in removed
+                ]
+                new = [
+                    (key, hook) for key, hook in hooks.items() if key not in dict(items)
+                ]
                 hooks.clear()
                 hooks.update(back + new)
 
@@ -140,7 +164,8 @@ def _ids(modules: list[nn.Module]) -> set[int]:
 
 
 CHECKPOINTING_ATTRIBUTES = ("gradient_checkpointing", "_gradient_checkpointing_func")
-_HOOK_ATTRIBUTES = ("_require_grads_hooks", "_require_grads_hook")  # where transformers keeps the handles of its hooks
+# where transformers keeps the handles of its hooks
+_HOOK_ATTRIBUTES = ("_require_grads_hooks", "_require_grads_hook")
 
 
 class CheckpointingChange(Together):
@@ -149,16 +174,22 @@ class CheckpointingChange(Together):
     def __init__(self, tree: ModelTree) -> None:
         self.model = weakref.ref(tree.model)
         self.hooks = HooksChange(tree)
-        self.attributes = AttributesChange(tree, (*CHECKPOINTING_ATTRIBUTES, *_HOOK_ATTRIBUTES))
+        self.attributes = AttributesChange(
+            tree, (*CHECKPOINTING_ATTRIBUTES, *_HOOK_ATTRIBUTES)
+        )
         super().__init__(tree.records, self.hooks, self.attributes)
 
 
-def checkpointing_method(model: nn.Module) -> tuple[Callable[..., Any], str | None] | None:
+def checkpointing_method(
+    model: nn.Module,
+) -> tuple[Callable[..., Any], str | None] | None:
     """The bound method that enables checkpointing, and its keyword for arguments; an overridden old one comes first."""
     old = getattr(model, "gradient_checkpointing_enable", None)
     new = getattr(model, "activation_checkpointing_enable", None)
     is_overridden = getattr(model, "_is_overridden", None)
-    if new is not None and not (callable(is_overridden) and is_overridden("gradient_checkpointing_enable")):
+    if new is not None and not (
+        callable(is_overridden) and is_overridden("gradient_checkpointing_enable")
+    ):
         return new, "activation_checkpointing_kwargs"
     if old is None:
         return None
@@ -173,17 +204,29 @@ def refuse_without_checkpointing(tree: ModelTree) -> None:
     remedy = "prepare it with gradient_checkpointing=False"
     if checkpointing_method(model) is None:
         inner = wrapped_children(model)
-        instead = f"prepare what it wraps, its .{inner[0]}, before it is wrapped" if inner else remedy
-        raise UnsupportedModelError(f"{name} has no method that enables activation checkpointing; {instead}")
+        instead = (
+            f"prepare what it wraps, its .{inner[0]}, before it is wrapped"
+            if inner
+            else remedy
+        )
+        raise UnsupportedModelError(
+            f"{name} has no method that enables activation checkpointing; {instead}"
+        )
     supports = getattr(model, "supports_gradient_checkpointing", None)
-    listens = any(hasattr(node.module, "gradient_checkpointing") for node in tree.modules)
+    listens = any(
+        hasattr(node.module, "gradient_checkpointing") for node in tree.modules
+    )
     if supports is False or (supports is True and not listens):
-        raise UnsupportedModelError(f"{name} does not support activation checkpointing; {remedy}")
+        raise UnsupportedModelError(
+            f"{name} does not support activation checkpointing; {remedy}"
+        )
 
 
 def refuse_without_embeddings(model: nn.Module) -> None:
     """Raise for a model that has no method to hook its input embeddings, and none that returns them."""
-    if not hasattr(model, "enable_input_require_grads") and not hasattr(model, "get_input_embeddings"):
+    if not hasattr(model, "enable_input_require_grads") and not hasattr(
+        model, "get_input_embeddings"
+    ):
         raise UnsupportedModelError(
             f"{type(model).__name__} has no get_input_embeddings() whose output could be made to require grad; prepare "
             "it with input_require_grads=False, or with gradient_checkpointing_kwargs={'use_reentrant': False}"
@@ -198,7 +241,8 @@ class Checkpoint(EditBase):
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     hook_inputs: bool = False
     hook_blocks: bool = False
-    hook_model: bool = False  # to warn when it turns out to be sharded, after its dtypes were changed
+    # to warn when it turns out to be sharded, after its dtypes were changed
+    hook_model: bool = False
 
     def capture(self, tree: ModelTree) -> CheckpointingChange:
         """Record attributes and hooks."""
@@ -215,7 +259,9 @@ class Checkpoint(EditBase):
         if self.enable:
             _enable_checkpointing(model, self.kwargs)
         live = change.attributes.index.live()
-        if not change.hooks.remove_added([module for _, module in live], keep_one=self.hook_inputs):
+        if not change.hooks.remove_added(
+            [module for _, module in live], keep_one=self.hook_inputs
+        ):
             change.attributes.write(live, _HOOK_ATTRIBUTES)
         for _, block in live:
             if vars(block).get("gradient_checkpointing") is not True:
@@ -223,7 +269,10 @@ class Checkpoint(EditBase):
             change.records.mark(block)
             if self.hook_blocks and not input_gradient_hooks(block):
                 block.register_forward_pre_hook(make_block_input_require_grad)
-        if self.hook_model and warn_of_sharding not in model._forward_pre_hooks.values():
+        if (
+            self.hook_model
+            and warn_of_sharding not in model._forward_pre_hooks.values()
+        ):
             model.register_forward_pre_hook(warn_of_sharding)
         change.hooks.settle()
 
@@ -233,9 +282,17 @@ def _enable_checkpointing(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
     assert found is not None  # or the plan would have refused
     method, keyword = found
     if keyword is not None:
-        own = inspect.signature(method).parameters  # transformers' ``every_n_layers`` and ``offload``
+        # transformers' ``every_n_layers`` and ``offload``
+        own = inspect.signature(method).parameters
         options = {name: value for name, value in kwargs.items() if name in own}
-        method(**{keyword: {name: value for name, value in kwargs.items() if name not in own}}, **options)
+        method(
+            **{
+                keyword: {
+                    name: value for name, value in kwargs.items() if name not in own
+                }
+            },
+            **options,
+        )
         return
     if kwargs:
         warnings.warn(

@@ -16,21 +16,32 @@ class FlagsChange(ChangeBase):
     """Parameters' ``requires_grad`` flags as they were; with ``left``, those that a suspension left instead."""
 
     def __init__(
-        self, flags: Iterable[tuple[ParameterRecord, bool]], left: dict[ParameterRecord, bool] | None = None
+        self,
+        flags: Iterable[tuple[ParameterRecord, bool]],
+        left: dict[ParameterRecord, bool] | None = None,
     ) -> None:
         self.flags, self._left = dict(flags), left
 
     def undo(self, tree: ModelTree) -> None:
         """Set the recorded flags back, but for those that others set while the model was suspended."""
         with only_reading():
-            changed = [(p, self.flags[r]) for r, p in self._live(tree) if self._is_ours(r, p)]
-            # Others may train what was resized: only the preparation's own freezing is undone.
-            resized = [(record, tensor.parameter) for record, tensor in tree.resized(self.flags)]
-            own = [(r, p) for r, p in resized if self.flags[r] or self._left is not None]
+            changed = [
+                (p, self.flags[r]) for r, p in self._live(tree) if self._is_ours(r, p)
+            ]
+            # Others may train what was resized: only the preparation's own freezing is
+            # undone.
+            resized = [
+                (record, tensor.parameter)
+                for record, tensor in tree.resized(self.flags)
+            ]
+            own = [
+                (r, p) for r, p in resized if self.flags[r] or self._left is not None
+            ]
             changed += [(p, self.flags[r]) for r, p in own if self._is_ours(r, p)]
         for parameter, flag in changed:
             if parameter.is_leaf:
-                with torch.inference_mode(parameter.is_inference()):  # the mode that it was made in
+                # the mode that it was made in
+                with torch.inference_mode(parameter.is_inference()):
                     parameter.requires_grad_(flag)
 
     def _is_ours(self, record: ParameterRecord, parameter: torch.Tensor) -> bool:
@@ -41,14 +52,25 @@ class FlagsChange(ChangeBase):
     def now(self, tree: ModelTree) -> FlagsChange:
         """Record the current flags."""
         with only_reading():
-            resized = [(record, tensor.parameter) for record, tensor in tree.resized(self.flags)]
-            return FlagsChange([(r, p.requires_grad) for r, p in [*self._live(tree), *resized]], left=self.flags)
+            resized = [
+                (record, tensor.parameter)
+                for record, tensor in tree.resized(self.flags)
+            ]
+            return FlagsChange(
+                [(r, p.requires_grad) for r, p in [*self._live(tree), *resized]],
+                left=self.flags,
+            )
 
     def _live(self, tree: ModelTree) -> list[tuple[ParameterRecord, torch.Tensor]]:
         """The parameters that are there."""
         found = tree.live
-        live = [(record, found[record] if record in found else record.there()) for record in self.flags]
-        return [(record, parameter) for record, parameter in live if parameter is not None]
+        live = [
+            (record, found[record] if record in found else record.there())
+            for record in self.flags
+        ]
+        return [
+            (record, parameter) for record, parameter in live if parameter is not None
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +84,9 @@ class Freeze(EditBase):
         """Record the flags."""
         with only_reading():
             tensors = prepared_tensors(tree, self.freeze_adapters)
-            return FlagsChange([(tree.record(t), t.parameter.requires_grad) for t in tensors])
+            return FlagsChange(
+                [(tree.record(t), t.parameter.requires_grad) for t in tensors]
+            )
 
     def apply(self, change: FlagsChange) -> None:
         """Set the flags to false where asked."""

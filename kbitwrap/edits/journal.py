@@ -1,7 +1,8 @@
 """The journal: a list of reversible edits, applied all or nothing, suspended, and undone in reverse.
 
-This file does not use torch. An edit describes itself, captures what it is about to change as a ``Change``, and applies
-itself; the journal records the change before it applies the edit, so that an edit that fails half-way is undone too.
+This file does not use torch. An edit describes itself, captures what it is about to
+change as a ``Change``, and applies itself; the journal records the change before it
+applies the edit, so that an edit that fails half-way is undone too.
 """
 
 from __future__ import annotations
@@ -129,11 +130,18 @@ class Journal:
         """Add changes that were captured elsewhere, before what they take back is done."""
         self.changes += changes
 
-    def undo(self, view: Any, *, since: int = 0, show: Callable[[Sequence[Any]], Iterable[Any]] = iter) -> Failures:
+    def undo(
+        self,
+        view: Any,
+        *,
+        since: int = 0,
+        show: Callable[[Sequence[Any]], Iterable[Any]] = iter,
+    ) -> Failures:
         """Undo all but the ``since`` oldest changes, newest first, each even when another fails; return the failures.
 
-        One that fails stays in the journal, and so do older ones: the next call undoes them after it, and one of them
-        may write what it writes. One that is interrupted is undone again, and the interrupt returned.
+        One that fails stays in the journal, and so do older ones: the next call undoes
+        them after it, and one of them may write what it writes. One that is interrupted
+        is undone again, and the interrupt returned.
         """
         failures: Failures = []
         for change in show(self.changes[since:][::-1]):

@@ -16,11 +16,15 @@ from ..model.tree import ModelTree, join, only_reading
 from .base import ChangeBase, write_attribute
 from .journal import MISSING
 
-# The types of the plain attributes that a module computes with, and may replace when it runs; and those told by value.
-_COMPARED = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size})
+# The types of the plain attributes that a module computes with, and may replace when it
+# runs; and those told by value.
+_COMPARED = frozenset(
+    {type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size}
+)
 _PLAIN = _COMPARED | {torch.Tensor, tuple}
 _OTHER = object()
-_EMPTY: dict[str, Any] = {}  # one for all: hundreds would be work for the garbage collector
+# one for all: hundreds would be work for the garbage collector
+_EMPTY: dict[str, Any] = {}
 _OWN = frozenset(vars(nn.Module()))  # what every module has, its train mode among them
 _CACHES = (list, dict)
 
@@ -42,7 +46,11 @@ def _members(cache: Any) -> Iterable[Any]:
 
 def _tensors(cache: Any) -> list[torch.Tensor]:
     """The tensors in a list or dict, and in the tuples and lists in it."""
-    flat = [one for value in _members(cache) for one in (value if isinstance(value, (tuple, list)) else (value,))]
+    flat = [
+        one
+        for value in _members(cache)
+        for one in (value if isinstance(value, (tuple, list)) else (value,))
+    ]
     return [one for one in flat if isinstance(one, torch.Tensor)]
 
 
@@ -50,7 +58,8 @@ class _Kept(NamedTuple):
     """A module's fields, buffers and children's names: ``fields`` with a placeholder for what is not plain."""
 
     fields: dict[str, Any]
-    caches: dict[str, tuple[Any, Any]]  # lists and dicts of plain values, each with a copy of it
+    # lists and dicts of plain values, each with a copy of it
+    caches: dict[str, tuple[Any, Any]]
     buffers: dict[str, torch.Tensor | None]
     unsaved: tuple[str, ...]  # the names of buffers that no checkpoint holds
     children: tuple[str, ...]
@@ -60,17 +69,24 @@ class _Kept(NamedTuple):
 class KeptChange(ChangeBase):
     """The plain values, plain tensors, caches and buffers of the base's modules, as they were.
 
-    Values that differ in the end are put back. A new plain value is removed only where a new tensor is removed too:
-    alone, it may belong to a hook that stays. A new child without parameters that holds tensors is a cache; without
-    tensors it is a kernel, and is removed with a buffer. A buffer of the checkpoint with its dtype and shape was
-    trained or moved, and stays, as does all of a module whose parameters others replaced.
+    Values that differ in the end are put back. A new plain value is removed only where
+    a new tensor is removed too: alone, it may belong to a hook that stays. A new child
+    without parameters that holds tensors is a cache; without tensors it is a kernel,
+    and is removed with a buffer. A buffer of the checkpoint with its dtype and shape
+    was trained or moved, and stays, as does all of a module whose parameters others
+    replaced.
     """
 
-    def __init__(self, tree: ModelTree, records: Collection[ParameterRecord] = ()) -> None:
+    def __init__(
+        self, tree: ModelTree, records: Collection[ParameterRecord] = ()
+    ) -> None:
         self._index, self._records = tree.index, records
         base = {id(node.module) for node in tree.plain_base}
         with only_reading():
-            self._kept = [self._read(node.module) if id(node.module) in base else None for node in tree.modules]
+            self._kept = [
+                self._read(node.module) if id(node.module) in base else None
+                for node in tree.modules
+            ]
         self.put_back: tuple[str, ...] = ()  # the names of what the last undo put back
 
     @staticmethod
@@ -81,11 +97,17 @@ class KeptChange(ChangeBase):
             if name not in _OWN:
                 is_plain = _is_plain[type(value)]
                 fields[name] = value if is_plain else _OTHER
-                if not is_plain and type(value) in _CACHES and all(_is_plain[type(one)] for one in _members(value)):
+                if (
+                    not is_plain
+                    and type(value) in _CACHES
+                    and all(_is_plain[type(one)] for one in _members(value))
+                ):
                     caches = {**caches, name: (value, value.copy())}
         children, sizes = tuple(found["_modules"]), _sizes(found["_parameters"])
-        if not (caches or found["_buffers"]):  # nearly always; and then nothing else is kept
-            return tuple.__new__(_Kept, (fields, _EMPTY, _EMPTY, (), children, sizes))  # twice as fast
+        # nearly always; and then nothing else is kept
+        if not (caches or found["_buffers"]):
+            # twice as fast
+            return tuple.__new__(_Kept, (fields, _EMPTY, _EMPTY, (), children, sizes))
         unsaved = tuple(module._non_persistent_buffers_set)
         return _Kept(fields, caches, dict(module._buffers), unsaved, children, sizes)
 
@@ -93,21 +115,34 @@ class KeptChange(ChangeBase):
         """Put back what changed, on substitutes too; values of other types that others put there stay."""
         with only_reading():
             resized = [tensor.path for _, tensor in tree.resized(self._records)]
-        # Resizing sets plain values on the modules around, as the vocabulary's size: these stay.
+        # Resizing sets plain values on the modules around, as the vocabulary's size:
+        # these stay.
         around = set()
         for node in tree.nodes if resized else ():
             prefix = join(node.path, "")
             if any(name.startswith(prefix) for name in resized):
                 around.add(id(node.module))
         found = {}
-        for reached, is_substitute in ((self._index.live(), False), (self._index.substitutes(tree), True)):
+        for reached, is_substitute in (
+            (self._index.live(), False),
+            (self._index.substitutes(tree), True),
+        ):
             for number, module in reached:
                 kept = self._kept[number]
                 if kept is not None:
                     only_tensors = is_substitute or id(module) in around
-                    found[id(module)] = self._write(module, kept, only_tensors=only_tensors, is_shared=is_substitute)
-        named = [(node.fqn, name) for node in tree.modules for name in found.get(id(node.module), ())]
-        self.put_back = tuple([join(fqn, name) for fqn, name in named if name != KERNEL])  # which a preparation sets
+                    found[id(module)] = self._write(
+                        module, kept, only_tensors=only_tensors, is_shared=is_substitute
+                    )
+        named = [
+            (node.fqn, name)
+            for node in tree.modules
+            for name in found.get(id(node.module), ())
+        ]
+        # which a preparation sets
+        self.put_back = tuple(
+            [join(fqn, name) for fqn, name in named if name != KERNEL]
+        )
 
     def now(self, tree: ModelTree) -> KeptChange:
         """Record what modules keep now."""
@@ -121,9 +156,15 @@ class KeptChange(ChangeBase):
             self._write(shell, kept, only_tensors=False, is_shared=True)
 
     @staticmethod
-    def _write(module: nn.Module, kept: _Kept, *, only_tensors: bool, is_shared: bool) -> list[str]:
+    def _write(
+        module: nn.Module, kept: _Kept, *, only_tensors: bool, is_shared: bool
+    ) -> list[str]:
         """Put back what differs, and return the names of it but for what was moved to another device."""
-        fields, buffers, unsaved = module.__dict__, module._buffers, module._non_persistent_buffers_set
+        fields, buffers, unsaved = (
+            module.__dict__,
+            module._buffers,
+            module._non_persistent_buffers_set,
+        )
         before = kept.fields
         changed, cached = {}, {}
         for name, found in fields.items():
@@ -131,26 +172,57 @@ class KeptChange(ChangeBase):
                 continue  # nearly always
             if type(found) in _CACHES:
                 was, contents = kept.caches.get(name, (was, None))
-                if was is not _OTHER and any(a is not b for a, b in zip_longest(_tensors(found), _tensors(contents))):
+                if was is not _OTHER and any(
+                    a is not b
+                    for a, b in zip_longest(_tensors(found), _tensors(contents))
+                ):
                     cached[name] = contents
-                    changed[name] = was if contents is None or not is_shared else contents.copy()
+                    changed[name] = (
+                        was if contents is None or not is_shared else contents.copy()
+                    )
             elif was is not _OTHER and _is_plain[type(found)]:
-                is_equal = type(found) is type(was) and type(found) in _COMPARED and found == was
+                is_equal = (
+                    type(found) is type(was)
+                    and type(found) in _COMPARED
+                    and found == was
+                )
                 changed |= {} if is_equal else {name: was}
         if not before.keys() <= fields.keys():
-            changed |= {name: was for name, was in before.items() if name not in fields and was is not _OTHER}
+            changed |= {
+                name: was
+                for name, was in before.items()
+                if name not in fields and was is not _OTHER
+            }
         replaced = {
             name: was
             for name in ({**buffers, **kept.buffers} if buffers or kept.buffers else ())
-            if (was := kept.buffers.get(name, MISSING)) is not (found := buffers.get(name, MISSING))
-            and (name in unsaved or was is MISSING or found is MISSING or not _is_alike(was, found))
+            if (was := kept.buffers.get(name, MISSING))
+            is not (found := buffers.get(name, MISSING))
+            and (
+                name in unsaved
+                or was is MISSING
+                or found is MISSING
+                or not _is_alike(was, found)
+            )
         }
-        added = module._modules.keys() - kept.children if len(module._modules) > len(kept.children) else ()
+        added = (
+            module._modules.keys() - kept.children
+            if len(module._modules) > len(kept.children)
+            else ()
+        )
         new = [name for name in added if _is_cache(module._modules[name])]
         if not (changed or replaced or new) or _sizes(module._parameters) != kept.sizes:
             return []
-        tensors = [was for n, was in changed.items() if torch.Tensor in (type(was), type(fields.get(n)))]
-        tensors += [*(changed[name] for name in cached), *replaced.values(), *[MISSING for _ in new]]
+        tensors = [
+            was
+            for n, was in changed.items()
+            if torch.Tensor in (type(was), type(fields.get(n)))
+        ]
+        tensors += [
+            *(changed[name] for name in cached),
+            *replaced.values(),
+            *[MISSING for _ in new],
+        ]
         if only_tensors and not tensors:
             return []
         if not any(was is MISSING for was in tensors):
@@ -165,13 +237,21 @@ class KeptChange(ChangeBase):
         for name, was in replaced.items():
             found = buffers.get(name)
             (unsaved.add if name in kept.unsaved else unsaved.discard)(name)
-            if was is not MISSING and was is not None and found is not None and was.device != found.device:
-                # Moving a model replaces its buffers, and they stay on the device that they were moved to.
+            if (
+                was is not MISSING
+                and was is not None
+                and found is not None
+                and was.device != found.device
+            ):
+                # Moving a model replaces its buffers, and they stay on the device that
+                # they were moved to.
                 was = was.to(found.device)
                 moved |= {name} if _is_alike(was, found) else set()
             write_attribute(buffers, name, was)
         for name in added if replaced.keys() - moved else new:
-            if (child := module._modules[name]) is not None and not list(child.parameters()):
+            if (child := module._modules[name]) is not None and not list(
+                child.parameters()
+            ):
                 del module._modules[name]
         return [name for name in (*changed, *replaced, *new) if name not in moved]
 
@@ -186,13 +266,33 @@ def lay_as_stored(tree: ModelTree) -> None:
 def _is_cache(child: nn.Module | None) -> bool:
     """Whether a child holds tensors, and no parameter."""
     modules = [] if child is None else list(child.modules())
-    tensors = [one for m in modules for one in (*m._buffers.values(), *vars(m).values()) if type(one) is torch.Tensor]
+    tensors = [
+        one
+        for m in modules
+        for one in (*m._buffers.values(), *vars(m).values())
+        if type(one) is torch.Tensor
+    ]
     return bool(tensors) and not any(module._parameters for module in modules)
 
 
 def _sizes(parameters: Mapping[str, torch.Tensor | None]) -> int:
-    return hash(tuple([(name, 0 if p is None else p.numel()) for name, p in parameters.items()])) if parameters else 0
+    return (
+        hash(
+            tuple(
+                [
+                    (name, 0 if p is None else p.numel())
+                    for name, p in parameters.items()
+                ]
+            )
+        )
+        if parameters
+        else 0
+    )
 
 
 def _is_alike(value: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    return value is not None and other is not None and (value.dtype, value.shape) == (other.dtype, other.shape)
+    return (
+        value is not None
+        and other is not None
+        and (value.dtype, value.shape) == (other.dtype, other.shape)
+    )

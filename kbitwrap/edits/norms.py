@@ -31,7 +31,9 @@ def can_rebind_forward(module: nn.Module) -> bool:
     if (module._buffers or module._modules) and any(True for _ in module.buffers()):
         return False
     forward = vars(module).get(forward_slot(module), MISSING)
-    return forward is MISSING or (isinstance(forward, types.MethodType) and forward.__self__ is module)
+    return forward is MISSING or (
+        isinstance(forward, types.MethodType) and forward.__self__ is module
+    )
 
 
 def computes_in_float32(module: nn.Module) -> bool:
@@ -42,8 +44,9 @@ def computes_in_float32(module: nn.Module) -> bool:
 class Float32Forward:
     """A module's own ``forward``, run on float32 casts of its half inputs and parameters; the output's dtype is kept.
 
-    It runs on a shell that shares the module's attributes: the module is not touched, so threads, exceptions,
-    recomputation and ``torch.compile`` are safe, and gradients reach a trained parameter through the cast.
+    It runs on a shell that shares the module's attributes: the module is not touched,
+    so threads, exceptions, recomputation and ``torch.compile`` are safe, and gradients
+    reach a trained parameter through the cast.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -54,7 +57,9 @@ class Float32Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward; in float32 while active."""
-        forward = type(self.module).forward if self.inner is MISSING else self.inner.__func__
+        forward = (
+            type(self.module).forward if self.inner is MISSING else self.inner.__func__
+        )
         if not self.is_active:
             return forward(self.module, *args, **kwargs)
         return self._run(forward, args, kwargs)
@@ -62,32 +67,58 @@ class Float32Forward:
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the module's own forward in float32, and give the output the dtype of the unprepared module's."""
         shell = float32_shell(self.module, to_float32)
-        output = forward(shell, *map(to_float32, args), **{n: to_float32(v) for n, v in kwargs.items()})
+        output = forward(
+            shell,
+            *map(to_float32, args),
+            **{n: to_float32(v) for n, v in kwargs.items()},
+        )
         dtypes = self._unprepared_dtypes(forward, args, kwargs)
         if isinstance(output, torch.Tensor):
             return output if dtypes[0] is None else output.to(dtypes[0])
         parts = [
-            part.to(dtype) if isinstance(part, torch.Tensor) and dtype is not None else part
+            part.to(dtype)
+            if isinstance(part, torch.Tensor) and dtype is not None
+            else part
             for part, dtype in zip(output, dtypes, strict=True)
         ]
-        return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
+        return (
+            type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
+        )
 
-    def _unprepared_dtypes(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.dtype | None]:
+    def _unprepared_dtypes(
+        self, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> list[torch.dtype | None]:
         """The dtypes that the unprepared module returns, measured once for each kind of input."""
         if torch.compiler.is_compiling():
             # A call that a kernel refuses must not be traced.
             first = args[0] if args else next(iter(kwargs.values()))
-            is_refused = isinstance(self.module, (nn.LayerNorm, nn.GroupNorm)) and first.dtype not in HALF_DTYPES
-            return [first.dtype] if is_refused else _output_dtypes(self.module, forward, args, kwargs)
-        named = {**dict(enumerate(args)), **kwargs, **{f".{n}": p for n, p in self.module._parameters.items()}}
+            is_refused = (
+                isinstance(self.module, (nn.LayerNorm, nn.GroupNorm))
+                and first.dtype not in HALF_DTYPES
+            )
+            return (
+                [first.dtype]
+                if is_refused
+                else _output_dtypes(self.module, forward, args, kwargs)
+            )
+        named = {
+            **dict(enumerate(args)),
+            **kwargs,
+            **{f".{n}": p for n, p in self.module._parameters.items()},
+        }
         key = tuple((name, _kind(value)) for name, value in named.items())
         if key not in self._output_dtypes:
-            # This run's warnings and random draws must not show: its result is not used.
-            put_back = random_state(accelerators(v for v in named.values() if isinstance(v, torch.Tensor)))
+            # This run's warnings and random draws must not show: its result is not
+            # used.
+            put_back = random_state(
+                accelerators(v for v in named.values() if isinstance(v, torch.Tensor))
+            )
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    self._output_dtypes[key] = _output_dtypes(self.module, forward, args, kwargs)
+                    self._output_dtypes[key] = _output_dtypes(
+                        self.module, forward, args, kwargs
+                    )
             finally:
                 put_back()
         return self._output_dtypes[key]
@@ -95,7 +126,11 @@ class Float32Forward:
 
 def to_float32(value: Any) -> Any:
     """Cast a half tensor; anything else is returned as it is."""
-    return value.float() if isinstance(value, torch.Tensor) and value.dtype in HALF_DTYPES else value
+    return (
+        value.float()
+        if isinstance(value, torch.Tensor) and value.dtype in HALF_DTYPES
+        else value
+    )
 
 
 def float32_shell(module: nn.Module, upcast: Callable[[Any], Any]) -> nn.Module:
@@ -103,12 +138,22 @@ def float32_shell(module: nn.Module, upcast: Callable[[Any], Any]) -> nn.Module:
     shell = shallow_copy(module)
     fields = shell.__dict__
     fields["_parameters"] = {
-        name: p if p is None or is_quantized_parameter(p) else upcast(p) for name, p in module._parameters.items()
+        name: p if p is None or is_quantized_parameter(p) else upcast(p)
+        for name, p in module._parameters.items()
     }
     # FSDP1 has views of a weight in place of the parameter.
-    fields.update({name: upcast(value) for name, value in fields.items() if isinstance(value, torch.Tensor)})
+    fields.update(
+        {
+            name: upcast(value)
+            for name, value in fields.items()
+            if isinstance(value, torch.Tensor)
+        }
+    )
     if module._modules:
-        fields["_modules"] = {n: child and float32_shell(child, upcast) for n, child in module._modules.items()}
+        fields["_modules"] = {
+            n: child and float32_shell(child, upcast)
+            for n, child in module._modules.items()
+        }
     return shell
 
 
@@ -121,14 +166,17 @@ def _kind(value: Any) -> Any:
     return value.dtype, device, is_autocast and torch.get_autocast_dtype(device)
 
 
-def _output_dtypes(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.dtype | None]:
+def _output_dtypes(
+    module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+) -> list[torch.dtype | None]:
     with torch.no_grad():
         try:
             output = forward(module, *args, **kwargs)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:
-            # The kernel refuses this mix of dtypes (layer_norm with float32 input and half weight): no dtype to match.
+            # The kernel refuses this mix of dtypes (layer_norm with float32 input and
+            # half weight): no dtype to match.
             output = args[0] if args else next(iter(kwargs.values()))
     parts = [output] if isinstance(output, torch.Tensor) else list(output)
     return [part.dtype if isinstance(part, torch.Tensor) else None for part in parts]
@@ -155,8 +203,18 @@ class ComputeChange(ChangeBase):
         found = {id(f): f for ref in self._installed if (f := ref()) is not None}
         for module in [node.module for node in tree.modules]:
             if class_before_sharding(module) in self._classes:
-                ours = [value for value in vars(module).values() if isinstance(value, Float32Forward)]
-                found.update({id(forward): forward for forward in ours if forward.module is module})
+                ours = [
+                    value
+                    for value in vars(module).values()
+                    if isinstance(value, Float32Forward)
+                ]
+                found.update(
+                    {
+                        id(forward): forward
+                        for forward in ours
+                        if forward.module is module
+                    }
+                )
         return list(found.values())
 
     def undo(self, tree: ModelTree) -> None:
@@ -168,7 +226,8 @@ class ComputeChange(ChangeBase):
                     continue
                 inner = forward.inner
                 if slot == "_old_forward" and inner is MISSING:
-                    # accelerate hooked the module while it was prepared: its record becomes the class's own.
+                    # accelerate hooked the module while it was prepared: its record
+                    # becomes the class's own.
                     inner = type(forward.module).forward.__get__(forward.module)
                 write_attribute(vars(forward.module), slot, inner)
 
@@ -191,7 +250,8 @@ class ComputeInFloat32(EditBase):
     """Make modules compute in float32 from their half parameters."""
 
     modules: tuple[weakref.ref[nn.Module], ...] = field(default=(), repr=False)
-    forward: Callable[[nn.Module], Float32Forward] = field(repr=False)  # makes what replaces a module's own
+    # makes what replaces a module's own
+    forward: Callable[[nn.Module], Float32Forward] = field(repr=False)
 
     def capture(self, tree: ModelTree) -> ComputeChange:
         """Begin a record of the forwards replaced."""

@@ -35,15 +35,28 @@ class HeadForward(Float32Forward):
         shell = float32_shell(self.module, self._upcast)
         weight: Any = shell.weight
         device = weight.device.type
-        is_product = forward is nn.Linear.forward and shell.bias is None and isinstance(weight, UpcastTensor)
+        is_product = (
+            forward is nn.Linear.forward
+            and shell.bias is None
+            and isinstance(weight, UpcastTensor)
+        )
         if not (is_product and args and multiplies_half(args[0], weight.half_storage)):
-            args, kwargs = map(to_float32, args), {name: to_float32(value) for name, value in kwargs.items()}
-        with torch.autocast(device if torch.amp.is_autocast_available(device) else "cpu", enabled=False):
+            args, kwargs = (
+                map(to_float32, args),
+                {name: to_float32(value) for name, value in kwargs.items()},
+            )
+        with torch.autocast(
+            device if torch.amp.is_autocast_available(device) else "cpu", enabled=False
+        ):
             return forward(shell, *args, **kwargs)
 
     def _upcast(self, parameter: torch.Tensor) -> torch.Tensor:
         is_trained = parameter.requires_grad and torch.is_grad_enabled()
-        if parameter.dtype not in HALF_DTYPES or is_trained or torch.compiler.is_compiling():
+        if (
+            parameter.dtype not in HALF_DTYPES
+            or is_trained
+            or torch.compiler.is_compiling()
+        ):
             return to_float32(parameter)  # type: ignore[no-any-return]
         return UpcastTensor(parameter, None, self._chunk_bytes)
 
@@ -60,11 +73,17 @@ class Float32Copy:
         result: nn.Module = object.__new__(type(module))
         memo[id(module)] = result
         for parameter in module._parameters.values():
-            if parameter is None or id(parameter) in memo or is_quantized_parameter(parameter):
+            if (
+                parameter is None
+                or id(parameter) in memo
+                or is_quantized_parameter(parameter)
+            ):
                 continue
             if parameter.dtype in HALF_DTYPES:
                 upcast = parameter.detach().float()
-                memo[id(parameter)] = nn.Parameter(upcast, requires_grad=parameter.requires_grad)
+                memo[id(parameter)] = nn.Parameter(
+                    upcast, requires_grad=parameter.requires_grad
+                )
         for name, value in vars(module).items():
             if not isinstance(value, (UpcastTensor, Float32Copy, StandInState)):
                 result.__dict__[name] = copy.deepcopy(value, memo)
@@ -80,7 +99,10 @@ class StandInState:
     def __call__(self) -> dict[str, Any]:
         """The module's attributes, with each stand-in marked as the module's own."""
         state = getattr(type(self.module), "__getstate__", vars)(self.module)
-        return {k: value.as_state() if isinstance(value, UpcastTensor) else value for k, value in state.items()}
+        return {
+            k: value.as_state() if isinstance(value, UpcastTensor) else value
+            for k, value in state.items()
+        }
 
 
 class Float32First:
@@ -95,13 +117,19 @@ class Float32First:
         """Yield each of the module's parameters once, in their order."""
         weight = self.owner._parameters.get(self.name) if recurse else None
         for parameter in type(self.module).parameters(self.module, recurse):
-            yield vars(self.owner).get(self.name, weight) if parameter is weight else parameter
+            yield (
+                vars(self.owner).get(self.name, weight)
+                if parameter is weight
+                else parameter
+            )
 
 
 def can_stand_in(module: nn.Module, name: str) -> bool:
     """Whether an instance attribute can stand in for a parameter, which must not be renormalized in place."""
     is_renormalized = isinstance(module, nn.Embedding) and module.max_norm is not None
-    is_taken = {name, "__deepcopy__", "__getstate__"} & vars(module).keys() or hasattr(type(module), name)
+    is_taken = {name, "__deepcopy__", "__getstate__"} & vars(module).keys() or hasattr(
+        type(module), name
+    )
     return not (is_taken or is_renormalized)
 
 
@@ -110,7 +138,9 @@ class UpcastChange(ChangeBase):
 
     def __init__(self, tree: ModelTree, chunk_bytes: int | None) -> None:
         self._records, self._chunk_bytes = tree.records, chunk_bytes
-        self._names: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+        self._names: weakref.WeakKeyDictionary[nn.Module, set[str]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._model = weakref.ref(tree.model)
         self._readers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._hook: RemovableHandle | None = None
@@ -118,7 +148,9 @@ class UpcastChange(ChangeBase):
     def install(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         """Put a stand-in in front of a module's parameter."""
         self._names.setdefault(module, set()).add(name)
-        vars(module)[name] = UpcastTensor(parameter, (module, name), self._chunk_bytes, held=parameter)
+        vars(module)[name] = UpcastTensor(
+            parameter, (module, name), self._chunk_bytes, held=parameter
+        )
         vars(module)["__deepcopy__"] = Float32Copy(module)
         vars(module)["__getstate__"] = StandInState(module)
         self._records.mark(module).dtypes[name] = parameter.dtype
@@ -140,7 +172,9 @@ class UpcastChange(ChangeBase):
             if begins is None or begins.name not in self._names.get(begins.module, ()):
                 continue
             if module._modules and "parameters" not in vars(module):
-                vars(module)["parameters"] = Float32First(module, begins.module, begins.name)
+                vars(module)["parameters"] = Float32First(
+                    module, begins.module, begins.name
+                )
                 self._readers.add(module)
 
     def follow(self) -> None:
@@ -148,15 +182,22 @@ class UpcastChange(ChangeBase):
         if self._hook is None:
             change = weakref.ref(self)
 
-            def registered(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+            def registered(
+                module: nn.Module, name: str, parameter: nn.Parameter
+            ) -> nn.Parameter | None:
                 live = change()
-                return None if live is None else live._registered(module, name, parameter)
+                return (
+                    None if live is None else live._registered(module, name, parameter)
+                )
 
-            # torch annotates the hook as one that returns nothing, and registers what it returns.
+            # torch annotates the hook as one that returns nothing, and registers what
+            # it returns.
             self._hook = register_module_parameter_registration_hook(registered)  # type: ignore[arg-type]
             weakref.finalize(self, self._hook.remove)
 
-    def _registered(self, module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+    def _registered(
+        self, module: nn.Module, name: str, parameter: nn.Parameter
+    ) -> nn.Parameter | None:
         """The parameter to register instead, if any: for a stand-in its half weight; the new place gets a stand-in."""
         if isinstance(module, ParametrizationList):
             # The owner gives the weight away, and gets a property in its place.
@@ -168,12 +209,16 @@ class UpcastChange(ChangeBase):
             if place is None or place[1] not in self._names.get(place[0], ()):
                 return None
             if not parameter.is_whole:
-                return nn.Parameter(parameter.clone(), requires_grad=parameter.requires_grad)
+                return nn.Parameter(
+                    parameter.clone(), requires_grad=parameter.requires_grad
+                )
             half = parameter.parameter
         else:
             if parameter.dtype not in HALF_DTYPES or parameter.requires_grad:
                 return None
-            if name not in self._names.get(module, ()) and not self._is_taken(parameter, module):
+            if name not in self._names.get(module, ()) and not self._is_taken(
+                parameter, module
+            ):
                 return None
             half = parameter
         self.install(module, name, half)
@@ -184,7 +229,10 @@ class UpcastChange(ChangeBase):
         if any(own is parameter for own in module._parameters.values()):
             return False  # a second name is no weight that the module uses
         for owner, names in self._names.items():
-            if any(getattr(vars(owner).get(name), "held", None) is parameter for name in names):
+            if any(
+                getattr(vars(owner).get(name), "held", None) is parameter
+                for name in names
+            ):
                 return True
         return False
 
@@ -198,8 +246,14 @@ class UpcastChange(ChangeBase):
         if tree is None:
             return owners
         # In the live model, PEFT's copies too.
-        modules = dict.fromkeys([*self._readers, *(node.module for node in tree.modules)])
-        return owners + [(m, "parameters") for m in modules if isinstance(vars(m).get("parameters"), Float32First)]
+        modules = dict.fromkeys(
+            [*self._readers, *(node.module for node in tree.modules)]
+        )
+        return owners + [
+            (m, "parameters")
+            for m in modules
+            if isinstance(vars(m).get("parameters"), Float32First)
+        ]
 
     def undo(self, tree: ModelTree) -> None:
         """Remove the stand-ins, so that the parameters are seen again."""
@@ -210,12 +264,17 @@ class UpcastChange(ChangeBase):
             value = vars(module).get(name)
             if isinstance(value, UpcastTensor):
                 value._is_param, value.held = False, None
-            if isinstance(value, (UpcastTensor, Float32Copy, StandInState, Float32First)):
+            if isinstance(
+                value, (UpcastTensor, Float32Copy, StandInState, Float32First)
+            ):
                 del vars(module)[name]
 
     def now(self, tree: ModelTree) -> WayBack:
         """Record the current stand-ins."""
-        current = [(module, name, vars(module).get(name, MISSING)) for module, name in self._attributes(tree)]
+        current = [
+            (module, name, vars(module).get(name, MISSING))
+            for module, name in self._attributes(tree)
+        ]
 
         def resume() -> None:
             for module, name, value in current:

@@ -1,7 +1,8 @@
 """The edits of storage dtypes: a parameter is cast to float32 and exactly back, also if it is trained or shares memory.
 
-Half values survive the cast in every bit except NaN payloads, which are recorded sparsely. A value is untrained if it
-is exactly representable in the original dtype and its bits there have the recorded fingerprint.
+Half values survive the cast in every bit except NaN payloads, which are recorded
+sparsely. A value is untrained if it is exactly representable in the original dtype and
+its bits there have the recorded fingerprint.
 """
 
 from __future__ import annotations
@@ -22,14 +23,20 @@ from ..tensors.lazy import LazyTensor
 from .base import ChangeBase, EditBase, HeldOriginal, Together, TrainedPolicy
 from .journal import Call, WayBack
 
-_PIECE = 4 << 20  # elements cast at once: few enough for an allocator to use their memory again
+# elements cast at once: few enough for an allocator to use their memory again
+_PIECE = 4 << 20
 
 
 class TrainedError(RuntimeError):
     """Values of parameters changed while they were stored upcast, and the caller asked for that to be an error."""
 
     def __init__(self, fqns: Sequence[str]) -> None:
-        super().__init__("; ".join(f"{fqn} was trained while it was stored in {torch.float32}" for fqn in fqns))
+        super().__init__(
+            "; ".join(
+                f"{fqn} was trained while it was stored in {torch.float32}"
+                for fqn in fqns
+            )
+        )
         self.fqns = tuple(fqns)
 
 
@@ -56,9 +63,13 @@ class StorageChange(HeldOriginal):
         data = parameter.detach()
         self.record = record
         self.dtype = data.dtype
-        self.kept = (data if on_device or is_seen else data.cpu()) if keep or is_seen else None
-        self.was_resized = False  # whether `undo` found another shape; such a value is not counted as trained
-        self.group: SharingChange | None = None  # where other parameters lie over the same memory
+        self.kept = (
+            (data if on_device or is_seen else data.cpu()) if keep or is_seen else None
+        )
+        # whether `undo` found another shape; such a value is not counted as trained
+        self.was_resized = False
+        # where other parameters lie over the same memory
+        self.group: SharingChange | None = None
         self.layout = Layout.of(data)
         self._is_rewritten, self._is_seen = on_device, is_seen
         self._policy: TrainedPolicy = "keep"
@@ -71,7 +82,8 @@ class StorageChange(HeldOriginal):
 
     def _rounded(self, current: torch.Tensor) -> torch.Tensor:
         """The current value in the original dtype, NaN payloads included."""
-        # A value in the original dtype already is live memory, and payloads are written into a copy only.
+        # A value in the original dtype already is live memory, and payloads are written
+        # into a copy only.
         rounded = current.detach().to(self.dtype, copy=self._payloads is not None)
         if self._payloads is not None and tuple(rounded.shape) == self.layout.shape:
             self._payloads.write(rounded)
@@ -84,9 +96,16 @@ class StorageChange(HeldOriginal):
             return torch.ones(3, dtype=torch.bool, device=current.device)
         kept = self.kept.to(current.device)
         is_other = differ(current, kept)
-        # bitsandbytes casts a bias to the dtype of its input, which may have rounded it on the way.
-        steps = [step for step in HALF_DTYPES if self._is_rewritten and step not in (self.dtype, current.dtype)]
-        is_changed = torch.stack([is_other, *(differ(current, kept.to(step)) for step in steps)]).all()
+        # bitsandbytes casts a bias to the dtype of its input, which may have rounded it
+        # on the way.
+        steps = [
+            step
+            for step in HALF_DTYPES
+            if self._is_rewritten and step not in (self.dtype, current.dtype)
+        ]
+        is_changed = torch.stack(
+            [is_other, *(differ(current, kept.to(step)) for step in steps)]
+        ).all()
         return torch.stack([is_changed, is_other, differ(kept, current)])
 
     def _find_original(self, current: torch.Tensor) -> _Found:
@@ -95,13 +114,19 @@ class StorageChange(HeldOriginal):
         rounded = self._rounded(current) if self.kept is None else None
         if rounded is not None:
             # A NaN where there was none shows in the fingerprint.
-            question = is_resized or differ(current, rounded, has_nans=self._payloads is not None)
-            fingerprint, is_other = fingerprint_and(rounded, torch.as_tensor(question, device=current.device))
+            question = is_resized or differ(
+                current, rounded, has_nans=self._payloads is not None
+            )
+            fingerprint, is_other = fingerprint_and(
+                rounded, torch.as_tensor(question, device=current.device)
+            )
             is_altered = fingerprint != self._fingerprint
             is_trained = is_other = is_altered or is_other
         else:
             is_trained, is_other, is_altered = self.against_kept(current).tolist()
-        if self.kept is not None and (not is_trained or (self._policy == "discard" and not is_resized)):
+        if self.kept is not None and (
+            not is_trained or (self._policy == "discard" and not is_resized)
+        ):
             rounded, is_altered = self.kept.to(current.device), False
         original = self._rounded(current) if rounded is None else rounded
         if not is_trained and original.stride() != self.layout.stride:
@@ -112,11 +137,17 @@ class StorageChange(HeldOriginal):
         """The value that ``restore(trained="keep")`` would put back of a parameter that stores ``current``."""
         if self.kept is None:
             return self._rounded(current)
-        return current if _is_same_tensor(current, self.kept) else self._find_original(current).original
+        return (
+            current
+            if _is_same_tensor(current, self.kept)
+            else self._find_original(current).original
+        )
 
     def converts(self, parameter: torch.Tensor) -> bool:
         """Whether the original is to be computed from what the parameter stores."""
-        return parameter.dtype != self.dtype or not (self.kept is None or _is_same_tensor(parameter, self.kept))
+        return parameter.dtype != self.dtype or not (
+            self.kept is None or _is_same_tensor(parameter, self.kept)
+        )
 
     def decide(self, policy: TrainedPolicy) -> None:
         """Set what ``undo`` does with a value that changed while it was stored upcast."""
@@ -127,15 +158,24 @@ class StorageChange(HeldOriginal):
         if not self.converts(parameter):
             return parameter
 
-        def compute() -> torch.Tensor:  # never live memory, if another dtype was given to the parameter since
-            return self.original_of(parameter.data if self.converts(parameter) else parameter.data.clone())
+        # never live memory, if another dtype was given to the parameter since
+        def compute() -> torch.Tensor:
+            return self.original_of(
+                parameter.data if self.converts(parameter) else parameter.data.clone()
+            )
 
         pieces = functools.partial(self._pieces, parameter)
-        return LazyTensor(parameter.shape, self.dtype, compute, pieces, is_own=self.kept is None)
+        return LazyTensor(
+            parameter.shape, self.dtype, compute, pieces, is_own=self.kept is None
+        )
 
     def _pieces(self, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
         """The original's values in flat pieces, so that not all of them are in memory at once."""
-        if self.kept is not None or self._payloads is not None or not parameter.is_contiguous():
+        if (
+            self.kept is not None
+            or self._payloads is not None
+            or not parameter.is_contiguous()
+        ):
             yield self.original_of(parameter.data).reshape(-1)
             return
         for piece in parameter.detach().view(-1).split(_PIECE):
@@ -144,7 +184,11 @@ class StorageChange(HeldOriginal):
     def _current(self) -> nn.Parameter | None:
         """The parameter, or ``None`` where it is gone or stores the original that this change holds."""
         parameter = self.record.live()
-        is_original = parameter is not None and self.kept is not None and _is_same_tensor(parameter, self.kept)
+        is_original = (
+            parameter is not None
+            and self.kept is not None
+            and _is_same_tensor(parameter, self.kept)
+        )
         return None if is_original else parameter
 
     def undo(self, tree: ModelTree) -> None:
@@ -154,14 +198,19 @@ class StorageChange(HeldOriginal):
             return
         ready, self._ready = self._ready, None
         is_ready = ready is not None and _is_same_tensor(ready[0], parameter.data)
-        found = ready[1] if ready is not None and is_ready else self._find_original(parameter.data)
+        found = (
+            ready[1]
+            if ready is not None and is_ready
+            else self._find_original(parameter.data)
+        )
         is_trained = found.is_trained and self.converts(parameter)
         if is_trained and self._policy == "error":
             raise TrainedError([self.record.fqn])
         self.was_resized = tuple(parameter.shape) != self.layout.shape
         self.was_trained = is_trained and not self.was_resized
         self.was_altered = self.was_trained and found.is_altered
-        if self._is_seen and self.was_trained and self.group is None:  # by others, who see the value too
+        # by others, who see the value too
+        if self._is_seen and self.was_trained and self.group is None:
             assert self.kept is not None
             found = found._replace(original=self.kept.copy_(found.original))
         self.write(parameter, found.original)
@@ -176,11 +225,18 @@ class StorageChange(HeldOriginal):
         dtype = current.dtype
         found = self._find_original(current)
         bits = self.kept.clone() if self.kept is not None and self._is_seen else None
-        if self.kept is not None and _is_same_tensor(found.original, self.kept) and not self._is_seen:
+        if (
+            self.kept is not None
+            and _is_same_tensor(found.original, self.kept)
+            and not self._is_seen
+        ):
             # What is written into it meanwhile is not what is kept.
-            found = found._replace(original=Layout.place([(found.original, self.layout)])[0])
+            found = found._replace(
+                original=Layout.place([(found.original, self.layout)])[0]
+            )
         self._ready = current, found
-        # A value that the original gives exactly is made from it again; only others are held twice.
+        # A value that the original gives exactly is made from it again; only others are
+        # held twice.
         saved = None if dtype == torch.float32 and found.is_exact else current
 
         def resume() -> None:
@@ -199,7 +255,9 @@ class StorageChange(HeldOriginal):
 
 def _is_same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors are the same memory, seen in the same way."""
-    first, second = ((t.dtype, t.data_ptr(), t.device, t.shape, t.stride()) for t in (a, b))
+    first, second = (
+        (t.dtype, t.data_ptr(), t.device, t.shape, t.stride()) for t in (a, b)
+    )
     return first == second
 
 
@@ -213,9 +271,15 @@ class SharingChange(ChangeBase):
 
     def undo(self, tree: ModelTree) -> None:
         """Let them share memory again where no value was trained."""
-        live = [(change, p) for change in self.changes if (p := change.record.live()) is not None]
+        live = [
+            (change, p)
+            for change in self.changes
+            if (p := change.record.live()) is not None
+        ]
         is_shared = len({p.untyped_storage().data_ptr() for _, p in live}) < 2
-        if is_shared or any(c.was_trained or c.was_resized or p.dtype != c.dtype for c, p in live):
+        if is_shared or any(
+            c.was_trained or c.was_resized or p.dtype != c.dtype for c, p in live
+        ):
             return
         views = Layout.place([(p.data, change.layout) for change, p in live])
         for (change, parameter), view in zip(live, views, strict=True):
@@ -233,8 +297,10 @@ class Store(EditBase):
     refs: tuple[TensorRef, ...] = field(repr=False)
     dtype: torch.dtype | None = None  # `None`: record only
     keep: bool = False
-    is_rewritten: bool = False  # by bitsandbytes (a quantized layer's bias): the originals are held on their device
-    is_seen: bool = False  # in its memory, by what is no parameter: it goes back to that memory
+    # by bitsandbytes (a quantized layer's bias): the originals are held on their device
+    is_rewritten: bool = False
+    # in its memory, by what is no parameter: it goes back to that memory
+    is_seen: bool = False
     record_bytes: int = 0
 
     def capture(self, tree: ModelTree) -> Together:
@@ -246,8 +312,14 @@ class Store(EditBase):
             assert parameter is not None
             record = tree.record(NamedTensor(fqn, module, ref.name, parameter, fqn))
             keep = self.keep or self.is_rewritten
-            changes.append(StorageChange(record, parameter, keep, self.is_rewritten, self.is_seen))
-        return Together(tree.records, *changes, *([SharingChange(changes)] if len(changes) > 1 else []))
+            changes.append(
+                StorageChange(record, parameter, keep, self.is_rewritten, self.is_seen)
+            )
+        return Together(
+            tree.records,
+            *changes,
+            *([SharingChange(changes)] if len(changes) > 1 else []),
+        )
 
     def apply(self, change: Together) -> None:
         """Cast by ``.data``: the parameter stays the same object."""
@@ -289,4 +361,6 @@ class CopyChange(HeldOriginal):
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
         """The live parameter rounded to the original dtype when it is used; see ``HeldOriginal``."""
-        return LazyTensor(parameter.shape, self.dtype, lambda: parameter.data.to(self.dtype))
+        return LazyTensor(
+            parameter.shape, self.dtype, lambda: parameter.data.to(self.dtype)
+        )

@@ -37,10 +37,12 @@ from .base import (
 from .journal import MISSING
 from .kept import KeptChange
 
-# Set by accelerate on the model that it is given: a forward under autocast, the forward before that, and a mark.
+# Set by accelerate on the model that it is given: a forward under autocast, the forward
+# before that, and a mark.
 _ACCELERATE_ATTRIBUTES = ("forward", "_original_forward", "_is_accelerate_prepared")
 
-# The most bytes of a tensor beside a weight that a record keeps alive, whatever device it is on.
+# The most bytes of a tensor beside a weight that a record keeps alive, whatever device
+# it is on.
 _SMALL_BYTES = 1 << 16
 
 
@@ -49,14 +51,18 @@ class AccelerateChange(ChangeBase):
 
     def __init__(self, model: nn.Module) -> None:
         self.model = weakref.ref(model)
-        self._values = tuple(vars(model).get(name, MISSING) for name in _ACCELERATE_ATTRIBUTES)
+        self._values = tuple(
+            vars(model).get(name, MISSING) for name in _ACCELERATE_ATTRIBUTES
+        )
 
     def undo(self, tree: ModelTree) -> None:
         """Put the attributes back; a ``forward`` that others replaced stays."""
         model = self.model()
         if model is None:
             return
-        is_wrapped = vars(model).get("_original_forward", MISSING) is not self._values[1]
+        is_wrapped = (
+            vars(model).get("_original_forward", MISSING) is not self._values[1]
+        )
         for name, value in zip(_ACCELERATE_ATTRIBUTES, self._values, strict=True):
             if name != "forward" or is_wrapped:
                 write_attribute(vars(model), name, value)
@@ -77,7 +83,11 @@ class FollowTrainMode(EditBase):
         followers: dict[nn.Module, bool] = {}
         for node in tree.nodes:
             is_follower = bool(node.path) and not node.is_base
-            modes[node.path] = modes[node.path.rpartition(".")[0]] if is_follower else node.module.training
+            modes[node.path] = (
+                modes[node.path.rpartition(".")[0]]
+                if is_follower
+                else node.module.training
+            )
             if is_follower:
                 followers[node.module] = modes[node.path]
         return AttributesNow(followers, ["training"])
@@ -91,11 +101,12 @@ class FollowTrainMode(EditBase):
 class RuntimeChange(HeldOriginal):
     """The fields that a bitsandbytes layer rewrites on itself when it runs, as they were.
 
-    ``Linear4bit`` fills in ``compute_dtype``, and on some CPUs repacks its weight in eval mode; ``Linear8bitLt`` moves
-    its weight's statistics into ``state``, and writes there which columns held outliers. Small tensors are kept alive,
-    and all statistics of 4 bits on the CPU, where repacking replaces them by an approximation. A weight that was
-    replaced since (a merge) keeps its own state. A repacked weight holds the same nibbles in another order, so either
-    layout is made from the other exactly.
+    ``Linear4bit`` fills in ``compute_dtype``, and on some CPUs repacks its weight in
+    eval mode; ``Linear8bitLt`` moves its weight's statistics into ``state``, and writes
+    there which columns held outliers. Small tensors are kept alive, and all statistics
+    of 4 bits on the CPU, where repacking replaces them by an approximation. A weight
+    that was replaced since (a merge) keeps its own state. A repacked weight holds the
+    same nibbles in another order, so either layout is made from the other exactly.
     """
 
     def __init__(self, module: nn.Module, record: ParameterRecord) -> None:
@@ -105,13 +116,23 @@ class RuntimeChange(HeldOriginal):
         self.dtype = record.dtype
         self._module = weakref.ref(module)
         fields = vars(module)
-        self._attributes = {name: fields[name] for name in RUNTIME_ATTRIBUTES if name in fields}
+        self._attributes = {
+            name: fields[name] for name in RUNTIME_ATTRIBUTES if name in fields
+        }
         may_repack = weight.is_cpu and "state" not in fields  # of 4 bits
         self._state = {}
         for name, owner, keys in state_owners(module, weight):
             held = vars(owner)
-            found = held.copy() if keys is None else {key: held.get(key, MISSING) for key in keys}
-            self._state[name] = found if may_repack else {key: _weakly(value) for key, value in found.items()}
+            found = (
+                held.copy()
+                if keys is None
+                else {key: held.get(key, MISSING) for key in keys}
+            )
+            self._state[name] = (
+                found
+                if may_repack
+                else {key: _weakly(value) for key, value in found.items()}
+            )
 
     def keep_unpacked(self) -> None:
         """Keep the trainable layout in eval mode too: the kernel for the other has no backward."""
@@ -132,24 +153,45 @@ class RuntimeChange(HeldOriginal):
         vars(module).update(self._attributes)
         weight = module._parameters.get("weight")
         all_owners = [] if weight is None else state_owners(module, weight)
-        owners = [o for o in all_owners if o[0] in self._state and not self._is_as_recorded(*o)]
+        owners = [
+            o
+            for o in all_owners
+            if o[0] in self._state and not self._is_as_recorded(*o)
+        ]
         if weight is None or not owners or not self.record.is_seen(weight):
             return
         quant_state = getattr(weight, "quant_state", None)
         was_repacked = is_repacked(self._state.get("quant_state", {}))
         if quant_state is not None and is_repacked(vars(quant_state)) != was_repacked:
             self.write(weight, in_other_layout(weight, quant_state))
-        # All values are looked up, and tensors written, before any is removed: a field may be all that holds one.
+        # All values are looked up, and tensors written, before any is removed: a field
+        # may be all that holds one.
         places = [vars(owner) for _, owner, _ in all_owners]
-        values = [_values(self._state[name], vars(owner), places) for name, owner, _ in owners]
+        values = [
+            _values(self._state[name], vars(owner), places) for name, owner, _ in owners
+        ]
         for (_, owner, _), value in zip(owners, values, strict=True):
-            vars(owner).update({key: one for key, one in value.items() if isinstance(one, torch.Tensor)})
+            vars(owner).update(
+                {
+                    key: one
+                    for key, one in value.items()
+                    if isinstance(one, torch.Tensor)
+                }
+            )
         for (_, owner, keys), value in zip(owners, values, strict=True):
             owner.__dict__ = _replaced(vars(owner), value, keys)
 
-    def _is_as_recorded(self, name: str, owner: Any, keys: tuple[str, ...] | None) -> bool:
+    def _is_as_recorded(
+        self, name: str, owner: Any, keys: tuple[str, ...] | None
+    ) -> bool:
         recorded, fields = self._state[name], vars(owner)
-        is_same = all(map(operator.is_, map(fields.get, recorded, itertools.repeat(MISSING)), recorded.values()))
+        is_same = all(
+            map(
+                operator.is_,
+                map(fields.get, recorded, itertools.repeat(MISSING)),
+                recorded.values(),
+            )
+        )
         return is_same and (keys is not None or len(fields) == len(recorded))
 
     def now(self, tree: ModelTree) -> RuntimeChange:
@@ -173,7 +215,11 @@ class RuntimeChange(HeldOriginal):
     def original_quant_state(self, parameter: torch.Tensor) -> Any:
         """The layer's 4-bit statistics from before repacking, for a weight that lost them when it was sharded."""
         module = self._module()
-        return None if module is None else unpacked_state(quant_state_of(module, parameter), self._settle)
+        return (
+            None
+            if module is None
+            else unpacked_state(quant_state_of(module, parameter), self._settle)
+        )
 
 
 class _HeldWeakly:
@@ -186,7 +232,14 @@ class _HeldWeakly:
     def find(self, tensors: list[torch.Tensor]) -> torch.Tensor | None:
         """The tensor, if it is one of these."""
         key, shape = self._memory.cdata, self._shape
-        return next((t for t in tensors if t.untyped_storage()._cdata == key and t.shape == shape), None)
+        return next(
+            (
+                t
+                for t in tensors
+                if t.untyped_storage()._cdata == key and t.shape == shape
+            ),
+            None,
+        )
 
 
 def _weakly(value: Any) -> Any:
@@ -197,35 +250,57 @@ def _weakly(value: Any) -> Any:
     return _HeldWeakly(value) if is_large else value
 
 
-def _values(recorded: dict[str, Any], fields: dict[str, Any], places: list[dict[str, Any]]) -> dict[str, Any]:
+def _values(
+    recorded: dict[str, Any], fields: dict[str, Any], places: list[dict[str, Any]]
+) -> dict[str, Any]:
     """The recorded values, with the current one for a tensor that is gone."""
     values = {}
     for key, value in recorded.items():
         if isinstance(value, _HeldWeakly):
-            found = value.find([v for place in places for v in place.values() if isinstance(v, torch.Tensor)])
+            found = value.find(
+                [
+                    v
+                    for place in places
+                    for v in place.values()
+                    if isinstance(v, torch.Tensor)
+                ]
+            )
             value = fields.get(key) if found is None else found
         values[key] = value
     return values
 
 
-def _replaced(fields: dict[str, Any], values: dict[str, Any], keys: tuple[str, ...] | None) -> dict[str, Any]:
+def _replaced(
+    fields: dict[str, Any], values: dict[str, Any], keys: tuple[str, ...] | None
+) -> dict[str, Any]:
     """The fields, with all, or those named in ``keys``, replaced by these values, in their order."""
-    others = {} if keys is None else {key: value for key, value in fields.items() if key not in keys}
-    return others | {key: value for key, value in values.items() if value is not MISSING}
+    others = (
+        {}
+        if keys is None
+        else {key: value for key, value in fields.items() if key not in keys}
+    )
+    return others | {
+        key: value for key, value in values.items() if value is not MISSING
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record(EditBase):
     """Record what training rewrites, and keep layers in the layout, and with the kernel, that can be trained."""
 
-    layers: tuple[weakref.ref[nn.Module], ...] = field(default=(), repr=False)  # those that rewrite their own fields
+    # those that rewrite their own fields
+    layers: tuple[weakref.ref[nn.Module], ...] = field(default=(), repr=False)
 
     def capture(self, tree: ModelTree) -> Together:
         """Record all of it, as one change."""
         layers = {id(layer) for ref in self.layers if (layer := ref()) is not None}
-        weights = [t for t in tree.all_tensors if t.name == "weight" and id(t.module) in layers]
+        weights = [
+            t for t in tree.all_tensors if t.name == "weight" and id(t.module) in layers
+        ]
         with only_reading():
-            runtime = {id(t.module): RuntimeChange(t.module, tree.record(t)) for t in weights}
+            runtime = {
+                id(t.module): RuntimeChange(t.module, tree.record(t)) for t in weights
+            }
         return Together(
             tree.records,
             AccelerateChange(tree.model),
@@ -233,7 +308,10 @@ class Record(EditBase):
             *runtime.values(),
             KeptChange(tree, tree.base_records),
             # Saving the model writes its dtype into its config.
-            AttributesNow([config for config in tree.configs if hasattr(config, "__dict__")], ["use_cache", "dtype"]),
+            AttributesNow(
+                [config for config in tree.configs if hasattr(config, "__dict__")],
+                ["use_cache", "dtype"],
+            ),
         )
 
     def apply(self, change: Together) -> None:

@@ -35,7 +35,8 @@ from .twin import Twin, build_twin
 from .writer import CheckpointWriter, checkpoint_writer, read_header, split_into_files
 
 _METADATA = {"format": "pt"}
-_SAVE_FILE = "safe_save_file"  # safetensors.torch.save_file, as transformers' own save_pretrained calls it
+# safetensors.torch.save_file, as transformers' own save_pretrained calls it
+_SAVE_FILE = "safe_save_file"
 
 
 def export_model(
@@ -50,17 +51,24 @@ def export_model(
 ) -> ExportReport:
     """Write the base of a model, or the merged model, as ``KbitPreparedModel.export`` documents it."""
     live = model if live is None else live
-    if processing_class is not None and not hasattr(processing_class, "save_pretrained"):
+    if processing_class is not None and not hasattr(
+        processing_class, "save_pretrained"
+    ):
         raise ConfigError(
             "processing_class: expected a tokenizer, a processor or another object with save_pretrained, found a "
             f"{type(processing_class).__name__}"
         )
     with plain_mode():
         tree = ModelTree(model) if preparation is None else preparation.tree()
-        gathering = None if preparation is None else Gathering.of(tree, "export", ExportError)
+        gathering = (
+            None if preparation is None else Gathering.of(tree, "export", ExportError)
+        )
         with contextlib.nullcontext() if gathering is None else gathering.agreeing():
             refuse_unreadable(tree, allow_sharded=gathering is not None)
-            if not isinstance(live, nn.Module) or unwrap(live)[0] is not unwrap(model)[0]:
+            if (
+                not isinstance(live, nn.Module)
+                or unwrap(live)[0] is not unwrap(model)[0]
+            ):
                 raise UnsupportedModelError(
                     f"model: expected this {type(model).__name__} or a model made from it, such as "
                     f"get_peft_model(prepared.model, ...), found another {type(live).__name__}"
@@ -71,7 +79,9 @@ def export_model(
                     "both in one process and merge there"
                 )
             if live is not model:
-                tree = ModelTree(live) if preparation is None else preparation.tree(live)
+                tree = (
+                    ModelTree(live) if preparation is None else preparation.tree(live)
+                )
             twin = build_twin(tree, preparation, gathering)
             merged = merge_into(twin) if merge_adapters else None
         if merged == ():
@@ -83,7 +93,13 @@ def export_model(
             )
         sources = _sources(live, processing_class)
         write = functools.partial(
-            export_twin, twin, path, merged=merged, processing_class=processing_class, sources=sources, **options
+            export_twin,
+            twin,
+            path,
+            merged=merged,
+            processing_class=processing_class,
+            sources=sources,
+            **options,
         )
         return write() if gathering is None else gathering.lead(write)
 
@@ -91,12 +107,17 @@ def export_model(
 def _sources(model: nn.Module, processing_class: Any) -> list[str]:
     """What a model and its tokenizer were loaded from: folders, or names on the hub."""
     found = [getattr(processing_class, "name_or_path", None)]
-    found += [getattr(vars(module).get("config"), "_name_or_path", None) for _, module in named_modules(model)]
+    found += [
+        getattr(vars(module).get("config"), "_name_or_path", None)
+        for _, module in named_modules(model)
+    ]
     return [name for name in dict.fromkeys(found) if isinstance(name, str)]
 
 
 def merged_weights(
-    preparation: Preparation, adapters: str | Sequence[str] | None, moment: Callable[[], tuple[Any, ...]]
+    preparation: Preparation,
+    adapters: str | Sequence[str] | None,
+    moment: Callable[[], tuple[Any, ...]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Hand out what a merged export writes, as long as ``moment`` returns the same objects, a state first."""
     with plain_mode(), tempfile.TemporaryDirectory(prefix="kbitwrap-") as folder:
@@ -118,7 +139,9 @@ def _refusing(model: Any, state: str) -> Iterator[None]:
     except (ExportError, OSError):
         raise
     except Exception as error:
-        raise ExportError(f"{type(model).__name__} could not be saved: {error}; {state}") from error
+        raise ExportError(
+            f"{type(model).__name__} could not be saved: {error}; {state}"
+        ) from error
 
 
 class _Collector(CheckpointWriter):
@@ -128,12 +151,16 @@ class _Collector(CheckpointWriter):
         super().__init__(folder)
         self.tensors: dict[str, torch.Tensor] = {}
 
-    def save_file(self, tensors: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any) -> None:
+    def save_file(
+        self, tensors: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any
+    ) -> None:
         self.tensors.update(tensors)
 
 
 def _computed(
-    tensors: dict[str, torch.Tensor], moment: Callable[[], tuple[Any, ...]], before: tuple[Any, ...]
+    tensors: dict[str, torch.Tensor],
+    moment: Callable[[], tuple[Any, ...]],
+    before: tuple[Any, ...],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Each tensor by its name, in memory of its own. Modes of torch and of lazy tensors end before it is handed out."""
     kept: dict[LazyTensor, torch.Tensor] = {}
@@ -169,9 +196,12 @@ def export_twin(
 ) -> ExportReport:
     """Write a twin as a checkpoint, whole or not at all; its config gets the fields that ``save_pretrained`` sets."""
     start = time.perf_counter()
-    split_into_files({}, max_shard_size)  # refuses an invalid size before anything is written
+    # refuses an invalid size before anything is written
+    split_into_files({}, max_shard_size)
     refusing = _refusing(twin.model, f"{os.fspath(path)} is as it was")
-    writing = checkpoint_writer(path, "export", overwrite=overwrite, progress=progress, sources=sources)
+    writing = checkpoint_writer(
+        path, "export", overwrite=overwrite, progress=progress, sources=sources
+    )
     with writing as writer, refusing:
         save_model(twin.model, writer, max_shard_size)
         if processing_class is not None:
@@ -199,7 +229,10 @@ def save_model(model: Any, writer: CheckpointWriter, max_shard_size: int | str) 
         _save_state_dict(model, writer, max_shard_size)
         return
     quantization = ModelTree(model).quantization
-    if not quantization.casts and getattr(vars(model).get("config"), "quantization_config", None) is None:
+    if (
+        not quantization.casts
+        and getattr(vars(model).get("config"), "quantization_config", None) is None
+    ):
         warnings.warn(
             f"the config of this {type(model).__name__} does not tell that it is quantized with {quantization.method}: "
             "from_pretrained alone initializes the quantized layers again, without an error. The page on exports has a "
@@ -212,27 +245,39 @@ def save_model(model: Any, writer: CheckpointWriter, max_shard_size: int | str) 
         _streaming(function, writer.save_file)(model, writer.folder, **options)
         return
     if isinstance(writer, _Collector):
-        raise ExportError(f"{reason}, so its tensors cannot be handed out one at a time; export them merged instead")
+        raise ExportError(
+            f"{reason}, so its tensors cannot be handed out one at a time; export them merged instead"
+        )
     _materialize(model, reason)
     function(model, writer.folder, **options)
     for path in writer.folder.rglob("*.safetensors"):
         header = read_header(path)[0]
         header.pop("__metadata__", None)
         writer.num_tensors += len(header)
-        writer.num_bytes += sum(end - start for start, end in (entry["data_offsets"] for entry in header.values()))
+        writer.num_bytes += sum(
+            end - start
+            for start, end in (entry["data_offsets"] for entry in header.values())
+        )
 
 
 def _settle(model: nn.Module, cls: Any) -> dict[str, Any]:
     """Let a twin's models be written by ``save_pretrained``; return its options, and refuse what nothing could load."""
     modules = named_modules(model)
-    is_quantizer_there = any(vars(module).get("hf_quantizer") is not None for _, module in modules)
+    is_quantizer_there = any(
+        vars(module).get("hf_quantizer") is not None for _, module in modules
+    )
     options: dict[str, Any] = {}
     for fqn, module in modules:
         if quantized_stacks(module):
-            # A checkpoint's own format holds each expert by itself, and a quantized stack cannot be split.
+            # A checkpoint's own format holds each expert by itself, and a quantized
+            # stack cannot be split.
             options["save_original_format"] = False
         for name, parameter in module._parameters.items():
-            if parameter is not None and is_composed(type(parameter)) and not is_quantizer_there:
+            if (
+                parameter is not None
+                and is_composed(type(parameter))
+                and not is_quantizer_there
+            ):
                 raise ExportError(
                     f"{join(fqn, name)} is a {type(parameter).__name__}, and no quantizer of transformers made it that "
                     "could write it: load the model with a quantization_config, or export it merged",
@@ -250,8 +295,11 @@ def _settle(model: nn.Module, cls: Any) -> dict[str, Any]:
         # A single process writes everything, whatever its rank.
         fields["should_save_on_this_rank"] = lambda is_main_process: True
         if fields.get("_weight_conversions"):
-            # A quantizer's conversions cannot be reverted, and need not be: a state dict has the names that they read.
-            fields["_weight_conversions"] = [c for c in fields["_weight_conversions"] if not is_of_a_quantizer(c)]
+            # A quantizer's conversions cannot be reverted, and need not be: a state
+            # dict has the names that they read.
+            fields["_weight_conversions"] = [
+                c for c in fields["_weight_conversions"] if not is_of_a_quantizer(c)
+            ]
     return options
 
 
@@ -270,9 +318,15 @@ def _streaming(function: Any, save_file: Callable[..., None]) -> Callable[..., N
     """The library's ``save_pretrained`` with another ``save_file`` and no bar, over a copy of its globals."""
     names = {**function.__globals__, _SAVE_FILE: save_file}
     logging = names["logging"]
-    names["logging"] = types.SimpleNamespace(**{**vars(logging), "tqdm": lambda files, **_: files})
+    names["logging"] = types.SimpleNamespace(
+        **{**vars(logging), "tqdm": lambda files, **_: files}
+    )
     rebuilt = types.FunctionType(
-        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+        function.__code__,
+        names,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
     rebuilt.__kwdefaults__ = function.__kwdefaults__
     return rebuilt
@@ -297,14 +351,23 @@ def _materialize(model: nn.Module, reason: str) -> None:
     )
     computed = {key: materialize(tensor) for key, tensor in lazy.items()}
     for module in model.modules():
-        found = {name: computed[id(p)] for name, p in module._parameters.items() if id(p) in computed}
+        found = {
+            name: computed[id(p)]
+            for name, p in module._parameters.items()
+            if id(p) in computed
+        }
         vars(module)["_parameters"].update(found)
 
 
-def _save_state_dict(model: nn.Module, writer: CheckpointWriter, max_shard_size: int | str) -> None:
+def _save_state_dict(
+    model: nn.Module, writer: CheckpointWriter, max_shard_size: int | str
+) -> None:
     tensors = model.state_dict()
     for fqn, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
-            raise ExportError(f"{fqn}: expected a tensor in the state dict, found {type(tensor).__name__}", fqn=fqn)
+            raise ExportError(
+                f"{fqn}: expected a tensor in the state dict, found {type(tensor).__name__}",
+                fqn=fqn,
+            )
     files = split_into_files(tensors, max_shard_size)
     writer.save(tensors, files, dict.fromkeys(files, _METADATA))

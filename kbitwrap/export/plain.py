@@ -10,19 +10,27 @@ import torch
 from torch import nn
 
 from ..errors import ExportError
-from ..model.quantization import is_made_plain, is_quantized_layer, library_dequantizer, quantized_stacks
+from ..model.quantization import (
+    is_made_plain,
+    is_quantized_layer,
+    library_dequantizer,
+    quantized_stacks,
+)
 from ..model.tree import named_modules, shallow_copy
 from ..tensors.lazy import LazyTensor
 from .twin import Twin
 
-# The attributes that accelerate sets: the forward between its hooks, the forward that this calls, and the hook.
+# The attributes that accelerate sets: the forward between its hooks, the forward that
+# this calls, and the hook.
 HOOKED_FORWARD = ("forward", "_old_forward", "_hf_hook")
 
 
 def dequantized(twin: Twin, dtype: torch.dtype) -> tuple[Twin, set[int]]:
     """A twin, changed in place, with other libraries' weights dequantized, and the ``id`` of modules to be rounded."""
-    plains: dict[int, nn.Module] = {}  # what takes the place of a shell whose class is of the library
-    dtypes: dict[tuple[type, type], torch.dtype] = {}  # of dequantized weights, by the classes of layer and weight
+    # what takes the place of a shell whose class is of the library
+    plains: dict[int, nn.Module] = {}
+    # of dequantized weights, by the classes of layer and weight
+    dtypes: dict[tuple[type, type], torch.dtype] = {}
     rounded: set[int] = set()
     for fqn, shell in named_modules(twin.model):
         _dequantize_stacks(fqn, shell)
@@ -45,7 +53,10 @@ def dequantized(twin: Twin, dtype: torch.dtype) -> tuple[Twin, set[int]]:
     for _, module in named_modules(twin.model):
         for name, child in module._modules.items():
             module._modules[name] = plains.get(id(child), child)
-    peeled = [dataclasses.replace(one, shell=plains.get(id(one.shell), one.shell)) for one in twin.peeled]
+    peeled = [
+        dataclasses.replace(one, shell=plains.get(id(one.shell), one.shell))
+        for one in twin.peeled
+    ]
     return dataclasses.replace(twin, peeled=tuple(peeled)), rounded
 
 
@@ -55,7 +66,8 @@ def _dequantized_dtype(fqn: str, compute: Callable[[], torch.Tensor]) -> torch.d
         return compute().dtype
     except Exception as error:
         raise ExportError(
-            f"{fqn}: its library cannot dequantize its weight ({error!r}); export without merging", fqn=fqn
+            f"{fqn}: its library cannot dequantize its weight ({error!r}); export without merging",
+            fqn=fqn,
         ) from error
 
 
@@ -72,11 +84,16 @@ def _dequantize_stacks(fqn: str, shell: nn.Module) -> None:
         return
     others = {*shell._modules["parametrizations"]._modules} - {*stacks}  # type: ignore[union-attr]
     if others or any(len(computes._modules) > 1 for computes, _ in stacks.values()):
-        raise ExportError(f"{fqn}: parametrizations of its own lie beside the quantized experts; remove them", fqn=fqn)
+        raise ExportError(
+            f"{fqn}: parametrizations of its own lie beside the quantized experts; remove them",
+            fqn=fqn,
+        )
     del vars(shell)["_modules"]["parametrizations"]
     shell.__class__ = type(shell).__bases__[0]
     for name, (computes, state) in stacks.items():
-        vars(shell)["_parameters"][name] = LazyTensor(state.shape, state.dtype, computes, is_own=True)
+        vars(shell)["_parameters"][name] = LazyTensor(
+            state.shape, state.dtype, computes, is_own=True
+        )
 
 
 def parameter_of(module: nn.Module, name: str) -> torch.Tensor:
@@ -88,14 +105,19 @@ def parameter_of(module: nn.Module, name: str) -> torch.Tensor:
 
 def is_transposed(module: nn.Module) -> bool:
     """Whether a quantized layer was made from transformers' ``Conv1D``, whose weight is a linear's transposed."""
-    return is_quantized_layer(module) and getattr(vars(module).get("source_cls"), "__name__", "") == "Conv1D"
+    return (
+        is_quantized_layer(module)
+        and getattr(vars(module).get("source_cls"), "__name__", "") == "Conv1D"
+    )
 
 
 def plain_layer(module: nn.Module, *, as_linear: bool = False) -> nn.Module:
     """The layer that a quantized one was made from, on the meta device; ``as_linear`` where it is a ``Conv1D``, too."""
     with torch.device("meta"):
         if isinstance(module, nn.Embedding):
-            return nn.Embedding(module.num_embeddings, module.embedding_dim, module.padding_idx)
+            return nn.Embedding(
+                module.num_embeddings, module.embedding_dim, module.padding_idx
+            )
         # Not every library's are of ``nn.Linear``.
         widths = vars(module)["in_features"], vars(module)["out_features"]
         if is_transposed(module) and not as_linear:
@@ -116,10 +138,13 @@ def float32_module(plain: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.M
         fields.pop(name, None)
     for name in made._parameters:
         value = values.get(name)
-        made._parameters[name] = None if value is None else nn.Parameter(value, requires_grad=False)
+        made._parameters[name] = (
+            None if value is None else nn.Parameter(value, requires_grad=False)
+        )
     for name in ("out_features", "num_embeddings"):
         if name in fields:
             fields[name] = values["weight"].shape[0]
     if "padding_idx" in fields:
-        fields["padding_idx"] = None  # it matters to gradients alone, and the row may not be there
+        # it matters to gradients alone, and the row may not be there
+        fields["padding_idx"] = None
     return made

@@ -1,6 +1,7 @@
 """Sharded parameters (of FSDP), gathered one at a time by all ranks for rank 0 to write or to digest.
 
-Rank 0 announces the next tensor, and every rank gathers that one: wherever rank 0 fails, no rank is left waiting.
+Rank 0 announces the next tensor, and every rank gathers that one: wherever rank 0
+fails, no rank is left waiting.
 """
 
 from __future__ import annotations
@@ -50,10 +51,13 @@ class _Sharded:
 class Gathering:
     """The sharded parameters of one export or manifest, the same on every rank and in the same order."""
 
-    def __init__(self, verb: str, error: type[ExportError] | type[ManifestError]) -> None:
+    def __init__(
+        self, verb: str, error: type[ExportError] | type[ManifestError]
+    ) -> None:
         self._verb = verb  # what the ranks do together
         self._error = error  # what is raised on the others when one rank fails
-        self.trained: list[str] = []  # the trainable ones that held other values than recorded when they were read
+        # the trainable ones that held other values than recorded when they were read
+        self.trained: list[str] = []
         self._tensors: list[_Sharded] = []
         self._units: dict[int, nn.Module] = {}  # of FSDP1
         self._outermost: list[nn.Module] = []
@@ -62,12 +66,22 @@ class Gathering:
         self._is_led = False
 
     @classmethod
-    def of(cls, tree: ModelTree, verb: str, error: type[ExportError] | type[ManifestError]) -> Gathering | None:
+    def of(
+        cls, tree: ModelTree, verb: str, error: type[ExportError] | type[ManifestError]
+    ) -> Gathering | None:
         """A gathering for a model; ``None`` where nothing is sharded."""
-        return cls(verb, error) if any(is_sharded_tensor(tensor.parameter) for tensor in tree.tensors) else None
+        return (
+            cls(verb, error)
+            if any(is_sharded_tensor(tensor.parameter) for tensor in tree.tensors)
+            else None
+        )
 
     def promise(
-        self, tensor: NamedTensor, was: ParameterRecord, held: HeldOriginal | None, original: Original
+        self,
+        tensor: NamedTensor,
+        was: ParameterRecord,
+        held: HeldOriginal | None,
+        original: Original,
     ) -> LazyTensor:
         """Promise a parameter's whole original, to be computed inside `lead`; raise `ExportError` where it is lost."""
         fqn, parameter = tensor.fqn, tensor.parameter
@@ -75,11 +89,17 @@ class Gathering:
         index = len(self._tensors)
         sharded = self._sharded(tensor, was)
         self._tensors.append(sharded)
-        stored = held if isinstance(held, StorageChange) and held.converts(parameter) else None
+        stored = (
+            held
+            if isinstance(held, StorageChange) and held.converts(parameter)
+            else None
+        )
 
         def compute() -> torch.Tensor:
             if not self._is_led:
-                raise RuntimeError(f"{fqn} is sharded: its values can be read only while all ranks export together")
+                raise RuntimeError(
+                    f"{fqn} is sharded: its values can be read only while all ranks export together"
+                )
             _tell(index)
             gathered = self._gather(index)
             value = gathered if stored is None else stored.original_of(gathered)
@@ -92,7 +112,11 @@ class Gathering:
         dtype = parameter.dtype if stored is None else stored.dtype
         promised = _lazy_class(was.quantized_class)(sharded.shape, dtype, compute)
         if was.quant_state is not None:
-            kept = held.original_quant_state(parameter) if isinstance(held, RuntimeChange) else was.quant_state()
+            kept = (
+                held.original_quant_state(parameter)
+                if isinstance(held, RuntimeChange)
+                else was.quant_state()
+            )
             vars(promised)["quant_state"] = kept
         return promised
 
@@ -114,9 +138,14 @@ class Gathering:
             yield
         except Exception as caught:
             error = caught
-        tensors = [(one.fqn, tuple(one.shape), str(one.parameter.dtype)) for one in self._tensors]
+        tensors = [
+            (one.fqn, tuple(one.shape), str(one.parameter.dtype))
+            for one in self._tensors
+        ]
         found: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(found, (None if error is None else str(error), tensors))
+        distributed.all_gather_object(
+            found, (None if error is None else str(error), tensors)
+        )
         try:
             if error is not None:
                 raise error
@@ -164,10 +193,13 @@ class Gathering:
         if one.owner is not None:
             self._open(one.owner)
             if one.parameter.shape != one.shape:
-                raise ExportError(f"{one.fqn} was resized since the model was prepared", fqn=one.fqn)
+                raise ExportError(
+                    f"{one.fqn} was resized since the model was prepared", fqn=one.fqn
+                )
             return one.parameter.detach().clone()  # type: ignore[no-any-return]
         tensor = one.parameter.detach()
-        if tensor.device.type != tensor.device_mesh.device_type:  # offloaded: gathered where the ranks communicate
+        # offloaded: gathered where the ranks communicate
+        if tensor.device.type != tensor.device_mesh.device_type:
             tensor = tensor.to(tensor.device_mesh.device_type)
         gathered: torch.Tensor = tensor.full_tensor()
         return gathered
@@ -175,7 +207,8 @@ class Gathering:
     def _open(self, owner: nn.Module | None) -> None:
         """Make the FSDP1 unit of a module whole, and shard the one that was whole; all ranks do so together."""
         while owner is not None and self._outermost:
-            with _whole_unit(self._outermost.pop()):  # before it has run, FSDP1 takes what is whole first for the root
+            # before it has run, FSDP1 takes what is whole first for the root
+            with _whole_unit(self._outermost.pop()):
                 pass
         unit = None if owner is None else self._units[id(owner)]
         if unit is not self._unit:
@@ -203,14 +236,18 @@ def _fsdp1_units(inside: nn.Module) -> tuple[nn.Module, dict[int, nn.Module]]:
     """FSDP1's outermost wrapper around a module, and the innermost around each module in that, by ``id``."""
     fsdp1: Any = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
     wrappers = [found for found in gc.get_objects() if issubclass(type(found), fsdp1)]
-    modules = {id(wrapper): {id(module) for module in wrapper.modules()} for wrapper in wrappers}
+    modules = {
+        id(wrapper): {id(module) for module in wrapper.modules()}
+        for wrapper in wrappers
+    }
     around = [wrapper for wrapper in wrappers if id(inside) in modules[id(wrapper)]]
     if not around:
         raise ExportError(
             f"the FSDP1 wrapper around {type(inside).__name__} is gone, and with it what gathers its weights"
         )
     outermost = max(around, key=lambda wrapper: len(modules[id(wrapper)]))
-    # A wrapper comes before those inside it, so that the innermost one around a module is the last.
+    # A wrapper comes before those inside it, so that the innermost one around a module
+    # is the last.
     units = [module for module in outermost.modules() if isinstance(module, fsdp1)]
     return outermost, {id(module): unit for unit in units for module in unit.modules()}
 

@@ -20,12 +20,14 @@ from ..edits.journal import finish
 from ..errors import ExportError
 from ..reports import first_of
 
-# Names in the hidden folder: the new content; the old files while they are moved out, and when all of them are.
+# Names in the hidden folder: the new content; the old files while they are moved out,
+# and when all of them are.
 _NEW, _OLD, _REPLACED = "new", "old", "replaced"
 _HIDDEN = ".kbitwrap-"
 # A folder without them is taken for no checkpoint.
 _LAST = ("adapter_config.json", "config.json")
-# Why no folder can take another's place where files can: a mount point, a lower layer, another user's.
+# Why no folder can take another's place where files can: a mount point, a lower layer,
+# another user's.
 _IN_PLACE = (errno.EBUSY, errno.EXDEV, errno.EPERM, errno.EACCES)
 _MOST_NAMED = 5
 
@@ -51,9 +53,9 @@ def staged(
 ) -> Iterator[Path]:
     """Yield a hidden folder whose content is at the destination when the body ends, and is gone if it raises.
 
-    An empty folder may stand at the destination; with ``overwrite``, one with nothing but files that ``owns`` tells.
-    Nothing is flushed, as when the libraries save a checkpoint: a power failure loses what the system has not written
-    by then.
+    An empty folder may stand at the destination; with ``overwrite``, one with nothing
+    but files that ``owns`` tells. Nothing is flushed, as when the libraries save a
+    checkpoint: a power failure loses what the system has not written by then.
     """
     where = os.fspath(destination)
     _refuse_sources(_resolved(destination), where, sources)
@@ -94,14 +96,22 @@ def _refuse_strange(target: Path, where: str, owns: Owns, overwrite: bool) -> No
     if not os.path.lexists(target):
         return
     if not target.is_dir():
-        raise ExportError(f"{where}: expected a folder or nothing, found a file; nothing was written")
-    entries = sorted(entry for entry in target.iterdir() if not entry.name.startswith(_HIDDEN))
+        raise ExportError(
+            f"{where}: expected a folder or nothing, found a file; nothing was written"
+        )
+    entries = sorted(
+        entry for entry in target.iterdir() if not entry.name.startswith(_HIDDEN)
+    )
     if entries and not overwrite:
         raise ExportError(
             f"{where}: exists and is not empty; choose another folder, or replace this one "
             "(overwrite=True, --overwrite)"
         )
-    strange = [entry.name for entry in entries if entry.is_symlink() or not entry.is_file() or not owns(entry)]
+    strange = [
+        entry.name
+        for entry in entries
+        if entry.is_symlink() or not entry.is_file() or not owns(entry)
+    ]
     if not strange:
         return
     named = first_of([repr(name) for name in strange], _MOST_NAMED)
@@ -159,7 +169,8 @@ def beside(path: str | os.PathLike[str]) -> Iterator[tuple[Path, Path]]:
         target.parent.mkdir(parents=True, exist_ok=True)
         home = target if target.is_dir() else target.parent
         _recover(target, prefix)
-        while lock is None:  # another one where it was taken for a leftover before it was locked
+        # another one where it was taken for a leftover before it was locked
+        while lock is None:
             hidden = home / f"{prefix}{secrets.token_hex(8)}"
             hidden.mkdir(mode=0o700)
             lock = _lock(hidden)
@@ -195,7 +206,9 @@ def _resolved(path: str | os.PathLike[str]) -> Path:
 
 def _lock(folder: Path) -> int | None:
     """Lock a folder until the descriptor is closed or the process ends; ``None`` where it is locked or gone."""
-    if sys.platform == "win32":  # folders cannot be opened there: nothing is locked, and nothing taken for a leftover
+    # folders cannot be opened there: nothing is locked, and nothing taken for a
+    # leftover
+    if sys.platform == "win32":
         return os.open(os.devnull, os.O_RDONLY)
     with contextlib.suppress(FileNotFoundError):
         descriptor = os.open(folder, os.O_RDONLY)
@@ -242,14 +255,19 @@ def _moved_out(hidden: Path, target: Path) -> Path | None:
         return hidden
     new, old = (hidden / _NEW).stat(), target.stat()
     is_alike = (new.st_uid, new.st_gid) == (old.st_uid, old.st_gid)
-    is_used = _identities([target]) == _identities([os.curdir]) or len([*target.glob(f"{_HIDDEN}*")]) > 1
+    is_used = (
+        _identities([target]) == _identities([os.curdir])
+        or len([*target.glob(f"{_HIDDEN}*")]) > 1
+    )
     if is_used or not is_alike:
         return None
     shutil.copymode(target, hidden / _NEW)
     outside = target.parent / hidden.name
     try:
         os.rename(hidden, outside)
-    except OSError:  # the destination is a mount point, or the folder it is in is another user's
+    except (
+        OSError
+    ):  # the destination is a mount point, or the folder it is in is another user's
         return None
     return outside
 
@@ -259,7 +277,8 @@ def _took_place(folder: Path, target: Path) -> bool:
     if os.path.lexists(target) and any(target.iterdir()):
         return _exchange(folder, target)
     try:
-        os.rename(folder, target)  # takes the place of an empty folder, and of nothing else
+        # takes the place of an empty folder, and of nothing else
+        os.rename(folder, target)
     except OSError as error:
         if error.errno not in _IN_PLACE:
             raise
@@ -273,11 +292,14 @@ def _move_in(hidden: Path, target: Path) -> None:
     new, old, replaced = hidden / _NEW, hidden / _OLD, hidden / _REPLACED
     old.mkdir()
     _move(reversed(_in_order(target)), old)
-    os.rename(old, replaced)  # stopped from here on, `_clear` goes on with the new content
+    # stopped from here on, `_clear` goes on with the new content
+    os.rename(old, replaced)
     try:
         _move(_in_order(new), target)
         for path in new.iterdir():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(target / path.name))
+            raise FileExistsError(
+                errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(target / path.name)
+            )
     except OSError:
         _move(reversed(_in_order(target)), new)
         os.rename(replaced, old)
@@ -310,6 +332,12 @@ def _exchange(first: Path, second: Path) -> bool:
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
-    at_working_directory, exchange = -100, 2  # AT_FDCWD of fcntl.h, RENAME_EXCHANGE of linux/fs.h
+    # AT_FDCWD of fcntl.h, RENAME_EXCHANGE of linux/fs.h
+    at_working_directory, exchange = -100, 2
     paths = os.fsencode(first), os.fsencode(second)
-    return bool(renameat2(at_working_directory, paths[0], at_working_directory, paths[1], exchange) == 0)
+    return bool(
+        renameat2(
+            at_working_directory, paths[0], at_working_directory, paths[1], exchange
+        )
+        == 0
+    )

@@ -27,10 +27,17 @@ def settle_ties(model: nn.Module, places: Places) -> None:
     """Tie again the weights that were tied, if all are still equal; otherwise untie all of them, in the configs too."""
     is_untied = False
     for group in places:
-        tensors = {id(tensor): tensor for module, name in group if (tensor := module._parameters[name]) is not None}
+        tensors = {
+            id(tensor): tensor
+            for module, name in group
+            if (tensor := module._parameters[name]) is not None
+        }
         if len(tensors) == 1:
             continue
-        if len({content_digest(materialize(tensor)) for tensor in tensors.values()}) > 1:
+        if (
+            len({content_digest(materialize(tensor)) for tensor in tensors.values()})
+            > 1
+        ):
             is_untied = True
             continue
         for module, name in group:
@@ -39,13 +46,17 @@ def settle_ties(model: nn.Module, places: Places) -> None:
         return
     for module, name in (place for group in places for place in group[1:]):
         tied = parameter_of(module, name)
-        vars(module)["_parameters"][name] = LazyTensor(tied.shape, tied.dtype, functools.partial(values_of, tied))
+        vars(module)["_parameters"][name] = LazyTensor(
+            tied.shape, tied.dtype, functools.partial(values_of, tied)
+        )
     _untie_configs(model)
 
 
 def _untie_configs(model: nn.Module) -> None:
     """Let the configs say that nothing is tied; where a model computes by that, keep it and rely on what loads it."""
-    tying = [config for config in configs_of_all(model) if getattr(config, _FLAG, False)]
+    tying = [
+        config for config in configs_of_all(model) if getattr(config, _FLAG, False)
+    ]
     if not tying:
         return
     classes: list[Any] = [type(module) for _, module in named_modules(model)]
@@ -73,7 +84,9 @@ def _names_read(cls: Any) -> frozenset[str]:
         method = waiting.pop()
         found.add(method)
         for base in cls.__mro__:
-            code = getattr(inspect.unwrap(vars(base).get(method, cls)), "__code__", None)
+            code = getattr(
+                inspect.unwrap(vars(base).get(method, cls)), "__code__", None
+            )
             if code is not None and not base.__module__.startswith(_LIBRARIES):
                 waiting |= _names_in(code) - found
     return frozenset(found)
@@ -81,7 +94,11 @@ def _names_read(cls: Any) -> frozenset[str]:
 
 def _names_in(code: types.CodeType) -> set[str]:
     """The names of globals and attributes in a function's code, and in the functions inside it."""
-    inner = [_names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    inner = [
+        _names_in(constant)
+        for constant in code.co_consts
+        if isinstance(constant, types.CodeType)
+    ]
     return set(code.co_names).union(*inner)
 
 

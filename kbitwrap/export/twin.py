@@ -1,6 +1,7 @@
 """The exact base as a twin: copied modules ("shells") that share the live model's tensors.
 
-No tensor is copied: where the stored dtype is not the original one, a ``LazyTensor`` computes the original.
+No tensor is copied: where the stored dtype is not the original one, a ``LazyTensor``
+computes the original.
 """
 
 from __future__ import annotations
@@ -31,8 +32,17 @@ from .sharding import Gathering, drift_of
 
 # The attributes that PEFT, and transformers' own use of it, leave on the base model.
 _ADAPTER_ATTRIBUTES = ("peft_config", "_hf_peft_config_loaded", "active_adapter")
-_Held = dict[tuple[int, str], HeldOriginal]  # by the ``id`` of the owner and the parameter's name there
-_STAND_INS = (Anchor, Float32Copy, Float32First, Float32Forward, Mark, StandInState, UpcastTensor)
+# by the ``id`` of the owner and the parameter's name there
+_Held = dict[tuple[int, str], HeldOriginal]
+_STAND_INS = (
+    Anchor,
+    Float32Copy,
+    Float32First,
+    Float32Forward,
+    Mark,
+    StandInState,
+    UpcastTensor,
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,8 @@ class Peeled:
 
     fqn: str  # its name in the twin; ``""`` is the model itself
     shell: nn.Module  # the twin's module
-    wrappers: tuple[nn.Module, ...]  # PEFT's live modules around it, the outermost first
+    # PEFT's live modules around it, the outermost first
+    wrappers: tuple[nn.Module, ...]
 
 
 @dataclass(frozen=True)
@@ -50,26 +61,34 @@ class Twin:
 
     model: nn.Module  # without adapters and wrappers
     peeled: tuple[Peeled, ...]  # one for each place of a shared module
-    converted: tuple[str, ...]  # the names of the tensors that the live model stores in another dtype
+    # the names of the tensors that the live model stores in another dtype
+    converted: tuple[str, ...]
 
 
 @dataclass
 class _Copier:
     """Copies modules as shells with the original tensors and configs."""
 
-    promised: dict[int, torch.Tensor]  # the twin's tensor, by the ``id`` of the live parameter
+    # the twin's tensor, by the ``id`` of the live parameter
+    promised: dict[int, torch.Tensor]
     held: _Held
     original: Original | None  # of a model that was prepared
     rewritten: Sequence[KeptChange] = ()
-    converted: set[int] = field(default_factory=set)  # ids of the twin's tensors of another dtype than the live ones
-    memo: dict[int, Any] = field(default_factory=dict)  # of configs, for ``copy.deepcopy``
+    # ids of the twin's tensors of another dtype than the live ones
+    converted: set[int] = field(default_factory=set)
+    # of configs, for ``copy.deepcopy``
+    memo: dict[int, Any] = field(default_factory=dict)
     shells: dict[int, nn.Module] = field(default_factory=dict)
     peeled: list[Peeled] = field(default_factory=list)
 
     def twin_of(self, model: nn.Module) -> Twin:
         """The twin of a model, which this copies once."""
         twin = self.copy("", model)
-        converted = [fqn for fqn, parameter in twin.named_parameters() if id(parameter) in self.converted]
+        converted = [
+            fqn
+            for fqn, parameter in twin.named_parameters()
+            if id(parameter) in self.converted
+        ]
         return Twin(twin, tuple(self.peeled), tuple(converted))
 
     def copy(self, fqn: str, module: nn.Module) -> nn.Module:
@@ -89,7 +108,9 @@ class _Copier:
                 shell._modules[name] = self.copy(join(fqn, name), child)
         return shell
 
-    def _note_peeled(self, fqn: str, shell: nn.Module, wrappers: tuple[nn.Module, ...]) -> None:
+    def _note_peeled(
+        self, fqn: str, shell: nn.Module, wrappers: tuple[nn.Module, ...]
+    ) -> None:
         if wrappers:
             self.peeled.append(Peeled(fqn, shell, wrappers))
 
@@ -113,7 +134,9 @@ class _Copier:
                 fields["_parameters"][name] = self._original(module, name, parameter)
         return shell
 
-    def _original(self, module: nn.Module, name: str, parameter: nn.Parameter) -> torch.Tensor:
+    def _original(
+        self, module: nn.Module, name: str, parameter: nn.Parameter
+    ) -> torch.Tensor:
         """The original value of a parameter, the same tensor at each of its places."""
         if id(parameter) not in self.promised:
             self.promised[id(parameter)] = self._value_of(module, name, parameter)
@@ -122,7 +145,9 @@ class _Copier:
             self.converted.add(id(value))
         return value
 
-    def _value_of(self, module: nn.Module, name: str, parameter: nn.Parameter) -> torch.Tensor:
+    def _value_of(
+        self, module: nn.Module, name: str, parameter: nn.Parameter
+    ) -> torch.Tensor:
         held = self.held.get((id(module), name))
         if held is not None:
             return held.read(parameter)
@@ -130,7 +155,11 @@ class _Copier:
         return unpacked_copy(parameter) if is_rewritten else parameter
 
 
-def build_twin(tree: ModelTree, preparation: Preparation | None = None, gathering: Gathering | None = None) -> Twin:
+def build_twin(
+    tree: ModelTree,
+    preparation: Preparation | None = None,
+    gathering: Gathering | None = None,
+) -> Twin:
     """Copy a live model's base as it was; raise `ExportError` where that cannot be told. ``gathering`` gets shards."""
     lay_as_stored(tree)
     if preparation is None:
@@ -140,7 +169,8 @@ def build_twin(tree: ModelTree, preparation: Preparation | None = None, gatherin
     promised: dict[int, torch.Tensor] = {}
     original, drifted = None, list[str]()
     prepared = preparation.original.model()
-    if prepared is not None and unwrap(prepared)[0] is unwrap(tree.model)[0]:  # and no part or container of it
+    # and no part or container of it
+    if prepared is not None and unwrap(prepared)[0] is unwrap(tree.model)[0]:
         original = preparation.original
         changes = preparation.changes(tree)
         _refuse_replaced(changes)
@@ -187,7 +217,10 @@ def _refuse_without_scales(fqn: str, module: nn.Module) -> None:
 def _refuse_replaced(changes: Changes) -> None:
     for fqn, what in changes.replaced.items():
         if what == DECOMPRESSED:
-            cause, remedy = "", "; run the model before it is prepared, or load it with dequantize=True in its config"
+            cause, remedy = (
+                "",
+                "; run the model before it is prepared, or load it with dequantize=True in its config",
+            )
         else:
             cause = " (by a merge, resized embeddings or unloaded modules_to_save)"
             remedy = "; export before that, or load the base again"
@@ -197,7 +230,9 @@ def _refuse_replaced(changes: Changes) -> None:
         )
 
 
-def _gathered(tree: ModelTree, original: Original, held: _Held, gathering: Gathering) -> dict[int, torch.Tensor]:
+def _gathered(
+    tree: ModelTree, original: Original, held: _Held, gathering: Gathering
+) -> dict[int, torch.Tensor]:
     """The tensors promised for the parameters that were sharded since, by the ``id`` of the parameter."""
     found: dict[int, torch.Tensor] = {}
     for tensor in tree.base_tensors:
@@ -206,9 +241,14 @@ def _gathered(tree: ModelTree, original: Original, held: _Held, gathering: Gathe
             continue
         was = original.base.get(fqn)
         if was is None or was in original.sharing_memory:
-            why = "shared its memory with another parameter" if was else "was added after the model was prepared"
+            why = (
+                "shared its memory with another parameter"
+                if was
+                else "was added after the model was prepared"
+            )
             raise ExportError(
-                f"{fqn}: it {why}, so its original cannot be written from shards; export before sharding", fqn=fqn
+                f"{fqn}: it {why}, so its original cannot be written from shards; export before sharding",
+                fqn=fqn,
             )
         holder = held.get((id(tensor.module), tensor.name))
         found[id(parameter)] = gathering.promise(tensor, was, holder, original)
@@ -218,18 +258,31 @@ def _gathered(tree: ModelTree, original: Original, held: _Held, gathering: Gathe
 def _sharing_memory(held: _Held) -> dict[int, torch.Tensor]:
     """Copies of parameters that lay in one memory, in one storage, unless trained apart: lazy tensors cannot share."""
     found: dict[int, torch.Tensor] = {}
-    groups = {one.group for one in held.values() if isinstance(one, StorageChange) and one.group is not None}
+    groups = {
+        one.group
+        for one in held.values()
+        if isinstance(one, StorageChange) and one.group is not None
+    }
     for group in groups:
         placed = []
         for change in group.changes:
             parameter = change.record.live()
             if parameter is not None and change.converts(parameter):
                 placed.append((change, parameter))
-        originals = [(change.original_of(parameter.data), change.layout) for change, parameter in placed]
+        originals = [
+            (change.original_of(parameter.data), change.layout)
+            for change, parameter in placed
+        ]
         if len(originals) < 2:
             continue
         views = Layout.place(originals)
-        were_trained_apart = any(differ(view, value) for view, (value, _) in zip(views, originals, strict=True))
+        were_trained_apart = any(
+            differ(view, value)
+            for view, (value, _) in zip(views, originals, strict=True)
+        )
         if not were_trained_apart:
-            found |= {id(parameter): view for (_, parameter), view in zip(placed, views, strict=True)}
+            found |= {
+                id(parameter): view
+                for (_, parameter), view in zip(placed, views, strict=True)
+            }
     return found

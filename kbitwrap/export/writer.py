@@ -25,16 +25,53 @@ from .staging import Owns, Source, staged
 
 INDEX_NAME = "model.safetensors.index.json"
 TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+    *(
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.jinja",
+    ),
+    *(
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+        "tokenizer.model",
+        "spiece.model",
+        "sentencepiece.bpe.model",
+    ),
 )
 """What a tokenizer is saved as."""
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 """What a processor adds to its tokenizer."""
 _RARE_TOKENIZER_FILES = (
-    *("bpe.codes", "byte_maps.json", "dict.txt", "emoji.json", "entity_vocab.json", "normalizer.json"),
-    *("prophetnet.tokenizer", "sentencepiece.model", "source.spm", "spm.model", "spm_char.model", "target.spm"),
-    *("target_vocab.json", "vocab-src.json", "vocab-tgt.json", "word_pronunciation.json", "word_shape.json"),
+    *(
+        "bpe.codes",
+        "byte_maps.json",
+        "dict.txt",
+        "emoji.json",
+        "entity_vocab.json",
+        "normalizer.json",
+    ),
+    *(
+        "prophetnet.tokenizer",
+        "sentencepiece.model",
+        "source.spm",
+        "spm.model",
+        "spm_char.model",
+        "target.spm",
+    ),
+    *(
+        "target_vocab.json",
+        "vocab-src.json",
+        "vocab-tgt.json",
+        "word_pronunciation.json",
+        "word_shape.json",
+    ),
 )
 # What a checkpoint of a model consists of: the files that another one replaces.
 _NAMED = (
@@ -51,7 +88,8 @@ _CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
 _ORDER = {dtype: place for place, dtype in enumerate(_CODES)}
 _ALIGNMENT = 8  # of the first tensor's bytes, in bytes
 _PIECE = 16 << 20  # the most bytes in one write
-_SMALL = 1 << 20  # fewer bytes take less time to write than to hand over to another thread
+# fewer bytes take less time to write than to hand over to another thread
+_SMALL = 1 << 20
 
 Progress = Callable[[int], object]
 """Called with a number of bytes each time that as many were written."""
@@ -67,7 +105,8 @@ class CheckpointWriter:
     progress: Progress | None = None
     num_tensors: int = 0
     num_bytes: int = 0
-    files: tuple[str, ...] = ()  # all in the folder, relative to it and sorted; empty until the writing ends
+    # all in the folder, relative to it and sorted; empty until the writing ends
+    files: tuple[str, ...] = ()
 
     def save_file(
         self,
@@ -76,7 +115,9 @@ class CheckpointWriter:
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         """Write one file and count its tensors; called as ``safetensors.torch.save_file`` is."""
-        self.num_bytes += write_safetensors(path, tensors, metadata, progress=self.progress)
+        self.num_bytes += write_safetensors(
+            path, tensors, metadata, progress=self.progress
+        )
         self.num_tensors += len(tensors)
 
     def save(
@@ -89,14 +130,20 @@ class CheckpointWriter:
     ) -> None:
         """Write the tensors named for each file, and an index where there are several files or it is named."""
         for file, names in files.items():
-            self.save_file({name: tensors[name] for name in names}, self.folder / file, metadata[file])
+            self.save_file(
+                {name: tensors[name] for name in names},
+                self.folder / file,
+                metadata[file],
+            )
         if index_name is None and len(files) < 2:
             return
         old = dict(index or {})
         content = {
             **old,
             "metadata": {**old.get("metadata", {}), "total_size": self.num_bytes},
-            "weight_map": {name: file for file, names in files.items() for name in names},
+            "weight_map": {
+                name: file for file, names in files.items() for name in names
+            },
         }
         text = json.dumps(content, indent=2, sort_keys=True) + "\n"
         (self.folder / (index_name or INDEX_NAME)).write_text(text, encoding="utf-8")
@@ -121,21 +168,44 @@ def checkpoint_writer(
     """Write a checkpoint as `staged` writes a folder, and tell of the bytes."""
     disable = None if progress is None else progress is not True
     with staged(path, overwrite=overwrite, owns=owns, sources=sources) as folder:
-        with tqdm(total=num_bytes, desc=task, unit="B", unit_scale=True, disable=disable, leave=False) as bar:
-            writer = CheckpointWriter(folder, progress if callable(progress) else bar.update)
+        with tqdm(
+            total=num_bytes,
+            desc=task,
+            unit="B",
+            unit_scale=True,
+            disable=disable,
+            leave=False,
+        ) as bar:
+            writer = CheckpointWriter(
+                folder, progress if callable(progress) else bar.update
+            )
             yield writer
-        writer.files = tuple(sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()))
+        writer.files = tuple(
+            sorted(
+                p.relative_to(folder).as_posix()
+                for p in folder.rglob("*")
+                if p.is_file()
+            )
+        )
 
 
-def split_into_files(tensors: Mapping[str, torch.Tensor], max_shard_size: int | str) -> dict[str, list[str]]:
+def split_into_files(
+    tensors: Mapping[str, torch.Tensor], max_shard_size: int | str
+) -> dict[str, list[str]]:
     """The names of each file's tensors; raises `ConfigError` for a size that is neither bytes nor like ``"5GB"``."""
     from huggingface_hub import split_torch_state_dict_into_shards
 
-    if isinstance(max_shard_size, str) or (type(max_shard_size) is int and max_shard_size > 0):
+    if isinstance(max_shard_size, str) or (
+        type(max_shard_size) is int and max_shard_size > 0
+    ):
         with contextlib.suppress(ValueError):  # of the string
-            split = split_torch_state_dict_into_shards(dict(tensors), max_shard_size=max_shard_size)
+            split = split_torch_state_dict_into_shards(
+                dict(tensors), max_shard_size=max_shard_size
+            )
             return dict(split.filename_to_tensors)
-    raise ConfigError(f"max_shard_size: expected bytes or a string such as '5GB', found {max_shard_size!r}")
+    raise ConfigError(
+        f"max_shard_size: expected bytes or a string such as '5GB', found {max_shard_size!r}"
+    )
 
 
 def write_safetensors(
@@ -146,9 +216,12 @@ def write_safetensors(
     progress: Progress | None = None,
 ) -> int:
     """Write the file that ``safetensors.torch.save_file`` would, with sorted metadata; return the tensors' bytes."""
-    # At most two tensors' values are in memory, one being written and one computed; no file is left after an error.
+    # At most two tensors' values are in memory, one being written and one computed; no
+    # file is left after an error.
     if sys.byteorder == "big":
-        raise ExportError("safetensors files can be written on little-endian machines only")
+        raise ExportError(
+            "safetensors files can be written on little-endian machines only"
+        )
     header, offsets = _header(tensors, metadata)
     announced = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -165,9 +238,16 @@ def write_safetensors(
                     for piece in pieces(tensors[name]):
                         left -= piece.numel()
                         is_as_announced &= piece.dtype == dtype and left >= 0
-                        if not is_as_announced:  # it would overwrite the next tensor, or be read as another dtype
+                        # it would overwrite the next tensor, or be read as another
+                        # dtype
+                        if not is_as_announced:
                             break
-                        write(offset, memoryview(piece.reshape(-1).view(torch.uint8).numpy().data))
+                        write(
+                            offset,
+                            memoryview(
+                                piece.reshape(-1).view(torch.uint8).numpy().data
+                            ),
+                        )
                         offset += piece.nbytes
                         del piece  # its memory is free while the next one is computed
                     if left or not is_as_announced:
@@ -183,7 +263,9 @@ def write_safetensors(
     return num_bytes
 
 
-def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> tuple[bytes, dict[str, int]]:
+def _header(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
+) -> tuple[bytes, dict[str, int]]:
     """The bytes before the tensors, and each tensor's offset after them, in the order of the file."""
     for name, tensor in tensors.items():
         found = ""
@@ -194,8 +276,13 @@ def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | N
         elif _CODES[tensor.dtype] == TWO_A_BYTE and not tensor.shape:
             found = f"shape () and dtype {tensor.dtype}"
         if found:
-            raise ExportError(f"{name}: safetensors files cannot hold tensors of {found}; convert it first", fqn=name)
-    entries: dict[str, object] = {} if metadata is None else {"__metadata__": dict(sorted(metadata.items()))}
+            raise ExportError(
+                f"{name}: safetensors files cannot hold tensors of {found}; convert it first",
+                fqn=name,
+            )
+    entries: dict[str, object] = (
+        {} if metadata is None else {"__metadata__": dict(sorted(metadata.items()))}
+    )
     offsets = {}
     start = 0
     for name in sorted(tensors, key=lambda name: (_ORDER[tensors[name].dtype], name)):
@@ -204,7 +291,11 @@ def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | N
         code = _CODES[tensor.dtype]
         if code == TWO_A_BYTE:
             shape[-1] *= 2
-        entries[name] = {"dtype": code, "shape": shape, "data_offsets": [start, start + tensor.nbytes]}
+        entries[name] = {
+            "dtype": code,
+            "shape": shape,
+            "data_offsets": [start, start + tensor.nbytes],
+        }
         offsets[name] = start
         start += tensor.nbytes
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
@@ -237,12 +328,15 @@ def _reserve(file: io.FileIO, num_bytes: int) -> None:
     try:
         os.posix_fallocate(file.fileno(), 0, num_bytes)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):  # from file systems that cannot
+        # from file systems that cannot
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
 
 
 @contextlib.contextmanager
-def _in_background(file: io.FileIO, progress: Progress | None) -> Iterator[Callable[[int, memoryview], None]]:
+def _in_background(
+    file: io.FileIO, progress: Progress | None
+) -> Iterator[Callable[[int, memoryview], None]]:
     """Yield a function that writes at an offset of a file in another thread, one call at a time."""
     pending: list[Future[None]] = []
 
@@ -262,7 +356,9 @@ def _in_background(file: io.FileIO, progress: Progress | None) -> Iterator[Calla
         wait()
 
 
-def _write_at(file: io.FileIO, offset: int, data: list[memoryview], progress: Progress | None) -> None:
+def _write_at(
+    file: io.FileIO, offset: int, data: list[memoryview], progress: Progress | None
+) -> None:
     """Write the bytes in a list, and take them out: a thread holds its arguments for a while after it has finished."""
     left = data.pop()
     file.seek(offset)

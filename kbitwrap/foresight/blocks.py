@@ -1,9 +1,11 @@
 """A model with fewer blocks that tells what all of them do: those of one kind do the same to a device's memory.
 
-A step goes through the blocks of a stack one after the other, forward and backward. What happens in one is a `Run`:
-what it leaves, and how far it rises. Of each kind the first and the last block are kept, and two between them; the runs
-of the others are theirs. Nothing is fitted: every level is the sum of the runs before it. That it holds is tried first,
-on a model with one block of each kind more, whose every run must come out to the byte; else all blocks are run.
+A step goes through the blocks of a stack one after the other, forward and backward.
+What happens in one is a `Run`: what it leaves, and how far it rises. Of each kind the
+first and the last block are kept, and two between them; the runs of the others are
+theirs. Nothing is fitted: every level is the sum of the runs before it. That it holds
+is tried first, on a model with one block of each kind more, whose every run must come
+out to the byte; else all blocks are run.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class NotRepeatedError(Exception):
     """The blocks of a kind do not all do the same, or not one after the other: all have to be run."""
 
 
-_ENDS, _INNER = 2, 2  # blocks of each kind that are kept: the first and the last, and those between
+# blocks of each kind that are kept: the first and the last, and those between
+_ENDS, _INNER = 2, 2
 
 
 @dataclass
@@ -54,7 +57,9 @@ class Stack:
 
     def part(self, index: int) -> Part:
         """The kept block that stands for a block of the whole model: itself, or the second of its kind."""
-        return self.number, index if index in self.kept else self._of_kind(self.kinds[index])[1]
+        return self.number, index if index in self.kept else self._of_kind(
+            self.kinds[index]
+        )[1]
 
     def _of_kind(self, kind: Hashable) -> list[int]:
         return [index for index in self.kept if self.kinds[index] == kind]
@@ -62,15 +67,27 @@ class Stack:
     def pairs(self, wanted: list[int]) -> list[tuple[Part, Part, int]]:
         """The kept blocks between the ends of each kind, which must do the same, and how many of those wanted do."""
         kinds = [self.kinds[index] for index in wanted]
-        found = ((self._of_kind(kind), kinds.count(kind) - _ENDS) for kind in set(kinds))
-        return [((self.number, same[1]), (self.number, same[2]), count) for same, count in found if len(same) > 3]
+        found = (
+            (self._of_kind(kind), kinds.count(kind) - _ENDS) for kind in set(kinds)
+        )
+        return [
+            ((self.number, same[1]), (self.number, same[2]), count)
+            for same, count in found
+            if len(same) > 3
+        ]
 
     def fewest(self, num_inner: int) -> list[int]:
         """The first and the last block of each kind, and some between them."""
         by_kind: defaultdict[Hashable, list[int]] = defaultdict(list)
         for index, kind in enumerate(self.kinds):
             by_kind[kind].append(index)
-        return sorted({index for found in by_kind.values() for index in (*found[: num_inner + 1], found[-1])})
+        return sorted(
+            {
+                index
+                for found in by_kind.values()
+                for index in (*found[: num_inner + 1], found[-1])
+            }
+        )
 
     def keep(self, wanted: list[int]) -> None:
         """Make a smaller model of the wanted blocks: number them from 0, and make the config one of so many."""
@@ -84,7 +101,9 @@ class Stack:
                 for name, value in list(vars(module).items()):
                     if _PLACE.search(name) and type(value) is int and value == old:
                         vars(module)[name] = new
-        for name, value in list(vars(self.config).items() if hasattr(self.config, "__dict__") else ()):
+        for name, value in list(
+            vars(self.config).items() if hasattr(self.config, "__dict__") else ()
+        ):
             if isinstance(value, (list, tuple)) and len(value) == len(blocks):
                 vars(self.config)[name] = type(value)(value[i] for i in places)
             elif "layer" in name and type(value) is int and value == len(blocks):
@@ -97,8 +116,15 @@ class Blocks:
 
     def __init__(self, model: nn.Module, *, is_exact: bool) -> None:
         found = list(_outermost(model, None))
-        holders = Counter(id(tensor) for blocks, _ in found for block in blocks for tensor in block.parameters())
-        self.stacks = [_stack(number, *stack, holders) for number, stack in enumerate(found)]
+        holders = Counter(
+            id(tensor)
+            for blocks, _ in found
+            for block in blocks
+            for tensor in block.parameters()
+        )
+        self.stacks = [
+            _stack(number, *stack, holders) for number, stack in enumerate(found)
+        ]
         self._owners = {
             id(module): (stack.number, index)
             for stack in self.stacks
@@ -122,7 +148,9 @@ class Blocks:
     @property
     def counts(self) -> tuple[int, int]:
         """The blocks that are kept, and all."""
-        return sum(len(stack.kept) for stack in self.stacks), sum(len(stack.kinds) for stack in self.stacks)
+        return sum(len(stack.kept) for stack in self.stacks), sum(
+            len(stack.kinds) for stack in self.stacks
+        )
 
     def owner(self, module: nn.Module) -> Part | None:
         """The block that a module lies in, or ``None`` outside of all."""
@@ -147,7 +175,9 @@ class Blocks:
 
     def whole_step(self, ledger: Ledger) -> list[Run]:
         """The runs of the whole model's step, from those of the kept blocks."""
-        return self._step_of([list(range(len(stack.kinds))) for stack in self.stacks], ledger)
+        return self._step_of(
+            [list(range(len(stack.kinds))) for stack in self.stacks], ledger
+        )
 
     def expect_repeated(self, with_more: Ledger, run: Callable[[], Ledger]) -> Ledger:
         """Leave out one block of each kind, and return the ledger of a step, which must tell the one with more."""
@@ -162,7 +192,12 @@ class Blocks:
 
     def _step_of(self, wanted: list[list[int]], ledger: Ledger) -> list[Run]:
         """The runs of the step of a model with the blocks wanted, by stack."""
-        pairs = [pair for stack in self.stacks if stack.is_cut for pair in stack.pairs(wanted[stack.number])]
+        pairs = [
+            pair
+            for stack in self.stacks
+            if stack.is_cut
+            for pair in stack.pairs(wanted[stack.number])
+        ]
         runs = ledger.runs(_times(ledger, pairs))
         by_mark: dict[Mark, Run] = {}
         for run in runs:
@@ -170,11 +205,15 @@ class Blocks:
                 raise NotRepeatedError(f"{run.mark} more than once")
         phases = dict.fromkeys(phase for phase, _ in by_mark)
         for (one, other, _), phase in itertools.product(pairs, phases):
-            if _effect(by_mark.get((phase, one))) != _effect(by_mark.get((phase, other))):
+            if _effect(by_mark.get((phase, one))) != _effect(
+                by_mark.get((phase, other))
+            ):
                 raise NotRepeatedError(f"two blocks of one kind differ in {phase}")
         result: list[Run] = []
         seen = set()
-        for (phase, number), group in itertools.groupby(runs, lambda run: (run.mark[0], self._cut_stack(run))):
+        for (phase, number), group in itertools.groupby(
+            runs, lambda run: (run.mark[0], self._cut_stack(run))
+        ):
             if number is None:
                 result += group
                 continue
@@ -188,14 +227,19 @@ class Blocks:
 
     def _cut_stack(self, run: Run) -> int | None:
         part = run.mark[1]
-        return part[0] if isinstance(part, tuple) and self.stacks[part[0]].is_cut else None
+        return (
+            part[0] if isinstance(part, tuple) and self.stacks[part[0]].is_cut else None
+        )
 
 
-def _times(ledger: Ledger, pairs: list[tuple[Part, Part, int]]) -> dict[tuple[Mark, Mark | None], int]:
+def _times(
+    ledger: Ledger, pairs: list[tuple[Part, Part, int]]
+) -> dict[tuple[Mark, Mark | None], int]:
     """How often a run frees what a block made, where it frees that of all blocks of the kind.
 
-    Blocks free what they made themselves, or what the one before them made. A run that frees what both blocks of a
-    pair made, and is neither's, frees it for all that they stand for.
+    Blocks free what they made themselves, or what the one before them made. A run that
+    frees what both blocks of a pair made, and is neither's, frees it for all that they
+    stand for.
     """
     return {
         (mark, (phase, one)): count - 1
@@ -220,16 +264,27 @@ def _outermost(module: nn.Module, config: Any) -> Iterator[tuple[nn.ModuleList, 
             yield from _outermost(child, config)
 
 
-def _stack(number: int, blocks: nn.ModuleList, config: Any, holders: Mapping[int, int]) -> Stack:
+def _stack(
+    number: int, blocks: nn.ModuleList, config: Any, holders: Mapping[int, int]
+) -> Stack:
     kinds: list[Hashable] = []
     is_trained = False
     numbers: dict[Hashable, int] = {}
     for index, block in enumerate(blocks):
         # Gradients flow no further back than the first parameter that is trained.
-        is_trained = is_trained or any(parameter.requires_grad for parameter in block.parameters())
-        # No other block does what one does that shares parameters: they are held, and get a gradient, once.
-        shared = index if any(holders[id(parameter)] > 1 for parameter in block.parameters()) else None
-        kinds.append(numbers.setdefault((is_trained, shared, _signature(block)), len(numbers)))
+        is_trained = is_trained or any(
+            parameter.requires_grad for parameter in block.parameters()
+        )
+        # No other block does what one does that shares parameters: they are held, and
+        # get a gradient, once.
+        shared = (
+            index
+            if any(holders[id(parameter)] > 1 for parameter in block.parameters())
+            else None
+        )
+        kinds.append(
+            numbers.setdefault((is_trained, shared, _signature(block)), len(numbers))
+        )
     return Stack(number, blocks, config, kinds, list(range(len(kinds))))
 
 
@@ -237,7 +292,12 @@ def _signature(module: nn.Module) -> Hashable:
     """A block's classes, settings, and shapes and dtypes of tensors: alike in blocks that do the same."""
     fields = vars(module)
     settings = tuple(
-        (name, value if isinstance(value, (bool, int, float, str, torch.dtype, type(None))) else type(value))
+        (
+            name,
+            value
+            if isinstance(value, (bool, int, float, str, torch.dtype, type(None)))
+            else type(value),
+        )
         for name, value in fields.items()
         if not name.startswith("_") and not _PLACE.search(name)
     )
@@ -248,7 +308,11 @@ def _signature(module: nn.Module) -> Hashable:
         if t is not None
     )
     hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
-    children = tuple((name, _signature(child)) for name, child in module._modules.items() if child is not None)
+    children = tuple(
+        (name, _signature(child))
+        for name, child in module._modules.items()
+        if child is not None
+    )
     return type(module), settings, tensors, hooks, children
 
 

@@ -1,10 +1,12 @@
 """Differences of CUDA from a CPU that change the memory of a step, for fake tensors, which stand on a CPU.
 
-Each rule names the source in PyTorch (``aten/src/ATen``) that it follows. Left out, as less than a thousandth of a
-step: the dtype of a layer norm's saved statistics, the indices that an embedding's backward and an ``index_put`` sort,
-the split sums of flash attention for very few queries, and what cuDNN takes for a convolution. A fused ``F.rms_norm``
-would keep less than the parts that are followed here; transformers' models have norms of their own. Losses, products of
-experts, ``topk`` and ``index_add`` hold on CUDA what they hold on a CPU. What cannot be known is in `unknown`.
+Each rule names the source in PyTorch (``aten/src/ATen``) that it follows. Left out, as
+less than a thousandth of a step: the dtype of a layer norm's saved statistics, the
+indices that an embedding's backward and an ``index_put`` sort, the split sums of flash
+attention for very few queries, and what cuDNN takes for a convolution. A fused
+``F.rms_norm`` would keep less than the parts that are followed here; transformers'
+models have norms of their own. Losses, products of experts, ``topk`` and ``index_add``
+hold on CUDA what they hold on a CPU. What cannot be known is in `unknown`.
 """
 
 from __future__ import annotations
@@ -13,7 +15,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.backends.cuda import flash_sdp_enabled, math_sdp_enabled, mem_efficient_sdp_enabled
+from torch.backends.cuda import (
+    flash_sdp_enabled,
+    math_sdp_enabled,
+    mem_efficient_sdp_enabled,
+)
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -27,10 +33,12 @@ LARGE_BYTES = 1 << 20
 """A block from which less than this is left over is not split, if it is larger: ``should_split``, ``kSmallSize``."""
 
 _aten = torch.ops.aten
-_ATTENTION, _DROPOUT = F.scaled_dot_product_attention, F.dropout  # as they are, whatever others put in their place
+# as they are, whatever others put in their place
+_ATTENTION, _DROPOUT = F.scaled_dot_product_attention, F.dropout
 _HALF = (torch.float16, torch.bfloat16)
 
-# The lists of ATen/autocast_mode.h for CUDA; for a CPU they are shorter. `promote` changes no dtype that lives long.
+# The lists of ATen/autocast_mode.h for CUDA; for a CPU they are shorter. `promote`
+# changes no dtype that lives long.
 _FLOAT32 = """
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus layer_norm
     native_layer_norm rms_norm group_norm cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss
@@ -43,7 +51,12 @@ _FLOAT32_RESULT = "prod softmax log_softmax cumprod cumsum sum norm"
 
 def _named(names: str) -> set[Any]:
     spaces = (torch, torch.Tensor, F)
-    return {getattr(space, name) for name in names.split() for space in spaces if hasattr(space, name)}
+    return {
+        getattr(space, name)
+        for name in names.split()
+        for space in spaces
+        if hasattr(space, name)
+    }
 
 
 _IN_FLOAT32, _TO_FLOAT32 = _named(_FLOAT32), _named(_FLOAT32_RESULT)
@@ -52,14 +65,20 @@ _SOFTMAX |= dict.fromkeys(_named("log_softmax"), _aten._log_softmax)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    is_lower = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
+    is_lower = (
+        isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and value.dtype != torch.float64
+    )
     return value.to(dtype) if is_lower else value
 
 
 class CudaFunctions(TorchFunctionMode):
     """Runs the functions of torch that CUDA computes by other operations, by those; each with its own backward."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run one function."""
         kwargs = kwargs or {}
         if torch.is_autocast_enabled("cpu"):
@@ -77,7 +96,9 @@ def _autocast(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Autocast's policies for CUDA, where those for a CPU leave a function alone: fp32 and fp32_set_opt_dtype."""
     if func in _IN_FLOAT32:
         cast = torch.float32
-        return tuple(_cast(value, cast) for value in args), {key: _cast(value, cast) for key, value in kwargs.items()}
+        return tuple(_cast(value, cast) for value in args), {
+            key: _cast(value, cast) for key, value in kwargs.items()
+        }
     if func in _TO_FLOAT32 and kwargs.get("dtype") is None:
         given = args[0] if args else kwargs.get("input")
         if isinstance(given, torch.Tensor) and given.dtype in _HALF:
@@ -95,12 +116,19 @@ def _softmax(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
         names.insert(2, "_stacklevel")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     value, dim = given.get("input"), given.get("dim")
-    if given.get("dtype") != torch.float32 or dim is None or value is None or value.dtype != torch.float16:
+    if (
+        given.get("dtype") != torch.float32
+        or dim is None
+        or value is None
+        or value.dtype != torch.float16
+    ):
         return func(*args, **kwargs)  # type: ignore[no-any-return]
     return _SOFTMAX[func](value, dim, True)  # type: ignore[no-any-return]
 
 
-def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+def _dropout(
+    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
     """Dropout keeps a mask of one byte an element: native/Dropout.cpp, ``is_fused_kernel_acceptable``."""
     if training and 0 < p < 1 and input.numel() and not inplace:
         return _aten.native_dropout(input, p, True)[0]  # type: ignore[no-any-return]
@@ -119,9 +147,10 @@ def attention(
 ) -> torch.Tensor:
     """The kernel that CUDA chooses, with what it keeps: flash, else memory-efficient, else plain products.
 
-    The order and the conditions are those of native/transformers/cuda/sdp_utils.cpp for compute capability 8.0 and up,
-    with the switches of ``torch.nn.attention.sdpa_kernel``. cuDNN's kernel, which newer devices take first, keeps
-    what flash keeps.
+    The order and the conditions are those of native/transformers/cuda/sdp_utils.cpp for
+    compute capability 8.0 and up, with the switches of
+    ``torch.nn.attention.sdpa_kernel``. cuDNN's kernel, which newer devices take first,
+    keeps what flash keeps.
     """
     if torch.is_autocast_enabled("cpu"):
         lower = torch.get_autocast_dtype("cpu")
@@ -131,35 +160,75 @@ def attention(
     same_size = query.shape[-1] == key.shape[-1] == value.shape[-1]
     ungrouped = is_dense and query.shape[1] == key.shape[1] == value.shape[1]
     square = query.shape[-2] == key.shape[-2] or not is_causal
-    flash = flash_sdp_enabled() and attn_mask is None and query.dtype in _HALF and same_size and size <= 256 and square
+    flash = (
+        flash_sdp_enabled()
+        and attn_mask is None
+        and query.dtype in _HALF
+        and same_size
+        and size <= 256
+        and square
+    )
     if flash and is_dense and (ungrouped or enable_gqa):
-        # native/transformers/attention.cpp, `pad_last_dim`: heads are padded to a multiple of 8.
-        padded = [F.pad(tensor, (0, -size % 8)) if size % 8 else tensor for tensor in (query, key, value)]
+        # native/transformers/attention.cpp, `pad_last_dim`: heads are padded to a
+        # multiple of 8.
+        padded = [
+            F.pad(tensor, (0, -size % 8)) if size % 8 else tensor
+            for tensor in (query, key, value)
+        ]
         scale = size**-0.5 if scale is None else scale
-        found = _aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[0]
+        found = _aten._scaled_dot_product_flash_attention(
+            *padded, dropout_p, is_causal, False, scale=scale
+        )[0]
         return found[..., :size] if size % 8 else found  # type: ignore[no-any-return]
-    aligned = all(tensor.shape[-1] % (16 // tensor.element_size()) == 0 for tensor in (query, value))
-    efficient = mem_efficient_sdp_enabled() and query.dtype in (*_HALF, torch.float32) and ungrouped and aligned
+    aligned = all(
+        tensor.shape[-1] % (16 // tensor.element_size()) == 0
+        for tensor in (query, value)
+    )
+    efficient = (
+        mem_efficient_sdp_enabled()
+        and query.dtype in (*_HALF, torch.float32)
+        and ungrouped
+        and aligned
+    )
     if efficient:
         keeps = query.requires_grad or key.requires_grad or value.requires_grad
         bias = attn_mask if attn_mask is None else _bias(attn_mask, query, key)
         return _aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
-            query, key, value, bias, keeps and torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+            query,
+            key,
+            value,
+            bias,
+            keeps and torch.is_grad_enabled(),
+            dropout_p,
+            is_causal,
+            scale=scale,
         )[0]
     if not math_sdp_enabled():
-        raise UnsupportedModelError("no kernel of attention that is switched on takes these tensors on CUDA")
+        raise UnsupportedModelError(
+            "no kernel of attention that is switched on takes these tensors on CUDA"
+        )
     return _aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
     )[0]
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """A mask as the memory-efficient kernel takes it: of the query's dtype, its rows at multiples of 8 elements.
 
-    native/transformers/attention.cpp, ``convert_boolean_attn_mask`` and ``preprocess_mask``.
+    native/transformers/attention.cpp, ``convert_boolean_attn_mask`` and
+    ``preprocess_mask``.
     """
     if mask.dtype == torch.bool:
-        mask = torch.where(mask.logical_not(), float("-inf"), torch.zeros((), dtype=query.dtype))
+        mask = torch.where(
+            mask.logical_not(), float("-inf"), torch.zeros((), dtype=query.dtype)
+        )
     if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
         width = mask.shape[-1]
         mask = F.pad(mask, (0, 8 - width % 8))[..., :width]
@@ -187,12 +256,18 @@ def flash_backward_bytes(
 ) -> list[int]:
     """The bytes that flash attention's backward holds beside its results: ``mha_bwd`` of cuda/flash_attn/flash_api.cpp.
 
-    The float32 sum of the query's gradient and its row sums, for 128 queries at a time, heads rounded to 32 (64 above
-    128); and where heads are grouped, the gradients of key and value for all heads.
+    The float32 sum of the query's gradient and its row sums, for 128 queries at a time,
+    heads rounded to 32 (64 above 128); and where heads are grouped, the gradients of
+    key and value for all heads.
     """
     batch, heads, length, size = query.shape
     rows, rounded = _up(length, 128), _up(size, 32 if size <= 128 else 64)
-    held = [batch * heads * rows * 4, batch * heads * rows * rounded * 4, _copied_bytes(grad), _copied_bytes(out)]
+    held = [
+        batch * heads * rows * 4,
+        batch * heads * rows * rounded * 4,
+        _copied_bytes(grad),
+        _copied_bytes(out),
+    ]
     if key.shape[1] != heads:
         held += [batch * heads * key.shape[2] * size * key.element_size()] * 2
     return held
@@ -203,7 +278,11 @@ def efficient_forward_bytes(
 ) -> list[int]:
     """Heads above 128 are summed up in float32: ``kNeedsOutputAccumulatorBuffer`` of kernel_forward.h."""
     wide = value.shape[-1] > 128 and value.dtype in _HALF
-    return [query.shape[0] * query.shape[1] * query.shape[2] * value.shape[-1] * 4] if wide else []
+    return (
+        [query.shape[0] * query.shape[1] * query.shape[2] * value.shape[-1] * 4]
+        if wide
+        else []
+    )
 
 
 def efficient_backward_bytes(
@@ -211,15 +290,22 @@ def efficient_backward_bytes(
 ) -> list[int]:
     """The bytes that the memory-efficient backward holds beside its results: ``_efficient_attention_backward``.
 
-    Row sums, and ``workspace_size`` of mem_eff_attention/kernel_backward.h: the query's gradient in float32, in tiles
-    of 64 by 64 with 16 bytes each. A float32 product of output and gradient comes before, and is not more.
+    Row sums, and ``workspace_size`` of mem_eff_attention/kernel_backward.h: the query's
+    gradient in float32, in tiles of 64 by 64 with 16 bytes each. A float32 product of
+    output and gradient comes before, and is not more.
     """
     batch, heads, length, size = query.shape
     tiles = -(-length // 64) * -(-size // 64)
-    return [batch * heads * length * 4, batch * heads * tiles * (64 * 64 * 4 + 16), _copied_bytes(grad)]
+    return [
+        batch * heads * length * 4,
+        batch * heads * tiles * (64 * 64 * 4 + 16),
+        _copied_bytes(grad),
+    ]
 
 
-def softmax_backward_bytes(grad: torch.Tensor, output: torch.Tensor, *_: Any, **__: Any) -> list[int]:
+def softmax_backward_bytes(
+    grad: torch.Tensor, output: torch.Tensor, *_: Any, **__: Any
+) -> list[int]:
     """The product of gradient and output: ``softmax_backward_cuda_out`` of native/cuda/SoftMax.cu."""
     return [grad.numel() * max(grad.element_size(), output.element_size())]
 

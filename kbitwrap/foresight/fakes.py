@@ -24,18 +24,29 @@ from .quantization import quantize_fakes, replace_tensors, warm_tables
 _LARGE = 1 << 24  # bytes of a tensor whose values are not worth computing
 
 
-def _grouped_product(left: Any, right: Any, offsets: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+def _grouped_product(
+    left: Any, right: Any, offsets: Any = None, bias: Any = None, out_dtype: Any = None
+) -> Any:
     """The output of a product of groups, whose fake kernel refuses the dtypes that a CPU multiplies."""
     shapes: Any = torch._meta_registrations
     return shapes._create_grouped_mm_output_tensor(left, right, offsets, out_dtype)
 
 
-def _alignments(log_probs: torch.Tensor, targets: Any, input_lengths: Any, lengths: Any, *_: Any, **__: Any) -> Any:
+def _alignments(
+    log_probs: torch.Tensor,
+    targets: Any,
+    input_lengths: Any,
+    lengths: Any,
+    *_: Any,
+    **__: Any,
+) -> Any:
     """The outputs of the CTC loss: of each sequence, and of the blanks and labels of the longest, at each time."""
     times, batch, _classes = log_probs.shape
     with _disable_current_modes():
         longest = int(lengths.max())
-    return log_probs.new_empty(batch), log_probs.new_empty(batch, times, 2 * longest + 1)
+    return log_probs.new_empty(batch), log_probs.new_empty(
+        batch, times, 2 * longest + 1
+    )
 
 
 def _bags(weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -53,22 +64,32 @@ _SHAPES: dict[str, Callable[..., Any]] = {
 """Functions that make the outputs of operations whose shapes torch does not tell of tensors without values."""
 
 
-def in_memory_of(tensor: torch.Tensor, memory: dict[int, tuple[Any, Any]], device: str) -> torch.Tensor:
+def in_memory_of(
+    tensor: torch.Tensor, memory: dict[int, tuple[Any, Any]], device: str
+) -> torch.Tensor:
     """A tensor like another on a device; those of one memory lie in one again, and ``memory`` has it by its storage."""
     made = torch.empty(0, dtype=tensor.dtype, device=device)
     storage = None if is_composed(type(tensor)) else tensor.untyped_storage()
     if storage is None or not storage.nbytes():
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        return torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+        )
     if storage._cdata not in memory:
         memory[storage._cdata] = (
             storage,
-            torch.empty(storage.nbytes(), dtype=torch.uint8, device=device).untyped_storage(),
+            torch.empty(
+                storage.nbytes(), dtype=torch.uint8, device=device
+            ).untyped_storage(),
         )
     place: Any = memory[storage._cdata][1]
     return made.set_(place, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-_NORMS = {"aten::native_layer_norm": 2, "aten::native_group_norm": 1, "aten::native_batch_norm": 1}
+_NORMS = {
+    "aten::native_layer_norm": 2,
+    "aten::native_group_norm": 1,
+    "aten::native_batch_norm": 1,
+}
 """Norms, with the position of the weight: a CPU keeps the statistics of a half input in the dtype of the weight."""
 
 
@@ -99,7 +120,8 @@ def _refuse_beyond(weight: Any, indices: Any, *_: Any) -> None:
 def _is_finite(func: Any, args: Any) -> bool | None:
     """The answer to a question whether values are finite, if an operation is part of one: all of them are."""
     name = func.name()
-    if name in ("aten::eq.Tensor", "aten::ne.Tensor") and args[0] is args[1]:  # of those that are no NaNs
+    # of those that are no NaNs
+    if name in ("aten::eq.Tensor", "aten::ne.Tensor") and args[0] is args[1]:
         return bool(name == "aten::eq.Tensor")
     if name in ("aten::eq.Scalar", "aten::ne.Scalar") and math.isinf(args[1]):
         return bool(name == "aten::ne.Scalar")
@@ -109,8 +131,8 @@ def _is_finite(func: Any, args: Any) -> bool | None:
 class KnownValues(TorchDispatchMode):
     """Computes for real what depends on no weight and no activation, such as positions, so that models may ask for it.
 
-    Below it is a mode of fake tensors, which gets all the rest. A real tensor that is written to with values that are
-    not known keeps its place and is known no longer.
+    Below it is a mode of fake tensors, which gets all the rest. A real tensor that is
+    written to with values that are not known keeps its place and is known no longer.
     """
 
     def __init__(self, fakes: FakeTensorMode) -> None:
@@ -121,9 +143,14 @@ class KnownValues(TorchDispatchMode):
         self.has_assumed = False
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
-        return type(tensor) is torch.Tensor and tensor.untyped_storage()._cdata not in self._unknown
+        return (
+            type(tensor) is torch.Tensor
+            and tensor.untyped_storage()._cdata not in self._unknown
+        )
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run one operation for real if all that it reads is known and what it makes is small."""
         kwargs = kwargs or {}
         try:
@@ -135,20 +162,38 @@ class KnownValues(TorchDispatchMode):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if (make := _SHAPES.get(func.name())) is not None:
             return make(*args, **kwargs)
-        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-        if any(made.alias_info and not made.alias_info.is_write for made in func._schema.returns) and all(
-            type(tensor) is torch.Tensor for tensor in tensors
-        ):
+        tensors = [
+            value
+            for value in tree_leaves((args, kwargs))
+            if isinstance(value, torch.Tensor)
+        ]
+        if any(
+            made.alias_info and not made.alias_info.is_write
+            for made in func._schema.returns
+        ) and all(type(tensor) is torch.Tensor for tensor in tensors):
             with _disable_current_modes():
-                return func(*args, **kwargs)  # a view of a real tensor lies in its memory, known or not
+                # a view of a real tensor lies in its memory, known or not
+                return func(*args, **kwargs)
         if func.name() == "aten::embedding" and self._is_known(args[1]):
             _refuse_beyond(*args)
-        if all(map(self._is_known, tensors)) and torch.Tag.nondeterministic_seeded not in func.tags:
-            # What depends on values has no fake result; its size is at most that of what it reads. What is written in
-            # place is there already, and would be written twice.
-            depends = not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}.isdisjoint(func.tags)
-            made = tree_leaves(tensors if depends or func._schema.is_mutable else func(*args, **kwargs))
-            if not any(isinstance(value, torch.Tensor) and value.nbytes > _LARGE for value in made):
+        if (
+            all(map(self._is_known, tensors))
+            and torch.Tag.nondeterministic_seeded not in func.tags
+        ):
+            # What depends on values has no fake result; its size is at most that of
+            # what it reads. What is written in place is there already, and would be
+            # written twice.
+            depends = not {
+                torch.Tag.data_dependent_output,
+                torch.Tag.dynamic_output_shape,
+            }.isdisjoint(func.tags)
+            made = tree_leaves(
+                tensors if depends or func._schema.is_mutable else func(*args, **kwargs)
+            )
+            if not any(
+                isinstance(value, torch.Tensor) and value.nbytes > _LARGE
+                for value in made
+            ):
                 with _disable_current_modes():
                     return func(*args, **kwargs)
         if (answer := _is_finite(func, args)) is not None:
@@ -156,11 +201,18 @@ class KnownValues(TorchDispatchMode):
             with _disable_current_modes():
                 return torch.full(args[0].shape, answer)
         output = _as_computed(func.name(), args, func(*args, **kwargs))
-        written = [value for value in self._written(func, args, kwargs) if type(value) is torch.Tensor]
+        written = [
+            value
+            for value in self._written(func, args, kwargs)
+            if type(value) is torch.Tensor
+        ]
         for tensor in written:
             storage = tensor.untyped_storage()
             key = storage._cdata
-            self._unknown[key] = weakref.ref(storage, lambda _, key=key: self._unknown.pop(key, None))  # type: ignore[misc]
+            self._unknown[key] = weakref.ref(
+                storage,
+                lambda _, key=key: self._unknown.pop(key, None),  # type: ignore[misc]
+            )
         return written[0] if written and isinstance(output, torch.Tensor) else output
 
     @staticmethod
@@ -168,7 +220,11 @@ class KnownValues(TorchDispatchMode):
         if func._schema.is_mutable:
             for position, argument in enumerate(func._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    yield from tree_leaves(args[position] if position < len(args) else kwargs.get(argument.name))
+                    yield from tree_leaves(
+                        args[position]
+                        if position < len(args)
+                        else kwargs.get(argument.name)
+                    )
 
 
 class FakeModel:
@@ -190,7 +246,8 @@ class FakeModel:
     def running(self) -> Iterator[None]:
         """Run what is inside on the fake tensors, one thread at a time.
 
-        Then ``failed`` names the operation that raised, if one did, and ``notes`` say what was assumed.
+        Then ``failed`` names the operation that raised, if one did, and ``notes`` say
+        what was assumed.
         """
         known = KnownValues(self.mode)
         try:
@@ -199,7 +256,9 @@ class FakeModel:
         finally:
             self.failed = known.failed
             if known.has_assumed:
-                self.notes = ("the model asks whether its activations are finite; they are taken to be",)
+                self.notes = (
+                    "the model asks whether its activations are finite; they are taken to be",
+                )
 
     @contextlib.contextmanager
     def _not_tracing(self) -> Iterator[None]:
@@ -207,7 +266,9 @@ class FakeModel:
         utils: Any = sys.modules.get("transformers.utils.import_utils")
         found = getattr(utils, "is_fake_tensor", None)
         if found is not None:
-            utils.is_fake_tensor = lambda value: found(value) and value.fake_mode is not self.mode
+            utils.is_fake_tensor = lambda value: (
+                found(value) and value.fake_mode is not self.mode
+            )
         try:
             yield
         finally:
@@ -248,8 +309,17 @@ class FakeModel:
             if isinstance(value, UpcastTensor):
                 assert value.owner is not None
                 stored = value.owner[0]._parameters[value.owner[1]]
-                vars(module)[name] = UpcastTensor(self.fake(stored), value.owner, value._chunk_bytes)  # type: ignore[arg-type]
+                assert stored is not None
+                vars(module)[name] = UpcastTensor(
+                    self.fake(stored),
+                    value.owner,
+                    value._chunk_bytes,
+                )
             elif isinstance(value, torch.Tensor):
                 vars(module)[name] = self.fake(value)
-            elif isinstance(value, (dict, list)) and name not in ("_parameters", "_buffers", "_modules"):
+            elif isinstance(value, (dict, list)) and name not in (
+                "_parameters",
+                "_buffers",
+                "_modules",
+            ):
                 replace_tensors(value, self.fake)

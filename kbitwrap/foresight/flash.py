@@ -15,7 +15,8 @@ _ASKED, _OWN = "flash_attention_2", "kbitwrap_flash_attention_2"
 
 def flash_model(source: Any, quantization_config: Any, dtype: Any) -> nn.Module | None:
     """The model of a config that asks for the package, with a stand-in for its attention; ``None`` of another one."""
-    if getattr(source, "_attn_implementation", None) != _ASKED:  # a config object: files do not say it
+    # a config object: files do not say it
+    if getattr(source, "_attn_implementation", None) != _ASKED:
         return None
     config = read_config(source)
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -45,10 +46,20 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Attention by rows of tokens, as transformers' own function calls the package; float32 inputs are cast before."""
     if query.dtype == torch.float32:
-        lower = module.config.dtype if not torch.is_autocast_enabled("cpu") else torch.get_autocast_dtype("cpu")
+        lower = (
+            module.config.dtype
+            if not torch.is_autocast_enabled("cpu")
+            else torch.get_autocast_dtype("cpu")
+        )
         query, key, value = (tensor.to(lower) for tensor in (query, key, value))  # type: ignore[arg-type]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     attended = F.scaled_dot_product_attention(
-        query, key, value, dropout_p=dropout, is_causal=bool(causal), scale=scaling, enable_gqa=True
+        query,
+        key,
+        value,
+        dropout_p=dropout,
+        is_causal=bool(causal),
+        scale=scaling,
+        enable_gqa=True,
     )
     return attended.transpose(1, 2), None

@@ -15,7 +15,17 @@ ACTIVATIONS = "activations"
 LOGITS = "logits_and_loss"
 DEQUANTIZED = "dequantized_weights"
 GRADIENTS = "gradients"
-KINDS = (WEIGHTS, STATISTICS, ADAPTERS, OPTIMIZER, INPUTS, ACTIVATIONS, LOGITS, DEQUANTIZED, GRADIENTS)
+KINDS = (
+    WEIGHTS,
+    STATISTICS,
+    ADAPTERS,
+    OPTIMIZER,
+    INPUTS,
+    ACTIVATIONS,
+    LOGITS,
+    DEQUANTIZED,
+    GRADIENTS,
+)
 """The kinds of memory, in the order in which they are shown."""
 FORWARD, BACKWARD, OPTIMIZER_STEP = PHASES = ("forward", "backward", "optimizer")
 
@@ -43,9 +53,11 @@ class Ledger:
 
     sizes: list[int] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
-    origins: list[Mark | None] = field(default_factory=list)  # where each was made; ``None`` before the step
+    # where each was made; ``None`` before the step
+    origins: list[Mark | None] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
-    marks: list[tuple[int, Mark]] = field(default_factory=list)  # with the number of events before
+    # with the number of events before
+    marks: list[tuple[int, Mark]] = field(default_factory=list)
 
     def made(self, num_bytes: int, kind: str) -> int:
         """Write down a new storage, and return its number."""
@@ -77,23 +89,37 @@ class Ledger:
     def spans(self) -> list[tuple[Mark, int, int]]:
         """The runs of the step, in order: where each is, its first event, and the one after its last."""
         ends = [start for start, _ in self.marks[1:]] + [len(self.events)]
-        return [(mark, start, end) for (start, mark), end in zip(self.marks, ends, strict=True)]
+        return [
+            (mark, start, end)
+            for (start, mark), end in zip(self.marks, ends, strict=True)
+        ]
 
-    def runs(self, times: Mapping[tuple[Mark, Mark | None], int] | None = None) -> list[Run]:
+    def runs(
+        self, times: Mapping[tuple[Mark, Mark | None], int] | None = None
+    ) -> list[Run]:
         """The runs of the step, in order.
 
-        What one run made and another frees is freed as many times as ``times`` says for (the other, the one), or once.
+        What one run made and another frees is freed as many times as ``times`` says for
+        (the other, the one), or once.
         """
         return [self._run(*span, times or {}) for span in self.spans()]
 
     def freed_origins(self) -> dict[Mark, set[Mark | None]]:
         """The runs that made what each run frees."""
         return {
-            mark: {self.origins[~event] for event in self.events[start:end] if event < 0}
+            mark: {
+                self.origins[~event] for event in self.events[start:end] if event < 0
+            }
             for mark, start, end in self.spans()
         }
 
-    def _run(self, mark: Mark, start: int, end: int, times: Mapping[tuple[Mark, Mark | None], int]) -> Run:
+    def _run(
+        self,
+        mark: Mark,
+        start: int,
+        end: int,
+        times: Mapping[tuple[Mark, Mark | None], int],
+    ) -> Run:
         net: Counter[str] = Counter()
         level = peak = 0
         at_peak: Counter[str] = Counter()
@@ -128,11 +154,19 @@ class Peaks:
         highest: dict[str, Counter[str]] = {}
         for run in runs:
             phase = run.mark[0]
-            if phase not in highest or level.total() + run.rise_bytes > highest[phase].total():
+            if (
+                phase not in highest
+                or level.total() + run.rise_bytes > highest[phase].total()
+            ):
                 highest[phase] = level.copy()
                 highest[phase].update(run.at_peak)
             level.update(run.net)
-        return cls({phase: {kind: found[kind] for kind in KINDS if found[kind]} for phase, found in highest.items()})
+        return cls(
+            {
+                phase: {kind: found[kind] for kind in KINDS if found[kind]}
+                for phase, found in highest.items()
+            }
+        )
 
     @property
     def phases(self) -> dict[str, int]:
@@ -142,7 +176,9 @@ class Peaks:
     @property
     def by_kind(self) -> dict[str, int]:
         """The bytes by kind at the highest level of all, the first one reached."""
-        return max(self.by_phase.values(), key=lambda found: sum(found.values()), default={})
+        return max(
+            self.by_phase.values(), key=lambda found: sum(found.values()), default={}
+        )
 
     @property
     def peak_bytes(self) -> int:

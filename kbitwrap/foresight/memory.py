@@ -25,12 +25,15 @@ class StepMemory(Report):
         seq_len: Tokens in a sequence.
         kernels: ``"cuda"`` or ``"cpu"``: the device whose operations were followed.
         static_by_kind: The bytes held when the step begins, by kind.
-        peaks: The bytes by kind at the highest level of each phase: ``"forward"``, ``"backward"``, ``"optimizer"``.
-        unknown: What a device's allocator may count beside the figures, and what is not known before; it is in none of
-            them.
-        traced_blocks: The blocks that were run, and ``num_blocks`` those that the model has: the others do the same.
+        peaks: The bytes by kind at the highest level of each phase: ``"forward"``,
+            ``"backward"``, ``"optimizer"``.
+        unknown: What a device's allocator may count beside the figures, and what is not
+            known before; it is in none of them.
+        traced_blocks: The blocks that were run, and ``num_blocks`` those that the model
+            has: the others do the same.
         notes: What was assumed of the values, which the prediction does not know.
-        warnings: Those of the plan of the preparation, and of the length of the sequence.
+        warnings: Those of the plan of the preparation, and of the length of the
+            sequence.
     """
 
     precision: str
@@ -88,11 +91,20 @@ class StepMemory(Report):
     @property
     def unknown_bytes(self) -> tuple[int, int]:
         """The least and the most that the peak of the allocator may differ from ``peak_bytes``."""
-        return sum(part.least_bytes for part in self.unknown), sum(part.most_bytes for part in self.unknown)
+        return sum(part.least_bytes for part in self.unknown), sum(
+            part.most_bytes for part in self.unknown
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The prediction as plain values, ready for JSON."""
-        names = ("precision", "batch_size", "seq_len", "kernels", "static_bytes", "static_by_kind")
+        names = (
+            "precision",
+            "batch_size",
+            "seq_len",
+            "kernels",
+            "static_bytes",
+            "static_by_kind",
+        )
         peaks = (
             *(f"{phase}_bytes" for phase in PHASES),
             "peak_bytes",
@@ -104,21 +116,33 @@ class StepMemory(Report):
         unknown = [asdict(part) for part in self.unknown]
         values = {name: getattr(self, name) for name in (*names, *peaks)}
         said = {"notes": list(self.notes), "warnings": list(self.warnings)}
-        return values | {"unknown_bytes": list(self.unknown_bytes), "unknown": unknown} | said
+        return (
+            values
+            | {"unknown_bytes": list(self.unknown_bytes), "unknown": unknown}
+            | said
+        )
 
     def __str__(self) -> str:
         rows: list[Sequence[str]] = [("held for", "before", *self.levels)]
         for kind in KINDS:
-            found = [level.get(kind, 0) for level in (self.static_by_kind, *self.levels.values())]
+            found = [
+                level.get(kind, 0)
+                for level in (self.static_by_kind, *self.levels.values())
+            ]
             if any(found):
                 rows.append((kind.replace("_", " "), *map(format_bytes, found)))
-        rows.append(("total", *map(format_bytes, (self.static_bytes, *self.phases.values()))))
+        rows.append(
+            ("total", *map(format_bytes, (self.static_bytes, *self.phases.values())))
+        )
         return "\n".join([f"precision {self._brief()}", table(rows), *self._said()])
 
     def _said(self) -> list[str]:
         """The lines of the unknown range, the notes and the warnings."""
         least, most = map(format_bytes, self.unknown_bytes)
-        unknown = [f"unknown, beside the peak: {least} to {most}", *(f"  {part}" for part in self.unknown)]
+        unknown = [
+            f"unknown, beside the peak: {least} to {most}",
+            *(f"  {part}" for part in self.unknown),
+        ]
         notes = [f"note: {note}" for note in self.notes]
         warnings = few([f"warning: {warning}" for warning in self.warnings])
         return [*(unknown if self.unknown else []), *notes, *warnings]
@@ -129,18 +153,25 @@ class StepMemory(Report):
 
     def _bars(self) -> list[tuple[str, tuple[int, ...], str]]:
         sizes = {kind: self.by_kind.get(kind, 0) for kind in KINDS}
-        return [(kind.replace("_", " "), (size,), format_bytes(size)) for kind, size in sizes.items() if size]
+        return [
+            (kind.replace("_", " "), (size,), format_bytes(size))
+            for kind, size in sizes.items()
+            if size
+        ]
 
     def _lines(self) -> list[str]:
         levels = {"before": self.static_bytes, **self.phases}
-        said = ", ".join(f"{name} {format_bytes(size)}" for name, size in levels.items())
+        said = ", ".join(
+            f"{name} {format_bytes(size)}" for name, size in levels.items()
+        )
         return [f"peaks of the phases: {said}", *self._said()]
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the levels before the step and at the peak of each phase, by kind; needs matplotlib.
 
         Args:
-            path: The file to write, in a format of matplotlib such as ``.png`` or ``.svg``.
+            path: The file to write, in a format of matplotlib such as ``.png`` or
+                ``.svg``.
         """
         import matplotlib.figure
 
@@ -155,6 +186,8 @@ class StepMemory(Report):
                 start = [left + size for left, size in zip(start, sizes, strict=True)]
         axes.invert_yaxis()
         axes.set_xlabel("GiB")
-        axes.set_title(f"{self.precision}, {self.batch_size} x {self.seq_len:,} tokens on {self.kernels}")
+        axes.set_title(
+            f"{self.precision}, {self.batch_size} x {self.seq_len:,} tokens on {self.kernels}"
+        )
         figure.legend(loc="outside right upper", frameon=False, fontsize="small")
         figure.savefig(path)

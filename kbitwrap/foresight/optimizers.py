@@ -18,7 +18,8 @@ from .tracker import Watch, optimizer_tensors, watch_for
 
 _PLAIN = ("adamw_torch", "sgd")
 _NAMES = (*_PLAIN, "adamw_torch_fused", "adafactor")
-# By library: the bits of the state, and whether it lies in managed memory, which the device's allocator does not count.
+# By library: the bits of the state, and whether it lies in managed memory, which the
+# device's allocator does not count.
 _OF_LIBRARY: dict[str, tuple[int, bool]] = {
     "adamw_bnb_8bit": (8, False),
     "adamw_8bit": (8, False),
@@ -27,16 +28,22 @@ _OF_LIBRARY: dict[str, tuple[int, bool]] = {
 }
 
 
-def _made(name: str, parameters: Sequence[nn.Parameter], kernels: str) -> torch.optim.Optimizer:
+def _made(
+    name: str, parameters: Sequence[nn.Parameter], kernels: str
+) -> torch.optim.Optimizer:
     if name in _OF_LIBRARY:
         bits, is_paged = _OF_LIBRARY[name]
         return eight_bit_optimizer(parameters, bits, is_paged)  # type: ignore[no-any-return]
     if name == "adafactor":
         from transformers.optimization import Adafactor
 
-        return Adafactor(parameters, lr=1e-4, scale_parameter=False, relative_step=False)
+        return Adafactor(
+            parameters, lr=1e-4, scale_parameter=False, relative_step=False
+        )
     # On CUDA torch updates all parameters at once, unless told otherwise.
-    options: dict[str, Any] = {"fused": True} if name.endswith("fused") else {"foreach": kernels == "cuda"}
+    options: dict[str, Any] = (
+        {"fused": True} if name.endswith("fused") else {"foreach": kernels == "cuda"}
+    )
     cls: Any = torch.optim.SGD if name == "sgd" else torch.optim.AdamW
     return cls(parameters, lr=1e-4, **options)  # type: ignore[no-any-return]
 
@@ -48,7 +55,8 @@ Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
 class OptimizerSteps:
     """The steps of an optimizer, by what it trains. What was run once is known.
 
-    The optimizer is one of the names, a function of the parameters, or ``None`` for no step and no state.
+    The optimizer is one of the names, a function of the parameters, or ``None`` for no
+    step and no state.
     """
 
     def __init__(self, optimizer: Any, kernels: str) -> None:
@@ -58,16 +66,22 @@ class OptimizerSteps:
     def __call__(self, fakes: Any, shapes: Shapes) -> tuple[Ledger, list[Run]]:
         """The state that is kept on the device, and the runs of a step; ``fakes`` is the mode of fake tensors."""
         if shapes not in self._known:
-            self._known[shapes] = (Ledger(), []) if self._optimizer is None else self._run(fakes, shapes)
+            self._known[shapes] = (
+                (Ledger(), []) if self._optimizer is None else self._run(fakes, shapes)
+            )
         return self._known[shapes]
 
     def _run(self, fakes: Any, shapes: Shapes) -> tuple[Ledger, list[Run]]:
         """Run the second step, or a first one that makes all state and then does what every step does."""
-        # torch's own loops over parameters compute on the meta device too, and much faster than with fake tensors.
+        # torch's own loops over parameters compute on the meta device too, and much
+        # faster than with fake tensors.
         is_plain = self._optimizer in _PLAIN
         with contextlib.nullcontext() if is_plain else fakes:
             device = "meta" if is_plain else "cpu"
-            trained = [nn.Parameter(torch.empty(shape, dtype=dtype, device=device)) for shape, dtype in shapes]
+            trained = [
+                nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+                for shape, dtype in shapes
+            ]
             for parameter in trained:
                 parameter.grad = torch.empty_like(parameter)
         watch, kept = watch_for(self._kernels), watch_for(self._kernels)
@@ -88,7 +102,12 @@ class OptimizerSteps:
         first = watch.ledger.runs()[0]
         for tensor in optimizer_tensors(made, self._kernels == "cuda"):
             kept.hold(tensor, OPTIMIZER)
-        state = Counter({OPTIMIZER: sum(watch.size(tensor) for tensor in optimizer_tensors(made)) - held})
+        state = Counter(
+            {
+                OPTIMIZER: sum(watch.size(tensor) for tensor in optimizer_tensors(made))
+                - held
+            }
+        )
         rise = Counter(first.at_peak)
         rise.subtract(state)
         return kept.close(), [Run(first.mark, first.net - state, rise)]
@@ -111,4 +130,6 @@ def make_optimizer(
     if optimizer in (*_NAMES, *_OF_LIBRARY):
         return _made(optimizer, parameters, kernels)
     names = ", ".join(map(repr, (*_NAMES, *_OF_LIBRARY)))
-    raise ConfigError(f"optimizer: expected one of {names} or a function, found {optimizer!r}")
+    raise ConfigError(
+        f"optimizer: expected one of {names} or a function, found {optimizer!r}"
+    )

@@ -26,8 +26,10 @@ from .subject import PEFT, Subject
 from .trace import Step, trace
 from .unknown import Unknown, sampled_bytes, unknowns
 
-_ONE_AT_A_TIME = threading.RLock()  # the default dtype, and what transformers is told, are those of the process
-_MOST_TOKENS = 1 << 20  # of a batch, whose ids are real tensors: what models ask of more is not computed
+# the default dtype, and what transformers is told, are those of the process
+_ONE_AT_A_TIME = threading.RLock()
+# of a batch, whose ids are real tensors: what models ask of more is not computed
+_MOST_TOKENS = 1 << 20
 _OVER_EVERY_BUDGET = 1 << 80  # bytes
 
 
@@ -49,43 +51,58 @@ def predict_step(
 ) -> StepMemory:
     """Predict the memory of one training step, from a config alone: no weight is loaded, nothing is changed.
 
-    The step is one after the first: the optimizer's state exists, gradients are ``None`` at its start. It runs on
-    tensors without values, through the model's own code, and every storage that it makes is counted until it is freed.
+    The step is one after the first: the optimizer's state exists, gradients are
+    ``None`` at its start. It runs on tensors without values, through the model's own
+    code, and every storage that it makes is counted until it is freed.
 
     Args:
-        model_or_name_or_config: A model, which is not prepared; or a name, folder, ``config.json`` or config object, as
-            for ``Plan.for_pretrained``.
-        precision: A ``Precision`` or its value, or ``"peft"`` for PEFT's own ``prepare_model_for_kbit_training``.
+        model_or_name_or_config: A model, which is not prepared; or a name, folder,
+            ``config.json`` or config object, as for ``Plan.for_pretrained``.
+        precision: A ``Precision`` or its value, or ``"peft"`` for PEFT's own
+            ``prepare_model_for_kbit_training``.
         batch_size: Sequences in the batch.
         seq_len: Tokens in a sequence.
-        inputs: What the model is called with, where ``input_ids`` and ``labels``, two int64 tensors of shape
-            ``(batch_size, seq_len)``, do not describe it: by name a ``(shape, dtype)`` or a tensor of integers.
-        lora: A config of PEFT; ``None`` for the adapters that the model has, or else LoRA of rank 16 on every linear
-            layer.
+        inputs: What the model is called with, where ``input_ids`` and ``labels``, two
+            int64 tensors of shape ``(batch_size, seq_len)``, do not describe it: by
+            name a ``(shape, dtype)`` or a tensor of integers.
+        lora: A config of PEFT; ``None`` for the adapters that the model has, or else
+            LoRA of rank 16 on every linear layer.
         quantization_config: As for ``from_pretrained``; ``None`` for the config's own.
         dtype: The dtype to load in; ``None`` for the config's.
-        optimizer: A name of ``TrainingArguments.optim``, a function that makes an optimizer of the parameters, or
-            ``None`` for a step that ends with the backward pass.
-        autocast: The dtype of autocast in the forward pass, as of ``TrainingArguments(bf16=True)``; ``None`` for none.
-        kernels: ``"cuda"`` to follow the operations of a CUDA device, ``"cpu"`` those of a CPU.
-        exact: Run every block, and not a few of each kind whose memory the others repeat.
+        optimizer: A name of ``TrainingArguments.optim``, a function that makes an
+            optimizer of the parameters, or ``None`` for a step that ends with the
+            backward pass.
+        autocast: The dtype of autocast in the forward pass, as of
+            ``TrainingArguments(bf16=True)``; ``None`` for none.
+        kernels: ``"cuda"`` to follow the operations of a CUDA device, ``"cpu"`` those
+            of a CPU.
+        exact: Run every block, and not a few of each kind whose memory the others
+            repeat.
         **fields: Fields of ``PrepareConfig``.
 
     Returns:
         The prediction.
 
     Raises:
-        ConfigError: There is no such config, a setting is invalid, or the sequence is longer than learned positions.
+        ConfigError: There is no such config, a setting is invalid, or the sequence is
+            longer than learned positions.
         StateError: The model is prepared.
-        UnsupportedModelError: The model cannot be prepared or run without values; the message names the operation.
+        UnsupportedModelError: The model cannot be prepared or run without values; the
+            message names the operation.
 
     Example:
         >>> from transformers import BitsAndBytesConfig, LlamaConfig
         >>> from kbitwrap import predict_step
-        >>> config = LlamaConfig(num_hidden_layers=2, architectures=["LlamaForCausalLM"])
+        >>> config = LlamaConfig(
+        ...     num_hidden_layers=2, architectures=["LlamaForCausalLM"]
+        ... )
         >>> nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-        >>> step = predict_step(config, quantization_config=nf4, batch_size=1, seq_len=128)
-        >>> step.peak_bytes == max(step.forward_bytes, step.backward_bytes, step.optimizer_bytes)
+        >>> step = predict_step(
+        ...     config, quantization_config=nf4, batch_size=1, seq_len=128
+        ... )
+        >>> step.peak_bytes == max(
+        ...     step.forward_bytes, step.backward_bytes, step.optimizer_bytes
+        ... )
         True
     """
     predictor = StepPredictor(
@@ -107,17 +124,21 @@ def predict_step(
 class StepPredictor:
     """Predicts the steps of one model, for one batch after another: the model is built once.
 
-    A step of a batch is predicted by a call with ``(batch_size, seq_len)``, as by ``predict_step``, whose arguments and
-    errors these are.
+    A step of a batch is predicted by a call with ``(batch_size, seq_len)``, as by
+    ``predict_step``, whose arguments and errors these are.
 
     Example:
         >>> from transformers import BitsAndBytesConfig, LlamaConfig
         >>> from kbitwrap import StepPredictor
-        >>> config = LlamaConfig(num_hidden_layers=2, architectures=["LlamaForCausalLM"])
+        >>> config = LlamaConfig(
+        ...     num_hidden_layers=2, architectures=["LlamaForCausalLM"]
+        ... )
         >>> nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
         >>> predict = StepPredictor(config, quantization_config=nf4)
         >>> longest = predict.longest_sequence("1200MiB", batch_size=1)
-        >>> predict(1, longest).peak_bytes <= 1200 * 2**20 < predict(1, longest + 1).peak_bytes
+        >>> predict(1, longest).peak_bytes <= 1200 * 2**20 < predict(
+        ...     1, longest + 1
+        ... ).peak_bytes
         True
     """
 
@@ -148,12 +169,18 @@ class StepPredictor:
             dtype=dtype,
             fields=fields,
         )
-        config = None if precision == PEFT else PrepareConfig.of(None, {"precision": precision})
+        config = (
+            None
+            if precision == PEFT
+            else PrepareConfig.of(None, {"precision": precision})
+        )
         self.precision = PEFT if config is None else config.precision.value
         self._inputs, self._kernels, self._exact = inputs, kernels, exact
         self._optimizer = OptimizerSteps(optimizer, kernels)
         try:
-            self._autocast = None if autocast is None else parse_dtype(autocast, is_floating=True)
+            self._autocast = (
+                None if autocast is None else parse_dtype(autocast, is_floating=True)
+            )
         except ConfigError as error:
             raise ConfigError(f"autocast: {error}") from None
         self._made: tuple[Subject, FakeModel, Blocks] | None = None
@@ -164,7 +191,9 @@ class StepPredictor:
         """Predict the step of one batch; see ``predict_step``."""
         for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name}: expected a positive number, found {value!r}")
+                raise ConfigError(
+                    f"{name}: expected a positive number, found {value!r}"
+                )
         if batch_size * seq_len > _MOST_TOKENS:
             raise ConfigError(
                 f"batch_size and seq_len: expected a batch of at most {_MOST_TOKENS:,} tokens, found {batch_size:,} x "
@@ -198,7 +227,9 @@ class StepPredictor:
         most = self.max_seq_len
         if most is None or seq_len <= most:
             return []
-        return [f"a sequence of {seq_len:,} tokens is longer than the model's own longest, {most:,}"]
+        return [
+            f"a sequence of {seq_len:,} tokens is longer than the model's own longest, {most:,}"
+        ]
 
     @property
     def max_seq_len(self) -> int | None:
@@ -236,7 +267,12 @@ class StepPredictor:
         Returns:
             The number of sequences; 0 where not even one fits.
         """
-        return largest(lambda n: self(n, seq_len).peak_bytes, parse_bytes(budget), 1, _MOST_TOKENS // seq_len)
+        return largest(
+            lambda n: self(n, seq_len).peak_bytes,
+            parse_bytes(budget),
+            1,
+            _MOST_TOKENS // seq_len,
+        )
 
     def _unknown(self, step: Step, tokens: int) -> tuple[Unknown, ...]:
         assert self._made is not None
@@ -247,23 +283,35 @@ class StepPredictor:
     def _config(self) -> Any:
         self._made = self._made or self._make()
         config: Any = getattr(self._made[1].model, "config", None)
-        return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+        return (
+            config.get_text_config(decoder=True)
+            if hasattr(config, "get_text_config")
+            else config
+        )
 
-    def _step(self, batch_size: int, seq_len: int) -> tuple[Step, tuple[int, int], tuple[str, ...]]:
+    def _step(
+        self, batch_size: int, seq_len: int
+    ) -> tuple[Step, tuple[int, int], tuple[str, ...]]:
         subject, fakes, blocks = self._made = self._made or self._make()
         batch = _batch(fakes, batch_size, seq_len, self._inputs)
         try:
             with _explained(f"the step of {subject.name} cannot be followed", fakes):
-                step = trace(fakes, blocks, self._optimizer, batch, self._autocast, self._kernels)
+                step = trace(
+                    fakes, blocks, self._optimizer, batch, self._autocast, self._kernels
+                )
             return step, blocks.counts, fakes.notes
         except UnsupportedModelError:
             if self._exact or blocks.counts[0] == blocks.counts[1]:
                 raise
-        self._exact, self._made = True, None  # it may be that the model cannot run with fewer blocks
+        # it may be that the model cannot run with fewer blocks
+        self._exact, self._made = True, None
         return self._step(batch_size, seq_len)
 
     def _make(self) -> tuple[Subject, FakeModel, Blocks]:
-        with _one_at_a_time(), _explained(f"a {self._source} cannot be copied or prepared"):
+        with (
+            _one_at_a_time(),
+            _explained(f"a {self._source} cannot be copied or prepared"),
+        ):
             subject = self._subject()
             blocks = Blocks(subject.model, is_exact=self._exact)
             fakes = FakeModel(subject.model)
@@ -278,9 +326,14 @@ def _batch(
     shape = (batch_size, seq_len)
     if inputs is None:
         ordinary = _ordinary_token(fakes.model)
-        return {name: torch.full(shape, ordinary, dtype=torch.int64) for name in ("input_ids", "labels")}
+        return {
+            name: torch.full(shape, ordinary, dtype=torch.int64)
+            for name in ("input_ids", "labels")
+        }
     if not isinstance(inputs, Mapping):
-        raise ConfigError(f"inputs: expected tensors or (shape, dtype) by name, found a {type(inputs).__name__}")
+        raise ConfigError(
+            f"inputs: expected tensors or (shape, dtype) by name, found a {type(inputs).__name__}"
+        )
     batch = {}
     for name, value in inputs.items():
         if isinstance(value, torch.Tensor):
@@ -297,9 +350,13 @@ def _described(name: str, value: Any) -> torch.Tensor:
     try:
         size, kind = value
         kind = parse_dtype(kind) if isinstance(kind, str) else kind
-        return torch.zeros(size, dtype=kind, device="meta" if kind.is_floating_point else "cpu")
+        return torch.zeros(
+            size, dtype=kind, device="meta" if kind.is_floating_point else "cpu"
+        )
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise ConfigError(f"inputs: {name}: expected a tensor or (shape, dtype), found {value!r}") from error
+        raise ConfigError(
+            f"inputs: {name}: expected a tensor or (shape, dtype), found {value!r}"
+        ) from error
 
 
 def _ordinary_token(model: nn.Module) -> int:
@@ -308,7 +365,11 @@ def _ordinary_token(model: nn.Module) -> int:
     config: Any = getattr(model, "config", None)
     for part in () if config is None else (config, config.get_text_config()):
         endings = ("_token_id", "_token_index", "padding_idx")
-        special |= {value for key, value in vars(part).items() if key.endswith(endings) and isinstance(value, int)}
+        special |= {
+            value
+            for key, value in vars(part).items()
+            if key.endswith(endings) and isinstance(value, int)
+        }
     return next(token for token in range(len(special) + 1) if token not in special)
 
 
@@ -330,4 +391,6 @@ def _explained(what: str, fakes: FakeModel | None = None) -> Iterator[None]:
     except Exception as error:
         operation, raised = (fakes.failed if fakes is not None else None) or ("", None)
         place = f"{operation}: " if raised is error else ""
-        raise UnsupportedModelError(f"{what} without values: {place}{type(error).__name__}: {error}") from error
+        raise UnsupportedModelError(
+            f"{what} without values: {place}{type(error).__name__}: {error}"
+        ) from error

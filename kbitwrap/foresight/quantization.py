@@ -28,8 +28,12 @@ def _parts_of_int8_product() -> Callable[..., torch.Tensor]:
     """The 8-bit matrix product and its scaling, with the int32 result between them."""
     parts: Any = torch.ops.bitsandbytes
 
-    def product(a: Any, b: Any, rows: Any, columns: Any, bias: Any = None, dtype: Any = None) -> torch.Tensor:
-        return parts.int8_mm_dequant(parts.int8_linear_matmul(a, b), rows, columns, dtype=dtype, bias=bias)  # type: ignore[no-any-return]
+    def product(
+        a: Any, b: Any, rows: Any, columns: Any, bias: Any = None, dtype: Any = None
+    ) -> torch.Tensor:
+        return parts.int8_mm_dequant(  # type: ignore[no-any-return]
+            parts.int8_linear_matmul(a, b), rows, columns, dtype=dtype, bias=bias
+        )
 
     return product
 
@@ -43,7 +47,9 @@ DECOMPOSED = {
 
 def _is_holder(value: Any) -> bool:
     """Whether a value may hold tensors: a list, a dict, or an object of a quantization library."""
-    return isinstance(value, (dict, list)) or type(value).__module__.startswith("bitsandbytes.")
+    return isinstance(value, (dict, list)) or type(value).__module__.startswith(
+        "bitsandbytes."
+    )
 
 
 def _places(owner: Any, depth: int = 4) -> Iterator[tuple[Any, Any, torch.Tensor]]:
@@ -66,28 +72,45 @@ def statistics_of(module: nn.Module) -> Iterator[torch.Tensor]:
     """The tensors that hold the quantization state of a layer, beside its weight."""
     holders = [state for _, state in quantized_stacks(module).values()]
     for parameter in module._parameters.values():
-        if parameter is not None and (is_quantized_parameter(parameter) or vars(parameter)):
+        if parameter is not None and (
+            is_quantized_parameter(parameter) or vars(parameter)
+        ):
             for _, owner, keys in state_owners(module, parameter):
-                holders.append(owner if keys is None else {key: getattr(owner, key, None) for key in keys})
+                holders.append(
+                    owner
+                    if keys is None
+                    else {key: getattr(owner, key, None) for key in keys}
+                )
     for holder in filter(_is_holder, holders):
         yield from (tensor for _, _, tensor in _places(holder))
 
 
-def quantize_fakes(module: nn.Module, parameter: Any, fake: Callable[[Any], Any]) -> Any:
+def quantize_fakes(
+    module: nn.Module, parameter: Any, fake: Callable[[Any], Any]
+) -> Any:
     """A stand-in for a bitsandbytes weight: a plain parameter of its storage, with the statistics that go with it.
 
-    ``fake`` makes a fake tensor on the CPU of any other. A weight that has statistics keeps them; one that was built
-    from a config gets those that the library's own functions make.
+    ``fake`` makes a fake tensor on the CPU of any other. A weight that has statistics
+    keeps them; one that was built from a config gets those that the library's own
+    functions make.
     """
     is_built = getattr(parameter, "unpacked", None) is not None
     if parameter.dtype == torch.int8 and type(parameter).__name__ == "Int8Params":
-        scales = _statistics(parameter, "cpu") if is_built else getattr(parameter, "SCB", None)
+        scales = (
+            _statistics(parameter, "cpu")
+            if is_built
+            else getattr(parameter, "SCB", None)
+        )
         data = fake(parameter.data)
         result: Any = _of_name("Int8Params", data)
         result.CB, result.SCB = (None, None) if scales is None else (data, fake(scales))
         replace_tensors(vars(module)["state"], fake)
         return result
-    state = _statistics(parameter, "cpu") if is_built else getattr(parameter, "quant_state", None)
+    state = (
+        _statistics(parameter, "cpu")
+        if is_built
+        else getattr(parameter, "quant_state", None)
+    )
     if state is None:
         return None
     replace_tensors(state, fake)
@@ -102,17 +125,26 @@ def _statistics(parameter: Any, device: str) -> Any:
     functional: Any = sys.modules["bitsandbytes.functional"]
     shape, dtype = parameter.unpacked.shape, parameter.unpacked.dtype
     if parameter.dtype == torch.int8 and type(parameter).__name__ == "Int8Params":
-        return functional.int8_vectorwise_quant(torch.empty(shape, dtype=torch.float16, device=device))[1]
-    options = {key: getattr(parameter, key) for key in ("blocksize", "compress_statistics", "quant_type")}
+        return functional.int8_vectorwise_quant(
+            torch.empty(shape, dtype=torch.float16, device=device)
+        )[1]
+    options = {
+        key: getattr(parameter, key)
+        for key in ("blocksize", "compress_statistics", "quant_type")
+    }
     options["quant_storage"] = parameter.quant_storage
-    return functional.quantize_4bit(torch.empty(shape, dtype=dtype, device=device), **options)[1]
+    return functional.quantize_4bit(
+        torch.empty(shape, dtype=dtype, device=device), **options
+    )[1]
 
 
 @contextlib.contextmanager
 def with_statistics(model: nn.Module) -> Iterator[None]:
     """For a while, weights that were built from a config have statistics, of which PEFT computes the norms of DoRA."""
     warm_tables()
-    built: list[Any] = [p for p in model.parameters() if getattr(p, "unpacked", None) is not None]
+    built: list[Any] = [
+        p for p in model.parameters() if getattr(p, "unpacked", None) is not None
+    ]
     for parameter in built:
         name = "SCB" if parameter.dtype == torch.int8 else "quant_state"
         setattr(parameter, name, _statistics(parameter, "meta"))
@@ -140,7 +172,9 @@ def int8_quantization_bytes(value: torch.Tensor, *_: Any, **__: Any) -> list[int
     return [value.numel() * value.element_size(), value.numel()]
 
 
-def int8_scaling_bytes(product: torch.Tensor, *statistics: Any, dtype: Any = None, **_: Any) -> list[int]:
+def int8_scaling_bytes(
+    product: torch.Tensor, *statistics: Any, dtype: Any = None, **_: Any
+) -> list[int]:
     """The float16 result of scaling on CUDA, where another dtype is asked for."""
     return [] if dtype in (None, torch.float16) else [product.numel() * 2]
 
@@ -155,10 +189,13 @@ SCRATCH: dict[str, Callable[..., list[int]]] = {
 def follow_cuda(model: nn.Module) -> bool:
     """Make the 8-bit layers of a throwaway model compute as on CUDA, as if nothing was an outlier; whether it has any.
 
-    In training, bitsandbytes computes them by another function on a CPU, but not in layers in evaluation mode.
+    In training, bitsandbytes computes them by another function on a CPU, but not in
+    layers in evaluation mode.
     """
     found = ((module, getattr(module, "state", None)) for module in model.modules())
-    states: list[tuple[nn.Module, Any]] = [(m, state) for m, state in found if hasattr(state, "has_fp16_weights")]
+    states: list[tuple[nn.Module, Any]] = [
+        (m, state) for m, state in found if hasattr(state, "has_fp16_weights")
+    ]
     for module, state in states:
         module.training, state.threshold = False, 0.0
     return bool(states)

@@ -43,7 +43,9 @@ class _CopiesWithoutValues(TorchFunctionMode):
         super().__init__()
         self.memory: dict[int, tuple[Any, Any]] = {}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Copy a tensor's shape alone."""
         if func is torch.Tensor.__deepcopy__:
             tensor, memo = args
@@ -55,15 +57,20 @@ class _CopiesWithoutValues(TorchFunctionMode):
 class _AsOnCpu(TorchFunctionMode):
     """Calls the meta device a CPU, and makes on it what is asked for on a CPU.
 
-    PEFT casts adapters to the dtype of the layer under them, and then to float32. On the meta device it would not: ties
-    that the casts break would stay, and parameters would stay frozen that they make trainable.
+    PEFT casts adapters to the dtype of the layer under them, and then to float32. On
+    the meta device it would not: ties that the casts break would stay, and parameters
+    would stay frozen that they make trainable.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run one function, on the meta device."""
         if func == _DEVICE_OF:
             return _CPU
-        args = tuple(_META if isinstance(value, torch.device) else value for value in args)
+        args = tuple(
+            _META if isinstance(value, torch.device) else value for value in args
+        )
         kwargs = dict(kwargs or {})
         if kwargs.get("device") is not None:
             kwargs["device"] = _META
@@ -76,9 +83,16 @@ def without_values(model: nn.Module) -> nn.Module:
     with _CopiesWithoutValues() as copies:
         for parameter in model.parameters():
             data = in_memory_of(parameter.data, copies.memory, "meta")
-            made = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
+            made = torch.Tensor._make_subclass(
+                type(parameter), data, parameter.requires_grad
+            )
             memo[id(parameter)] = made
-            vars(made).update({name: copy.deepcopy(value, memo) for name, value in vars(parameter).items()})
+            vars(made).update(
+                {
+                    name: copy.deepcopy(value, memo)
+                    for name, value in vars(parameter).items()
+                }
+            )
         copied: nn.Module = copy.deepcopy(model, memo)
     for module, original in zip(copied.modules(), model.modules(), strict=True):
         _leave_functions(module, original)
@@ -88,7 +102,11 @@ def without_values(model: nn.Module) -> nn.Module:
 def _leave_functions(module: nn.Module, original: nn.Module) -> None:
     """Take functions that were made for the original from a copy, which has its class's own instead."""
     for name, value in list(vars(module).items()):
-        if isinstance(value, types.FunctionType) and value.__closure__ and value is vars(original).get(name):
+        if (
+            isinstance(value, types.FunctionType)
+            and value.__closure__
+            and value is vars(original).get(name)
+        ):
             if name == "forward":
                 raise UnsupportedModelError(
                     f"the forward of this {type(module).__name__} is a function that was made for it, and cannot be "
@@ -102,7 +120,9 @@ def base_of(source: Any, quantization_config: Any, dtype: Any) -> nn.Module:
     """The model of a step, on the meta device: copied from a live one, or built from a config."""
     if not isinstance(source, nn.Module):
         model = flash_model(source, quantization_config, dtype)
-        return meta_model(source, quantization_config, dtype) if model is None else model
+        return (
+            meta_model(source, quantization_config, dtype) if model is None else model
+        )
     if quantization_config is not None or dtype is not None:
         raise ConfigError(
             "quantization_config and dtype are for a model that is built from a config; this one is loaded already"
@@ -130,7 +150,8 @@ class Subject:
     Args:
         source: A model, or a name, folder or config of one.
         precision: A ``Precision``, or ``"peft"`` for PEFT's own preparation.
-        lora: The adapters' config; ``None`` for those that the model has, or else `default_lora`.
+        lora: The adapters' config; ``None`` for those that the model has, or else
+            `default_lora`.
         fields: Fields of ``PrepareConfig``.
     """
 
@@ -147,21 +168,27 @@ class Subject:
         base = base_of(source, quantization_config, dtype)
         has_adapters = bool(ModelTree(base).adapter_ids)
         if has_adapters and lora is not None:
-            raise ConfigError("lora: the model has adapters already; give a model without, or no lora")
+            raise ConfigError(
+                "lora: the model has adapters already; give a model without, or no lora"
+            )
         self._holder = _Holder()
         preparation = None
         if precision == PEFT:
             base = _prepared_by_peft(base, fields)
         else:
             config = PrepareConfig.of(None, {**fields, "precision": precision})
-            # What is only recorded is not read, for there are no values; a step does not depend on it.
-            config = dataclasses.replace(config, progress=False, keep_originals=False, audit=False)
+            # What is only recorded is not read, for there are no values; a step does
+            # not depend on it.
+            config = dataclasses.replace(
+                config, progress=False, keep_originals=False, audit=False
+            )
             preparation = Preparation(self._holder)
             preparation.apply(build_plan(base, config), tree_of(base))
         model = base if has_adapters else _with_adapters(base, lora or default_lora())
         if preparation is not None:
             preparation.adopt(model)
-        # While it lives, weights that are upcast at use follow what is done to the model.
+        # While it lives, weights that are upcast at use follow what is done to the
+        # model.
         self._preparation = preparation
         assumed: tuple[str, ...] = vars(base).get(ASSUMED, ())
         self.warnings = assumed if preparation is None else preparation.plan.warnings
@@ -185,8 +212,12 @@ def _prepared_by_peft(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
         with torch.device("meta"):
             options = {names.get(k, k): v for k, v in fields.items()}
             prepared: nn.Module = prepare(model, **options)
-    except Exception as error:  # whatever PEFT raises for a model that it cannot prepare
-        raise UnsupportedModelError(f"PEFT cannot prepare this {type(model).__name__}: {error}") from error
+    except (
+        Exception
+    ) as error:  # whatever PEFT raises for a model that it cannot prepare
+        raise UnsupportedModelError(
+            f"PEFT cannot prepare this {type(model).__name__}: {error}"
+        ) from error
     return prepared
 
 
@@ -194,13 +225,20 @@ def _with_adapters(model: nn.Module, lora: Any) -> nn.Module:
     import peft
 
     if not isinstance(lora, peft.PeftConfig):
-        raise ConfigError(f"lora: expected a config of PEFT such as LoraConfig(r=16), found {type(lora).__name__}")
+        raise ConfigError(
+            f"lora: expected a config of PEFT such as LoraConfig(r=16), found {type(lora).__name__}"
+        )
     lora = copy.deepcopy(lora)
     if isinstance(getattr(lora, "init_lora_weights", True), str):
-        lora.init_lora_weights = True  # the values do not matter here, and to make them takes weights
+        # the values do not matter here, and to make them takes weights
+        lora.init_lora_weights = True
     try:
         with with_statistics(model), torch.device("meta"), _AsOnCpu():
             adapted: nn.Module = peft.get_peft_model(model, lora)
-    except Exception as error:  # whatever PEFT raises for a config that does not suit the model
-        raise UnsupportedModelError(f"PEFT cannot put these adapters on the model: {error}") from error
+    except (
+        Exception
+    ) as error:  # whatever PEFT raises for a config that does not suit the model
+        raise UnsupportedModelError(
+            f"PEFT cannot put these adapters on the model: {error}"
+        ) from error
     return adapted

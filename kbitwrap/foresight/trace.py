@@ -46,10 +46,15 @@ def trace(
     """Run a forward, a backward and an optimizer step; ``inputs`` are real integers or fake floats."""
     model = fakes.model
     functions = cuda.CudaFunctions() if kernels == "cuda" else contextlib.nullcontext()
-    owners: dict[int, Part | None] = {}  # of what the model holds in the last run, by the numbers of the storages
+    # of what the model holds in the last run, by the numbers of the storages
+    owners: dict[int, Part | None] = {}
 
     def forward() -> torch.Tensor:
-        context = contextlib.nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
+        context = (
+            contextlib.nullcontext()
+            if autocast is None
+            else torch.autocast("cpu", dtype=autocast)
+        )
         with functions, context:
             return _loss_of(model(**inputs))
 
@@ -73,21 +78,29 @@ def trace(
 
     with fakes.running():
         with torch.no_grad():
-            forward()  # what a first forward leaves on its modules is there in later steps
+            # what a first forward leaves on its modules is there in later steps
+            forward()
         ledger = run()
         if blocks.is_cut and not blocks.is_tried:
             ledger = blocks.expect_repeated(ledger, run)
         runs = blocks.whole_step(ledger)
-        held, num_held = (add_up(blocks.whole(_by_kind(owners, one))) for one in (ledger, _counted(ledger)))
+        held, num_held = (
+            add_up(blocks.whole(_by_kind(owners, one)))
+            for one in (ledger, _counted(ledger))
+        )
         held[INPUTS] = ledger.held()[INPUTS]
         during = Peaks.of(num_held, blocks.whole_step(_counted(ledger))).peak_bytes
     state, last = optimizer(fakes.mode, _trained(fakes, blocks))
-    return Step(held + state.held(), [*runs, *last], during + _counted(state).held().total())
+    return Step(
+        held + state.held(), [*runs, *last], during + _counted(state).held().total()
+    )
 
 
 def _counted(ledger: Ledger) -> Ledger:
     """The same storages, each large one counting as one and others as nothing."""
-    return dataclasses.replace(ledger, sizes=[int(size >= cuda.LARGE_BYTES) for size in ledger.sizes])
+    return dataclasses.replace(
+        ledger, sizes=[int(size >= cuda.LARGE_BYTES) for size in ledger.sizes]
+    )
 
 
 def _backward(loss: torch.Tensor, functions: Any) -> None:
@@ -95,13 +108,27 @@ def _backward(loss: torch.Tensor, functions: Any) -> None:
     engine: Any = torch.autograd.Variable._execution_engine
     gradient = torch.ones_like(loss)
     with functions:
-        engine.run_backward((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        engine.run_backward(
+            (loss,),
+            (gradient,),
+            False,
+            False,
+            (),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
 
 
 def _loss_of(output: Any) -> torch.Tensor:
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    loss = (
+        output.get("loss")
+        if isinstance(output, Mapping)
+        else getattr(output, "loss", None)
+    )
     if not isinstance(loss, torch.Tensor):
-        raise ConfigError("the model returned no loss for these inputs; give `inputs` with its labels")
+        raise ConfigError(
+            "the model returned no loss for these inputs; give `inputs` with its labels"
+        )
     return loss
 
 
@@ -115,7 +142,9 @@ def _held(tree: ModelTree, blocks: Blocks, watch: Watch) -> dict[int, Part | Non
     return owners
 
 
-def _by_kind(owners: Mapping[int, Part | None], ledger: Ledger) -> dict[Part | None, Counter[str]]:
+def _by_kind(
+    owners: Mapping[int, Part | None], ledger: Ledger
+) -> dict[Part | None, Counter[str]]:
     by_part: defaultdict[Part | None, Counter[str]] = defaultdict(Counter)
     for number, owner in owners.items():
         by_part[owner][ledger.kinds[number]] += ledger.sizes[number]
@@ -127,12 +156,22 @@ def _trained(fakes: FakeModel, blocks: Blocks) -> Shapes:
 
     The gradients are gone then.
     """
-    found: dict[Any, defaultdict[Part | None, list[tuple[torch.Size, torch.dtype]]]] = {}  # by stack, or alone
+    # by stack, or alone
+    found: dict[
+        Any, defaultdict[Part | None, list[tuple[torch.Size, torch.dtype]]]
+    ] = {}
     for module in fakes.model.modules():
         part = blocks.owner(module)
         for parameter in module._parameters.values():
             if parameter is not None and parameter.grad is not None:
                 parameter.grad = None
                 place = parameter if part is None else part[0]
-                found.setdefault(place, defaultdict(list))[part].append((parameter.shape, parameter.dtype))
-    return tuple(shape for by_part in found.values() for one in blocks.whole(by_part) for shape in one)
+                found.setdefault(place, defaultdict(list))[part].append(
+                    (parameter.shape, parameter.dtype)
+                )
+    return tuple(
+        shape
+        for by_part in found.values()
+        for one in blocks.whole(by_part)
+        for shape in one
+    )

@@ -43,8 +43,9 @@ _OF_WEIGHTS = {WEIGHTS, STATISTICS, ADAPTERS, DEQUANTIZED}
 class Watch(TorchDispatchMode):
     """Writes down each storage that an operation makes, and when it is freed; ``rounding`` is an allocator's, in bytes.
 
-    The operations of tensor subclasses are seen as those of the tensors inside them. ``scratch`` says, by operation,
-    what it allocates inside itself. Given a ``device``, only what lies there is counted.
+    The operations of tensor subclasses are seen as those of the tensors inside them.
+    ``scratch`` says, by operation, what it allocates inside itself. Given a ``device``,
+    only what lies there is counted.
     """
 
     def __init__(
@@ -65,7 +66,11 @@ class Watch(TorchDispatchMode):
 
     def hold(self, tensor: torch.Tensor, kind: str) -> list[int]:
         """Count a tensor that is there before the step; returns the numbers of its storages."""
-        found = [part for part in parts_of(tensor) if self._device in (None, part.device.type)]
+        found = [
+            part
+            for part in parts_of(tensor)
+            if self._device in (None, part.device.type)
+        ]
         return [self._count(part, lambda: kind) for part in found]
 
     def _rounded(self, num_bytes: int) -> int:
@@ -78,7 +83,10 @@ class Watch(TorchDispatchMode):
             if self.ledger.marks:
                 self.follow_phase(is_made=True)
             number = self.ledger.made(self._rounded(storage.nbytes()), kind())
-            self._live[key] = number, weakref.ref(storage, functools.partial(self._freed, key, number))
+            self._live[key] = (
+                number,
+                weakref.ref(storage, functools.partial(self._freed, key, number)),
+            )
         return self._live[key][0]
 
     def _freed(self, key: int, number: int, _: Any) -> None:
@@ -92,14 +100,17 @@ class Watch(TorchDispatchMode):
 
     def size(self, tensor: torch.Tensor) -> int:
         """The bytes counted for the storages of a tensor; 0 where it is not counted."""
-        found = [self._live.get(part.untyped_storage()._cdata) for part in parts_of(tensor)]
+        found = [
+            self._live.get(part.untyped_storage()._cdata) for part in parts_of(tensor)
+        ]
         return sum(self.ledger.sizes[one[0]] for one in found if one is not None)
 
     def follow_phase(self, *, is_made: bool = False) -> None:
         """Note the phase that the step is in: autograd says when it runs.
 
-        The next forward pass begins when a tensor is made that gradients may flow through. Reading a loss, clipping
-        gradients and setting them to zero make none: the phase stays the one before.
+        The next forward pass begins when a tensor is made that gradients may flow
+        through. Reading a loss, clipping gradients and setting them to zero make none:
+        the phase stays the one before.
         """
         if self.phase == OPTIMIZER_STEP:
             return
@@ -128,17 +139,26 @@ class Watch(TorchDispatchMode):
         """The kind of what an operation made: if it is computed of weights alone, a copy of weights."""
         if self.phase == OPTIMIZER_STEP:
             return OPTIMIZER
-        inputs = [value for value in tree_leaves(arguments) if isinstance(value, torch.Tensor)]
+        inputs = [
+            value for value in tree_leaves(arguments) if isinstance(value, torch.Tensor)
+        ]
         found = [self._live.get(tensor.untyped_storage()._cdata) for tensor in inputs]
         kinds = {"" if one is None else self.ledger.kinds[one[0]] for one in found}
         if kinds and kinds <= _OF_WEIGHTS:
             return DEQUANTIZED
         if output.ndim > 1 and output.shape[-1] == self._vocabulary_size:
             return LOGITS
-        # Autograd computes with gradients switched off; a checkpoint that runs again switches them on.
-        return ACTIVATIONS if self.phase == FORWARD or torch.is_grad_enabled() else GRADIENTS
+        # Autograd computes with gradients switched off; a checkpoint that runs again
+        # switches them on.
+        return (
+            ACTIVATIONS
+            if self.phase == FORWARD or torch.is_grad_enabled()
+            else GRADIENTS
+        )
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run one operation, and count what it makes."""
         kwargs = kwargs or {}
         if any(_has_own_operations(cls) for cls in types):
@@ -150,23 +170,36 @@ class Watch(TorchDispatchMode):
         output = func(*args, **kwargs)
         made = (output,) if isinstance(output, torch.Tensor) else tree_leaves(output)
         for tensor in made:
-            if isinstance(tensor, torch.Tensor) and self._device in (None, tensor.device.type):
-                self._count(tensor, functools.partial(self._kind, (args, kwargs), tensor))
+            if isinstance(tensor, torch.Tensor) and self._device in (
+                None,
+                tensor.device.type,
+            ):
+                self._count(
+                    tensor, functools.partial(self._kind, (args, kwargs), tensor)
+                )
         if (scratch := self._scratch.get(func.name())) is not None:
-            for number in [self.ledger.made(self._rounded(size), ACTIVATIONS) for size in scratch(*args, **kwargs)]:
+            for number in [
+                self.ledger.made(self._rounded(size), ACTIVATIONS)
+                for size in scratch(*args, **kwargs)
+            ]:
                 self.ledger.freed(number)
         return output
 
 
 def watch_for(kernels: str, vocabulary_size: int = 0) -> Watch:
     """A watch that counts as a device's allocator does."""
-    return Watch(vocabulary_size, *((ALLOCATION_BYTES, SCRATCH) if kernels == "cuda" else ()))
+    return Watch(
+        vocabulary_size, *((ALLOCATION_BYTES, SCRATCH) if kernels == "cuda" else ())
+    )
 
 
 @functools.cache
 def _has_own_operations(cls: type) -> bool:
     """Whether tensors of a class take operations apart themselves: those of torch and fake ones do not."""
-    return not (cls in (torch.Tensor, nn.Parameter) or any(base.__name__ == "FakeTensor" for base in cls.__mro__)) and (
+    return not (
+        cls in (torch.Tensor, nn.Parameter)
+        or any(base.__name__ == "FakeTensor" for base in cls.__mro__)
+    ) and (
         cls.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
     )
 
@@ -175,34 +208,56 @@ def held_tensors(tree: ModelTree) -> Iterator[tuple[torch.Tensor, str, nn.Module
     """The tensors that a model holds, each with its kind and the module that it lies in; some more than once."""
     adapters = tree.adapter_ids
     for tensor in tree.all_tensors:
-        yield tensor.parameter, ADAPTERS if id(tensor.parameter) in adapters else WEIGHTS, tensor.module
+        yield (
+            tensor.parameter,
+            ADAPTERS if id(tensor.parameter) in adapters else WEIGHTS,
+            tensor.module,
+        )
     for node in tree.nodes:
-        for value in tree_leaves([*node.module._buffers.values(), *vars(node.module).values()]):
+        for value in tree_leaves(
+            [*node.module._buffers.values(), *vars(node.module).values()]
+        ):
             if isinstance(value, torch.Tensor):
                 yield value, WEIGHTS, node.module
         for value in statistics_of(node.module):
             yield value, STATISTICS, node.module
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, on_cuda: bool = False) -> Iterator[torch.Tensor]:
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, on_cuda: bool = False
+) -> Iterator[torch.Tensor]:
     """The tensors of an optimizer's state on its device; torch counts steps on the host, unless it is fused."""
     for group in optimizer.param_groups:
         on_host = on_cuda and not (group.get("fused") or group.get("capturable"))
-        for state in (optimizer.state[parameter] for parameter in group["params"] if parameter in optimizer.state):
-            for value in tree_leaves([value for name, value in state.items() if not (on_host and name == "step")]):
-                if isinstance(value, torch.Tensor) and not (on_cuda and is_managed(optimizer, value)):
+        for state in (
+            optimizer.state[parameter]
+            for parameter in group["params"]
+            if parameter in optimizer.state
+        ):
+            for value in tree_leaves(
+                [
+                    value
+                    for name, value in state.items()
+                    if not (on_host and name == "step")
+                ]
+            ):
+                if isinstance(value, torch.Tensor) and not (
+                    on_cuda and is_managed(optimizer, value)
+                ):
                     yield value
 
 
 class StepTracker:
     """Counts the bytes that tensors hold during a real training step, on a CPU or on CUDA.
 
-    Each storage counts once, from when an operation made it until it is freed; parameters, buffers, quantization
-    statistics, the optimizer's state and the inputs count from the start. What an operation allocates inside itself and
-    frees before it returns is not seen, with one exception: the weight that a 4-bit layer dequantizes, also where the
-    layer's forward is one operation. On CUDA only what lies there counts, rounded up to the allocator's 512 bytes, with
-    what attention's operations are known to make inside. ``kbitwrap.predict_step`` predicts the same figures; a step
-    after the first one is what it predicts.
+    Each storage counts once, from when an operation made it until it is freed;
+    parameters, buffers, quantization statistics, the optimizer's state and the inputs
+    count from the start. What an operation allocates inside itself and frees before it
+    returns is not seen, with one exception: the weight that a 4-bit layer dequantizes,
+    also where the layer's forward is one operation. On CUDA only what lies there
+    counts, rounded up to the allocator's 512 bytes, with what attention's operations
+    are known to make inside. ``kbitwrap.predict_step`` predicts the same figures; a
+    step after the first one is what it predicts.
 
     Args:
         model: The model, prepared or not, with adapters or without.
@@ -211,11 +266,12 @@ class StepTracker:
 
     Attributes:
         peak_bytes: The most bytes held at any moment.
-        phases: The most bytes held in each phase: ``{"forward": ..., "backward": ..., "optimizer": ...}``, without
-            those that did not run.
+        phases: The most bytes held in each phase: ``{"forward": ..., "backward": ...,
+            "optimizer": ...}``, without those that did not run.
         by_kind: The bytes held at the peak, by kind.
         static_bytes: The bytes held at the start.
-        sample_bytes: The bytes of the samples that a preparation of the model keeps beside all of these.
+        sample_bytes: The bytes of the samples that a preparation of the model keeps
+            beside all of these.
 
     Raises:
         UnsupportedModelError: ``model`` is not a ``torch.nn.Module``.
@@ -232,7 +288,12 @@ class StepTracker:
         True
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, inputs: Any = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        inputs: Any = None,
+    ) -> None:
         tree_of(model)
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise UnsupportedModelError(
@@ -250,13 +311,19 @@ class StepTracker:
         watch = self._watch = Watch(vocabulary_size(self._model), *device)
         tree = tree_of(self._model)
         preparation = Preparation.find(tree)
-        self.sample_bytes = 0 if preparation is None else preparation.original.sample_bytes
+        self.sample_bytes = (
+            0 if preparation is None else preparation.original.sample_bytes
+        )
         hold_all(watch, tree, self._optimizer, self._inputs, on_cuda)
         self.static_bytes = watch.ledger.held().total()
         self._hooks = []
         if self._optimizer is not None:
-            begin = self._optimizer.register_step_pre_hook(lambda *_: watch.enter(OPTIMIZER_STEP))
-            end = self._optimizer.register_step_post_hook(lambda *_: watch.leave_optimizer())
+            begin = self._optimizer.register_step_pre_hook(
+                lambda *_: watch.enter(OPTIMIZER_STEP)
+            )
+            end = self._optimizer.register_step_post_hook(
+                lambda *_: watch.leave_optimizer()
+            )
             self._hooks = [begin, end]
         watch.follow_phase()
         watch.__enter__()  # type: ignore[no-untyped-call]
@@ -272,7 +339,9 @@ class StepTracker:
 
     def _found(self) -> Peaks:
         if self._peaks is None:
-            raise RuntimeError("nothing was tracked yet: run a step inside `with StepTracker(...) as tracker:` first")
+            raise RuntimeError(
+                "nothing was tracked yet: run a step inside `with StepTracker(...) as tracker:` first"
+            )
         return self._peaks
 
     @property
@@ -292,7 +361,11 @@ class StepTracker:
 
 
 def hold_all(
-    watch: Watch, tree: ModelTree, optimizer: torch.optim.Optimizer | None, inputs: Any, on_cuda: bool = False
+    watch: Watch,
+    tree: ModelTree,
+    optimizer: torch.optim.Optimizer | None,
+    inputs: Any,
+    on_cuda: bool = False,
 ) -> None:
     """Count what is there before a step."""
     for tensor, kind, _ in held_tensors(tree):
@@ -312,4 +385,8 @@ def vocabulary_size(model: nn.Module) -> int:
     except (AttributeError, NotImplementedError):
         head = None
     weight = getattr(head, "weight", None)
-    return int(weight.shape[0]) if isinstance(weight, torch.Tensor) and weight.ndim == 2 else 0
+    return (
+        int(weight.shape[0])
+        if isinstance(weight, torch.Tensor) and weight.ndim == 2
+        else 0
+    )

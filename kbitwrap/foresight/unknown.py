@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from .blocks import Blocks, Part
     from .trace import Step
 
-# Of cuBLAS, for each thread that multiplies, ATen/cuda/CublasHandlePool.cpp: ":4096:2:16:8", and from Hopper on 32 MiB.
+# Of cuBLAS, for each thread that multiplies, ATen/cuda/CublasHandlePool.cpp:
+# ":4096:2:16:8", and from Hopper on 32 MiB.
 WORKSPACE_BYTES = (2 * 4096 * 1024 + 8 * 16 * 1024, 32 << 20)
 THREADS = 2  # the caller's, and that of autograd
 FUSED_TOKENS = 1536  # bitsandbytes/backends/cuda/ops.py, `_gemm_4bit_custom_max_m`
@@ -35,24 +36,48 @@ class Unknown:
         return f"{format_bytes(self.least_bytes)} to {format_bytes(self.most_bytes)}: {self.what}"
 
 
-def unknowns(step: Step, tokens: int, sampled: int, *, has_int8: bool) -> tuple[Unknown, ...]:
+def unknowns(
+    step: Step, tokens: int, sampled: int, *, has_int8: bool
+) -> tuple[Unknown, ...]:
     """The unknown parts of a step's peak on CUDA; ``sampled`` are the bytes of the samples that a preparation keeps."""
     least, most = (THREADS * size for size in WORKSPACE_BYTES)
     blocks, peaks = step.most_blocks, step.peaks
     found = [
-        Unknown("workspaces of cuBLAS for two threads, the larger ones from compute capability 9.0", least, most),
         Unknown(
-            f"{blocks} blocks of 1 MiB and more, each up to 1 MiB longer than what it holds", 0, blocks * LARGE_BYTES
+            "workspaces of cuBLAS for two threads, the larger ones from compute capability 9.0",
+            least,
+            most,
+        ),
+        Unknown(
+            f"{blocks} blocks of 1 MiB and more, each up to 1 MiB longer than what it holds",
+            0,
+            blocks * LARGE_BYTES,
         ),
     ]
-    dequantized = peaks.by_kind.get(DEQUANTIZED, 0) if peaks.phases.get(FORWARD) == peaks.peak_bytes else 0
+    dequantized = (
+        peaks.by_kind.get(DEQUANTIZED, 0)
+        if peaks.phases.get(FORWARD) == peaks.peak_bytes
+        else 0
+    )
     if dequantized and tokens <= FUSED_TOKENS:
         what = f"weights dequantized in the forward pass, which a fused kernel may spare up to {FUSED_TOKENS} tokens"
         found.append(Unknown(what, -dequantized, 0))
     if sampled:
-        found.append(Unknown("samples of parameters, by which kbitwrap tells what training changed", sampled, sampled))
+        found.append(
+            Unknown(
+                "samples of parameters, by which kbitwrap tells what training changed",
+                sampled,
+                sampled,
+            )
+        )
     if has_int8:
-        found.append(Unknown("columns of outliers in 8-bit layers: none are assumed, and no bound is known", 0, 0))
+        found.append(
+            Unknown(
+                "columns of outliers in 8-bit layers: none are assumed, and no bound is known",
+                0,
+                0,
+            )
+        )
     return tuple(found)
 
 

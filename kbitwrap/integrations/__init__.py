@@ -1,10 +1,14 @@
 """Integrations with the libraries that train: one file each.
 
-Importing this package imports transformers; ``import kbitwrap`` does not import this package. What is for TRL is in
-``kbitwrap.integrations.trl``.
+Importing this package imports transformers; ``import kbitwrap`` does not import this
+package. What is for TRL is in ``kbitwrap.integrations.trl``.
 
 Example:
-    >>> from kbitwrap.integrations import KbitTrainerCallback, SuspendedEvaluation, prepared_trainer
+    >>> from kbitwrap.integrations import (
+    ...     KbitTrainerCallback,
+    ...     SuspendedEvaluation,
+    ...     prepared_trainer,
+    ... )
 """
 
 from .trainer import KbitTrainerCallback, SuspendedEvaluation, prepared_trainer

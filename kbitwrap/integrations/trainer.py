@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
@@ -31,34 +37,43 @@ _Model = Any  # a module, or ``None``
 class KbitTrainerCallback(TrainerCallback, ExportableState):
     """Records the preparation in every checkpoint, refuses to resume on another one, and can suspend for evaluation.
 
-    Each checkpoint folder gets the manifest, written by the processes that save. The manifest's essence (the settings,
-    the model, one digest over all tensors) is also written into the checkpoint's ``trainer_state.json``, and a resumed
-    training is compared with it: a callback is given the state, and not the folder. The base is digested once, when
-    training begins.
+    Each checkpoint folder gets the manifest, written by the processes that save. The
+    manifest's essence (the settings, the model, one digest over all tensors) is also
+    written into the checkpoint's ``trainer_state.json``, and a resumed training is
+    compared with it: a callback is given the state, and not the folder. The base is
+    digested once, when training begins.
 
-    The model that is trained is adopted when the ``Trainer`` is made: under ``"adapted"`` the norms of adapted blocks
-    compute in float32 from then on, and ``restore`` removes what accelerate sets on the ``PeftModel``. A callback that
-    is added to a ``Trainer`` later is too late for that: ``adopt`` the model before.
+    The model that is trained is adopted when the ``Trainer`` is made: under
+    ``"adapted"`` the norms of adapted blocks compute in float32 from then on, and
+    ``restore`` removes what accelerate sets on the ``PeftModel``. A callback that is
+    added to a ``Trainer`` later is too late for that: ``adopt`` the model before.
 
-    With ``suspend_evaluation``, evaluations during training run on the base in its original state, as it will be after
-    ``restore``; training continues bit for bit as without an evaluation. The callback suspends at the end of a step or
-    an epoch, when it learns that an evaluation follows, and resumes after the evaluation. Put it last: callbacks after
-    it find the model suspended, and an evaluation that they request is refused. Any other evaluation on the prepared
-    model is refused too: several evaluation datasets, and ``evaluate`` and ``predict`` outside training, which no event
-    announces. `SuspendedEvaluation` covers these as well. An evaluation that raises leaves the model suspended until
-    the end of its with-block or until ``prepared.resume()``.
+    With ``suspend_evaluation``, evaluations during training run on the base in its
+    original state, as it will be after ``restore``; training continues bit for bit as
+    without an evaluation. The callback suspends at the end of a step or an epoch, when
+    it learns that an evaluation follows, and resumes after the evaluation. Put it last:
+    callbacks after it find the model suspended, and an evaluation that they request is
+    refused. Any other evaluation on the prepared model is refused too: several
+    evaluation datasets, and ``evaluate`` and ``predict`` outside training, which no
+    event announces. `SuspendedEvaluation` covers these as well. An evaluation that
+    raises leaves the model suspended until the end of its with-block or until
+    ``prepared.resume()``.
 
     Args:
-        prepared: The wrapper of the model that is trained; ``None`` finds it from the model.
+        prepared: The wrapper of the model that is trained; ``None`` finds it from the
+            model.
         manifest_name: The name of the manifest's file in a checkpoint folder.
         suspend_evaluation: Whether to evaluate in the original state.
 
     Raises:
-        StateError: When training begins: the model is not prepared, not prepared by ``prepared``, or suspended. When
-            the model is evaluated: it should be suspended and is not, or cannot be, because several processes train and
-            a trained parameter would change its dtype. After a step: an evaluation was called off.
-        ManifestMismatchError: When training begins: the checkpoint to resume from was trained on another base, or on
-            one that was prepared differently. No step was taken.
+        StateError: When training begins: the model is not prepared, not prepared by
+            ``prepared``, or suspended. When the model is evaluated: it should be
+            suspended and is not, or cannot be, because several processes train and a
+            trained parameter would change its dtype. After a step: an evaluation was
+            called off.
+        ManifestMismatchError: When training begins: the checkpoint to resume from was
+            trained on another base, or on one that was prepared differently. No step
+            was taken.
         ExportError: A manifest could not be written.
 
     Example:
@@ -84,10 +99,15 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """The callback's state for ``trainer_state.json``: its arguments, and the manifest's essence."""
         essence = None if self._manifest is None else self._manifest.essence()
-        args = {"manifest_name": self.manifest_name, "suspend_evaluation": self.suspend_evaluation}
+        args = {
+            "manifest_name": self.manifest_name,
+            "suspend_evaluation": self.suspend_evaluation,
+        }
         return {"args": args, "attributes": {}, "preparation": essence}
 
-    def on_init_end(self, args: Any, state: Any, control: Any, model: _Model = None, **kwargs: Any) -> None:
+    def on_init_end(
+        self, args: Any, state: Any, control: Any, model: _Model = None, **kwargs: Any
+    ) -> None:
         """Adopt the model that was made from the prepared one, and record a base that will be trained itself."""
         prepared = self._wrapper(model)
         if prepared is None:
@@ -98,7 +118,12 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             _manifest_of(prepared)
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: _Model = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: _Model = None,
+        **kwargs: Any,
     ) -> None:
         """Make the manifest; where training is resumed, compare it with the checkpoint's."""
         # Above step 0, training is resumed.
@@ -107,7 +132,11 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         if prepared is None and expected is not None:
             self._refuse(args, state, expected, None)
         if prepared is None:
-            found = "is not prepared" if self.prepared is None else "is not the given wrapper's model, or was restored"
+            found = (
+                "is not prepared"
+                if self.prepared is None
+                else "is not the given wrapper's model, or was restored"
+            )
             raise StateError(
                 f"KbitTrainerCallback expects a Trainer whose model is prepared; this {type(model).__name__} {found}: "
                 "train inside `with KbitPreparedModel(model) as prepared`, or after prepare()",
@@ -122,7 +151,8 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
                 expected=(LifecycleState.PREPARED,),
             )
         self._resume = None
-        self._manifest = _manifest_of(prepared)  # on all ranks, which read a sharded model together
+        # on all ranks, which read a sharded model together
+        self._manifest = _manifest_of(prepared)
         if expected is not None and self._manifest.diff_essence(expected):
             self._refuse(args, state, expected, self._manifest)
         if expected is None and state.global_step:
@@ -136,7 +166,9 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         vars(state)["stateful_callbacks"][type(self).__name__] = self.state()
         self._suspend_for(args.eval_on_start, model)
 
-    def _expect_evaluated(self, args: Any, state: Any, control: Any, model: _Model = None, **kwargs: Any) -> None:
+    def _expect_evaluated(
+        self, args: Any, state: Any, control: Any, model: _Model = None, **kwargs: Any
+    ) -> None:
         """Refuse to continue while the model is suspended; resume a model that this callback suspended."""
         resume = self._resume
         self._resume = None
@@ -157,7 +189,12 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
     on_step_begin = on_train_end = _expect_evaluated
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: _Model = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: _Model = None,
+        **kwargs: Any,
     ) -> None:
         """Suspend where an evaluation follows."""
         self._expect_evaluated(args, state, control, model)
@@ -165,10 +202,16 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
 
     on_epoch_end = on_step_end
 
-    def on_prediction_step(self, args: Any, state: Any, control: Any, model: _Model = None, **kwargs: Any) -> None:
+    def on_prediction_step(
+        self, args: Any, state: Any, control: Any, model: _Model = None, **kwargs: Any
+    ) -> None:
         """Refuse to evaluate the prepared model where the original state is to be evaluated."""
         prepared = prepared_of(model)
-        if self.suspend_evaluation and prepared is not None and prepared.state is LifecycleState.PREPARED:
+        if (
+            self.suspend_evaluation
+            and prepared is not None
+            and prepared.state is LifecycleState.PREPARED
+        ):
             raise StateError(
                 "KbitTrainerCallback(suspend_evaluation=True): this evaluation runs on the prepared model, not in its "
                 "original state. A callback can suspend only for an evaluation during training, only for the first "
@@ -178,14 +221,25 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
                 expected=(LifecycleState.SUSPENDED,),
             )
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
         """Resume after the evaluation."""
         if self._resume is not None:
             self._resume()
             self._resume = None
 
     def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: _Model = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: _Model = None,
+        **kwargs: Any,
     ) -> None:
         """Write the manifest into the checkpoint folder."""
         self._expect_evaluated(args, state, control, model)
@@ -215,14 +269,20 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             return found
         return None
 
-    def _expected(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any] | None:
+    def _expected(
+        self, args: TrainingArguments, state: TrainerState
+    ) -> dict[str, Any] | None:
         """The essence recorded with the checkpoint that is resumed, if there is one."""
-        # The states of callbacks stand by the name of their class, which may have been derived from this one; those of
-        # several callbacks of one class are a list.
+        # The states of callbacks stand by the name of their class, which may have been
+        # derived from this one; those of several callbacks of one class are a list.
         for saved in vars(state)["stateful_callbacks"].values():
             states = saved if isinstance(saved, list) else [saved]
             for callback_state in states:
-                essence = callback_state.get("preparation") if isinstance(callback_state, Mapping) else None
+                essence = (
+                    callback_state.get("preparation")
+                    if isinstance(callback_state, Mapping)
+                    else None
+                )
                 if isinstance(essence, dict):
                     return essence
         path = self._manifest_path(args, state)
@@ -230,7 +290,9 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             return None
         return Manifest.load(path).essence()
 
-    def _manifest_path(self, args: TrainingArguments, state: TrainerState) -> Path | None:
+    def _manifest_path(
+        self, args: TrainingArguments, state: TrainerState
+    ) -> Path | None:
         """The manifest in the folder that was probably resumed from, if there is one."""
         folders = _checkpoint_folders(args, state)
         if args.resume_from_checkpoint:
@@ -242,13 +304,18 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         return None
 
     def _refuse(
-        self, args: TrainingArguments, state: TrainerState, expected: dict[str, Any], manifest: Manifest | None
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        expected: dict[str, Any],
+        manifest: Manifest | None,
     ) -> NoReturn:
         """Raise with the differences, those of tensors too if the checkpoint's own manifest is found."""
         path = self._manifest_path(args, state)
         recorded = None
         if path is not None:
-            with contextlib.suppress(ManifestError):  # damaged: the essence is compared without it
+            # damaged: the essence is compared without it
+            with contextlib.suppress(ManifestError):
                 recorded = Manifest.load(path)
         if recorded is not None and recorded.diff_essence(expected):
             recorded = None  # another checkpoint's
@@ -256,7 +323,11 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             found = manifest.diff_essence(expected, recorded)
         else:
             found = ManifestDiff({"": {"prepared": (True, False)}})
-        where = f"the checkpoint's {self.manifest_name}" if recorded is None else repr(str(path))
+        where = (
+            f"the checkpoint's {self.manifest_name}"
+            if recorded is None
+            else repr(str(path))
+        )
         raise ManifestMismatchError(
             f"the checkpoint of step {state.global_step} was trained on a base that was prepared differently; "
             f"{found.summary()}. No step was taken. Load that base again and prepare it with "
@@ -268,9 +339,10 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
 class SuspendedEvaluation(Trainer):
     """A ``Trainer`` that evaluates and predicts with the base in its original state, as it will be after ``restore``.
 
-    ``evaluate`` and ``predict``, in training or not, of several datasets, with generation or without, run their loop
-    inside ``suspended()``; training continues bit for bit as without an evaluation. The model is adopted, as by the
-    callback. Other trainers get the same: put this class before theirs.
+    ``evaluate`` and ``predict``, in training or not, of several datasets, with
+    generation or without, run their loop inside ``suspended()``; training continues bit
+    for bit as without an evaluation. The model is adopted, as by the callback. Other
+    trainers get the same: put this class before theirs.
 
     Example:
         >>> from transformers import Seq2SeqTrainer
@@ -293,7 +365,8 @@ class SuspendedEvaluation(Trainer):
         """Run the loop that ``evaluate`` and ``predict`` share, suspended where the model is prepared.
 
         Raises:
-            StateError: Several processes train, and a trained parameter would change its dtype.
+            StateError: Several processes train, and a trained parameter would change
+                its dtype.
         """
         prepared = prepared_of(self.model)
         if prepared is None or prepared.state is not LifecycleState.PREPARED:
@@ -306,12 +379,14 @@ class SuspendedEvaluation(Trainer):
 def prepared_trainer(trainer: Trainer, **fields: Any) -> Iterator[KbitPreparedModel]:
     """Prepare the model of a ``Trainer`` that exists already, and restore it at the end of the block, errors included.
 
-    It is for trainers that load the model or make its adapters themselves, as TRL's do with ``quantization_config`` and
-    ``peft_config``. The original is what the trainer's constructor left. ``train()`` makes the optimizer, loads the
-    checkpoint to resume from, and wraps the model, all of it in the block; it may run there more than once.
+    It is for trainers that load the model or make its adapters themselves, as TRL's do
+    with ``quantization_config`` and ``peft_config``. The original is what the trainer's
+    constructor left. ``train()`` makes the optimizer, loads the checkpoint to resume
+    from, and wraps the model, all of it in the block; it may run there more than once.
 
-    Checkpointing is as the trainer's arguments say, unless ``fields`` says otherwise. During the block the trainer has
-    a `KbitTrainerCallback`, added here if it was given none.
+    Checkpointing is as the trainer's arguments say, unless ``fields`` says otherwise.
+    During the block the trainer has a `KbitTrainerCallback`, added here if it was given
+    none.
 
     Args:
         trainer: The trainer; TRL's and others derived from transformers' as well.
@@ -321,30 +396,43 @@ def prepared_trainer(trainer: Trainer, **fields: Any) -> Iterator[KbitPreparedMo
         The wrapper of the trainer's model, prepared.
 
     Raises:
-        StateError: The model is prepared already, as one that was prepared before it was given to the trainer.
-        UnsupportedModelError: The model cannot be prepared, because it is sharded already, say.
+        StateError: The model is prepared already, as one that was prepared before it
+            was given to the trainer.
+        UnsupportedModelError: The model cannot be prepared, because it is sharded
+            already, say.
 
     Example:
         >>> from kbitwrap.integrations import prepared_trainer
-        >>> trainer = SFTTrainer("org/model", quantization_config=..., peft_config=...)  # doctest: +SKIP
+        >>> trainer = SFTTrainer(
+        ...     "org/model", quantization_config=..., peft_config=...
+        ... )  # doctest: +SKIP
         >>> with prepared_trainer(trainer):  # doctest: +SKIP
         ...     trainer.train()
     """
     for name in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
         # transformers 5.23 reads the new name, and drops the old one in 6.
         new_name = name.replace("gradient", "activation")
-        value = getattr(trainer.args, new_name if hasattr(trainer.args, new_name) else name)
+        value = getattr(
+            trainer.args, new_name if hasattr(trainer.args, new_name) else name
+        )
         if value is not None:
             fields.setdefault(name, value)
     with contextlib.ExitStack() as stack:
-        if not any(isinstance(callback, KbitTrainerCallback) for callback in trainer.callback_handler.callbacks):
+        if not any(
+            isinstance(callback, KbitTrainerCallback)
+            for callback in trainer.callback_handler.callbacks
+        ):
             callback = KbitTrainerCallback()
             trainer.add_callback(callback)
             stack.callback(trainer.remove_callback, callback)
-        yield stack.enter_context(KbitPreparedModel(cast("nn.Module", trainer.model), **fields))
+        yield stack.enter_context(
+            KbitPreparedModel(cast("nn.Module", trainer.model), **fields)
+        )
 
 
-_manifests: weakref.WeakKeyDictionary[KbitPreparedModel, Manifest] = weakref.WeakKeyDictionary()
+_manifests: weakref.WeakKeyDictionary[KbitPreparedModel, Manifest] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _manifest_of(prepared: KbitPreparedModel) -> Manifest:
@@ -368,4 +456,5 @@ def _checkpoint_folders(args: TrainingArguments, state: TrainerState) -> list[Pa
 
 
 def _has_adapters(model: _Model) -> bool:
-    return bool(getattr(model, "peft_config", None))  # absent from a model that is none of PEFT's
+    # absent from a model that is none of PEFT's
+    return bool(getattr(model, "peft_config", None))

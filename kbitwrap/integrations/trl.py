@@ -14,20 +14,25 @@ from kbitwrap import ExportError, LifecycleState, StateError, prepared_of
 def sync_merged_weights() -> Callable[[], None]:
     """Let TRL's trainers send vLLM the merged weights of a prepared model, and merge nothing in the model itself.
 
-    For every weight sync, TRL merges the adapters into the quantized base and unmerges them, which rounds the base to
-    its 4 or 8 bits twice and never returns to it. It also sends the quantized storage, without its statistics. From
-    here on it sends what ``prepared.merged_weights()`` hands out: half weights, under the names of the checkpoint.
+    For every weight sync, TRL merges the adapters into the quantized base and unmerges
+    them, which rounds the base to its 4 or 8 bits twice and never returns to it. It
+    also sends the quantized storage, without its statistics. From here on it sends what
+    ``prepared.merged_weights()`` hands out: half weights, under the names of the
+    checkpoint.
 
-    Call it once, before the trainer is made; the engine in the trainer's process (``vllm_mode="colocate"``) then loads
-    the model in half precision, not quantized. A server has to be started so: ``trl vllm-serve --model BASE``. This
-    concerns all trainers that use ``trl.generation.vllm_generation``: GRPO, RLOO and distillation.
+    Call it once, before the trainer is made; the engine in the trainer's process
+    (``vllm_mode="colocate"``) then loads the model in half precision, not quantized. A
+    server has to be started so: ``trl vllm-serve --model BASE``. This concerns all
+    trainers that use ``trl.generation.vllm_generation``: GRPO, RLOO and distillation.
 
     Returns:
-        A call that undoes it. A second call of this function changes nothing, and neither does its undo.
+        A call that undoes it. A second call of this function changes nothing, and
+            neither does its undo.
 
     Raises:
         StateError: When weights are sent: the trainer's model is not prepared.
-        ExportError: When weights are sent: the adapters took weights apart that the engine's model ties.
+        ExportError: When weights are sent: the adapters took weights apart that the
+            engine's model ties.
 
     Example:
         >>> from kbitwrap.integrations.trl import sync_merged_weights  # doctest: +SKIP
@@ -43,7 +48,9 @@ def sync_merged_weights() -> Callable[[], None]:
     def init_vllm(self: Any) -> None:
         """Make the engine as TRL does for a model that is not quantized."""
         names = {**original.__globals__, "is_bitsandbytes_available": lambda: False}
-        init = types.FunctionType(original.__code__, names, closure=original.__closure__)
+        init = types.FunctionType(
+            original.__code__, names, closure=original.__closure__
+        )
         init(self)
 
     ours = {"_iter_named_params": _merged_weights, "_init_vllm": init_vllm}

@@ -15,8 +15,9 @@ class ManifestDiff(Differences):
     Attributes:
         missing: Names of tensors that only the first has.
         unexpected: Names of tensors that only the second has.
-        different: ``{fqn: {what: (first, second)}}`` of the others; the name ``""`` is the manifest itself, whose
-            differences have names such as ``"model.class"`` or ``"config.precision"``.
+        different: ``{fqn: {what: (first, second)}}`` of the others; the name ``""`` is
+            the manifest itself, whose differences have names such as ``"model.class"``
+            or ``"config.precision"``.
     """
 
 
@@ -30,14 +31,25 @@ def compare(
 ) -> ManifestDiff:
     """Compare two sets of tensors, by the values that ``read`` gives of each, and two headers of nested values."""
     one, other = _flat(header), _flat(other_header)
-    pairs = {key: (one.get(key), other.get(key)) for key in (*one, *other) if key not in ignored}
+    pairs = {
+        key: (one.get(key), other.get(key))
+        for key in (*one, *other)
+        if key not in ignored
+    }
     different = {"": _unequal(pairs)}
     ties, other_ties = _tied(first), _tied(second)
     for fqn in (fqn for fqn in first if fqn in second):
         values, others = read(first[fqn]), read(second[fqn])
-        pairs = {name: (value, others[name]) for name, value in values.items() if name in others}
-        pairs.pop("tie_group", None)  # a number that may differ where the group does not
-        different[fqn] = _unequal({**pairs, "tied": (ties.get(fqn, ()), other_ties.get(fqn, ()))})
+        pairs = {
+            name: (value, others[name])
+            for name, value in values.items()
+            if name in others
+        }
+        # a number that may differ where the group does not
+        pairs.pop("tie_group", None)
+        different[fqn] = _unequal(
+            {**pairs, "tied": (ties.get(fqn, ()), other_ties.get(fqn, ()))}
+        )
     return ManifestDiff(
         {fqn: rows for fqn, rows in different.items() if rows},
         missing=tuple(fqn for fqn in first if fqn not in second),
@@ -62,18 +74,35 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested mappings into one with dotted keys."""
     found: dict[str, Any] = {}
     for key, value in data.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        found |= (
+            _flat(value, f"{prefix}{key}.")
+            if isinstance(value, Mapping)
+            else {f"{prefix}{key}": value}
+        )
     return found
 
 
 def as_loaded(tensor: TensorRecord) -> dict[str, Any]:
     """The values of a tensor to compare with a live model's."""
-    return {name: getattr(tensor, name) for name in ("type", "shape", "original_dtype", "digest")}
+    return {
+        name: getattr(tensor, name)
+        for name in ("type", "shape", "original_dtype", "digest")
+    }
 
 
 def for_training(tensor: TensorRecord) -> dict[str, Any]:
     """The values of a tensor that training depends on, in the order in which an essence hashes them."""
-    # The flag from before depends on whether the adapter or the preparation came first, and training changes the
-    # content of what is trainable: neither is one of them.
-    names = ["type", "shape", "original_dtype", "prepared_dtype", "prepared_requires_grad", "digest"]
-    return {name: getattr(tensor, name) for name in names[: 5 if tensor.prepared_requires_grad else 6]}
+    # The flag from before depends on whether the adapter or the preparation came first,
+    # and training changes the content of what is trainable: neither is one of them.
+    names = [
+        "type",
+        "shape",
+        "original_dtype",
+        "prepared_dtype",
+        "prepared_requires_grad",
+        "digest",
+    ]
+    return {
+        name: getattr(tensor, name)
+        for name in names[: 5 if tensor.prepared_requires_grad else 6]
+    }

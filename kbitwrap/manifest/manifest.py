@@ -1,6 +1,7 @@
 """``Manifest``: the record of a preparation, versioned and validated, as JSON.
 
-Reading one only parses text and compares values: nothing named in it is imported, executed, opened or unpickled.
+Reading one only parses text and compares values: nothing named in it is imported,
+executed, opened or unpickled.
 """
 
 from __future__ import annotations
@@ -57,18 +58,22 @@ _BEGINNING = 256  # bytes, in which a manifest names its format
 class Manifest(Report, Record):
     """The record of a preparation: the model, the settings, and the digest of every tensor's original content.
 
-    ``KbitPreparedModel.manifest()`` makes one. In JSON ``rows`` is called ``"tensors"``.
+    ``KbitPreparedModel.manifest()`` makes one. In JSON ``rows`` is called
+    ``"tensors"``.
 
     Attributes:
         version: 1, or 2 where a field is used that version 1 does not have.
         created: The time in UTC, as ISO 8601.
         versions: ``{distribution: version}`` of the libraries that were installed.
         world_size: The number of processes that train together.
-        visible_devices: The number of accelerators that the process sees, those that hold parameters counted as one.
-        accelerator: The type of device that held parameters, such as ``"xpu"``; ``None`` for a CPU and for CUDA.
+        visible_devices: The number of accelerators that the process sees, those that
+            hold parameters counted as one.
+        accelerator: The type of device that held parameters, such as ``"xpu"``;
+            ``None`` for a CPU and for CUDA.
         model: The model that was prepared.
         config: The settings; ``prepare_config()`` makes a ``PrepareConfig`` of them.
-        adapters: The adapters that were on the base when the manifest was made, by name.
+        adapters: The adapters that were on the base when the manifest was made, by
+            name.
         before: The model's hooks, flags, modes and memory before preparation.
         after: The same at the end of preparation.
         plan: The figures of the plan, in bytes.
@@ -79,7 +84,9 @@ class Manifest(Report, Record):
 
     format: Literal["kbitwrap-manifest"]
     version: Literal[1, 2]
-    created: Annotated[str, StringConstraints(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00$")]
+    created: Annotated[
+        str, StringConstraints(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00$")
+    ]
     versions: dict[Text, Text]
     world_size: Count = 1
     visible_devices: Count = 1
@@ -91,7 +98,9 @@ class Manifest(Report, Record):
     after: MomentRecord
     plan: PlanRecord
     kinds: tuple[Kind, ...] = Field(strict=False)
-    ties: tuple[Annotated[tuple[Name, ...], Field(strict=False, min_length=2)], ...] = Field(strict=False)
+    ties: tuple[Annotated[tuple[Name, ...], Field(strict=False, min_length=2)], ...] = (
+        Field(strict=False)
+    )
     rows: dict[Name, Row] = Field(alias="tensors")
 
     __str__ = Report.__repr__
@@ -110,26 +119,38 @@ class Manifest(Report, Record):
         if len(set(tied)) < len(tied):
             raise ValueError("a tensor is tied twice")
         for names in self.ties:
-            if len({self.rows.get(name) for name in names}) != 1 or names[0] not in self.rows:
-                raise ValueError(f"{names[0]} and {names[1]} are tied, but their records differ")
+            if (
+                len({self.rows.get(name) for name in names}) != 1
+                or names[0] not in self.rows
+            ):
+                raise ValueError(
+                    f"{names[0]} and {names[1]} are tied, but their records differ"
+                )
         for part, prefix in ((self, ""), (self.config, "config.")):
-            if self.version == 1 and (new := part.new_fields().keys() & part.model_fields_set):
+            if self.version == 1 and (
+                new := part.new_fields().keys() & part.model_fields_set
+            ):
                 raise ValueError(f"version 1 has no field {prefix}{min(new)}")
         return self
 
     @property
     def device_type(self) -> str:
         """The type of device that the model was on: version 1 tells CUDA from a CPU by the memory that it measured."""
-        return self.accelerator or ("cpu" if self.before.memory.allocated_bytes is None else "cuda")
+        return self.accelerator or (
+            "cpu" if self.before.memory.allocated_bytes is None else "cuda"
+        )
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, TensorRecord]:
         """The tensors by canonical name, in the model's order."""
-        # Made when they are first read, so that a manifest of 100,000 tensors loads in the time of its text.
+        # Made when they are first read, so that a manifest of 100,000 tensors loads in
+        # the time of its text.
         kinds = [vars(kind) for kind in self.kinds]
         groups = {fqn: group for group, fqns in enumerate(self.ties) for fqn in fqns}
         return {
-            fqn: TensorRecord(fqn=fqn, **kinds[index], digest=digest, tie_group=groups.get(fqn))
+            fqn: TensorRecord(
+                fqn=fqn, **kinds[index], digest=digest, tie_group=groups.get(fqn)
+            )
             for fqn, (index, digest) in self.rows.items()
         }
 
@@ -168,10 +189,17 @@ class Manifest(Report, Record):
                 "model": contents.model,
                 "config": ConfigRecord.of(plan.config),
                 "adapters": contents.adapters,
-                "before": MomentRecord.model_validate(preparation.original.before, from_attributes=True),
-                "after": MomentRecord.model_validate(preparation.after, from_attributes=True),
+                "before": MomentRecord.model_validate(
+                    preparation.original.before, from_attributes=True
+                ),
+                "after": MomentRecord.model_validate(
+                    preparation.after, from_attributes=True
+                ),
                 "plan": PlanRecord.model_validate(plan, from_attributes=True),
-                "kinds": [Kind(**dict(zip(Kind.model_fields, kind, strict=True))) for kind in kinds],
+                "kinds": [
+                    Kind(**dict(zip(Kind.model_fields, kind, strict=True)))
+                    for kind in kinds
+                ],
                 "ties": list(ties.values()),
                 "tensors": rows,
             }
@@ -179,7 +207,11 @@ class Manifest(Report, Record):
 
     def _of_lowest_version(self) -> Manifest:
         """This manifest with the lowest version that can hold all of it."""
-        fields = [(part, *field) for part in (self, self.config) for field in part.new_fields().items()]
+        fields = [
+            (part, *field)
+            for part in (self, self.config)
+            for field in part.new_fields().items()
+        ]
         is_new = any(getattr(part, name) != default for part, name, default in fields)
         return self.model_copy(update={"version": 2 if is_new else 1})
 
@@ -190,24 +222,32 @@ class Manifest(Report, Record):
     def check(self, model: nn.Module, *, adapters: bool = False) -> None:
         """Compare a model with the one that was recorded; changes nothing.
 
-        Compared are class, config, quantization, dtype, and the names, shapes, dtypes, ties and content of all tensors
-        of the base, as they were loaded: of a model that is prepared, what ``restore`` would put back. No part of it
-        are ``requires_grad``, where the model was loaded from and the versions of libraries. A config that differs is a
-        warning where it was recorded with another version of transformers, which may write it differently.
+        Compared are class, config, quantization, dtype, and the names, shapes, dtypes,
+        ties and content of all tensors of the base, as they were loaded: of a model
+        that is prepared, what ``restore`` would put back. No part of it are
+        ``requires_grad``, where the model was loaded from and the versions of
+        libraries. A config that differs is a warning where it was recorded with another
+        version of transformers, which may write it differently.
 
         Args:
-            model: A model as loaded, prepared or suspended, with adapters inside and around it or without.
-            adapters: Whether to compare the adapters inside it too: their names, configs and dtypes.
+            model: A model as loaded, prepared or suspended, with adapters inside and
+                around it or without.
+            adapters: Whether to compare the adapters inside it too: their names,
+                configs and dtypes.
 
         Raises:
-            ManifestMismatchError: It is another model; ``missing``, ``unexpected`` and ``different`` say how.
+            ManifestMismatchError: It is another model; ``missing``, ``unexpected`` and
+                ``different`` say how.
             ManifestError: Adapters are merged into the model.
-            UnsupportedModelError: It is on the meta device, or was sharded otherwise than by FSDP since it was
-                prepared; of one that was, all ranks make the call.
+            UnsupportedModelError: It is on the meta device, or was sharded otherwise
+                than by FSDP since it was prepared; of one that was, all ranks make the
+                call.
 
         Example:
             >>> import warnings, torch, kbitwrap
-            >>> warnings.simplefilter("ignore", UserWarning)  # it says that this model is not quantized
+            >>> warnings.simplefilter(
+            ...     "ignore", UserWarning
+            ... )  # it says that this model is not quantized
             >>> model = torch.nn.Linear(2, 2).bfloat16()
             >>> with kbitwrap.KbitPreparedModel(model, precision="full") as prepared:
             ...     manifest = prepared.manifest()
@@ -217,14 +257,24 @@ class Manifest(Report, Record):
             >>> manifest.check(model)
             Traceback (most recent call last):
             ...
-            kbitwrap.errors.ManifestMismatchError: ... bias: digest: expected ..., found '...'...
+            kbitwrap.errors.ManifestMismatchError: ... bias: digest: expected ..., found
+                '...'...
         """
-        with _refusing("this is not the model that was prepared", ManifestMismatchError):
-            contents = read_contents(*Preparation.tree_of(model), progress=self.config.progress)
+        with _refusing(
+            "this is not the model that was prepared", ManifestMismatchError
+        ):
+            contents = read_contents(
+                *Preparation.tree_of(model), progress=self.config.progress
+            )
             current = contents.model
         ignored = ["model.name_or_path"]
-        recorded_with, installed = (found.get("transformers") for found in (self.versions, versions()))
-        if recorded_with != installed and self.model.config_sha256 != current.config_sha256:
+        recorded_with, installed = (
+            found.get("transformers") for found in (self.versions, versions())
+        )
+        if (
+            recorded_with != installed
+            and self.model.config_sha256 != current.config_sha256
+        ):
             ignored.append("model.config_sha256")
             warnings.warn(
                 f"the model's config differs from the recorded one, but transformers {installed} may write the same "
@@ -232,11 +282,22 @@ class Manifest(Report, Record):
                 UserWarning,
                 stacklevel=2,
             )
-        ours, theirs = ({"model": record.model_dump(by_alias=True)} for record in (self.model, current))
+        ours, theirs = (
+            {"model": record.model_dump(by_alias=True)}
+            for record in (self.model, current)
+        )
         if adapters:
-            ours |= {f"adapters.{name}": vars(adapter) for name, adapter in self.adapters.items()}
-            theirs |= {f"adapters.{name}": vars(adapter) for name, adapter in contents.adapters.items()}
-        found = compare(self.tensors, contents.tensors, as_loaded, ours, theirs, ignored)
+            ours |= {
+                f"adapters.{name}": vars(adapter)
+                for name, adapter in self.adapters.items()
+            }
+            theirs |= {
+                f"adapters.{name}": vars(adapter)
+                for name, adapter in contents.adapters.items()
+            }
+        found = compare(
+            self.tensors, contents.tensors, as_loaded, ours, theirs, ignored
+        )
         if found:
             raise ManifestMismatchError(
                 f"this {current.class_name} is not the model that was prepared: {found.summary()}. "
@@ -253,7 +314,9 @@ class Manifest(Report, Record):
         Returns:
             How it differs from this one.
         """
-        return compare(self.tensors, other.tensors, vars, self._header(), other._header())
+        return compare(
+            self.tensors, other.tensors, vars, self._header(), other._header()
+        )
 
     def _header(self) -> dict[str, Any]:
         """All but the tensors, when and where the manifest was made, its version and what memory was measured."""
@@ -266,8 +329,10 @@ class Manifest(Report, Record):
         """The parts that training depends on, as plain JSON: preparations with the same essence train alike.
 
         Returns:
-            ``"config"`` and ``"model"`` as in the manifest, without settings that change no number and without
-            ``name_or_path``; ``"tensors"``, a SHA-256 (hex) over all tensors, without the content of trainable ones;
+            ``"config"`` and ``"model"`` as in the manifest, without settings that
+                change no number and without
+            ``name_or_path``; ``"tensors"``, a SHA-256 (hex) over all tensors, without
+                the content of trainable ones;
             ``"transformers"``, its version.
         """
         digest = hashlib.sha256()
@@ -275,28 +340,47 @@ class Manifest(Report, Record):
             digest.update(json.dumps([fqn, *for_training(tensor).values()]).encode())
         exclude = {"config": _OPERATIONAL, "model": {"name_or_path"}}
         data = self.model_dump(
-            mode="json", by_alias=True, exclude_defaults=True, include={"config", "model"}, exclude=exclude
+            mode="json",
+            by_alias=True,
+            exclude_defaults=True,
+            include={"config", "model"},
+            exclude=exclude,
         )
-        return {**data, "tensors": digest.hexdigest(), "transformers": self.versions.get("transformers")}
+        return {
+            **data,
+            "tensors": digest.hexdigest(),
+            "transformers": self.versions.get("transformers"),
+        }
 
-    def diff_essence(self, expected: Mapping[str, Any], recorded: Manifest | None = None) -> ManifestDiff:
+    def diff_essence(
+        self, expected: Mapping[str, Any], recorded: Manifest | None = None
+    ) -> ManifestDiff:
         """Compare an essence that was recorded with this manifest's.
 
-        A config that differs is no difference where it was recorded with another version of transformers, which may
-        write the same config differently.
+        A config that differs is no difference where it was recorded with another
+        version of transformers, which may write the same config differently.
 
         Args:
             expected: The recorded essence.
-            recorded: The manifest that it is the essence of, to name the tensors that differ; ``None`` names none.
+            recorded: The manifest that it is the essence of, to name the tensors that
+                differ; ``None`` names none.
 
         Returns:
-            How this manifest differs. What differs in the essence is at the name ``""``.
+            How this manifest differs. What differs in the essence is at the name
+                ``""``.
         """
         found = self.essence()
         ignored = ["transformers"]
         if expected.get("transformers") != found["transformers"]:
             ignored.append("model.config_sha256")
-        return compare((recorded or self).tensors, self.tensors, for_training, expected, found, ignored)
+        return compare(
+            (recorded or self).tensors,
+            self.tensors,
+            for_training,
+            expected,
+            found,
+            ignored,
+        )
 
     def to_json(self) -> str:
         """The manifest as JSON text, in ASCII: indented, one tensor a line."""
@@ -306,7 +390,14 @@ class Manifest(Report, Record):
             if key in ("kinds", "ties"):
                 body = _lines("[", (json.dumps(item) for item in value), "]")
             elif key == "tensors":
-                body = _lines("{", (f"{json.dumps(name)}: {json.dumps(row)}" for name, row in value.items()), "}")
+                body = _lines(
+                    "{",
+                    (
+                        f"{json.dumps(name)}: {json.dumps(row)}"
+                        for name, row in value.items()
+                    ),
+                    "}",
+                )
             else:
                 body = json.dumps(value, indent=2).replace("\n", "\n  ")
             parts.append(f"  {json.dumps(key)}: {body}")
@@ -340,7 +431,9 @@ class Manifest(Report, Record):
             raise ManifestError(f"{source}: expected JSON in UTF-8: {error}") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, dict) else data
-            raise ManifestError(f'{source}: expected JSON with "format": "{FORMAT}", found {shown(found)}')
+            raise ManifestError(
+                f'{source}: expected JSON with "format": "{FORMAT}", found {shown(found)}'
+            )
         version = data.get("version")
         if type(version) is not int or version not in VERSIONS:
             raise ManifestVersionError(
@@ -356,7 +449,8 @@ class Manifest(Report, Record):
         """Write the manifest to a file, atomically: if it cannot be written whole, the file stays as it was.
 
         Args:
-            path: The file; a manifest that exists is replaced, and so is any file called ``kbitwrap.json``.
+            path: The file; a manifest that exists is replaced, and so is any file
+                called ``kbitwrap.json``.
 
         Raises:
             ExportError: It cannot be written, or another file is there.
@@ -368,13 +462,15 @@ class Manifest(Report, Record):
         """Read a manifest from a file.
 
         Args:
-            path: The file, or a folder that holds it as ``kbitwrap.json``, such as an adapter's.
+            path: The file, or a folder that holds it as ``kbitwrap.json``, such as an
+                adapter's.
 
         Returns:
             The manifest.
 
         Raises:
-            ManifestError: The file cannot be read, is larger than 128 MiB, or holds no valid manifest.
+            ManifestError: The file cannot be read, is larger than 128 MiB, or holds no
+                valid manifest.
             ManifestVersionError: It has a version that this kbitwrap does not read.
         """
         folder = path
@@ -398,7 +494,9 @@ def _lines(opening: str, items: Iterator[str], closing: str) -> str:
 
 
 @contextlib.contextmanager
-def _refusing(complaint: str, kind: type[ManifestError] = ManifestError) -> Iterator[None]:
+def _refusing(
+    complaint: str, kind: type[ManifestError] = ManifestError
+) -> Iterator[None]:
     """Raise pydantic's refusals as a ``ManifestError``, with the first few complaints and the first one's tensor."""
     try:
         yield
@@ -407,10 +505,14 @@ def _refusing(complaint: str, kind: type[ManifestError] = ManifestError) -> Iter
         lines = []
         for entry in found:
             where = ".".join(repr(str(part))[1:-1][:80] for part in entry["loc"])
-            lines.append(f"{where or 'the whole'}: {entry['msg']}, found {shown(entry['input'])}")
+            lines.append(
+                f"{where or 'the whole'}: {entry['msg']}, found {shown(entry['input'])}"
+            )
         refusal = kind(f"{complaint}: {first_of(lines, 3, '; ')}")
         first = found[0]["loc"]
-        refusal.fqn = str(first[1]) if first[:1] == ("tensors",) and len(first) > 1 else ""
+        refusal.fqn = (
+            str(first[1]) if first[:1] == ("tensors",) and len(first) > 1 else ""
+        )
         raise refusal from error
 
 

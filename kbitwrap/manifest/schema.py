@@ -7,7 +7,15 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    StringConstraints,
+    model_validator,
+)
 
 from ..config import PrepareConfig
 from ..errors import ConfigError
@@ -15,8 +23,15 @@ from ..reports import shown
 
 MAX_COUNT = (1 << 63) - 1
 
-Text = Annotated[str, StringConstraints(max_length=4096, pattern=r"^[^\x00-\x1f\x7f]*$")]
-ModuleName = Annotated[str, StringConstraints(max_length=1024, pattern=r"^([^\p{C}/\\.:]+(\.[^\p{C}/\\.:]+)*)?$")]
+Text = Annotated[
+    str, StringConstraints(max_length=4096, pattern=r"^[^\x00-\x1f\x7f]*$")
+]
+ModuleName = Annotated[
+    str,
+    StringConstraints(
+        max_length=1024, pattern=r"^([^\p{C}/\\.:]+(\.[^\p{C}/\\.:]+)*)?$"
+    ),
+]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 SignedCount = Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)]
 
@@ -24,18 +39,28 @@ SignedCount = Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)]
 class Record(BaseModel):
     """The base of every part of a manifest: frozen, strict about types, without unknown fields."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="forbid", allow_inf_nan=False
+    )
 
     @classmethod
     def new_fields(cls) -> dict[str, Any]:
         """The fields that version 1 of the manifest does not have, with their defaults."""
-        return {name: field.default for name, field in cls.model_fields.items() if not field.is_required()}
+        return {
+            name: field.default
+            for name, field in cls.model_fields.items()
+            if not field.is_required()
+        }
 
 
 def parse_json(text: str) -> Any:
     """Parse JSON; raise ``ValueError`` on numbers that are not finite, long integers and doubled keys."""
     return json.loads(
-        text, object_pairs_hook=_unique, parse_constant=_finite, parse_float=_finite, parse_int=_small_int
+        text,
+        object_pairs_hook=_unique,
+        parse_constant=_finite,
+        parse_float=_finite,
+        parse_int=_small_int,
     )
 
 
@@ -67,8 +92,12 @@ def _readable(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-# A tensor's name is never used as a path; names that look like paths are refused all the same.
-Name = Annotated[str, StringConstraints(max_length=1024, pattern=r"^[^\p{C}/\\.:]+(\.[^\p{C}/\\.:]+)*$")]
+# A tensor's name is never used as a path; names that look like paths are refused all
+# the same.
+Name = Annotated[
+    str,
+    StringConstraints(max_length=1024, pattern=r"^[^\p{C}/\\.:]+(\.[^\p{C}/\\.:]+)*$"),
+]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Settings = Annotated[dict[Text, JsonValue], AfterValidator(_readable)]
@@ -89,9 +118,10 @@ class QuantizationRecord(Record):
 class ModelRecord(Record):
     """The model that was prepared.
 
-    ``name_or_path`` is a note to the reader, never opened and not compared with a model. The SHA-256 (hex) is of its
-    config, if it has one, without the values that change by use. ``dtype`` is the original one of its first
-    floating-point parameter that is not quantized.
+    ``name_or_path`` is a note to the reader, never opened and not compared with a
+    model. The SHA-256 (hex) is of its config, if it has one, without the values that
+    change by use. ``dtype`` is the original one of its first floating-point parameter
+    that is not quantized.
     """
 
     class_name: Text = Field(alias="class")
@@ -104,7 +134,8 @@ class ModelRecord(Record):
 class AdapterRecord(Record):
     """An adapter on the base: the SHA-256 (hex) of its config, without the values that saving and loading change.
 
-    Its dtypes are those of its own parameters, sorted; copies of the base's that it trains do not count.
+    Its dtypes are those of its own parameters, sorted; copies of the base's that it
+    trains do not count.
     """
 
     config_sha256: Sha256
@@ -139,22 +170,34 @@ class ConfigRecord(Record):
     @classmethod
     def of(cls, config: PrepareConfig) -> ConfigRecord:
         """Record the settings."""
-        norms = [norm if isinstance(norm, str) else norm.__name__ for norm in config.norm_modules]
-        return cls(**{**vars(config), "precision": config.precision.value, "norm_modules": norms})
+        norms = [
+            norm if isinstance(norm, str) else norm.__name__
+            for norm in config.norm_modules
+        ]
+        return cls(
+            **{
+                **vars(config),
+                "precision": config.precision.value,
+                "norm_modules": norms,
+            }
+        )
 
     def prepare_config(self) -> PrepareConfig:
         """The settings as a ``PrepareConfig``; raises ``ConfigError`` where one is invalid."""
         try:
             return PrepareConfig(**self.model_dump())
         except (OverflowError, RecursionError) as error:
-            raise ConfigError(f"norm_modules: not a regular expression that can be compiled: {error}") from error
+            raise ConfigError(
+                f"norm_modules: not a regular expression that can be compiled: {error}"
+            ) from error
 
 
 class StateRecord(Record):
     """Hooks, flags and modes at one moment. Modules are named by their canonical names; ``""`` is the model itself.
 
-    ``input_gradient_hooks`` counts those of each module that has any, ``checkpointing`` names the modules whose
-    ``gradient_checkpointing`` is true, ``use_cache`` is the config's, and the modules counted are those of the base.
+    ``input_gradient_hooks`` counts those of each module that has any, ``checkpointing``
+    names the modules whose ``gradient_checkpointing`` is true, ``use_cache`` is the
+    config's, and the modules counted are those of the base.
     """
 
     input_gradient_hooks: dict[ModuleName, Count]
@@ -167,7 +210,8 @@ class StateRecord(Record):
 class MemoryRecord(Record):
     """Memory at one moment, in bytes: of the parameters' storages, each counted once, and as the allocator counts it.
 
-    The latter is over all accelerators that hold parameters, and ``None`` where there is none whose allocator counts.
+    The latter is over all accelerators that hold parameters, and ``None`` where there
+    is none whose allocator counts.
     """
 
     parameter_bytes: Count
@@ -203,7 +247,8 @@ class PlanRecord(Record):
 class Kind(Record):
     """The values that many tensors share: the shape, and the storage dtype and the flag, as loaded and while prepared.
 
-    ``"quantization"`` are the statistics of a quantized weight; a ``"buffer"`` is persistent.
+    ``"quantization"`` are the statistics of a quantized weight; a ``"buffer"`` is
+    persistent.
     """
 
     type: Literal["parameter", "quantization", "buffer"]
@@ -220,14 +265,16 @@ class TensorRecord:
 
     Attributes:
         fqn: Its canonical name: the one it has in a checkpoint of the unwrapped model.
-        type: ``"parameter"``, ``"quantization"`` (the statistics of a quantized weight) or ``"buffer"`` (persistent).
+        type: ``"parameter"``, ``"quantization"`` (the statistics of a quantized weight)
+            or ``"buffer"`` (persistent).
         shape: The shape.
         original_dtype: The storage dtype as loaded, such as ``"bfloat16"``.
         prepared_dtype: The storage dtype while prepared.
         requires_grad: The flag before preparation.
         prepared_requires_grad: The flag while prepared.
         digest: The 64-bit digest of the original content, 16 hex digits.
-        tie_group: Tensors of the same group are one tensor; ``None`` for a tensor that is not tied.
+        tie_group: Tensors of the same group are one tensor; ``None`` for a tensor that
+            is not tied.
     """
 
     fqn: str

@@ -27,10 +27,14 @@ def tree_of(model: Any) -> ModelTree:
     return ModelTree(model)
 
 
-def refuse_unsupported_tensors(tree: ModelTree, *, allow_meta: bool, allow_sharded: bool = False) -> None:
+def refuse_unsupported_tensors(
+    tree: ModelTree, *, allow_meta: bool, allow_sharded: bool = False
+) -> None:
     """Raise for a model without parameters, or with any that is not dense, or is sharded or on meta, unless allowed."""
     if not tree.tensors:
-        raise UnsupportedModelError(f"{type(tree.model).__name__} has no parameters: there is nothing to prepare")
+        raise UnsupportedModelError(
+            f"{type(tree.model).__name__} has no parameters: there is nothing to prepare"
+        )
     _refuse_sharded(tree, allow_sharded)
     for tensor in tree.tensors:
         parameter = tensor.parameter
@@ -42,7 +46,8 @@ def refuse_unsupported_tensors(tree: ModelTree, *, allow_meta: bool, allow_shard
         if parameter.layout is not torch.strided or parameter.is_nested:
             kind = "nested" if parameter.is_nested else f"of layout {parameter.layout}"
             raise UnsupportedModelError(
-                f"{tensor.path} is {kind}: only dense parameters can be recorded and put back", fqn=tensor.path
+                f"{tensor.path} is {kind}: only dense parameters can be recorded and put back",
+                fqn=tensor.path,
             )
         if parameter.is_meta and not allow_meta:
             remedy = "load its weights first; build_plan works on the meta device"
@@ -51,17 +56,29 @@ def refuse_unsupported_tensors(tree: ModelTree, *, allow_meta: bool, allow_shard
                     "its values are offloaded by accelerate; load the model without offloading "
                     "(device_map={'': device})"
                 )
-            raise UnsupportedModelError(f"{tensor.path} is on the meta device: {remedy}", fqn=tensor.path)
+            raise UnsupportedModelError(
+                f"{tensor.path} is on the meta device: {remedy}", fqn=tensor.path
+            )
 
 
 def _refuse_sharded(tree: ModelTree, allow_sharded: bool = False) -> None:
-    for tensor in [t for t in tree.tensors if type(t.parameter) is not nn.Parameter or vars(t.parameter)]:
+    for tensor in [
+        t
+        for t in tree.tensors
+        if type(t.parameter) is not nn.Parameter or vars(t.parameter)
+    ]:
         sharding = _sharding_of(tensor.parameter)
         if sharding and not (allow_sharded and is_sharded_tensor(tensor.parameter)):
-            raise UnsupportedModelError(f"{tensor.path} is {sharding}: {_BEFORE}", fqn=tensor.path)
+            raise UnsupportedModelError(
+                f"{tensor.path} is {sharding}: {_BEFORE}", fqn=tensor.path
+            )
     fsdp1 = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
-    for node in () if allow_sharded else tree.of_class(lambda cls: issubclass(cls, fsdp1)):
-        raise UnsupportedModelError(f"{node.path or 'the model'} is wrapped by FSDP1: {_BEFORE}", fqn=node.path)
+    for node in (
+        () if allow_sharded else tree.of_class(lambda cls: issubclass(cls, fsdp1))
+    ):
+        raise UnsupportedModelError(
+            f"{node.path or 'the model'} is wrapped by FSDP1: {_BEFORE}", fqn=node.path
+        )
     _refuse_flat(tree)
 
 
@@ -89,7 +106,8 @@ def refuse_sharded_since(tree: ModelTree, *, changes_dtypes: bool) -> None:
 
 def _refuse_flat(tree: ModelTree) -> None:
     for node in tree.modules:
-        if vars(node.module).get("_fsdp_use_orig_params") is False:  # FSDP1 sets it on all that it wraps
+        # FSDP1 sets it on all that it wraps
+        if vars(node.module).get("_fsdp_use_orig_params") is False:
             raise UnsupportedModelError(
                 f"{node.path or 'the model'} is wrapped by FSDP1 with use_orig_params=False, which takes parameters "
                 "off their modules; wrap it with use_orig_params=True, or restore and export before sharding",
@@ -98,7 +116,10 @@ def _refuse_flat(tree: ModelTree) -> None:
 
 
 def refuse_unreadable(
-    tree: ModelTree, *, allow_sharded: bool, remedy: str = "Export before sharding, or load the base again"
+    tree: ModelTree,
+    *,
+    allow_sharded: bool,
+    remedy: str = "Export before sharding, or load the base again",
 ) -> None:
     """Raise for a model whose tensors cannot be read."""
     try:
@@ -124,7 +145,9 @@ def _sharding_of(parameter: torch.Tensor) -> str:
 def refuse_without_backward(tree: ModelTree, nodes: Iterable[Node]) -> None:
     """Raise for tensors made in inference mode, and of nodes for one that computes by a kernel without a backward."""
     for tensor in tree.tensors:
-        if tensor.parameter.is_inference() and not is_rewritten(tensor.module, tensor.name):
+        if tensor.parameter.is_inference() and not is_rewritten(
+            tensor.module, tensor.name
+        ):
             raise UnsupportedModelError(
                 f"{tensor.path} was made under torch.inference_mode(): no adapter can be trained on it, and its dtype "
                 "cannot be changed; load the model outside of inference mode",

@@ -34,18 +34,24 @@ ASSUMED = "assumed_of_config"
 
 # The numbers of a config of which shapes are made.
 _SIZES = re.compile(r"size|dim$|layers?$|heads?$|experts$|d_model|d_ff|d_kv|n_embd")
-# What a config counts, and models have by the thousand at most; the modules of the largest are 120,000.
+# What a config counts, and models have by the thousand at most; the modules of the
+# largest are 120,000.
 _COUNTS = re.compile(r"layer|depth|expert|labels")
 _MAX_COUNT, _MAX_MODULES = 100_000, 200_000
 
 
-def meta_model(name_or_path: Any, quantization_config: Any = None, dtype: Any = None) -> nn.Module:
+def meta_model(
+    name_or_path: Any, quantization_config: Any = None, dtype: Any = None
+) -> nn.Module:
     """Build the model that ``from_pretrained`` would load, in evaluation mode; no weight is read or allocated."""
     config, content = _read(name_or_path)
     assumed = _left_to_defaults(config, content)
     if dtype is None or dtype == "auto":
-        # A composite config has its dtype in its parts; of two text parts the decoder's counts.
-        dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
+        # A composite config has its dtype in its parts; of two text parts the decoder's
+        # counts.
+        dtype = getattr(config, "dtype", None) or getattr(
+            config.get_text_config(decoder=True), "dtype", None
+        )
     chosen = parse_dtype(torch.bfloat16 if dtype is None else dtype, is_floating=True)
     try:
         model = _build(config, quantization_config, chosen, assumed)
@@ -54,7 +60,9 @@ def meta_model(name_or_path: Any, quantization_config: Any = None, dtype: Any = 
     except Exception as error:  # whatever an architecture raises for a config that it cannot be built from
         is_path = isinstance(name_or_path, (str, os.PathLike))
         name = repr(os.fspath(name_or_path)) if is_path else type(name_or_path).__name__
-        raise ConfigError(f"no model can be built from the config of {name}: {_reason(error)}") from error
+        raise ConfigError(
+            f"no model can be built from the config of {name}: {_reason(error)}"
+        ) from error
     setattr(model, ASSUMED, tuple(assumed))
     return model
 
@@ -64,14 +72,20 @@ def _left_to_defaults(config: Any, content: Mapping[str, Any]) -> list[str]:
     aliases = getattr(config, "attribute_map", {})
     given = {aliases.get(name, name) for name in content}
     left = []
-    for name, parameter in inspect.signature(type(config)).parameters.items() if content else ():
+    for name, parameter in (
+        inspect.signature(type(config)).parameters.items() if content else ()
+    ):
         default = parameter.default
-        is_size = type(default) is int and default > 1 and _SIZES.search(name) is not None
+        is_size = (
+            type(default) is int and default > 1 and _SIZES.search(name) is not None
+        )
         if is_size and name not in given and getattr(config, name, None) == default:
             left.append(f"{name} {default}")
     if not left:
         return []
-    return [f"sizes that its config lacks are the defaults of {type(config).__name__}: {', '.join(left)}"]
+    return [
+        f"sizes that its config lacks are the defaults of {type(config).__name__}: {', '.join(left)}"
+    ]
 
 
 def load_pretrained(
@@ -88,19 +102,39 @@ def load_pretrained(
 
     config = read_config(name_or_path, trust_remote_code)
     config.architectures = config.architectures if class_name is None else [class_name]
-    own = [name for name in _AUTO_CLASSES if name in (getattr(config, "auto_map", None) or ())]
-    cls: Any = getattr(transformers, own[0]) if own and trust_remote_code else _model_class(config)
+    own = [
+        name
+        for name in _AUTO_CLASSES
+        if name in (getattr(config, "auto_map", None) or ())
+    ]
+    cls: Any = (
+        getattr(transformers, own[0])
+        if own and trust_remote_code
+        else _model_class(config)
+    )
     if os.path.isdir(name_or_path) and not trust_remote_code:
         _refuse_larger(Path(name_or_path))
     is_quantized = getattr(config, "quantization_config", None) is not None
-    options = {} if is_quantized or not quantization_config else {"quantization_config": quantization_config}
+    options = (
+        {}
+        if is_quantized or not quantization_config
+        else {"quantization_config": quantization_config}
+    )
     options |= {"trust_remote_code": True} if trust_remote_code else {}
     options |= {} if num_labels is None else {"num_labels": num_labels}
-    options |= {"dtype": dtype or "auto", "device_map": {"": device}, "output_loading_info": True}
+    options |= {
+        "dtype": dtype or "auto",
+        "device_map": {"": device},
+        "output_loading_info": True,
+    }
     try:
         model, info = cls.from_pretrained(name_or_path, **options)
-    except Exception as error:  # whatever transformers, safetensors and the quantization library raise
-        raise ConfigError(f"cannot load a model from {os.fspath(name_or_path)!r}: {_reason(error)}") from error
+    except (
+        Exception
+    ) as error:  # whatever transformers, safetensors and the quantization library raise
+        raise ConfigError(
+            f"cannot load a model from {os.fspath(name_or_path)!r}: {_reason(error)}"
+        ) from error
     return model, {*info["missing_keys"]}
 
 
@@ -109,7 +143,11 @@ def _refuse_larger(folder: Path) -> None:
     bare = read_config(folder)
     bare.quantization_config = None
     num_elements = sum(parameter.numel() for parameter in meta_model(bare).parameters())
-    num_bytes = sum(path.stat().st_size for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
+    num_bytes = sum(
+        path.stat().st_size
+        for path in folder.iterdir()
+        if path.suffix in (".safetensors", ".bin")
+    )
     if num_elements > 16 * num_bytes + (1 << 26):
         raise ConfigError(
             f"the config of {os.fspath(folder)!r} describes {num_elements:,} values, and its files hold {num_bytes:,} "
@@ -135,7 +173,9 @@ def read_config(name_or_path: Any, trust_remote_code: bool = False) -> Any:
     return _read(name_or_path, trust_remote_code)[0]
 
 
-def _read(name_or_path: Any, trust_remote_code: bool = False) -> tuple[Any, Mapping[str, Any]]:
+def _read(
+    name_or_path: Any, trust_remote_code: bool = False
+) -> tuple[Any, Mapping[str, Any]]:
     """A config, and the content of its file; nothing of a config object."""
     from transformers import AutoConfig, PretrainedConfig
 
@@ -149,7 +189,11 @@ def _read(name_or_path: Any, trust_remote_code: bool = False) -> tuple[Any, Mapp
     name = str(os.fspath(name_or_path))
     path = Path(name)
     # What cannot be a name on the hub is not looked up there.
-    is_local = isinstance(name_or_path, os.PathLike) or path.is_absolute() or name.startswith((".", "~"))
+    is_local = (
+        isinstance(name_or_path, os.PathLike)
+        or path.is_absolute()
+        or name.startswith((".", "~"))
+    )
     if is_local and not path.exists():
         raise ConfigError(f"there is no model at {name!r}")
     if path.is_dir() and not (path / "config.json").is_file():
@@ -157,10 +201,17 @@ def _read(name_or_path: Any, trust_remote_code: bool = False) -> tuple[Any, Mapp
     try:
         content = PretrainedConfig.get_config_dict(name)[0]
         _refuse_countless(content)
-        # Without `trust_remote_code=False` it would ask, on the terminal, whether to run the code of the repository.
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code), content
-    except Exception as error:  # whatever transformers, the JSON parser and the network raise
-        raise ConfigError(f"cannot read a config from {name!r}: {_reason(error)}") from error
+        # Without `trust_remote_code=False` it would ask, on the terminal, whether to
+        # run the code of the repository.
+        return AutoConfig.from_pretrained(
+            name, trust_remote_code=trust_remote_code
+        ), content
+    except (
+        Exception
+    ) as error:  # whatever transformers, the JSON parser and the network raise
+        raise ConfigError(
+            f"cannot read a config from {name!r}: {_reason(error)}"
+        ) from error
 
 
 def _model_class(config: Any) -> Any:
@@ -197,12 +248,18 @@ def _quantizer(config: Any, quantization_config: Any) -> Any:
     if own is None:
         own = getattr(config.get_text_config(decoder=True), "quantization_config", None)
     # The config of a loaded model holds an object.
-    if own is not None and not AutoHfQuantizer.supports_quant_method(own if isinstance(own, dict) else own.to_dict()):
+    if own is not None and not AutoHfQuantizer.supports_quant_method(
+        own if isinstance(own, dict) else own.to_dict()
+    ):
         own = None
     if own is None and quantization_config is None:
         return None
     wanted: Any = copy.deepcopy(quantization_config)
-    settings = wanted if own is None else AutoHfQuantizer.merge_quantization_configs(own, wanted)
+    settings = (
+        wanted
+        if own is None
+        else AutoHfQuantizer.merge_quantization_configs(own, wanted)
+    )
     config.quantization_config = settings
     return AutoHfQuantizer.from_config(settings, pre_quantized=own is not None)
 
@@ -216,7 +273,9 @@ def _dequantized_by(quantizer: Any, dtype: torch.dtype) -> list[str]:
         return []
     if is_dequantized:
         to = dtype_name(dtype)
-        return [f"the model's weights, quantized by {method}, are dequantized to {to} when it is loaded"]
+        return [
+            f"the model's weights, quantized by {method}, are dequantized to {to} when it is loaded"
+        ]
     if not quantizer.is_trainable:
         raise ConfigError(
             f"the model's weights are quantized by {method}, in which transformers trains nothing: plan for "
@@ -225,7 +284,9 @@ def _dequantized_by(quantizer: Any, dtype: torch.dtype) -> list[str]:
     return []
 
 
-def _build(config: Any, quantization_config: Any, dtype: torch.dtype, assumed: list[str]) -> nn.Module:
+def _build(
+    config: Any, quantization_config: Any, dtype: torch.dtype, assumed: list[str]
+) -> nn.Module:
     model_class = _model_class(config)
     quantizer = _quantizer(config, quantization_config)
     if quantizer is not None:
@@ -257,7 +318,12 @@ def _loading(model_class: Any, dtype: torch.dtype) -> Iterator[None]:
     """The contexts in which ``from_pretrained`` builds; a model of more modules than any has is refused meanwhile."""
     from transformers.initialization import no_init_weights
 
-    values = {"dtype": dtype, "is_quantized": True, "_is_ds_init_called": False, "allow_all_kernels": None}
+    values = {
+        "dtype": dtype,
+        "is_quantized": True,
+        "_is_ds_init_called": False,
+        "allow_all_kernels": None,
+    }
     # Which of these it takes depends on the version of transformers.
     names = inspect.signature(model_class.get_init_context).parameters
     default = torch.get_default_dtype()
@@ -265,13 +331,17 @@ def _loading(model_class: Any, dtype: torch.dtype) -> Iterator[None]:
 
     def refuse(*_: object) -> None:
         if next(count) > _MAX_MODULES:
-            raise ConfigError(f"its config describes a model of more than {_MAX_MODULES:,} modules")
+            raise ConfigError(
+                f"its config describes a model of more than {_MAX_MODULES:,} modules"
+            )
 
     with contextlib.ExitStack() as stack:
         stack.callback(register_module_module_registration_hook(refuse).remove)
         stack.callback(torch.set_default_dtype, default)
         torch.set_default_dtype(dtype)
-        for context in model_class.get_init_context(**{name: values[name] for name in names}):
+        for context in model_class.get_init_context(
+            **{name: values[name] for name in names}
+        ):
             stack.enter_context(context)
         stack.enter_context(no_init_weights())
         yield
@@ -285,9 +355,18 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
     if not patterns or dtype not in HALF_DTYPES:
         return
     # As in transformers, a pattern matches anywhere in the name.
-    kept = re.compile("|".join(pattern.replace("*", ".*") for pattern in sorted(patterns)))
-    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
-        if tensor.dtype in HALF_DTYPES and not is_quantized_parameter(tensor) and kept.search(name):
+    kept = re.compile(
+        "|".join(pattern.replace("*", ".*") for pattern in sorted(patterns))
+    )
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(),
+    ):
+        if (
+            tensor.dtype in HALF_DTYPES
+            and not is_quantized_parameter(tensor)
+            and kept.search(name)
+        ):
             tensor.data = tensor.data.to(torch.float32)
 
 

@@ -1,8 +1,10 @@
 """How a model is quantized, and what that permits. The only file that names the quantization libraries.
 
-Half parameters outside the quantized layers are upcast where bitsandbytes quantized these, told by attributes of the
-model or by its layers. They are never cast beside gptq, aqlm, eetq, hqq and torchao (PEFT's own list), other methods of
-transformers (there PEFT casts) and a library's own function: these compute their layers in the dtype that was loaded.
+Half parameters outside the quantized layers are upcast where bitsandbytes quantized
+these, told by attributes of the model or by its layers. They are never cast beside
+gptq, aqlm, eetq, hqq and torchao (PEFT's own list), other methods of transformers
+(there PEFT casts) and a library's own function: these compute their layers in the dtype
+that was loaded.
 """
 
 from __future__ import annotations
@@ -28,8 +30,16 @@ DISTRIBUTIONS = (
 Rows = slice | list[int] | types.EllipsisType
 """Some rows of a tensor, or the whole of it, of whatever shape."""
 _SELF_MANAGED_IN_PEFT = ("gptq", "aqlm", "eetq", "hqq", "torchao")
-_DEQUANTIZED_BY_LIBRARY = ("awq", "compressed-tensors", "gptq", "hqq", "quanto", "torchao")
-# The classes of gptqmodel whose codes lie as in the checkpoint until they run in eval mode.
+_DEQUANTIZED_BY_LIBRARY = (
+    "awq",
+    "compressed-tensors",
+    "gptq",
+    "hqq",
+    "quanto",
+    "torchao",
+)
+# The classes of gptqmodel whose codes lie as in the checkpoint until they run in eval
+# mode.
 _GPTQ_CLASSES = ("TorchLinear", "TorchAtenLinear", "TorchFusedLinear")
 _AWQ_CLASSES = ("AwqTorchLinear", "TorchAtenAwqLinear", "TorchFusedAwqLinear")
 PEFT_MODULES = ("awq", "bnb", "gptq", "hqq", "torchao")
@@ -58,13 +68,17 @@ class Quantization:
 @functools.cache
 def _is_of_bitsandbytes(cls: Any, *names: str) -> bool:
     """Whether a class is one of bitsandbytes', or made from it: then the library was loaded when the class was made."""
-    return issubclass(cls, tuple(loaded_class("bitsandbytes.nn", name) for name in names))
+    return issubclass(
+        cls, tuple(loaded_class("bitsandbytes.nn", name) for name in names)
+    )
 
 
 def is_quantized_layer(module: nn.Module) -> bool:
     """Whether a module is a bitsandbytes 4-bit or 8-bit layer."""
     cls: Any = type(module)
-    return _is_of_bitsandbytes(cls, "Linear4bit", "Linear8bitLt", "Embedding4bit", "Embedding8bit")
+    return _is_of_bitsandbytes(
+        cls, "Linear4bit", "Linear8bitLt", "Embedding4bit", "Embedding8bit"
+    )
 
 
 def is_rewritten(module: nn.Module, name: str) -> bool:
@@ -94,8 +108,11 @@ _PARAMETERS = frozenset({"Params4bit", "Int8Params"})
 def is_quantized_parameter(parameter: torch.Tensor) -> bool:
     """Whether a parameter holds quantized storage, whatever its dtype: 4-bit weights can be packed into half."""
     cls: Any = type(parameter)
-    # Subclasses that other libraries swap in (sharding, quanto, torchao) keep the class name but not the class.
-    return cls is not nn.Parameter and (cls.__name__ in _PARAMETERS or _is_of_bitsandbytes(cls, *_PARAMETERS))
+    # Subclasses that other libraries swap in (sharding, quanto, torchao) keep the class
+    # name but not the class.
+    return cls is not nn.Parameter and (
+        cls.__name__ in _PARAMETERS or _is_of_bitsandbytes(cls, *_PARAMETERS)
+    )
 
 
 def _method_of(model: nn.Module) -> str | None:
@@ -105,7 +122,10 @@ def _method_of(model: nn.Module) -> str | None:
 
 def is_of_another_library(settings: Any) -> bool:
     """Whether a config's quantization is by a library whose layers keep float32 parts of their own, as scales."""
-    return isinstance(settings, dict) and settings.get("quant_method", "bitsandbytes") != "bitsandbytes"
+    return (
+        isinstance(settings, dict)
+        and settings.get("quant_method", "bitsandbytes") != "bitsandbytes"
+    )
 
 
 def detect(model: nn.Module, modules: Sequence[nn.Module]) -> Quantization:
@@ -114,17 +134,33 @@ def detect(model: nn.Module, modules: Sequence[nn.Module]) -> Quantization:
     if peft.is_quantized:
         return peft
     # Inside a container, too, a model says how it is quantized.
-    methods = (_method_of(module) for module in modules if "quantization_method" in vars(module))
-    method = next((method for method in methods if method not in (None, "bitsandbytes")), None)
+    methods = (
+        _method_of(module)
+        for module in modules
+        if "quantization_method" in vars(module)
+    )
+    method = next(
+        (method for method in methods if method not in (None, "bitsandbytes")), None
+    )
     if method is not None:
         return Quantization(method, is_quantized=True, casts=False)
     for module in modules:
         if is_quantized_layer(module) or quantized_stacks(module):
             cls: Any = type(module)
-            bits = "8bit" if _is_of_bitsandbytes(cls, "Linear8bitLt", "Embedding8bit") else "4bit"
+            bits = (
+                "8bit"
+                if _is_of_bitsandbytes(cls, "Linear8bitLt", "Embedding8bit")
+                else "4bit"
+            )
             return Quantization(f"bitsandbytes_{bits}", is_quantized=True, casts=True)
-    library = next((found for module in modules if (found := _library_of(module))), None)
-    return peft if library is None else Quantization(library, is_quantized=True, casts=False)
+    library = next(
+        (found for module in modules if (found := _library_of(module))), None
+    )
+    return (
+        peft
+        if library is None
+        else Quantization(library, is_quantized=True, casts=False)
+    )
 
 
 def _library_of(module: nn.Module) -> str | None:
@@ -136,7 +172,9 @@ def _library_of(module: nn.Module) -> str | None:
         cls: Any = type(holder)
         dtypes = [part.dtype for part in parts_of(holder)] if is_composed(cls) else []
         # The parts of no unquantized weight hold integers or numbers of one byte.
-        if not any(dtype.itemsize == 1 or not dtype.is_floating_point for dtype in dtypes):
+        if not any(
+            dtype.itemsize == 1 or not dtype.is_floating_point for dtype in dtypes
+        ):
             return None
     root, *inner = type(holder).__module__.split(".")
     return inner[0] if root == "optimum" else root
@@ -162,7 +200,8 @@ def dequantizer(module: nn.Module) -> Callable[[Rows], torch.Tensor]:
     if weight.dtype == torch.int8:
         scales = getattr(weight, "SCB", None)
         scales = vars(module)["state"].SCB if scales is None else scales
-        scales = scales.to(weight.device).view(-1, 1)  # of rows: LLM.int8(), Dettmers et al. 2022, section 2
+        # of rows: LLM.int8(), Dettmers et al. 2022, section 2
+        scales = scales.to(weight.device).view(-1, 1)
         return lambda rows: values[rows].float().mul_(scales[rows]).div_(127)
     state = quant_state_of(module, weight)
     if state is not None:  # otherwise it was loaded with ``has_fp16_weights``
@@ -175,12 +214,19 @@ def is_made_plain(module: nn.Module) -> bool:
     """Whether another library than bitsandbytes made of a layer more than a plain one whose weight is of its class."""
     if _compressed_tensors_status(module) is not None:
         return True
-    classes = loaded_class("hqq.core.quantize", "HQQLinear"), loaded_class("optimum.quanto.nn", "QLinear")
+    classes = (
+        loaded_class("hqq.core.quantize", "HQQLinear"),
+        loaded_class("optimum.quanto.nn", "QLinear"),
+    )
     return isinstance(module, (*classes, _gptqmodel_class()))
 
 
 def _compressed_tensors_status(module: nn.Module) -> str | None:
-    found = vars(module).get("quantization_status") if "quantization_scheme" in vars(module) else None
+    found = (
+        vars(module).get("quantization_status")
+        if "quantization_scheme" in vars(module)
+        else None
+    )
     return getattr(found, "value", None)
 
 
@@ -197,7 +243,9 @@ def _weight_by_compressed_tensors(module: Any) -> torch.Tensor:
     scheme = vars(module)["quantization_scheme"]
     compressor = compressors.BaseCompressor.get_value_from_registry(scheme.format.value)
     with torch.no_grad():
-        return compressor.decompress({**module._parameters, **module._buffers}, scheme)["weight"]  # type: ignore[no-any-return]
+        return compressor.decompress({**module._parameters, **module._buffers}, scheme)[  # type: ignore[no-any-return]
+            "weight"
+        ]
 
 
 def _gptqmodel_class() -> type | tuple[()]:
@@ -210,12 +258,17 @@ def _weight_by_gptqmodel(module: Any) -> torch.Tensor:
     kernels = {base.__name__ for base in cls.__mro__}
     is_awq = not kernels.isdisjoint(_AWQ_CLASSES)
     if not is_awq and kernels.isdisjoint(_GPTQ_CLASSES):
-        raise ValueError(f"{cls.__name__} may have repacked its codes; load the model with a torch kernel")
+        raise ValueError(
+            f"{cls.__name__} may have repacked its codes; load the model with a torch kernel"
+        )
     if fields["qweight"].dtype != fields["pack_dtype"]:
-        raise ValueError(f"{cls.__name__} has repacked its codes in eval mode; prepare the model before it runs")
+        raise ValueError(
+            f"{cls.__name__} has repacked its codes in eval mode; prepare the model before it runs"
+        )
     with torch.no_grad():
         if not is_awq:
-            # The class's own: an instance may have a compiled one, which is bound to the module that this is a copy of.
+            # The class's own: an instance may have a compiled one, which is bound to
+            # the module that this is a copy of.
             return cls.dequantize_weight(module).t()  # type: ignore[no-any-return]
         packing: Any = sys.modules["gptqmodel.quantization.awq.utils.packing_utils"]
         names = ("qweight", "qzeros", "scales", "bits", "group_size")
@@ -236,12 +289,19 @@ def library_dequantizer(module: nn.Module) -> Callable[[], torch.Tensor] | None:
 
 def rounds_activations(module: nn.Module) -> bool:
     """Whether a layer of transformers, for BitNet or Gemma, rounds its input or output, which has no gradient."""
-    if isinstance(module, loaded_class("transformers.integrations.bitnet", "BitLinear")):
+    if isinstance(
+        module, loaded_class("transformers.integrations.bitnet", "BitLinear")
+    ):
         return True
-    if not isinstance(module, loaded_class("transformers.integrations.gemma_quant", "QuantizedLinear")):
+    if not isinstance(
+        module, loaded_class("transformers.integrations.gemma_quant", "QuantizedLinear")
+    ):
         return False
-    steps = [module.get_parameter(f"{side}_activation_scale") for side in ("input", "output")]
-    return any(not step.is_meta and bool(step) for step in steps)  # a step of zero rounds nothing
+    steps = [
+        module.get_parameter(f"{side}_activation_scale") for side in ("input", "output")
+    ]
+    # a step of zero rounds nothing
+    return any(not step.is_meta and bool(step) for step in steps)
 
 
 def has_runtime_state(module: nn.Module) -> bool:
@@ -253,17 +313,30 @@ def has_runtime_state(module: nn.Module) -> bool:
     return _is_of_bitsandbytes(cls, "Linear4bit", "Linear8bitLt")
 
 
-def transposed_codes(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, torch.Tensor]]:
+def transposed_codes(
+    modules: Sequence[nn.Module],
+) -> list[tuple[nn.Module, torch.Tensor]]:
     """The layers of aqlm with codebooks of 256 entries, and their codes, that were transposed by a run on a CPU."""
     cls = loaded_class("aqlm.inference", "QuantizedLinear")
-    layers = [(m, vars(m), m._parameters["codes"]) for m in modules if isinstance(m, cls)] if cls else []
-    ran = [(m, codes) for m, fields, codes in layers if fields.get("gemv_op") and fields.get("codebook_size") == 256]
+    layers = (
+        [(m, vars(m), m._parameters["codes"]) for m in modules if isinstance(m, cls)]
+        if cls
+        else []
+    )
+    ran = [
+        (m, codes)
+        for m, fields, codes in layers
+        if fields.get("gemv_op") and fields.get("codebook_size") == 256
+    ]
     return [(m, codes) for m, codes in ran if codes is not None and codes.is_cpu]
 
 
 def is_of_a_quantizer(conversion: Any) -> bool:
     """Whether a model's quantizer added this one of what transformers calls a model's weight conversions."""
-    return any("hf_quantizer" in vars(operation) for operation in getattr(conversion, "operations", ()))
+    return any(
+        "hf_quantizer" in vars(operation)
+        for operation in getattr(conversion, "operations", ())
+    )
 
 
 REPACKS = "support_avx512bf16_for_cpu"
@@ -281,7 +354,9 @@ def has_kernel_without_backward(module: nn.Module) -> bool:
     return getattr(kernel, "value", kernel) == "inference"
 
 
-def state_owners(module: nn.Module, weight: torch.Tensor) -> list[tuple[str, Any, tuple[str, ...] | None]]:
+def state_owners(
+    module: nn.Module, weight: torch.Tensor
+) -> list[tuple[str, Any, tuple[str, ...] | None]]:
     """The objects beside a layer that hold its quantization state, and which of their fields do (``None``: all)."""
     owners = [
         ("weight", weight, ("CB", "SCB", "quant_state")),
@@ -303,8 +378,13 @@ def lacks_statistics(module: nn.Module) -> bool:
     if weight is None or not is_quantized_parameter(weight):
         return False
     if weight.dtype == torch.int8:
-        return getattr(weight, "SCB", None) is None and getattr(vars(module).get("state"), "SCB", None) is None
-    return type(weight).__name__ == "Params4bit" and quant_state_of(module, weight) is None
+        return (
+            getattr(weight, "SCB", None) is None
+            and getattr(vars(module).get("state"), "SCB", None) is None
+        )
+    return (
+        type(weight).__name__ == "Params4bit" and quant_state_of(module, weight) is None
+    )
 
 
 def is_repacked(fields: Mapping[str, Any]) -> bool:
@@ -320,10 +400,14 @@ def was_ever_repacked(quant_state: Any) -> bool:
 def in_other_layout(weight: torch.Tensor, quant_state: Any) -> torch.Tensor:
     """The bytes of a 4-bit weight in the other of its two layouts: a permutation of nibbles, hence exact."""
     functional: Any = sys.modules["bitsandbytes.functional"]
-    state = copy.copy(quant_state)  # bitsandbytes writes into the state that it is given
-    state.nested = state.original_nested = False  # and would compute statistics that nobody reads
+    # bitsandbytes writes into the state that it is given
+    state = copy.copy(quant_state)
+    # and would compute statistics that nobody reads
+    state.nested = state.original_nested = False
     inverse = "_inverse" if is_repacked(vars(state)) else ""
-    data: torch.Tensor = getattr(functional, f"_convert_weight_packed_for_cpu{inverse}")(weight.data, state)[0]
+    data: torch.Tensor = getattr(
+        functional, f"_convert_weight_packed_for_cpu{inverse}"
+    )(weight.data, state)[0]
     return data
 
 
@@ -333,9 +417,20 @@ def unpack_statistics(state: Any) -> None:
     absmax = state.absmax.T.reshape(-1).float()
     if state.original_nested:
         state.offset = absmax.mean()
-        absmax, state.state2 = functional.quantize_blockwise(absmax - state.offset, blocksize=256)
-    state.absmax, state.nested, state.dtype = absmax, state.original_nested, state.original_dtype
-    for name in ("packing_format_for_cpu", "original_dtype", "original_nested", "original_qshape"):
+        absmax, state.state2 = functional.quantize_blockwise(
+            absmax - state.offset, blocksize=256
+        )
+    state.absmax, state.nested, state.dtype = (
+        absmax,
+        state.original_nested,
+        state.original_dtype,
+    )
+    for name in (
+        "packing_format_for_cpu",
+        "original_dtype",
+        "original_nested",
+        "original_qshape",
+    ):
         vars(state).pop(name)
     vars(state).pop("original_storage_type", None)
 
@@ -361,7 +456,13 @@ def unpacked_copy(weight: torch.Tensor, settle: Settle | None = None) -> torch.T
     quant_state = getattr(weight, "quant_state", None)
     if not was_ever_repacked(quant_state):
         return weight
-    data = in_other_layout(weight, quant_state) if is_repacked(vars(quant_state)) else weight.data
+    data = (
+        in_other_layout(weight, quant_state)
+        if is_repacked(vars(quant_state))
+        else weight.data
+    )
     copied = torch.Tensor._make_subclass(type(weight), data)
-    vars(copied).update({**vars(weight), "quant_state": unpacked_state(quant_state, settle)})
+    vars(copied).update(
+        {**vars(weight), "quant_state": unpacked_state(quant_state, settle)}
+    )
     return copied

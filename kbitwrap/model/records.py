@@ -18,7 +18,8 @@ from .wrappers import is_sharded_tensor
 class MemoryRef(StorageWeakRef):
     """A weak reference to memory; copies are the same object, because each object frees what it refers by.
 
-    It has no ``__init__`` of its own: an interrupt in one would leave an object that cannot be freed.
+    It has no ``__init__`` of its own: an interrupt in one would leave an object that
+    cannot be freed.
     """
 
     __slots__ = ()
@@ -48,17 +49,35 @@ class TensorRef(NamedTuple):
 class ParameterRecord:
     """A parameter as it was at all of its places, and the memory that it was last seen in, whose address is kept."""
 
-    __slots__ = ("__weakref__", "_memories", "dtype", "fqn", "quant_state", "quantized_class", "refs", "shape")
+    __slots__ = (
+        "__weakref__",
+        "_memories",
+        "dtype",
+        "fqn",
+        "quant_state",
+        "quantized_class",
+        "refs",
+        "shape",
+    )
 
-    def __init__(self, fqn: str, places: Iterable[tuple[nn.Module, str]], parameter: nn.Parameter) -> None:
+    def __init__(
+        self, fqn: str, places: Iterable[tuple[nn.Module, str]], parameter: nn.Parameter
+    ) -> None:
         self.fqn = fqn
-        self.refs = tuple([TensorRef(weakref.ref(module), name) for module, name in places])
+        self.refs = tuple(
+            [TensorRef(weakref.ref(module), name) for module, name in places]
+        )
         self.dtype = parameter.dtype
         self.shape = parameter.shape
-        # Sharding makes a quantized parameter a plain one. The ``quant_state`` moves with a 4-bit weight.
-        self.quantized_class = type(parameter) if is_quantized_parameter(parameter) else None
+        # Sharding makes a quantized parameter a plain one. The ``quant_state`` moves
+        # with a 4-bit weight.
+        self.quantized_class = (
+            type(parameter) if is_quantized_parameter(parameter) else None
+        )
         state = getattr(parameter, "quant_state", None)
-        self.quant_state: weakref.ref[Any] | None = None if state is None else weakref.ref(state)
+        self.quant_state: weakref.ref[Any] | None = (
+            None if state is None else weakref.ref(state)
+        )
         self._memories = _memory_of(parameter)
 
     def expects(self, data: torch.Tensor) -> None:
@@ -71,7 +90,9 @@ class ParameterRecord:
 
     def moved(self, places: Iterable[tuple[nn.Module, str]]) -> None:
         """Note where others put the parameter, beside the places that it had."""
-        self.refs += tuple([TensorRef(weakref.ref(module), name) for module, name in places])
+        self.refs += tuple(
+            [TensorRef(weakref.ref(module), name) for module, name in places]
+        )
 
     @property
     def memory(self) -> tuple[Any, ...]:
@@ -87,13 +108,23 @@ class ParameterRecord:
 
     def was_resized(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter of the name has another number of rows, as resized embeddings have; a shard has not."""
-        is_other = self.shape != parameter.shape and self.shape[1:] == parameter.shape[1:]
+        is_other = (
+            self.shape != parameter.shape and self.shape[1:] == parameter.shape[1:]
+        )
         return is_other and not is_sharded_tensor(parameter)
 
     def at_places(self) -> list[nn.Parameter]:
         """The parameters at its places now."""
-        live = [(module, name) for owner, name in self.refs if (module := owner()) is not None]
-        return [parameter for module, name in live if (parameter := module._parameters.get(name)) is not None]
+        live = [
+            (module, name)
+            for owner, name in self.refs
+            if (module := owner()) is not None
+        ]
+        return [
+            parameter
+            for module, name in live
+            if (parameter := module._parameters.get(name)) is not None
+        ]
 
     def live(self) -> nn.Parameter | None:
         """The parameter, if it is still at one of its places."""
@@ -105,7 +136,10 @@ class ParameterRecord:
         if found and self.is_seen(found[0]):
             return found[0]  # nearly always
         kinds = (self.is_seen, lambda p: p.shape == self.shape, is_sharded_tensor)
-        return next((parameter for is_it in kinds for parameter in found if is_it(parameter)), None)
+        return next(
+            (parameter for is_it in kinds for parameter in found if is_it(parameter)),
+            None,
+        )
 
 
 def _memory_of(tensor: torch.Tensor) -> dict[Any, Any]:
@@ -135,7 +169,8 @@ class Mark:
     def __init__(self, of: int = 0, records: Records | None = None) -> None:
         self.of = of  # the ``id`` of the module
         self.records = records  # those of the preparation; a pickle is of none
-        self.dtypes: dict[str, torch.dtype] = {}  # of the parameters that are upcast, by name
+        # of the parameters that are upcast, by name
+        self.dtypes: dict[str, torch.dtype] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
         return self
@@ -148,13 +183,18 @@ class Records:
     """The records of a model's parameters, one for each, by owner and name, and the marks of its modules."""
 
     def __init__(self) -> None:
-        # By name, and the ``id`` of the owner, which is compared with it: a dictionary of weak keys is slower.
+        # By name, and the ``id`` of the owner, which is compared with it: a dictionary
+        # of weak keys is slower.
         self._by_place: dict[str, dict[int, ParameterRecord]] = {}
 
     def at(self, module: nn.Module, name: str) -> ParameterRecord | None:
         """The record of the parameter that was at a place."""
         found = self._by_place.get(name, {}).get(id(module))
-        return found if found is not None and any(owner() is module for owner, _ in found.refs) else None
+        return (
+            found
+            if found is not None and any(owner() is module for owner, _ in found.refs)
+            else None
+        )
 
     def mark(self, module: nn.Module) -> Mark:
         """The module's mark, made where it has none."""
@@ -173,7 +213,9 @@ class Records:
         mark = self.mark_of(module)
         return None if mark is None else mark.dtypes.get(name)
 
-    def add(self, record: ParameterRecord, places: Iterable[tuple[nn.Module, str]]) -> None:
+    def add(
+        self, record: ParameterRecord, places: Iterable[tuple[nn.Module, str]]
+    ) -> None:
         """Keep a record under each of its places."""
         for owner, name in places:
             self._by_place.setdefault(name, {})[id(owner)] = record

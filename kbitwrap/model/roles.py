@@ -36,13 +36,17 @@ class Role(str, Enum):
 
 def is_norm(module: nn.Module, norm_modules: tuple[type | str, ...] = ()) -> bool:
     """Whether a module is one of ``norm_modules``, or a leaf of a class named a norm whose parameters are vectors."""
-    parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+    parameters = [
+        parameter for parameter in module._parameters.values() if parameter is not None
+    ]
     if not parameters:
         return False
     cls: Any = type(module)
     if any(_is_wanted(cls, wanted) for wanted in norm_modules):
         return True
-    if not _is_named_norm(cls) or any(child is not None for child in module._modules.values()):
+    if not _is_named_norm(cls) or any(
+        child is not None for child in module._modules.values()
+    ):
         return False
     return all(parameter.dim() <= 1 for parameter in parameters)
 
@@ -77,10 +81,14 @@ def _embeddings(tree: ModelTree, getter: str) -> list[nn.Module]:
 
 
 def _parameter_ids(modules: list[nn.Module]) -> set[int]:
-    return {id(parameter) for module in modules for parameter in module._parameters.values()}
+    return {
+        id(parameter) for module in modules for parameter in module._parameters.values()
+    }
 
 
-def parameter_roles(tree: ModelTree, norm_modules: tuple[type | str, ...] = ()) -> dict[int, Role]:
+def parameter_roles(
+    tree: ModelTree, norm_modules: tuple[type | str, ...] = ()
+) -> dict[int, Role]:
     """The role of every parameter, by its ``id``. A tied embedding counts as input embedding."""
     inputs = _parameter_ids(_embeddings(tree, "get_input_embeddings"))
     outputs = _parameter_ids(_embeddings(tree, "get_output_embeddings"))
@@ -95,7 +103,9 @@ def parameter_roles(tree: ModelTree, norm_modules: tuple[type | str, ...] = ()) 
             return Role.INPUT_EMBEDDINGS
         if id(parameter) in outputs:
             return Role.OUTPUT_EMBEDDINGS
-        if is_norm(module, norm_modules) or isinstance(module, nn.modules.batchnorm._NormBase):
+        if is_norm(module, norm_modules) or isinstance(
+            module, nn.modules.batchnorm._NormBase
+        ):
             return Role.NORM
         return Role.EXPERT if _EXPERT.search(tensor.fqn) else Role.OTHER
 
@@ -118,8 +128,19 @@ def heads(tree: ModelTree) -> list[Node]:
 
 def loses_gradients(weight: torch.Tensor) -> bool:
     """Whether a linear layer's output has no gradient for its input, tried on zeros; false where it refuses these."""
-    with torch.inference_mode(False), torch.enable_grad(), torch._C._EnableTorchFunction():  # plans disable the last
-        row = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device, requires_grad=True)
+    # plans disable the last
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch._C._EnableTorchFunction(),
+    ):
+        row = torch.zeros(
+            1,
+            weight.shape[1],
+            dtype=weight.dtype,
+            device=weight.device,
+            requires_grad=True,
+        )
         try:
             return not nn.functional.linear(row, weight).requires_grad
         except (RuntimeError, AssertionError):
@@ -140,9 +161,14 @@ class _AsItsInput(nn.Linear):
 class _OnMeta(TorchFunctionMode):
     """Runs what is called without values: a forward computes dtypes and shapes, and draws no random numbers."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Call a function on tensors without memory in place of those that have some."""
-        return func(*_to_meta(args), **{name: _to_meta(value) for name, value in (kwargs or {}).items()})
+        return func(
+            *_to_meta(args),
+            **{name: _to_meta(value) for name, value in (kwargs or {}).items()},
+        )
 
 
 def _to_meta(value: Any) -> Any:
@@ -172,11 +198,14 @@ def returns_float32(adapter: nn.Module, dtype: torch.dtype) -> bool:
     """Whether PEFT's layer makes float32 of a half input: a copy of it is run, without values, as it may write them."""
     width = getattr(adapter, "in_features", 0)
     try:
-        with torch.no_grad(), _OnMeta():  # inside, the mode would see how no_grad ends, where an interrupt leaves it on
+        # inside, the mode would see how no_grad ends, where an interrupt leaves it on
+        with torch.no_grad(), _OnMeta():
             plain = _AsItsInput(width, adapter.out_features, False, "meta", dtype)  # type: ignore[arg-type]
             copied = _copied(adapter, adapter.get_submodule("base_layer"), plain)
             row = torch.empty(1, 1, width, dtype=dtype, device="meta")
             output: torch.Tensor = type(copied).forward(copied, row)
             return output.dtype == torch.float32
-    except Exception:  # a layer that is not linear, or does not run so: of that nothing is said
+    except (
+        Exception
+    ):  # a layer that is not linear, or does not run so: of that nothing is said
         return False

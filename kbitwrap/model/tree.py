@@ -1,6 +1,7 @@
 """A live model, walked once: its modules and tensors.
 
-A tensor is identified by its owner and its name there; its *fqn* is its name without wrappers, its *path* the live one.
+A tensor is identified by its owner and its name there; its *fqn* is its name without
+wrappers, its *path* the live one.
 """
 
 from __future__ import annotations
@@ -64,10 +65,14 @@ class ModelTree:
     def __init__(self, model: nn.Module, records: Records | None = None) -> None:
         self.model = model
         self.records = Records() if records is None else records
-        self.known: dict[int, ParameterRecord] = {}  # by ``id`` of parameters recorded earlier that were found again
-        self.sharded: dict[int, ParameterRecord] = {}  # and of those found sharded: where they were, and no values
-        self.substitutes: dict[ModuleIndex, list[tuple[int, nn.Module]]] = {}  # found once for each index
-        self._recorded: dict[int, ParameterRecord] = {}  # by ``id`` of parameters that the model holds
+        # by ``id`` of parameters recorded earlier that were found again
+        self.known: dict[int, ParameterRecord] = {}
+        # and of those found sharded: where they were, and no values
+        self.sharded: dict[int, ParameterRecord] = {}
+        # found once for each index
+        self.substitutes: dict[ModuleIndex, list[tuple[int, nn.Module]]] = {}
+        # by ``id`` of parameters that the model holds
+        self._recorded: dict[int, ParameterRecord] = {}
 
     def again(self) -> ModelTree:
         """The same model, walked again unless it has the same modules and parameters under the same names."""
@@ -78,7 +83,9 @@ class ModelTree:
     def _contents(self) -> list[tuple[str, int]]:
         """Every place of every module and parameter, with what is there."""
         modules = [(node.path, id(node.module)) for node in self.nodes]
-        return modules + [(tensor.path, id(tensor.parameter)) for tensor in self.all_tensors]
+        return modules + [
+            (tensor.path, id(tensor.parameter)) for tensor in self.all_tensors
+        ]
 
     @cached_property
     def nodes(self) -> list[Node]:
@@ -106,7 +113,11 @@ class ModelTree:
 
     def having(self, *names: str) -> list[Node]:
         """The modules of which any of these collections, which every module has, is not empty."""
-        return [node for node in self.modules if any(vars(node.module)[name] for name in names)]
+        return [
+            node
+            for node in self.modules
+            if any(vars(node.module)[name] for name in names)
+        ]
 
     @cached_property
     def configs(self) -> list[Any]:
@@ -160,7 +171,9 @@ class ModelTree:
 
     def at_places(self, record: ParameterRecord) -> list[nn.Parameter]:
         """The parameters at a record's places, but for those of modules that others took out of the model."""
-        return [parameter for parameter in record.at_places() if id(parameter) in self._ids]
+        return [
+            parameter for parameter in record.at_places() if id(parameter) in self._ids
+        ]
 
     @cached_property
     def _places(self) -> dict[int, list[tuple[nn.Module, str]]]:
@@ -192,31 +205,48 @@ class ModelTree:
     def base_tensors(self) -> list[NamedTensor]:
         """Every place of the base's parameters in the base."""
         inside = {node.path for node in self.plain_base}
-        return [tensor for tensor in self.all_tensors if tensor.path.rpartition(".")[0] in inside]
+        return [
+            tensor
+            for tensor in self.all_tensors
+            if tensor.path.rpartition(".")[0] in inside
+        ]
 
     @cached_property
     def base_records(self) -> list[ParameterRecord]:
         """The records of ``base_tensors``, in their order."""
         return [self.record(tensor) for tensor in self.base_tensors]
 
-    def resized(self, records: Iterable[ParameterRecord]) -> list[tuple[ParameterRecord, NamedTensor]]:
+    def resized(
+        self, records: Iterable[ParameterRecord]
+    ) -> list[tuple[ParameterRecord, NamedTensor]]:
         """The base's tensors that others made of recorded ones when they resized embeddings, maybe back to their size.
 
-        They are embeddings of another size, and what has a recorded name and as many rows, as a new head.
+        They are embeddings of another size, and what has a recorded name and as many
+        rows, as a new head.
         """
         live = self.live
         lost = [record for record in records if record not in live]
         if not lost:
             return []
         rows = {there.shape[:1] for record in lost for there in self.at_places(record)}
-        named = {tensor.fqn: tensor for tensor in self.base_tensors if id(tensor.parameter) not in self.known}
+        named = {
+            tensor.fqn: tensor
+            for tensor in self.base_tensors
+            if id(tensor.parameter) not in self.known
+        }
         found = []
         for record in lost:
             tensor = named.get(record.fqn)
             if tensor is None or is_sharded_tensor(tensor.parameter):
                 continue
-            is_in_place = any(tensor.parameter is there for there in self.at_places(record))
-            if record.was_resized(tensor.parameter) if is_in_place else tensor.parameter.shape[:1] in rows:
+            is_in_place = any(
+                tensor.parameter is there for there in self.at_places(record)
+            )
+            if (
+                record.was_resized(tensor.parameter)
+                if is_in_place
+                else tensor.parameter.shape[:1] in rows
+            ):
                 found.append((record, tensor))
         return found
 
@@ -240,7 +270,9 @@ class ModelTree:
     @cached_property
     def adapted_blocks(self) -> set[str]:
         """The prefixes of the blocks that hold an adapter. A block is an element of an outermost ``ModuleList``."""
-        lists = [node.fqn for node in self.base if isinstance(node.module, nn.ModuleList)]
+        lists = [
+            node.fqn for node in self.base if isinstance(node.module, nn.ModuleList)
+        ]
         blocks = set()
         for node in self.adapters:
             inside = [name for name in lists if node.fqn.startswith(f"{name}.")]
@@ -261,7 +293,9 @@ class ModelTree:
         return detect(self.model, [node.module for node in self.modules])
 
 
-def _walk(module: nn.Module, path: str, fqn: str, *, is_base: bool, holds_copies: bool) -> Iterator[Node]:
+def _walk(
+    module: nn.Module, path: str, fqn: str, *, is_base: bool, holds_copies: bool
+) -> Iterator[Node]:
     """List a module at one of its places, and all below it; ``holds_copies`` is a wrapper's collection of copies."""
     if isinstance(module, torch.jit.ScriptModule):
         raise UnsupportedModelError(
@@ -292,7 +326,9 @@ def shallow_copy(module: nn.Module) -> nn.Module:
     made: nn.Module = object.__new__(type(module))
     fields = made.__dict__
     fields.update(module.__dict__)
-    fields.update({name: dict(fields[name]) for name in ("_parameters", "_buffers", "_modules")})
+    fields.update(
+        {name: dict(fields[name]) for name in ("_parameters", "_buffers", "_modules")}
+    )
     fields["_non_persistent_buffers_set"] = set(fields["_non_persistent_buffers_set"])
     return made
 
@@ -334,7 +370,9 @@ class ModuleIndex:
 
     def live(self) -> list[tuple[int, nn.Module]]:
         """The modules that are still alive, each with its number."""
-        found = [(number, reference()) for number, reference in enumerate(self._references)]
+        found = [
+            (number, reference()) for number, reference in enumerate(self._references)
+        ]
         return [(number, module) for number, module in found if module is not None]
 
     def live_and_of(self, tree: ModelTree) -> list[nn.Module]:

@@ -32,8 +32,15 @@ _TABLE = (
     _Wrapping("module", "torch", leads="module"),
     _Wrapping("module", "deepspeed", leads="module"),
     _Wrapping("_orig_mod", "torch", leads="_orig_mod", is_inside=True),
-    _Wrapping("_fsdp_wrapped_module", "torch", leads="_fsdp_wrapped_module", is_inside=True),
-    _Wrapping("_checkpoint_wrapped_module", "torch", leads="_checkpoint_wrapped_module", is_inside=True),
+    _Wrapping(
+        "_fsdp_wrapped_module", "torch", leads="_fsdp_wrapped_module", is_inside=True
+    ),
+    _Wrapping(
+        "_checkpoint_wrapped_module",
+        "torch",
+        leads="_checkpoint_wrapped_module",
+        is_inside=True,
+    ),
 )
 COPIES = ("modules_to_save", "ln_tuning_layers")
 """The children of PEFT's wrappers that hold copies of the wrapped module, by adapter."""
@@ -48,7 +55,8 @@ _INSIDE = re.compile(rf"\.(?:{_CHILDREN}|(?:{_COPIES})(?:\.[^.]+(?=\.))?)(?=\.|$
 @functools.lru_cache(maxsize=1 << 16)
 def canonical_fqn(fqn: str) -> str:
     """Strip wrappers from a name that comes from a file; a ``modules_to_save`` copy gets the name of its original."""
-    # A prompt-learning ``PeftModel`` has the model itself at ``base_model``, which no name tells from an adapter's.
+    # A prompt-learning ``PeftModel`` has the model itself at ``base_model``, which no
+    # name tells from an adapter's.
     while match := _LEADING.match(fqn):
         fqn = fqn[match.end() :]
     return _INSIDE.sub("", "." + fqn)[1:]

@@ -8,7 +8,11 @@ import torch
 from torch import nn
 
 from ..config import Precision, format_bytes
-from ..model.quantization import STACKS_QUANTIZED_BY, is_quantized_parameter, rounds_activations
+from ..model.quantization import (
+    STACKS_QUANTIZED_BY,
+    is_quantized_parameter,
+    rounds_activations,
+)
 from ..model.roles import Role, loses_gradients, returns_float32
 from ..model.tree import Node
 from ..reports import first_of
@@ -38,10 +42,17 @@ class Advice:
     def of_lost_gradients(self) -> None:
         """Say which layers let no gradient through to their input: nothing else would."""
         answers: dict[Any, bool] = {}  # by the kind of weight: each is tried once
-        found = [node.fqn for node in self._tree.base if rounds_activations(node.module)]
+        found = [
+            node.fqn for node in self._tree.base if rounds_activations(node.module)
+        ]
         for node in self._tree.of_class(lambda cls: cls is nn.Linear):
             weight = node.module._parameters.get("weight")
-            if not node.is_base or weight is None or not is_composed(type(weight)) or weight.is_meta:
+            if (
+                not node.is_base
+                or weight is None
+                or not is_composed(type(weight))
+                or weight.is_meta
+            ):
                 continue
             kind = type(weight), repr(weight.__tensor_flatten__()[1])  # type: ignore[attr-defined]
             if kind not in answers:
@@ -61,7 +72,11 @@ class Advice:
         if not (self._quantization.is_quantized and self._quantization.casts):
             return
         roles = self._casts.roles
-        experts = [t for t in self._tree.tensors if roles[id(t.parameter)] is Role.EXPERT and t.parameter.dim() > 2]
+        experts = [
+            t
+            for t in self._tree.tensors
+            if roles[id(t.parameter)] is Role.EXPERT and t.parameter.dim() > 2
+        ]
         if experts:
             num_bytes = format_bytes(sum(tensor.parameter.nbytes for tensor in experts))
             self.warn(
@@ -82,14 +97,21 @@ class Advice:
         if not precision.upcasts_all:
             return
         roles = self._casts.roles
-        if any(roles[id(t.parameter)] in (Role.INPUT_EMBEDDINGS, Role.NORM) for t in self._casts.castable):
+        if any(
+            roles[id(t.parameter)] in (Role.INPUT_EMBEDDINGS, Role.NORM)
+            for t in self._casts.castable
+        ):
             self.warn(
                 "float32 embeddings and norms make the residual stream float32 in most models: activations take "
                 "twice the bytes, and FlashAttention refuses float32 queries, keys and values"
             )
         self._of_mixed_precision()
         stored = [ref() for store in self._casts.stores for ref in store.refs]
-        experts = [parameter for parameter in stored if parameter is not None and roles[id(parameter)] is Role.EXPERT]
+        experts = [
+            parameter
+            for parameter in stored
+            if parameter is not None and roles[id(parameter)] is Role.EXPERT
+        ]
         if experts:
             num_bytes = format_bytes(sum(parameter.nbytes for parameter in experts))
             self.warn(f"unquantized experts are doubled: {num_bytes} more")
@@ -104,7 +126,9 @@ class Advice:
                 f"the mixed-precision policy of FSDP casts every parameter to {policy.dtype} before it is used, which "
                 "nullifies the upcast: precision 'norms' or 'none' computes the same from half the bytes"
             )
-        elif any(isinstance(tensor.module, nn.Linear) for tensor in self._casts.castable):
+        elif any(
+            isinstance(tensor.module, nn.Linear) for tensor in self._casts.castable
+        ):
             self.warn(
                 f"under {policy.dtype} autocast linear layers, the head among them, are computed in {policy.dtype} "
                 "whatever they store: their upcast is nullified, as it is in PEFT"
@@ -124,11 +148,17 @@ class Advice:
             if "base_layer" in node.module._modules:
                 active = str(getattr(node.module, "active_adapters", ""))
                 kinds.setdefault((type(node.module), active), []).append(node)
-        found = [nodes for nodes in kinds.values() if returns_float32(nodes[0].module, dtype)]
+        found = [
+            nodes for nodes in kinds.values() if returns_float32(nodes[0].module, dtype)
+        ]
         names = [node.fqn for nodes in found for node in nodes]
         if not names:
             return []
-        others = " or prepare with precision 'full' or 'compute'" if can_be_float32 and not is_float32 else ""
+        others = (
+            " or prepare with precision 'full' or 'compute'"
+            if can_be_float32 and not is_float32
+            else ""
+        )
         return [
             f"the adapters on {first_of(names, 1)} return float32 where the model computes in {dtype}: attention, or "
             "the head, will raise that dtypes differ, as in the unprepared model; run it under autocast "
@@ -138,6 +168,8 @@ class Advice:
     def _half_dtype(self) -> torch.dtype | None:
         """The dtype of the first half parameter that is not quantized, which the model computes in."""
         for tensor in self._casts.base:
-            if tensor.parameter.dtype in HALF_DTYPES and not is_quantized_parameter(tensor.parameter):
+            if tensor.parameter.dtype in HALF_DTYPES and not is_quantized_parameter(
+                tensor.parameter
+            ):
                 return tensor.parameter.dtype
         return None

@@ -26,7 +26,11 @@ class Casts:
     """Finds what is cast of the parameters ``base`` of a model that is quantized as ``quantization`` says."""
 
     def __init__(
-        self, tree: ModelTree, base: Sequence[NamedTensor], config: PrepareConfig, quantization: Quantization
+        self,
+        tree: ModelTree,
+        base: Sequence[NamedTensor],
+        config: PrepareConfig,
+        quantization: Quantization,
     ) -> None:
         self.tree = tree
         self.base = base
@@ -45,7 +49,9 @@ class Casts:
             return []
         found = []
         for tensor in self.base:
-            if tensor.parameter.dtype not in HALF_DTYPES or is_quantized_parameter(tensor.parameter):
+            if tensor.parameter.dtype not in HALF_DTYPES or is_quantized_parameter(
+                tensor.parameter
+            ):
                 continue
             # Assigning to ``.data`` leaves what a composed tensor is made of as it is.
             if is_composed(type(tensor.parameter)):
@@ -68,7 +74,11 @@ class Casts:
         """The edits by which weights are float32 where they are used, one for each role."""
         edits = []
         for role in Role:
-            found = [tensor for tensor in self._upcast if self.roles[id(tensor.parameter)] is role]
+            found = [
+                tensor
+                for tensor in self._upcast
+                if self.roles[id(tensor.parameter)] is role
+            ]
             if not found:
                 continue
             # A tied weight is seen as float32 from each of its modules.
@@ -78,7 +88,9 @@ class Casts:
                     "upcast",
                     tuple(tensor.fqn for tensor in found),
                     role=role,
-                    weights=tuple(TensorRef(weakref.ref(module), name) for module, name in places),
+                    weights=tuple(
+                        TensorRef(weakref.ref(module), name) for module, name in places
+                    ),
                     chunk_bytes=self.config.head_chunk_bytes,
                 )
             )
@@ -89,20 +101,31 @@ class Casts:
         """The weights that precision ``"compute"`` upcasts as they are used."""
         if self.config.precision is not Precision.COMPUTE:
             return []
-        stored = {storage_key(t.parameter) for t in self.castable if self._stored_because(t) is not None}
+        stored = {
+            storage_key(t.parameter)
+            for t in self.castable
+            if self._stored_because(t) is not None
+        }
         return [t for t in self.castable if storage_key(t.parameter) not in stored]
 
     def _stored_because(self, tensor: NamedTensor) -> str | None:
         """Why a half parameter is stored in float32 under ``"compute"``; ``None`` where it is upcast at use."""
         parameter = tensor.parameter
         is_expert = self.roles[id(parameter)] is Role.EXPERT and parameter.dim() >= 2
-        is_weight = isinstance(tensor.module, (nn.Linear, nn.Embedding)) and tensor.name == "weight"
+        is_weight = (
+            isinstance(tensor.module, (nn.Linear, nn.Embedding))
+            and tensor.name == "weight"
+        )
         if not is_weight and not is_expert:
             return "not the weight of an embedding or of a linear layer"
         if not self.config.freeze and parameter.requires_grad:
             return "trained"
-        if not all(can_stand_in(module, name) for module, name in self.tree.places(tensor)):
-            return "its module does not compute with the parameter itself, or writes to it"
+        if not all(
+            can_stand_in(module, name) for module, name in self.tree.places(tensor)
+        ):
+            return (
+                "its module does not compute with the parameter itself, or writes to it"
+            )
         return None
 
     @functools.cached_property
@@ -111,7 +134,9 @@ class Casts:
         upcast = {id(tensor.parameter) for tensor in self._upcast}
         groups: dict[int, list[NamedTensor]] = {}  # of parameters that share memory
         for tensor in self.castable:
-            is_cast = self.config.precision.upcasts_all and id(tensor.parameter) not in upcast
+            is_cast = (
+                self.config.precision.upcasts_all and id(tensor.parameter) not in upcast
+            )
             if is_cast or is_rewritten(tensor.module, tensor.name):
                 groups.setdefault(storage_key(tensor.parameter), []).append(tensor)
         stores = [self._store(group) for group in groups.values()]
@@ -122,14 +147,29 @@ class Casts:
         first = group[0].parameter
         role = self.roles[id(first)]
         fqns = tuple(tensor.fqn for tensor in group)
-        refs = tuple(TensorRef(weakref.ref(tensor.module), tensor.name) for tensor in group)
+        refs = tuple(
+            TensorRef(weakref.ref(tensor.module), tensor.name) for tensor in group
+        )
         rewrites = any(is_rewritten(tensor.module, tensor.name) for tensor in group)
         is_seen = storage_key(first) in self._seen
         if not self.config.precision.upcasts_all:
-            return Store("record", fqns, role=role, refs=refs, is_rewritten=rewrites, is_seen=is_seen)
+            return Store(
+                "record",
+                fqns,
+                role=role,
+                refs=refs,
+                is_rewritten=rewrites,
+                is_seen=is_seen,
+            )
         keep = self.config.keep_originals
-        figures = self._bytes_of(group, keeps_host_copy=keep, rewrites=rewrites, is_seen=is_seen)
-        reason = self._stored_because(group[0]) if self.config.precision is Precision.COMPUTE else None
+        figures = self._bytes_of(
+            group, keeps_host_copy=keep, rewrites=rewrites, is_seen=is_seen
+        )
+        reason = (
+            self._stored_because(group[0])
+            if self.config.precision is Precision.COMPUTE
+            else None
+        )
         return Store(
             "store",
             fqns,
@@ -146,17 +186,28 @@ class Casts:
         )
 
     def _bytes_of(
-        self, group: list[NamedTensor], *, keeps_host_copy: bool, rewrites: bool, is_seen: bool
+        self,
+        group: list[NamedTensor],
+        *,
+        keeps_host_copy: bool,
+        rewrites: bool,
+        is_seen: bool,
     ) -> _CastBytes:
         parameters = [tensor.parameter for tensor in group]
         of_each = sum(parameter.nbytes for parameter in parameters)
         original = min(of_each, parameters[0].untyped_storage().nbytes())
-        cast = sum(parameter.numel() for parameter in parameters) * torch.float32.itemsize
+        cast = (
+            sum(parameter.numel() for parameter in parameters) * torch.float32.itemsize
+        )
         # On the CPU a kept original is the original itself, which is then not freed.
         is_kept_in_place = keeps_host_copy and parameters[0].device.type == "cpu"
         if is_seen or is_kept_in_place:
             return _CastBytes(cast, freed=0, recorded=0)
-        return _CastBytes(cast, freed=original, recorded=original if keeps_host_copy or rewrites else 0)
+        return _CastBytes(
+            cast,
+            freed=original,
+            recorded=original if keeps_host_copy or rewrites else 0,
+        )
 
     @functools.cached_property
     def _seen(self) -> set[int]:

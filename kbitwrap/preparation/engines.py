@@ -21,15 +21,20 @@ from .plan import Plan, build_plan
 ENGINES = ("ddp", "fsdp1", "fsdp2", "zero2", "zero3")
 
 
-def check_sharding(model: nn.Module, engine: str, param_dtype: torch.dtype | str | None = None) -> ShardingReport:
+def check_sharding(
+    model: nn.Module, engine: str, param_dtype: torch.dtype | str | None = None
+) -> ShardingReport:
     """Say what will happen with each precision under an engine, before it happens; changes nothing.
 
     Args:
-        model: The model as it is before it is prepared, on a device or on the meta device; with its adapters where
-            these are there already, because FSDP1 lays them out together with the base.
-        engine: ``"ddp"`` (DistributedDataParallel), ``"fsdp1"`` (FullyShardedDataParallel), ``"fsdp2"``
-            (``fully_shard``), ``"zero2"`` or ``"zero3"`` (DeepSpeed).
-        param_dtype: The dtype of the engine's mixed-precision policy, or its name; ``None`` for no policy.
+        model: The model as it is before it is prepared, on a device or on the meta
+            device; with its adapters where these are there already, because FSDP1 lays
+            them out together with the base.
+        engine: ``"ddp"`` (DistributedDataParallel), ``"fsdp1"``
+            (FullyShardedDataParallel), ``"fsdp2"`` (``fully_shard``), ``"zero2"`` or
+            ``"zero3"`` (DeepSpeed).
+        param_dtype: The dtype of the engine's mixed-precision policy, or its name;
+            ``None`` for no policy.
 
     Returns:
         The report.
@@ -41,7 +46,9 @@ def check_sharding(model: nn.Module, engine: str, param_dtype: torch.dtype | str
     Example:
         >>> import torch
         >>> from kbitwrap import check_sharding
-        >>> model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.LayerNorm(4)).bfloat16()
+        >>> model = torch.nn.Sequential(
+        ...     torch.nn.Embedding(8, 4), torch.nn.LayerNorm(4)
+        ... ).bfloat16()
         >>> print(check_sharding(model, "fsdp2"))
         engine 'fsdp2'
         precision  trains  restore, suspended  export, manifest
@@ -50,27 +57,50 @@ def check_sharding(model: nn.Module, engine: str, param_dtype: torch.dtype | str
         norms         yes                 yes               yes
         adapted       yes                 yes               yes
         none          yes                 yes               yes
-        full, compute: no dtype of a sharded parameter can be changed back: export() the base, or take another precision
-        full, compute, norms, adapted, none: export() and manifest() are called on every rank
-        compute: FSDP2 takes what stands in front of a weight for the weight: the first forward raises
+        full, compute: no dtype of a sharded parameter can be changed back: export() the
+            base, or take another precision
+        full, compute, norms, adapted, none: export() and manifest() are called on every
+            rank
+        compute: FSDP2 takes what stands in front of a weight for the weight: the first
+            forward raises
     """
     if engine not in ENGINES:
-        raise ConfigError(f"engine: expected one of {', '.join(map(repr, ENGINES))}, found {engine!r}")
-    dtype = None if param_dtype is None else parse_dtype(param_dtype, "param_dtype", is_floating=True)
+        raise ConfigError(
+            f"engine: expected one of {', '.join(map(repr, ENGINES))}, found {engine!r}"
+        )
+    dtype = (
+        None
+        if param_dtype is None
+        else parse_dtype(param_dtype, "param_dtype", is_floating=True)
+    )
     tree = tree_of(model)
-    outcomes = {precision.value: _outcome(tree, precision, engine, dtype) for precision in Precision}
-    return ShardingReport(engine, None if dtype is None else dtype_name(dtype), outcomes)
+    outcomes = {
+        precision.value: _outcome(tree, precision, engine, dtype)
+        for precision in Precision
+    }
+    return ShardingReport(
+        engine, None if dtype is None else dtype_name(dtype), outcomes
+    )
 
 
 _OF_FSDP1 = ("Must flatten tensors with uniform dtype", "Cannot flatten integer dtype")
-_OF_CONVOLUTIONS = "Input type ("  # what torch's convolutions say of an input in another dtype than their weight's
+# what torch's convolutions say of an input in another dtype than their weight's
+_OF_CONVOLUTIONS = "Input type ("
 
 
-def notes_on(error: BaseException | None, precision: Precision, *, is_suspended: bool = False) -> list[str]:
+def notes_on(
+    error: BaseException | None, precision: Precision, *, is_suspended: bool = False
+) -> list[str]:
     """The way out of torch's errors about the dtypes of a prepared model; none for any other error."""
     message = str(error)
-    if message.startswith(_OF_CONVOLUTIONS) and (is_suspended or not precision.upcasts_all):
-        others = "" if precision.upcasts_all else ", or prepare with precision 'full' or 'compute'"
+    if message.startswith(_OF_CONVOLUTIONS) and (
+        is_suspended or not precision.upcasts_all
+    ):
+        others = (
+            ""
+            if precision.upcasts_all
+            else ", or prepare with precision 'full' or 'compute'"
+        )
         return [
             "the model computes in the dtype that it was loaded in, as it does unprepared: give it its float inputs "
             f"(input_features, pixel_values) in model.dtype, or run it under autocast{others}"
@@ -85,9 +115,13 @@ def notes_on(error: BaseException | None, precision: Precision, *, is_suspended:
     ]
 
 
-def _outcome(tree: ModelTree, precision: Precision, engine: str, param_dtype: torch.dtype | None) -> ShardingOutcome:
+def _outcome(
+    tree: ModelTree, precision: Precision, engine: str, param_dtype: torch.dtype | None
+) -> ShardingOutcome:
     try:
-        plan = build_plan(tree.model, PrepareConfig(precision=precision, gradient_checkpointing=False))
+        plan = build_plan(
+            tree.model, PrepareConfig(precision=precision, gradient_checkpointing=False)
+        )
     except UnsupportedModelError as error:
         return ShardingOutcome(False, False, False, (f"cannot be prepared: {error}",))
     is_retyped = precision.upcasts_all and plan.casts
@@ -98,7 +132,9 @@ def _outcome(tree: ModelTree, precision: Precision, engine: str, param_dtype: to
         )
     if engine in ("ddp", "zero2"):
         if is_retyped:
-            notes.append("suspended() is refused while a trained copy (modules_to_save) is stored in float32")
+            notes.append(
+                "suspended() is refused while a trained copy (modules_to_save) is stored in float32"
+            )
         if engine == "zero2":
             notes.append("parameters stay whole, as under DDP")
         return ShardingOutcome(not failures, True, True, (*failures, *notes))
@@ -115,7 +151,9 @@ def _outcome(tree: ModelTree, precision: Precision, engine: str, param_dtype: to
         )
     if engine == "fsdp2":
         if any(isinstance(edit, UpcastAtUse) for edit in plan.edits):
-            failures.append("FSDP2 takes what stands in front of a weight for the weight: the first forward raises")
+            failures.append(
+                "FSDP2 takes what stands in front of a weight for the weight: the first forward raises"
+            )
         if any(t.parameter.dtype == torch.int8 for t in tree.tensors):
             notes.append(
                 "8-bit weights lose their scales in shards: fully_shard(..., ignored_params={every Int8Params})"
@@ -126,7 +164,9 @@ def _outcome(tree: ModelTree, precision: Precision, engine: str, param_dtype: to
         notes.append("needs use_orig_params=True")
     if exports:
         notes.append("export() and manifest() are called on every rank")
-    return ShardingOutcome(not failures, exports and not is_retyped, exports, (*failures, *notes))
+    return ShardingOutcome(
+        not failures, exports and not is_retyped, exports, (*failures, *notes)
+    )
 
 
 def _packed(tree: ModelTree, param_dtype: torch.dtype | None) -> list[str]:
@@ -146,11 +186,16 @@ def _packed(tree: ModelTree, param_dtype: torch.dtype | None) -> list[str]:
 def _not_uniform(tree: ModelTree, plan: Plan) -> list[str]:
     """Why FSDP1, which lays parameters out flat, refuses those of a prepared model."""
     stored = {
-        id(ref()): edit.dtype for edit in plan.edits if isinstance(edit, Store) and edit.dtype for ref in edit.refs
+        id(ref()): edit.dtype
+        for edit in plan.edits
+        if isinstance(edit, Store) and edit.dtype
+        for ref in edit.refs
     }
     first: dict[Any, str] = {}
     for tensor in tree.tensors:
-        first.setdefault(stored.get(id(tensor.parameter), tensor.parameter.dtype), tensor.path)
+        first.setdefault(
+            stored.get(id(tensor.parameter), tensor.parameter.dtype), tensor.path
+        )
     for dtype, path in first.items():
         if not dtype.is_floating_point:
             return [
@@ -158,11 +203,15 @@ def _not_uniform(tree: ModelTree, plan: Plan) -> list[str]:
                 "bnb_4bit_quant_storage set to the dtype of the model"
             ]
     if len(first) > 1:
-        found = ", ".join(f"{path} in {dtype_name(dtype)}" for dtype, path in first.items())
+        found = ", ".join(
+            f"{path} in {dtype_name(dtype)}" for dtype, path in first.items()
+        )
         return [
             f"FSDP1 lays out parameters of one dtype together, and would find {found}: take a precision that stores no "
             "other dtype, get_peft_model(..., autocast_adapter_dtype=False), or wrap what differs by itself"
         ]
     if any(isinstance(edit, UpcastAtUse) for edit in plan.edits):
-        return ["FSDP1 takes weights off their modules, and what stands in front of them would not be used"]
+        return [
+            "FSDP1 takes weights off their modules, and what stands in front of them would not be used"
+        ]
     return []

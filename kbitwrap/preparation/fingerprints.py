@@ -23,7 +23,8 @@ from ..tensors.bits import (
     sample,
 )
 
-_RUNS_OF_QUANTIZED = 8  # their samples tell whether a parameter is the recorded one, and no more
+# their samples tell whether a parameter is the recorded one, and no more
+_RUNS_OF_QUANTIZED = 8
 
 
 def _sampled(record: ParameterRecord, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -35,7 +36,11 @@ def _sampled(record: ParameterRecord, parameter: torch.Tensor) -> torch.Tensor |
         return None if data.is_meta else sample(data, _RUNS_OF_QUANTIZED)
     if type(parameter) is not nn.Parameter:
         parts = dense_parts(parameter)
-        return sample(parts[0].as_subclass(torch.Tensor)) if parts and not parts[0].is_meta else None
+        return (
+            sample(parts[0].as_subclass(torch.Tensor))
+            if parts and not parts[0].is_meta
+            else None
+        )
     if parameter.is_meta or parameter.layout is not torch.strided:
         return None
     taken = sample(parameter)
@@ -55,20 +60,27 @@ def sample_bytes(parameter: torch.Tensor) -> int:
 class Fingerprints:
     """A sample of every parameter, on its device, which may miss a few elements; with ``audit`` digests too."""
 
-    def __init__(self, parameters: Iterable[tuple[ParameterRecord, torch.Tensor]], audit: bool) -> None:
+    def __init__(
+        self, parameters: Iterable[tuple[ParameterRecord, torch.Tensor]], audit: bool
+    ) -> None:
         self._samples: dict[ParameterRecord, torch.Tensor] = {}
         self._digests: dict[ParameterRecord, Callable[[], int]] = {}
         groups: dict[Any, list[tuple[ParameterRecord, torch.Tensor]]] = {}
         for record, parameter in parameters:
             taken = _sampled(record, parameter)
             if taken is not None:
-                groups.setdefault((taken.device, taken.dtype), []).append((record, taken))
+                groups.setdefault((taken.device, taken.dtype), []).append(
+                    (record, taken)
+                )
             if audit and record.quantized_class is None and is_dense(parameter):
                 self._digests[record] = begin_digest(parameter)
         for found in groups.values():
-            together = torch.cat([taken for _, taken in found])  # one piece of memory, and nothing pinned
+            # one piece of memory, and nothing pinned
+            together = torch.cat([taken for _, taken in found])
             pieces = together.split([taken.numel() for _, taken in found])
-            self._samples.update(zip((record for record, _ in found), pieces, strict=True))
+            self._samples.update(
+                zip((record for record, _ in found), pieces, strict=True)
+            )
 
     @property
     def num_bytes(self) -> int:
@@ -82,8 +94,11 @@ class Fingerprints:
     def changed(
         self,
         parameters: Iterable[tuple[ParameterRecord, torch.Tensor]],
-        original_of: Callable[[ParameterRecord, torch.Tensor], torch.Tensor] | None = None,  # to compare its digest
-        compared: Mapping[ParameterRecord, torch.Tensor] = MappingProxyType({}),  # answers for others, on their devices
+        # to compare its digest
+        original_of: Callable[[ParameterRecord, torch.Tensor], torch.Tensor]
+        | None = None,
+        # answers for others, on their devices
+        compared: Mapping[ParameterRecord, torch.Tensor] = MappingProxyType({}),
     ) -> set[ParameterRecord]:
         """Find the parameters that hold others than the recorded values, in one read for each device."""
         changed: set[ParameterRecord] = set()
@@ -97,20 +112,35 @@ class Fingerprints:
                 continue
             groups.setdefault((new.device, new.dtype), []).append((record, old, new))
             digest = self._digests.get(record)
-            if original_of and digest and content_digest(original_of(record, parameter)) != digest():
+            if (
+                original_of
+                and digest
+                and content_digest(original_of(record, parameter)) != digest()
+            ):
                 changed.add(record)
-        masks: dict[torch.device, list[tuple[list[ParameterRecord], list[int], torch.Tensor]]] = {}
+        masks: dict[
+            torch.device, list[tuple[list[ParameterRecord], list[int], torch.Tensor]]
+        ] = {}
         for (device, _), found in groups.items():
-            olds, news = torch.cat([old.to(device) for _, old, _ in found]), torch.cat([new for _, _, new in found])
+            olds, news = (
+                torch.cat([old.to(device) for _, old, _ in found]),
+                torch.cat([new for _, _, new in found]),
+            )
             if device.type == "cpu" and same_bytes(olds, news):
                 continue
             mask = differs(olds, news)
-            masks.setdefault(device, []).append(([r for r, _, _ in found], [old.numel() for _, old, _ in found], mask))
+            masks.setdefault(device, []).append(
+                ([r for r, _, _ in found], [old.numel() for _, old, _ in found], mask)
+            )
         for record, answer in compared.items():
             masks.setdefault(answer.device, []).append(([record], [1], answer.view(1)))
         for of_device in masks.values():
             is_different = torch.cat([mask for *_, mask in of_device]).cpu()
             records = [record for records, _, _ in of_device for record in records]
             lengths = [length for _, lengths, _ in of_device for length in lengths]
-            changed.update(r for r, m in zip(records, is_different.split(lengths), strict=True) if bool(m.any()))
+            changed.update(
+                r
+                for r, m in zip(records, is_different.split(lengths), strict=True)
+                if bool(m.any())
+            )
         return changed

@@ -10,7 +10,8 @@ class State:
     """Hooks, flags and modes. Modules are named by their fqns; ``""`` is the model itself."""
 
     input_gradient_hooks: dict[str, int]  # how many each module has that has any
-    checkpointing: tuple[str, ...]  # the modules whose ``gradient_checkpointing`` is true
+    # the modules whose ``gradient_checkpointing`` is true
+    checkpointing: tuple[str, ...]
     use_cache: bool | None  # the config's
     num_modules: int  # of the base
     num_training: int  # of these, those in train mode
@@ -21,7 +22,8 @@ class Memory:
     """Memory in bytes: of the parameters' storages, each counted once, and as the allocator counts it."""
 
     parameter_bytes: int
-    allocated_bytes: int | None  # over all accelerators that hold parameters; ``None`` where none counts
+    # over all accelerators that hold parameters; ``None`` where none counts
+    allocated_bytes: int | None
     reserved_bytes: int | None
 
 

@@ -1,6 +1,7 @@
 """The record of the unprepared model, which restore, verify, export and the manifest all read.
 
-It holds no parameter, and no value but samples: see ``ParameterRecord`` and ``Fingerprints``.
+It holds no parameter, and no value but samples: see ``ParameterRecord`` and
+``Fingerprints``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from torch import nn
 from ..edits.base import HeldOriginal
 from ..edits.checkpointing import input_gradient_hooks
 from ..edits.storage import CopyChange, StorageChange
-from ..model.quantization import is_quantized_parameter, is_rewritten, quant_state_of, was_decompressed
+from ..model.quantization import (
+    is_quantized_parameter,
+    is_rewritten,
+    quant_state_of,
+    was_decompressed,
+)
 from ..model.records import ParameterRecord, TensorRef, key_of
 from ..model.tree import CONFIG_ATTRIBUTES, ModelTree, NamedTensor, join, only_reading
 from ..model.wrappers import is_flattened, is_sharded_tensor
@@ -29,21 +35,39 @@ from ..tensors.lazy import values_of
 from .fingerprints import Fingerprints
 from .moments import Memory, Moment, State
 
-Buffer = tuple[torch.dtype, torch.Size, Callable[[], int]]  # its digest, begun when recorded, is read when asked for
-REPLACED, DECOMPRESSED = "was replaced or resized", "was decompressed by its library when the model ran"
+# its digest, begun when recorded, is read when asked for
+Buffer = tuple[torch.dtype, torch.Size, Callable[[], int]]
+REPLACED, DECOMPRESSED = (
+    "was replaced or resized",
+    "was decompressed by its library when the model ran",
+)
 _FEW = 1 << 16  # elements of a buffer that is compared
-_HOOK_DICTS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_HOOK_DICTS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
 
 
 def signature(tree: ModelTree) -> int:
     """A hash, good in this process, of what a plan depends on: modules, parameters, and what these are and where."""
-    parts: list[Any] = []  # flat: hundreds of tuples would be work for the garbage collector
+    # flat: hundreds of tuples would be work for the garbage collector
+    parts: list[Any] = []
     for node in tree.nodes:
         parts += node.path, id(node.module), type(node.module), len(vars(node.module))
     try:
         for tensor in tree.all_tensors:
             p = tensor.parameter
-            parts += tensor.name, id(p), p.dtype, p.shape, p.device, p.requires_grad, p.data_ptr()
+            parts += (
+                tensor.name,
+                id(p),
+                p.dtype,
+                p.shape,
+                p.device,
+                p.requires_grad,
+                p.data_ptr(),
+            )
     except RuntimeError:
         return 0  # as of no model that can be planned
     return hash(tuple(parts))
@@ -59,11 +83,21 @@ def _state(tree: ModelTree) -> State:
     modules: dict[nn.Module, str] = {}
     for node in tree.base:
         modules.setdefault(node.module, node.fqn)
-    hooked = [node.module for node in tree.having("_forward_hooks") if node.module in modules]
+    hooked = [
+        node.module for node in tree.having("_forward_hooks") if node.module in modules
+    ]
     use_cache = getattr(getattr(tree.model, "config", None), "use_cache", None)
     return State(
-        input_gradient_hooks={modules[m]: len(keys) for m in hooked if (keys := input_gradient_hooks(m))},
-        checkpointing=tuple([fqn for m, fqn in modules.items() if vars(m).get("gradient_checkpointing") is True]),
+        input_gradient_hooks={
+            modules[m]: len(keys) for m in hooked if (keys := input_gradient_hooks(m))
+        },
+        checkpointing=tuple(
+            [
+                fqn
+                for m, fqn in modules.items()
+                if vars(m).get("gradient_checkpointing") is True
+            ]
+        ),
         use_cache=use_cache if isinstance(use_cache, bool) else None,
         num_modules=len(modules),
         num_training=sum([module.training for module in modules]),
@@ -75,7 +109,9 @@ def _memory(tree: ModelTree) -> Memory:
     storages = [parameter.untyped_storage() for parameter in parameters]
     devices = accelerators(parameters)
     return Memory(
-        parameter_bytes=sum({storage._cdata: storage.nbytes() for storage in storages}.values()),
+        parameter_bytes=sum(
+            {storage._cdata: storage.nbytes() for storage in storages}.values()
+        ),
         allocated_bytes=_on_devices(devices, "memory_allocated"),
         reserved_bytes=_on_devices(devices, "memory_reserved"),
     )
@@ -96,17 +132,23 @@ def configs_of(module: nn.Module) -> list[tuple[str, Any]]:
 
 def _is_saved(config: Any) -> bool:
     # Of the class first: asking a config of transformers takes many times as long.
-    return hasattr(type(config), "save_pretrained") or hasattr(config, "save_pretrained")
+    return hasattr(type(config), "save_pretrained") or hasattr(
+        config, "save_pretrained"
+    )
 
 
 @dataclass
 class Changes:
     """The names of the base's parameters that are not as they were recorded."""
 
-    trained: list[str] = field(default_factory=list)  # their value changed, and they may be trained
-    drifted: list[str] = field(default_factory=list)  # their value changed although they were frozen
-    replaced: dict[str, str] = field(default_factory=dict)  # what happened: another, of another shape, or none is there
-    not_compared: list[str] = field(default_factory=list)  # sharded since: their values are on all ranks together
+    # their value changed, and they may be trained
+    trained: list[str] = field(default_factory=list)
+    # their value changed although they were frozen
+    drifted: list[str] = field(default_factory=list)
+    # what happened: another, of another shape, or none is there
+    replaced: dict[str, str] = field(default_factory=dict)
+    # sharded since: their values are on all ranks together
+    not_compared: list[str] = field(default_factory=list)
 
 
 class Original:
@@ -117,28 +159,65 @@ class Original:
         self.records = tree.records
         self.before = read_moment(tree)
         with only_reading():
-            self._modules = {node.fqn: weakref.ref(node.module) for node in tree.plain_base}
-            self.base = dict(zip([tensor.fqn for tensor in tree.base_tensors], tree.base_records, strict=True))
-            once = dict(zip(tree.base_records, [tensor.parameter for tensor in tree.base_tensors], strict=True))
+            self._modules = {
+                node.fqn: weakref.ref(node.module) for node in tree.plain_base
+            }
+            self.base = dict(
+                zip(
+                    [tensor.fqn for tensor in tree.base_tensors],
+                    tree.base_records,
+                    strict=True,
+                )
+            )
+            once = dict(
+                zip(
+                    tree.base_records,
+                    [tensor.parameter for tensor in tree.base_tensors],
+                    strict=True,
+                )
+            )
             self._records = list(once)
             self._fingerprints = Fingerprints(once.items(), audit)
             # Those of adapters that were there before, too.
-            adapters = [t for t in tree.tensors if id(t.parameter) in tree.adapter_ids] if tree.adapter_ids else []
-            self.flags = {record: parameter.requires_grad for record, parameter in once.items()}
-            self.flags.update({tree.record(t): t.parameter.requires_grad for t in adapters})
-        self._configs: dict[int, Any] = {}  # by ``id``; the memo of ``deepcopy`` holds the configs
-        self._buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, Buffer]] = weakref.WeakKeyDictionary()
+            adapters = (
+                [t for t in tree.tensors if id(t.parameter) in tree.adapter_ids]
+                if tree.adapter_ids
+                else []
+            )
+            self.flags = {
+                record: parameter.requires_grad for record, parameter in once.items()
+            }
+            self.flags.update(
+                {tree.record(t): t.parameter.requires_grad for t in adapters}
+            )
+        # by ``id``; the memo of ``deepcopy`` holds the configs
+        self._configs: dict[int, Any] = {}
+        self._buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, Buffer]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._hooks = _hooks_of(tree)
         for m in [node.module for node in tree.having("_buffers")]:
-            saved = [(n, b) for n, b in m._buffers.items() if b is not None and n not in m._non_persistent_buffers_set]
+            saved = [
+                (n, b)
+                for n, b in m._buffers.items()
+                if b is not None and n not in m._non_persistent_buffers_set
+            ]
             # Training writes them, and they are small.
-            self._buffers[m] = {n: (b.dtype, b.shape, begin_digest(b)) for n, b in saved if is_dense(b)}
+            self._buffers[m] = {
+                n: (b.dtype, b.shape, begin_digest(b)) for n, b in saved if is_dense(b)
+            }
         for config in tree.configs:
             if _is_saved(config):
                 copy.deepcopy(config, self._configs)
         first: dict[Any, ParameterRecord] = {}
-        others = [record for record in once if first.setdefault(record.memory, record) is not record]
-        self.sharing_memory = {one for record in others for one in (record, first[record.memory])}
+        others = [
+            record
+            for record in once
+            if first.setdefault(record.memory, record) is not record
+        ]
+        self.sharing_memory = {
+            one for record in others for one in (record, first[record.memory])
+        }
 
     @functools.cached_property
     def _inside(self) -> dict[str, dict[str, ParameterRecord]]:
@@ -158,7 +237,9 @@ class Original:
         """A config as it was recorded; one that is new, as it is."""
         return self._configs.get(id(config), config)
 
-    def buffer(self, module: nn.Module, name: str) -> tuple[torch.dtype, torch.Size, int] | None:
+    def buffer(
+        self, module: nn.Module, name: str
+    ) -> tuple[torch.dtype, torch.Size, int] | None:
         """The recorded dtype, shape and digest of a persistent buffer; ``None`` where it was not there."""
         found = self._buffers.get(module, {}).get(name)
         return None if found is None else (*found[:2], found[2]())
@@ -169,8 +250,12 @@ class Original:
         for node in tree.base:
             for name, (_, _, digest) in self._buffers.get(node.module, {}).items():
                 buffer = node.module._buffers.get(name)
-                is_compared = buffer is not None and buffer.numel() <= _FEW and is_dense(buffer)
-                if buffer is None or (is_compared and content_digest(buffer) != digest()):
+                is_compared = (
+                    buffer is not None and buffer.numel() <= _FEW and is_dense(buffer)
+                )
+                if buffer is None or (
+                    is_compared and content_digest(buffer) != digest()
+                ):
                     found.append(join(node.fqn, name))
         return found
 
@@ -181,7 +266,11 @@ class Original:
         found = []
         for record in self._records:
             parameter = record.there()
-            if self.flags[record] and parameter is not None and not parameter.requires_grad:
+            if (
+                self.flags[record]
+                and parameter is not None
+                and not parameter.requires_grad
+            ):
                 found.append(record.refs[0])
         return found
 
@@ -189,7 +278,10 @@ class Original:
         """Whether a new name has a parameter that the module had under another: PEFT names AQLM's codes ``qweight``."""
         parameter, at = module._parameters[name], self.records.at
         had = parameter is not None and at(module, name) is None
-        return had and any(p is parameter and at(module, other) is not None for other, p in module._parameters.items())
+        return had and any(
+            p is parameter and at(module, other) is not None
+            for other, p in module._parameters.items()
+        )
 
     def follow(self, tree: ModelTree) -> None:
         """Find every parameter again, wherever others put it."""
@@ -207,13 +299,20 @@ class Original:
             if lost:
                 self._find_by_value(tree, self._find_by_memory(tree, lost))
 
-    def _find_by_memory(self, tree: ModelTree, lost: list[ParameterRecord]) -> list[ParameterRecord]:
+    def _find_by_memory(
+        self, tree: ModelTree, lost: list[ParameterRecord]
+    ) -> list[ParameterRecord]:
         """Find parameters at places that they did not have, and return the records of the others."""
-        new = [tensor for tensor in tree.tensors if id(tensor.parameter) not in tree.known]
+        new = [
+            tensor for tensor in tree.tensors if id(tensor.parameter) not in tree.known
+        ]
         by_memory = {key_of(tensor.parameter): tensor for tensor in new}
         still_lost = []
         for record in lost:
-            tensor = next((by_memory[key] for key in record.memory if key and key in by_memory), None)
+            tensor = next(
+                (by_memory[key] for key in record.memory if key and key in by_memory),
+                None,
+            )
             if tensor is None or tensor.parameter.shape != record.shape:
                 still_lost.append(record)
                 continue
@@ -223,22 +322,41 @@ class Original:
 
     def _find_by_value(self, tree: ModelTree, lost: list[ParameterRecord]) -> None:
         """Find parameters that got other memory: what is at their place, or has their name, holds their values."""
-        new = [tensor for tensor in tree.base_tensors if id(tensor.parameter) not in tree.known]
-        named = {tensor.fqn: tensor for tensor in new if self.records.mark_of(tensor.module) is None}  # no copies
+        new = [
+            tensor
+            for tensor in tree.base_tensors
+            if id(tensor.parameter) not in tree.known
+        ]
+        # no copies
+        named = {
+            tensor.fqn: tensor
+            for tensor in new
+            if self.records.mark_of(tensor.module) is None
+        }
         elsewhere: dict[ParameterRecord, NamedTensor] = {}
         candidates = []
         for record in lost:
             there: torch.Tensor | None = next(iter(tree.at_places(record)), None)
             tensor = named.get(record.fqn)
-            if there is None and tensor is not None and tensor.parameter.requires_grad <= self.flags[record]:
+            if (
+                there is None
+                and tensor is not None
+                and tensor.parameter.requires_grad <= self.flags[record]
+            ):
                 elsewhere[record] = tensor
                 there = tensor.parameter
-            if there is not None and there.shape == record.shape and self._fingerprints.has(record):
+            if (
+                there is not None
+                and there.shape == record.shape
+                and self._fingerprints.has(record)
+            ):
                 candidates.append((record, there))
         changed = self._fingerprints.changed(candidates) if candidates else set()
         for record, there in candidates:
             # A layer that rewrites a parameter moves it before training changes it.
-            if record in changed and not any((m := ref.owner()) and is_rewritten(m, ref.name) for ref in record.refs):
+            if record in changed and not any(
+                (m := ref.owner()) and is_rewritten(m, ref.name) for ref in record.refs
+            ):
                 continue
             if record in elsewhere:
                 record.moved(tree.places(elsewhere[record]))
@@ -247,10 +365,15 @@ class Original:
 
     def differs(self, record: ParameterRecord, value: torch.Tensor) -> bool:
         """Whether a value is not the recorded one, as far as was recorded."""
-        return bool(self._fingerprints.changed([(record, value)], lambda _, found: found))
+        return bool(
+            self._fingerprints.changed([(record, value)], lambda _, found: found)
+        )
 
     def changes(
-        self, tree: ModelTree, held: Sequence[HeldOriginal] = (), trainable: Collection[Any] | None = None
+        self,
+        tree: ModelTree,
+        held: Sequence[HeldOriginal] = (),
+        trainable: Collection[Any] | None = None,
     ) -> Changes:
         """Find what became of the base, whose originals are ``held``, in one read of each device, after ``follow``.
 
@@ -275,16 +398,24 @@ class Original:
                 record = inside.get(name)
                 if current is None and record is None:
                     continue
-                if current is None or record is None or not _is_recorded(record, module, current, tree):
+                if (
+                    current is None
+                    or record is None
+                    or not _is_recorded(record, module, current, tree)
+                ):
                     if not self.is_alias(module, name):
-                        found.replaced[join(fqn, name)] = DECOMPRESSED if was_decompressed(module) else REPLACED
+                        found.replaced[join(fqn, name)] = (
+                            DECOMPRESSED if was_decompressed(module) else REPLACED
+                        )
                 elif id(current) in tree.known:
                     compared[record] = current
                 else:
                     found.not_compared.append(record.fqn)
             if not inside.keys() <= module._parameters.keys():
                 what = DECOMPRESSED if was_decompressed(module) else REPLACED
-                found.replaced.update({join(fqn, n): what for n in inside if n not in module._parameters})
+                found.replaced.update(
+                    {join(fqn, n): what for n in inside if n not in module._parameters}
+                )
         for fqn, module in live.items():
             if any(parameter is not None for parameter in module._parameters.values()):
                 found.replaced[fqn] = "was added"
@@ -292,55 +423,96 @@ class Original:
         kept = {}
         for record, value in unquantized:
             holder = holders.get(id(record))
-            if isinstance(holder, StorageChange) and holder.kept is not None and holder.converts(value):
+            if (
+                isinstance(holder, StorageChange)
+                and holder.kept is not None
+                and holder.converts(value)
+            ):
                 kept[record] = holder
 
-        def original_of(record: ParameterRecord, parameter: torch.Tensor) -> torch.Tensor:
+        def original_of(
+            record: ParameterRecord, parameter: torch.Tensor
+        ) -> torch.Tensor:
             holder = holders.get(id(record))
             return values_of(parameter if holder is None else holder.read(parameter))
 
-        whole = {r: holder.against_kept(compared[r].data)[0] for r, holder in kept.items()}
-        changed = self._fingerprints.changed([(r, p) for r, p in unquantized if r not in kept], original_of, whole)
+        whole = {
+            r: holder.against_kept(compared[r].data)[0] for r, holder in kept.items()
+        }
+        changed = self._fingerprints.changed(
+            [(r, p) for r, p in unquantized if r not in kept], original_of, whole
+        )
         for record, parameter in compared.items():
             if record in changed:
-                is_trained = parameter.requires_grad if trainable is None else record in trainable
+                is_trained = (
+                    parameter.requires_grad
+                    if trainable is None
+                    else record in trainable
+                )
                 (found.trained if is_trained else found.drifted).append(record.fqn)
         return found
 
     def gone(self, changes: Changes) -> list[str]:
         """The names of the parameters of the base that are not there any more."""
-        inside = [join(fqn, name) for fqn in changes.replaced for name in self._inside.get(fqn, {})]
+        inside = [
+            join(fqn, name)
+            for fqn in changes.replaced
+            for name in self._inside.get(fqn, {})
+        ]
         return [fqn for fqn in (*changes.replaced, *inside) if fqn in self.base]
 
-    def copies(self, tree: ModelTree, cast: Iterable[ParameterRecord]) -> list[CopyChange]:
+    def copies(
+        self, tree: ModelTree, cast: Iterable[ParameterRecord]
+    ) -> list[CopyChange]:
         """Find parameters that others cast, and copies of parameters that they or we ``cast``."""
         base, ours = set(self._records), set(cast)
-        resized = {id(tensor.parameter): record for record, tensor in tree.resized(base)}
+        resized = {
+            id(tensor.parameter): record for record, tensor in tree.resized(base)
+        }
         found = []
         for tensor in tree.tensors:
             parameter = tensor.parameter
             own = tree.known.get(id(parameter))
             if own is not None and own not in base:
                 continue
-            # Where a shared parameter is at new places only, undoing other changes may free the one it is known by.
+            # Where a shared parameter is at new places only, undoing other changes may
+            # free the one it is known by.
             if own in ours and self.records.at(tensor.module, tensor.name) is own:
                 continue
-            original = own or resized.get(id(parameter)) or self._cast_original(tree, tensor)
-            dtype = self.records.dtype_before(tensor.module, tensor.name) if original is None else original.dtype
-            if dtype is None or dtype == parameter.dtype or (own is None and dtype not in HALF_DTYPES):
+            original = (
+                own or resized.get(id(parameter)) or self._cast_original(tree, tensor)
+            )
+            dtype = (
+                self.records.dtype_before(tensor.module, tensor.name)
+                if original is None
+                else original.dtype
+            )
+            if (
+                dtype is None
+                or dtype == parameter.dtype
+                or (own is None and dtype not in HALF_DTYPES)
+            ):
                 continue
             if original is not None and original.quantized_class is not None:
                 continue
             if not (parameter.is_floating_point() and dtype.is_floating_point):
                 continue
             record = own or tree.record(tensor)
-            is_base = own is not None or not (parameter.requires_grad or id(parameter) in tree.adapter_ids)
+            is_base = own is not None or not (
+                parameter.requires_grad or id(parameter) in tree.adapter_ids
+            )
             named = original or self.base.get(tensor.fqn)
             is_resized = named is not None and parameter.shape != named.shape
-            found.append(CopyChange(record, parameter, dtype, is_base=is_base, is_resized=is_resized))
+            found.append(
+                CopyChange(
+                    record, parameter, dtype, is_base=is_base, is_resized=is_resized
+                )
+            )
         return found
 
-    def _cast_original(self, tree: ModelTree, tensor: NamedTensor) -> ParameterRecord | None:
+    def _cast_original(
+        self, tree: ModelTree, tensor: NamedTensor
+    ) -> ParameterRecord | None:
         """The record that an adapter's copy has the name of, if others cast that one to the dtype that the copy has."""
         named = self.base.get(tensor.fqn)
         if named not in tree.live or id(tensor.parameter) not in tree.adapter_ids:
@@ -352,8 +524,16 @@ class Original:
         found = []
         for tensor in tree.tensors:
             original, parameter = self.base.get(tensor.fqn), tensor.parameter
-            is_half = parameter.dtype in HALF_DTYPES and original is not None and original.dtype in HALF_DTYPES
-            if is_half and id(parameter) not in tree.known and not is_quantized_parameter(parameter):
+            is_half = (
+                parameter.dtype in HALF_DTYPES
+                and original is not None
+                and original.dtype in HALF_DTYPES
+            )
+            if (
+                is_half
+                and id(parameter) not in tree.known
+                and not is_quantized_parameter(parameter)
+            ):
                 found.append(tensor)
         return found
 
@@ -372,7 +552,11 @@ class Original:
                 foreign.append(tensor.path)
         hooks = _hooks_of(tree)
         foreign += [line for key, line in hooks.items() if key not in self._hooks]
-        foreign += [f"{line} was removed" for key, line in self._hooks.items() if key not in hooks]
+        foreign += [
+            f"{line} was removed"
+            for key, line in self._hooks.items()
+            if key not in hooks
+        ]
         return replaced, foreign
 
     def _is_other(self, record: ParameterRecord, parameter: torch.Tensor) -> bool:
@@ -391,17 +575,24 @@ def _hooks_of(tree: ModelTree) -> dict[int, str]:
         for name in _HOOK_DICTS:
             kind = name.strip("_").replace("_", " ").removesuffix("s")
             for key, hook in vars(node.module)[name].items():
-                found[key] = f"{node.path}: {kind} {getattr(hook, '__name__', type(hook).__name__)}"
+                found[key] = (
+                    f"{node.path}: {kind} {getattr(hook, '__name__', type(hook).__name__)}"
+                )
     return found
 
 
-def _is_recorded(record: ParameterRecord, module: nn.Module, parameter: torch.Tensor, tree: ModelTree) -> bool:
+def _is_recorded(
+    record: ParameterRecord, module: nn.Module, parameter: torch.Tensor, tree: ModelTree
+) -> bool:
     """Whether a live parameter of a module is the one recorded, or, as far as can be told, that one sharded."""
-    # Not by shape: a 4-bit layer that repacks its weight for the CPU gives it another of as many elements.
+    # Not by shape: a 4-bit layer that repacks its weight for the CPU gives it another
+    # of as many elements.
     if parameter.numel() != record.shape.numel() and not is_flattened(parameter):
         return False
     if tree.known.get(id(parameter)) is record:
         return True
     if tree.sharded.get(id(parameter)) is not record:
         return False
-    return record.quant_state is None or record.quant_state() is quant_state_of(module, parameter)
+    return record.quant_state is None or record.quant_state() is quant_state_of(
+        module, parameter
+    )

@@ -29,19 +29,28 @@ class Plan(Report):
         config: The settings planned for.
         quantization: The quantization method found, or ``None``.
         edits: The edits, in the order in which they are applied.
-        by_role: ``{role: {"count", "bytes", "added_bytes"}}``: parameters, the bytes they hold now, and those added.
-        added_bytes: Live bytes that the prepared parameters hold beyond the loaded ones, until they are restored.
-        peak_bytes: The most bytes live at any moment of ``prepare``, above those at its start.
-        cache_bytes: The bytes that PEFT's way would leave in a caching allocator: the half originals, freed and kept.
-        record_bytes: The bytes that the record itself holds beyond that: biases that bitsandbytes rewrites and, of a
-            model on an accelerator with ``keep_originals``, host copies of all that is cast. (On the CPU those are the
-            originals themselves, and count in ``added_bytes``.)
-        sample_bytes: The bytes of the samples that tell what training changed, kept on the parameters' devices while
-            the model is prepared; beside the figures above, which do not count them.
+        by_role: ``{role: {"count", "bytes", "added_bytes"}}``: parameters, the bytes
+            they hold now, and those added.
+        added_bytes: Live bytes that the prepared parameters hold beyond the loaded
+            ones, until they are restored.
+        peak_bytes: The most bytes live at any moment of ``prepare``, above those at its
+            start.
+        cache_bytes: The bytes that PEFT's way would leave in a caching allocator: the
+            half originals, freed and kept.
+        record_bytes: The bytes that the record itself holds beyond that: biases that
+            bitsandbytes rewrites and, of a model on an accelerator with
+            ``keep_originals``, host copies of all that is cast. (On the CPU those are
+            the originals themselves, and count in ``added_bytes``.)
+        sample_bytes: The bytes of the samples that tell what training changed, kept on
+            the parameters' devices while the model is prepared; beside the figures
+            above, which do not count them.
         warnings: Consequences of these settings that need attention.
-        alarms: Those of them that a wrapper gives as ``UserWarning``, whether anybody looks at its plan or not.
-        is_quantized: Whether the model is quantized; an unquantized one is never checkpointed.
-        casts: Whether half parameters may be cast: false where the quantization method manages its own precision.
+        alarms: Those of them that a wrapper gives as ``UserWarning``, whether anybody
+            looks at its plan or not.
+        is_quantized: Whether the model is quantized; an unquantized one is never
+            checkpointed.
+        casts: Whether half parameters may be cast: false where the quantization method
+            manages its own precision.
     """
 
     config: PrepareConfig
@@ -60,30 +69,44 @@ class Plan(Report):
 
     @classmethod
     def for_pretrained(
-        cls, name_or_path: Any, quantization_config: Any = None, dtype: Any = None, **fields: Any
+        cls,
+        name_or_path: Any,
+        quantization_config: Any = None,
+        dtype: Any = None,
+        **fields: Any,
     ) -> Plan:
         """Plan from a config alone: no weight is read or allocated. The bytes are those of the loaded model.
 
         Args:
-            name_or_path: A name or path as for ``from_pretrained``, a ``config.json``, or a config of transformers.
-            quantization_config: As for ``from_pretrained``; ``None`` for the config's own.
-            dtype: The dtype to load in, or its name; ``None`` for the config's, or else bfloat16.
+            name_or_path: A name or path as for ``from_pretrained``, a ``config.json``,
+                or a config of transformers.
+            quantization_config: As for ``from_pretrained``; ``None`` for the config's
+                own.
+            dtype: The dtype to load in, or its name; ``None`` for the config's, or else
+                bfloat16.
             **fields: Fields of ``PrepareConfig``.
 
         Returns:
             The plan.
 
         Raises:
-            ConfigError: There is no such config, no model can be built from it, or a setting is invalid.
+            ConfigError: There is no such config, no model can be built from it, or a
+                setting is invalid.
             UnsupportedModelError: The model cannot be prepared with these settings.
             MemoryBudgetError: The plan's peak is over ``memory_budget``.
 
         Example:
             >>> from transformers import BitsAndBytesConfig, LlamaConfig
             >>> from kbitwrap import Plan
-            >>> quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-            >>> plan = Plan.for_pretrained(LlamaConfig(num_hidden_layers=2), quantization, precision="full")
-            >>> plan.added_bytes == (2 * 32000 * 4096 + 5 * 4096) * 2  # embeddings, head and norms
+            >>> quantization = BitsAndBytesConfig(
+            ...     load_in_4bit=True, bnb_4bit_quant_type="nf4"
+            ... )
+            >>> plan = Plan.for_pretrained(
+            ...     LlamaConfig(num_hidden_layers=2), quantization, precision="full"
+            ... )
+            >>> plan.added_bytes == (
+            ...     2 * 32000 * 4096 + 5 * 4096
+            ... ) * 2  # embeddings, head and norms
             True
         """
         config = PrepareConfig.of(None, fields)
@@ -95,7 +118,13 @@ class Plan(Report):
         Returns:
             Names as the attributes; each edit with its action, names, role and bytes.
         """
-        totals = ("added_bytes", "peak_bytes", "cache_bytes", "record_bytes", "sample_bytes")
+        totals = (
+            "added_bytes",
+            "peak_bytes",
+            "cache_bytes",
+            "record_bytes",
+            "sample_bytes",
+        )
         names = ("quantization", *totals, "by_role")
         return {
             "precision": self.config.precision.value,
@@ -120,8 +149,14 @@ class Plan(Report):
         return said + (f", warnings: {len(self.warnings)}" if self.warnings else "")
 
     def _bars(self) -> list[tuple[str, tuple[int, ...], str]]:
-        sizes = {role: (row["bytes"], row["added_bytes"]) for role, row in self.by_role.items()}
-        return [(role, pair, " + ".join(format_bytes(n) for n in pair if n)) for role, pair in sizes.items()]
+        sizes = {
+            role: (row["bytes"], row["added_bytes"])
+            for role, row in self.by_role.items()
+        }
+        return [
+            (role, pair, " + ".join(format_bytes(n) for n in pair if n))
+            for role, pair in sizes.items()
+        ]
 
     def _lines(self) -> list[str]:
         peak, cache = format_bytes(self.peak_bytes), format_bytes(self.cache_bytes)
@@ -132,7 +167,9 @@ class Plan(Report):
         return [*said, *few([f"warning: {warning}" for warning in self.warnings])]
 
 
-def build_plan(model: nn.Module, config: PrepareConfig | None = None, **fields: Any) -> Plan:
+def build_plan(
+    model: nn.Module, config: PrepareConfig | None = None, **fields: Any
+) -> Plan:
     """Plan a preparation and what it costs; changes nothing.
 
     Args:
@@ -172,10 +209,16 @@ def plan_as_detected(tree: ModelTree, config: PrepareConfig) -> Plan:
     fitting = tuple(
         precision.value
         for precision in Precision
-        if plan_as_detected(tree, dataclasses.replace(config, memory_budget=None, precision=precision)).peak_bytes
+        if plan_as_detected(
+            tree, dataclasses.replace(config, memory_budget=None, precision=precision)
+        ).peak_bytes
         <= budget
     )
-    remedy = f"these precisions fit: {', '.join(fitting)}" if fitting else "no precision fits"
+    remedy = (
+        f"these precisions fit: {', '.join(fitting)}"
+        if fitting
+        else "no precision fits"
+    )
     raise MemoryBudgetError(
         f"preparing with precision {config.precision.value!r} needs {format_bytes(plan.peak_bytes)} at its peak, "
         f"the budget is {format_bytes(budget)}; {remedy}",

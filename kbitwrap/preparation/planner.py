@@ -12,14 +12,28 @@ from torch import nn
 
 from ..config import Precision, PrepareConfig, format_bytes
 from ..edits.base import EditBase
-from ..edits.checkpointing import Checkpoint, refuse_without_checkpointing, refuse_without_embeddings
+from ..edits.checkpointing import (
+    Checkpoint,
+    refuse_without_checkpointing,
+    refuse_without_embeddings,
+)
 from ..edits.flags import Freeze, prepared_tensors
-from ..edits.norms import ComputeInFloat32, Float32Forward, can_rebind_forward, computes_in_float32
+from ..edits.norms import (
+    ComputeInFloat32,
+    Float32Forward,
+    can_rebind_forward,
+    computes_in_float32,
+)
 from ..edits.stand_ins import HeadForward
 from ..edits.training import Record
 from ..model.checks import refuse_without_backward
 from ..model.pretrained import ASSUMED
-from ..model.quantization import Quantization, has_runtime_state, is_quantized_parameter, is_rewritten
+from ..model.quantization import (
+    Quantization,
+    has_runtime_state,
+    is_quantized_parameter,
+    is_rewritten,
+)
 from ..model.roles import Role, heads, is_norm
 from ..model.tree import ModelTree, Node, storage_key
 from ..tensors.dtypes import HALF_DTYPES
@@ -32,13 +46,19 @@ class Planner:
     """Writes the edits down; ``freeze_adapters`` treats adapters as the base, as PEFT's function does."""
 
     def __init__(
-        self, tree: ModelTree, config: PrepareConfig, quantization: Quantization, *, freeze_adapters: bool = False
+        self,
+        tree: ModelTree,
+        config: PrepareConfig,
+        quantization: Quantization,
+        *,
+        freeze_adapters: bool = False,
     ) -> None:
         self.tree = tree
         self.config = config
         self.quantization = quantization
         self.freeze_adapters = freeze_adapters
-        self.base = prepared_tensors(tree, freeze_adapters)  # all but adapters', unless these are to be treated alike
+        # all but adapters', unless these are to be treated alike
+        self.base = prepared_tensors(tree, freeze_adapters)
         self.casts = Casts(tree, self.base, config, quantization)
         self.advice = Advice(self.casts)
 
@@ -51,7 +71,12 @@ class Planner:
         fqns = tuple(tensor.fqn for tensor in self.base)
         edits: list[EditBase] = [
             Record("record", tuple(node.fqn for node in layers), layers=references),
-            Freeze("freeze", fqns, freeze=self.config.freeze, freeze_adapters=self.freeze_adapters),
+            Freeze(
+                "freeze",
+                fqns,
+                freeze=self.config.freeze,
+                freeze_adapters=self.freeze_adapters,
+            ),
             *self.casts.stores,
             *self.casts.upcast_at_use(),
             *self.compute_norms(),
@@ -101,7 +126,9 @@ class Planner:
             is_float32 = parameter.dtype == torch.float32
             if not is_float32 and is_rewritten(tensor.module, tensor.name):
                 continue  # a quantized layer rounds its bias when it runs
-            if parameter.is_floating_point() and (parameter.requires_grad or not is_float32):
+            if parameter.is_floating_point() and (
+                parameter.requires_grad or not is_float32
+            ):
                 return 0
             num_bytes += parameter.nbytes
         return num_bytes
@@ -112,23 +139,40 @@ class Planner:
 
     def sample_bytes(self) -> int:
         """The bytes of the samples that the record of the base keeps, each parameter counted once."""
-        base = {id(tensor.parameter): tensor.parameter for tensor in self.tree.base_tensors}
+        base = {
+            id(tensor.parameter): tensor.parameter for tensor in self.tree.base_tensors
+        }
         return sum(sample_bytes(parameter) for parameter in base.values())
 
     def compute_norms(self) -> list[ComputeInFloat32]:
         """The norms that the precision computes in float32 and that do not yet, as at most one edit."""
         precision = self.config.precision
-        if precision not in (Precision.NORMS, Precision.ADAPTED) or not self.quantization.casts:
+        if (
+            precision not in (Precision.NORMS, Precision.ADAPTED)
+            or not self.quantization.casts
+        ):
             return []
-        blocks = tuple(self.tree.adapted_blocks) if precision is Precision.ADAPTED else ("",)
+        blocks = (
+            tuple(self.tree.adapted_blocks) if precision is Precision.ADAPTED else ("",)
+        )
         # Few modules own a half parameter: only these get the slower checks.
-        halves = {id(module) for tensor in self.casts.castable for module, _ in self.tree.places(tensor)}
+        halves = {
+            id(module)
+            for tensor in self.casts.castable
+            for module, _ in self.tree.places(tensor)
+        }
         found: dict[int, Node] = {}
         for node in self.tree.base:
             module = node.module
-            if id(module) not in halves or id(module) in found or not node.fqn.startswith(blocks):
+            if (
+                id(module) not in halves
+                or id(module) in found
+                or not node.fqn.startswith(blocks)
+            ):
                 continue
-            if computes_in_float32(module) or not is_norm(module, self.config.norm_modules):
+            if computes_in_float32(module) or not is_norm(
+                module, self.config.norm_modules
+            ):
                 continue
             if can_rebind_forward(module):
                 found[id(module)] = node
@@ -151,7 +195,9 @@ class Planner:
                 is_alarm=True,
             )
             return []
-        forward = functools.partial(HeadForward, chunk_bytes=self.config.head_chunk_bytes)
+        forward = functools.partial(
+            HeadForward, chunk_bytes=self.config.head_chunk_bytes
+        )
         new = [node for node in found if not computes_in_float32(node.module)]
         return _compute(new, Role.OUTPUT_EMBEDDINGS, forward)
 
@@ -196,10 +242,14 @@ class Planner:
         return {role.value: row for role, row in rows.items() if row["count"]}
 
 
-def _compute(nodes: list[Node], role: Role, forward: Callable[[nn.Module], Float32Forward]) -> list[ComputeInFloat32]:
+def _compute(
+    nodes: list[Node], role: Role, forward: Callable[[nn.Module], Float32Forward]
+) -> list[ComputeInFloat32]:
     """The edit that replaces the forwards of modules; none where there are no modules."""
     if not nodes:
         return []
     fqns = tuple(node.fqn for node in nodes)
     modules = tuple(weakref.ref(node.module) for node in nodes)
-    return [ComputeInFloat32("compute", fqns, role=role, modules=modules, forward=forward)]
+    return [
+        ComputeInFloat32("compute", fqns, role=role, modules=modules, forward=forward)
+    ]

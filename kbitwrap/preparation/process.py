@@ -17,7 +17,8 @@ from ..model.wrappers import loaded_class
 from ..tensors.devices import accelerator_type, accelerators, function_of
 from ..tensors.dtypes import HALF_DTYPES, dtype_name
 
-# From here on torch's CUDA allocator gives a block a segment of its own (kMinLargeAlloc).
+# From here on torch's CUDA allocator gives a block a segment of its own
+# (kMinLargeAlloc).
 LARGE_BLOCK_BYTES = 10 << 20
 
 
@@ -43,17 +44,31 @@ def devices(tree: ModelTree) -> dict[str, Any]:
     """
     used = devices_of(tree)
     is_joined = torch.distributed.is_available() and torch.distributed.is_initialized()
-    world_size = torch.distributed.get_world_size() if is_joined else int(os.environ.get("WORLD_SIZE", 1))
+    world_size = (
+        torch.distributed.get_world_size()
+        if is_joined
+        else int(os.environ.get("WORLD_SIZE", 1))
+    )
     visible = torch.accelerator.device_count() - max(len(used), 1) + 1
     others = sorted({device.type for device in used} - {"cuda"})
     accelerator = others[0] if others else None
-    return {"world_size": world_size, "visible_devices": max(visible, 1), "accelerator": accelerator}
+    return {
+        "world_size": world_size,
+        "visible_devices": max(visible, 1),
+        "accelerator": accelerator,
+    }
 
 
 def reshard(tree: ModelTree) -> bool:
     """Shard again what FSDP2 left whole after a forward, by its own hooks; say whether it shards anything."""
-    wrapped = [node for node in tree.modules if "_fsdp_use_orig_params" in vars(node.module)]
-    for path, name, p in [(node.path, *item) for node in wrapped for item in node.module._parameters.items()]:
+    wrapped = [
+        node for node in tree.modules if "_fsdp_use_orig_params" in vars(node.module)
+    ]
+    for path, name, p in [
+        (node.path, *item)
+        for node in wrapped
+        for item in node.module._parameters.items()
+    ]:
         if p is not None and not isinstance(p, nn.Parameter):
             raise UnsupportedModelError(
                 f"{join(path, name)} is whole, as a forward under autograd leaves it until its backward with "
@@ -63,7 +78,9 @@ def reshard(tree: ModelTree) -> bool:
     is_sharded = False
     for module in [node.module for node in tree.having("_state_dict_pre_hooks")]:
         for hook in list(module._state_dict_pre_hooks.values()):
-            if getattr(hook, "__name__", "") == "to_sharded_hook" and hook.__module__.startswith("torch.distributed."):
+            if getattr(
+                hook, "__name__", ""
+            ) == "to_sharded_hook" and hook.__module__.startswith("torch.distributed."):
                 hook(module, "", False)
                 is_sharded = True
     return is_sharded
@@ -84,7 +101,9 @@ class MixedPrecision(NamedTuple):
     """A mixed-precision policy that this process trains under, as far as it is known yet."""
 
     dtype: str  # that it computes in: "bfloat16" or "float16"
-    casts_parameters: bool  # whether it casts every parameter (FSDP), and not only the operands of matrix products
+    # whether it casts every parameter (FSDP), and not only the operands of matrix
+    # products
+    casts_parameters: bool
 
 
 _HALF_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
@@ -92,15 +111,25 @@ _HALF_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 
 def mixed_precision(tensors: Sequence[NamedTensor]) -> MixedPrecision | None:
     """The mixed-precision policy that is known yet: accelerate's, its launcher's, or an autocast that is on."""
-    state: dict[str, Any] = getattr(loaded_class("accelerate.state", "AcceleratorState"), "_shared_state", {})
+    state: dict[str, Any] = getattr(
+        loaded_class("accelerate.state", "AcceleratorState"), "_shared_state", {}
+    )
     fsdp = getattr(state.get("fsdp_plugin"), "mixed_precision_policy", None)
     param_dtype = getattr(fsdp, "param_dtype", None)
     if param_dtype in HALF_DTYPES:
         return MixedPrecision(dtype_name(param_dtype), casts_parameters=True)
-    name = state.get("_mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    name = (
+        state.get("_mixed_precision")
+        or os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    )
     if name in _HALF_NAMES:
-        uses_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true")
-        return MixedPrecision(_HALF_NAMES[name], casts_parameters=uses_fsdp and not state)
+        uses_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in (
+            "1",
+            "true",
+        )
+        return MixedPrecision(
+            _HALF_NAMES[name], casts_parameters=uses_fsdp and not state
+        )
     device_type = tensors[0].parameter.device.type if tensors else "meta"
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
@@ -114,7 +143,11 @@ def refuse_retyping_under_ddp(held: Sequence[HeldOriginal]) -> None:
         return
     for one in held:
         parameter = one.record.live()
-        if parameter is not None and parameter.requires_grad and parameter.dtype != one.dtype:
+        if (
+            parameter is not None
+            and parameter.requires_grad
+            and parameter.dtype != one.dtype
+        ):
             raise StateError(
                 f"suspended() would change the dtype of {one.record.fqn}, which is being trained, and "
                 "DistributedDataParallel would no longer synchronize it; use precision 'norms' or 'none', which "

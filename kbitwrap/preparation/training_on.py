@@ -31,7 +31,11 @@ class Watch:
         parameters = [ref() for ref in self.turned_on]
         if all(parameter is None or parameter.grad is None for parameter in parameters):
             return False
-        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        stepped = {
+            id(parameter)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
         return any(id(parameter) in stepped for parameter in model.parameters())
 
     def warn(self) -> None:
@@ -57,7 +61,8 @@ def warn_of_training_on(model: nn.Module, turned_on: Sequence[TensorRef]) -> Non
     others = [watch for watch in _watches if watch.model() not in (None, model)]
     _watches[:] = [*others, Watch(model, turned_on)] if turned_on else others
     if _watches and not _hooks:
-        # It stays: torch steps through its hooks while they run, so that none can be removed in one.
+        # It stays: torch steps through its hooks while they run, so that none can be
+        # removed in one.
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
 
 

@@ -11,15 +11,18 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-_CHUNK = 1 << 20  # elements compared at once: bounds what a comparison holds beside the tensors compared
+# elements compared at once: bounds what a comparison holds beside the tensors compared
+_CHUNK = 1 << 20
 _ROW = 4096  # int64 words in a row of a fingerprint
 _RUN, RUNS = 64, 64  # elements in a run of a sample, and runs
 _BLOCK = 1 << 16  # int64 words in a block of a digest
 _MASK = (1 << 64) - 1
-# The multipliers of a digest, as int64: 2**64 divided by the golden ratio, odd; and one of MurmurHash3's finalizer.
+# The multipliers of a digest, as int64: 2**64 divided by the golden ratio, odd; and one
+# of MurmurHash3's finalizer.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MURMUR = 0xC2B2AE3D27D4EB4F - (1 << 64)
-# Bytes digested at once: what stays in a CPU's cache, and what keeps an accelerator busy.
+# Bytes digested at once: what stays in a CPU's cache, and what keeps an accelerator
+# busy.
 _CPU_CHUNK = 1 << 20
 _DEVICE_CHUNK = 32 << 20
 
@@ -27,14 +30,17 @@ _DEVICE_CHUNK = 32 << 20
 def fingerprint_and(tensor: torch.Tensor, question: torch.Tensor) -> tuple[bytes, bool]:
     """Fingerprint a half tensor's bits, without a copy, and answer a question, in one read of the device.
 
-    Changes of fewer than four words are always seen, and of more unless they cancel in every row and every column.
+    Changes of fewer than four words are always seen, and of more unless they cancel in
+    every row and every column.
 
     Args:
-        tensor: A tensor of a two-byte dtype. One on the meta device has no bits: its fingerprint is empty.
+        tensor: A tensor of a two-byte dtype. One on the meta device has no bits: its
+            fingerprint is empty.
         question: A boolean scalar on the same device.
 
     Returns:
-        The fingerprint, 32 bytes, which does not depend on the tensor's layout, and the answer.
+        The fingerprint, 32 bytes, which does not depend on the tensor's layout, and the
+            answer.
     """
     if tensor.is_meta:  # it has no bits
         return b"", False
@@ -98,8 +104,10 @@ def differ(a: torch.Tensor, b: torch.Tensor, *, has_nans: bool = True) -> torch.
 
     Args:
         a: A tensor.
-        b: A tensor of the same number of elements, on any device; it is compared in ``a``'s dtype.
-        has_nans: Whether ``a`` may hold NaNs, each of which then equals any; without them, bits are compared alone.
+        b: A tensor of the same number of elements, on any device; it is compared in
+            ``a``'s dtype.
+        has_nans: Whether ``a`` may hold NaNs, each of which then equals any; without
+            them, bits are compared alone.
 
     Returns:
         The answer, a boolean scalar on ``a``'s device. Zeros of different signs differ.
@@ -132,7 +140,9 @@ class Layout:
     @staticmethod
     def of(tensor: torch.Tensor) -> Layout:
         """Read the layout of a tensor."""
-        return Layout(int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+        return Layout(
+            int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
+        )
 
     @property
     def end(self) -> int:
@@ -149,10 +159,12 @@ class Layout:
         """Copy tensors into one new storage, in which they overlap as those overlapped that the layouts are of.
 
         Args:
-            tensors: Each tensor with the layout that it is to have; all of one dtype, on one device.
+            tensors: Each tensor with the layout that it is to have; all of one dtype,
+                on one device.
 
         Returns:
-            Views of the storage, in the same order. It is as large as the layouts reach, and no larger.
+            Views of the storage, in the same order. It is as large as the layouts
+                reach, and no larger.
         """
         start = min(layout.offset for _, layout in tensors)
         end = max(layout.end for _, layout in tensors)
@@ -160,15 +172,21 @@ class Layout:
         storage = first.new_empty(end - start)
         views = []
         for tensor, layout in tensors:
-            view = storage.as_strided(layout.shape, layout.stride, layout.offset - start)
+            view = storage.as_strided(
+                layout.shape, layout.stride, layout.offset - start
+            )
             # Along an expanded dimension all elements are one.
-            one_each = tuple(slice(0, 1) if step == 0 else slice(None) for step in layout.stride)
+            one_each = tuple(
+                slice(0, 1) if step == 0 else slice(None) for step in layout.stride
+            )
             view[one_each].copy_(tensor[one_each])
             views.append(view)
         return views
 
 
-def without_storage(cls: Any, like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Any:
+def without_storage(
+    cls: Any, like: torch.Tensor, dtype: torch.dtype, device: torch.device
+) -> Any:
     """Make a tensor of a subclass without storage, in the shape and layout of another tensor.
 
     Args:
@@ -198,7 +216,8 @@ def is_composed(cls: type[torch.Tensor]) -> bool:
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that a tensor's values lie in: the tensor, unless it is made of others.
 
-    Those that it is made of may be made of others too: the parts are the innermost ones, in the order of their classes.
+    Those that it is made of may be made of others too: the parts are the innermost
+    ones, in the order of their classes.
     """
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
@@ -213,7 +232,11 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Those of a tensor's parts that are strided memory."""
-    return [part for part in parts_of(tensor) if part.layout is torch.strided and not part.is_nested]
+    return [
+        part
+        for part in parts_of(tensor)
+        if part.layout is torch.strided and not part.is_nested
+    ]
 
 
 def num_sampled(tensor: torch.Tensor, num_runs: int = RUNS) -> int:
@@ -241,7 +264,8 @@ def differs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         b: A tensor of its shape and dtype, on its device.
 
     Returns:
-        A mask of the same shape. A NaN equals any NaN, but for float8, of which all bits are compared.
+        A mask of the same shape. A NaN equals any NaN, but for float8, of which all
+            bits are compared.
     """
     if not a.is_floating_point():
         return a != b
@@ -280,8 +304,9 @@ def _is_readable(part: torch.Tensor) -> bool:
 def content_digest(tensor: torch.Tensor) -> int:
     """Digest a dense tensor's bytes, on its device, to an integer below 2**64; ``docs/manifest.md`` has the formula.
 
-    It is the same on every device. Beside the tensor two pieces of 1 MiB (CPU) or 32 MiB are held, and a copy of one
-    that is not contiguous. A tensor made of others has the digest of theirs, as words in the order of its class.
+    It is the same on every device. Beside the tensor two pieces of 1 MiB (CPU) or 32
+    MiB are held, and a copy of one that is not contiguous. A tensor made of others has
+    the digest of theirs, as words in the order of its class.
     """
     return begin_digest(tensor)()
 
@@ -293,7 +318,8 @@ def begin_digest(tensor: torch.Tensor) -> Callable[[], int]:
         tensor: A dense tensor. It may change afterwards.
 
     Returns:
-        A call that waits for the device and returns the digest, as ``content_digest`` does.
+        A call that waits for the device and returns the digest, as ``content_digest``
+            does.
     """
     parts = parts_of(tensor)
     if all(part is not tensor for part in parts):
@@ -301,7 +327,9 @@ def begin_digest(tensor: torch.Tensor) -> Callable[[], int]:
 
         def digest_of_parts() -> int:
             words = b"".join(read().to_bytes(8, "little") for read in reads)
-            return content_digest(torch.tensor(list(words), dtype=torch.uint8, device="cpu"))
+            return content_digest(
+                torch.tensor(list(words), dtype=torch.uint8, device="cpu")
+            )
 
         return digest_of_parts
     plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
@@ -330,7 +358,8 @@ def _block_sums(data: torch.Tensor) -> torch.Tensor:
     """The sum of each block's mixed words; the last block may be short.
 
     Args:
-        data: The bytes, uint8, flat and contiguous; their number is a multiple of 8. They are read piece by piece.
+        data: The bytes, uint8, flat and contiguous; their number is a multiple of 8.
+            They are read piece by piece.
 
     Returns:
         The sums, int64, on the device of the bytes.
@@ -345,7 +374,9 @@ def _block_sums(data: torch.Tensor) -> torch.Tensor:
         num_whole = words.numel() - words.numel() % _BLOCK
         whole = words[:num_whole].view(-1, _BLOCK)
         rest = words[num_whole:].view(1, -1)
-        sums += [_mixed_sums(blocks, factors) for blocks in (whole, rest) if blocks.numel()]
+        sums += [
+            _mixed_sums(blocks, factors) for blocks in (whole, rest) if blocks.numel()
+        ]
     return torch.cat(sums)
 
 

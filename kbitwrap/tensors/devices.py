@@ -18,7 +18,9 @@ def accelerator_type() -> str | None:
 
 def accelerators(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
     """The devices that tensors lie on, without the CPU and the meta device."""
-    return {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
+    return {
+        tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")
+    }
 
 
 def function_of(device_type: str, function: str) -> Any:
@@ -31,7 +33,10 @@ def random_state(devices: Iterable[torch.device]) -> Callable[[], None]:
     cpu = torch.get_rng_state()
     states = []
     for device in devices:
-        read, write = function_of(device.type, "get_rng_state"), function_of(device.type, "set_rng_state")
+        read, write = (
+            function_of(device.type, "get_rng_state"),
+            function_of(device.type, "set_rng_state"),
+        )
         if read is not None and write is not None:
             states.append((device, write, read(device)))
 

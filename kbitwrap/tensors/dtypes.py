@@ -48,17 +48,23 @@ def find_dtype(name: object) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def parse_dtype(dtype: object, name: str = "dtype", *, is_floating: bool = False) -> torch.dtype:
+def parse_dtype(
+    dtype: object, name: str = "dtype", *, is_floating: bool = False
+) -> torch.dtype:
     """The dtype that a caller gave, itself or by its name; raises ``ConfigError`` for anything else."""
     found = dtype if isinstance(dtype, torch.dtype) else find_dtype(dtype)
     is_wrong_kind = is_floating and found is not None and not found.is_floating_point
     if found is None or is_wrong_kind:
         kind = "floating-point dtype" if is_floating else "dtype"
-        raise ConfigError(f"{name}: expected a {kind} such as torch.bfloat16 or 'bfloat16', found {dtype!r}")
+        raise ConfigError(
+            f"{name}: expected a {kind} such as torch.bfloat16 or 'bfloat16', found {dtype!r}"
+        )
     return found
 
 
 SAFETENSORS_DTYPES = {
-    code: dtype for name, code in _SAFETENSORS_CODES.items() if (dtype := find_dtype(name)) is not None
+    code: dtype
+    for name, code in _SAFETENSORS_CODES.items()
+    if (dtype := find_dtype(name)) is not None
 }
 """The dtypes that both this torch and safetensors have, by their codes there, in the order of a file."""

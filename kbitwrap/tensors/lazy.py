@@ -15,11 +15,17 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .bits import without_storage
 
-# Tags of operations whose result's shape follows from values, or whose result differs from call to call.
-_NEEDS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
+# Tags of operations whose result's shape follows from values, or whose result differs
+# from call to call.
+_NEEDS_VALUES = (
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.nondeterministic_seeded,
+)
 _CPU = torch.device("cpu")
 Pieces = Callable[[], Iterator[torch.Tensor]]
-# No memory is mapped this high, so that no address given to a lazy tensor is also that of a real one.
+# No memory is mapped this high, so that no address given to a lazy tensor is also that
+# of a real one.
 _addresses = itertools.count(1 << 62, 1 << 40)
 
 
@@ -44,7 +50,8 @@ class _Mode(threading.local):
 
     Attributes:
         kept: The values kept, of one tensor and its sources; ``None`` keeps none.
-        device: The device to put them on; ``None`` leaves them on that of their sources.
+        device: The device to put them on; ``None`` leaves them on that of their
+            sources.
     """
 
     kept: dict[LazyTensor, torch.Tensor] | None = None
@@ -69,13 +76,15 @@ _mode = _Mode()
 
 @contextlib.contextmanager
 def keeping_last(
-    kept: dict[LazyTensor, torch.Tensor] | None = None, device: torch.device | None = _CPU
+    kept: dict[LazyTensor, torch.Tensor] | None = None,
+    device: torch.device | None = _CPU,
 ) -> Iterator[None]:
     """Keep the last values computed, and those they were made from, for the same tensor's next piece.
 
     Args:
         kept: The dictionary to keep them in; ``None`` makes one.
-        device: The device that values are put on; ``None`` leaves them on that of their sources.
+        device: The device that values are put on; ``None`` leaves them on that of their
+            sources.
 
     Yields:
         Nothing.
@@ -97,8 +106,10 @@ class LazyTensor(torch.Tensor):
     Args:
         shape: Its shape.
         dtype: Its dtype.
-        compute: Returns the values, of that shape and dtype, on any device. It is called each time they are asked for.
-        pieces: Gives the same values as consecutive flat tensors, on any device; ``None`` where they come in one piece.
+        compute: Returns the values, of that shape and dtype, on any device. It is
+            called each time they are asked for.
+        pieces: Gives the same values as consecutive flat tensors, on any device;
+            ``None`` where they come in one piece.
         is_own: Whether ``compute`` makes new memory each time.
     """
 
@@ -106,11 +117,13 @@ class LazyTensor(torch.Tensor):
     _storage: LazyStorage
     _compute: Callable[[], torch.Tensor]
     _view_of: LazyTensor | None  # the tensor that a view is taken of
-    _parent: LazyTensor | None  # the lazy tensor that this one is made from, if there is only one
+    # the lazy tensor that this one is made from, if there is only one
+    _parent: LazyTensor | None
     _pieces: Pieces | None = None
     is_own = False
 
-    # Without `__torch_function__`, methods and functions go straight to `__torch_dispatch__`.
+    # Without `__torch_function__`, methods and functions go straight to
+    # `__torch_dispatch__`.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -191,19 +204,27 @@ class LazyTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operation on shapes, and keep how to compute its values."""
         kwargs = kwargs or {}
         if func._schema.is_mutable:
-            raise TypeError(f"{func} writes to a lazy tensor, whose values are not computed yet; materialize it first")
+            raise TypeError(
+                f"{func} writes to a lazy tensor, whose values are not computed yet; materialize it first"
+            )
         if _needs_values(func, kwargs):
             return func(*_values(args), **_values(kwargs))
         meta_kwargs = _metas(kwargs)
         if "device" in kwargs:
             meta_kwargs["device"] = "meta"
         metas = func(*_metas(args), **meta_kwargs)
-        lazies = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyTensor)]
+        lazies = [
+            leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyTensor)
+        ]
         bases = {_storage_key(lazy._meta): lazy.lineage[-1] for lazy in lazies}
         parent = lazies[0].lineage[-1] if len(lazies) == 1 else None
 
@@ -226,7 +247,9 @@ class LazyTensor(torch.Tensor):
 
     def data_ptr(self) -> int:
         """An address that only tensors of the same lazy storage can have."""
-        return self._storage.data_ptr() + int(self.storage_offset()) * self.element_size()
+        return (
+            self._storage.data_ptr() + int(self.storage_offset()) * self.element_size()
+        )
 
     def untyped_storage(self) -> Any:
         """The storage, as far as others need it to tell which tensors share it."""
@@ -236,7 +259,9 @@ class LazyTensor(torch.Tensor):
         return self  # it cannot be written to
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise pickle.PicklingError("a lazy tensor has no values to pickle; materialize it first")
+        raise pickle.PicklingError(
+            "a lazy tensor has no values to pickle; materialize it first"
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype})"

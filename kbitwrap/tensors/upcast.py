@@ -1,6 +1,7 @@
 """A float32 tensor that stores half: its values are upcast each time they are used, and not kept.
 
-Below autograd, each operation gets a copy that lives no longer than it. Autograd saves the tensor itself.
+Below autograd, each operation gets a copy that lives no longer than it. Autograd saves
+the tensor itself.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from .dtypes import HALF_DTYPES
 
 aten = torch.ops.aten
 
-# Operations that pick elements of the first argument: picking in half and upcasting what was picked is exact.
+# Operations that pick elements of the first argument: picking in half and upcasting
+# what was picked is exact.
 _GATHERS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default}
 # Matrix products with the last argument, which can be made in pieces of its columns.
 _PRODUCTS = {aten.mm.default, aten.addmm.default}
@@ -28,7 +30,9 @@ _PRODUCTS = {aten.mm.default, aten.addmm.default}
 @functools.cache
 def _is_composite(func: Any) -> bool:
     """Whether an operation is made of others; only in inference mode it arrives here whole."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), "CompositeImplicitAutograd"
+    )
 
 
 @functools.cache
@@ -94,11 +98,15 @@ class UpcastTensor(torch.Tensor):
 
     Args:
         half: The stored tensor, or the view of it that this one stands for.
-        owner: Of a weight, or of a view of it, the module and the parameter's name there. It is looked up at each use:
-            the parameter may be moved, swapped or written to. ``None``: ``half`` itself is upcast.
-        chunk_bytes: The most float32 of it that is alive in a matrix product, in bytes; ``None`` upcasts it whole.
-        layout: Of a view of the owner's weight, its layout from the weight's first element on.
-        held: Of a weight, or of a view of it, the parameter: others may take it away from the owner, as pruning does.
+        owner: Of a weight, or of a view of it, the module and the parameter's name
+            there. It is looked up at each use: the parameter may be moved, swapped or
+            written to. ``None``: ``half`` itself is upcast.
+        chunk_bytes: The most float32 of it that is alive in a matrix product, in bytes;
+            ``None`` upcasts it whole.
+        layout: Of a view of the owner's weight, its layout from the weight's first
+            element on.
+        held: Of a weight, or of a view of it, the parameter: others may take it away
+            from the owner, as pruning does.
     """
 
     @staticmethod
@@ -119,7 +127,8 @@ class UpcastTensor(torch.Tensor):
         self._half = half.detach() if owner is None else None
         self._chunk_bytes = chunk_bytes
         self._layout = layout
-        # Read by ``isinstance(tensor, nn.Parameter)``; false again once the module has been restored.
+        # Read by ``isinstance(tensor, nn.Parameter)``; false again once the module has
+        # been restored.
         self._is_param = owner is not None and layout is None
         self._is_state = False
 
@@ -155,7 +164,9 @@ class UpcastTensor(torch.Tensor):
         if not self.is_view:
             return True
         half = self.parameter
-        return not self.requires_grad and self._layout == Layout(0, half.shape, half.stride())
+        return not self.requires_grad and self._layout == Layout(
+            0, half.shape, half.stride()
+        )
 
     def _refusal(self) -> StateError:
         return StateError(
@@ -175,12 +186,16 @@ class UpcastTensor(torch.Tensor):
         if self._layout is None:
             return parameter
         offset = parameter.storage_offset() + self._layout.offset
-        return parameter.detach().as_strided(self._layout.shape, self._layout.stride, offset)
+        return parameter.detach().as_strided(
+            self._layout.shape, self._layout.stride, offset
+        )
 
     def _for_writing(self) -> torch.Tensor:
         """The storage, cast to float32 for good: half would round what is written."""
         if self.owner is None:
-            raise RuntimeError("an upcast tensor that is not a module's weight cannot be written to")
+            raise RuntimeError(
+                "an upcast tensor that is not a module's weight cannot be written to"
+            )
         parameter = self.parameter
         if parameter.dtype != torch.float32:
             parameter.data = parameter.data.float()
@@ -207,9 +222,12 @@ class UpcastTensor(torch.Tensor):
             if self._is_param:
                 upcast = nn.Parameter(upcast, requires_grad=False)
             return upcast.__reduce_ex__(protocol)
-        # Shape and layout travel as an empty stand-in: when read back, the owner may not have its parameter yet.
+        # Shape and layout travel as an empty stand-in: when read back, the owner may
+        # not have its parameter yet.
         half = self.parameter
-        empty = torch.empty_strided(half.shape, half.stride(), dtype=half.dtype, device="meta")
+        empty = torch.empty_strided(
+            half.shape, half.stride(), dtype=half.dtype, device="meta"
+        )
         return UpcastTensor, (empty, self.owner, self._chunk_bytes)
 
     def as_state(self) -> UpcastTensor:
@@ -236,7 +254,9 @@ class UpcastTensor(torch.Tensor):
 
     def data_ptr(self) -> Address:  # type: ignore[override]
         """The address of the half memory, only to be compared."""
-        with torch.no_grad():  # a weight that was made trainable is refused when it is used, not when it is looked at
+        # a weight that was made trainable is refused when it is used, not when it is
+        # looked at
+        with torch.no_grad():
             return Address(self.half_storage.data_ptr())
 
     @property
@@ -253,7 +273,9 @@ class UpcastTensor(torch.Tensor):
         if isinstance(value, UpcastTensor):
             value = value.half_storage.detach()
         parameter.data = value
-        vars(module)[name] = UpcastTensor(parameter, self.owner, self._chunk_bytes, held=parameter)
+        vars(module)[name] = UpcastTensor(
+            parameter, self.owner, self._chunk_bytes, held=parameter
+        )
 
     @property
     def requires_grad(self) -> bool:
@@ -311,7 +333,8 @@ class UpcastTensor(torch.Tensor):
             return UpcastTensor(half, self.owner, self._chunk_bytes, layout, self.held)
 
         stored = self.half_storage
-        # A wrapper cannot be made of a view that inference mode makes of a normal tensor.
+        # A wrapper cannot be made of a view that inference mode makes of a normal
+        # tensor.
         with torch.inference_mode(False), torch.no_grad():
             views = func(stored.detach(), *args, **kwargs)
             return tree_map_only(torch.Tensor, stand_in, views)
@@ -350,7 +373,9 @@ def multiplies_half(left: torch.Tensor, half: torch.Tensor) -> bool:
 
 
 def _upcast(arguments: Any) -> Any:
-    return tree_map_only(UpcastTensor, lambda tensor: tensor.half_storage.float(), arguments)
+    return tree_map_only(
+        UpcastTensor, lambda tensor: tensor.half_storage.float(), arguments
+    )
 
 
 def _product(func: Any, args: Sequence[Any], weight: UpcastTensor) -> torch.Tensor:
