@@ -88,6 +88,13 @@ def _save_all(folder: Path) -> None:
     config = transformers.LlamaConfig(**CONFIG, dtype="bfloat16")
     base = transformers.LlamaForCausalLM(config).bfloat16()
     base.save_pretrained(folder / "model")
+    quantized = {
+        "nf4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    }
+    for name, settings in quantized.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps({**config.to_dict(), "quantization_config": settings}))
     for at in ("adapter", "run"):
         with kbitwrap.KbitPreparedModel(base, precision="full") as prepared:
             record = prepared.manifest()
@@ -261,6 +268,10 @@ def _doctor(folder: Path, dst: Path) -> None:
     str(kbitwrap.doctor(folder))
 
 
+def _doctor_with_its_base(folder: Path, dst: Path) -> None:
+    str(kbitwrap.doctor(folder, base=folder.parent / "model"))
+
+
 def _plan(folder: Path, dst: Path) -> None:
     str(Plan.for_pretrained(folder, dtype="bfloat16"))
 
@@ -318,12 +329,16 @@ KINDS = {
     "convert a model": Kind(10, "model", _convert),
     "doctor a model": Kind(30, "model", _doctor),
     "plan": Kind(60, "model", _plan, ("config.json",)),
+    "plan an nf4 model": Kind(30, "nf4", _plan, ("config.json",)),
+    "plan an mxfp4 model": Kind(30, "mxfp4", _plan, ("config.json",)),
+    "doctor an adapter with its base": Kind(20, "adapter", _doctor_with_its_base),
     "merge an adapter": Kind(20, "adapter", _merge_adapter),
     "merge into a base": Kind(20, "model", _merge_base),
     "kbitwrap inspect": Kind(4, "shards", _command("inspect", "{folder}", "--json")),
     "kbitwrap convert": Kind(4, "shards", _command("convert", "--from", "{folder}", "--out", "{dst}", "--overwrite")),
     "kbitwrap doctor": Kind(4, "run", _command("doctor", "{folder}")),
     "kbitwrap plan": Kind(3, "model", _command("plan", "{folder}", "--quant", "none"), ("config.json",)),
+    "kbitwrap plan --step": Kind(3, "model", _command("plan", "{folder}", "--step", "--seq", "8"), ("config.json",)),
     "kbitwrap merge": Kind(
         2,
         "adapter",
