@@ -14,7 +14,7 @@ import transformers
 from bitsandbytes import functional
 from bitsandbytes.nn import modules
 
-import zoo
+from support import zoo
 
 torch.set_num_threads(1)
 # Searching for garbage as often as Python does takes a tenth of the tests' time; what asks for a search gets it.

@@ -13,10 +13,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import kbitwrap
-import zoo
 from campaign import sequences
 from kbitwrap import KbitPreparedModel, RestoreError
-from snapshot import Snapshot
+from support import zoo
+from support.snapshot import Snapshot
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 PRECISIONS = ("full", "compute", "norms", "none")

@@ -10,14 +10,14 @@ import torch
 from peft.utils.other import ModulesToSaveWrapper
 
 import kbitwrap
-import zoo
-from cuda_rules import CudaRules
-from files import SHARD, read, saved
 from kbitwrap import KbitPreparedModel, LifecycleState, Manifest, Precision
 from kbitwrap.preparation import fingerprints
-from pairwise import pairwise
-from snapshot import Snapshot
-from training import adapt, step
+from support import zoo
+from support.cuda_rules import CudaRules
+from support.files import SHARD, read, saved
+from support.pairwise import pairwise
+from support.snapshot import Snapshot
+from support.training import adapt, step
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 QUANTS = ("nf4", "nf4-double", "fp4", "int8")

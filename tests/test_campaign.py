@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from campaign import faults, kills
-from failing import failing_at, line, primitive
 from kbitwrap.model.roles import returns_float32
+from support.failing import failing_at, line, primitive
 
 
 def hold(trials: Sequence[list[str]], at_least: int) -> None:

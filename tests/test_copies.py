@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-import zoo
 from kbitwrap import KbitPreparedModel, prepared_of
 from kbitwrap.model.records import MemoryRef
+from support import zoo
 
 COPIERS = (copy.copy, copy.deepcopy, pickle.dumps)
 

@@ -8,11 +8,10 @@ from torch import distributed
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import forks
-import zoo
 from kbitwrap import KbitPreparedModel, StateError, UnsupportedModelError
-from snapshot import Snapshot
-from training import adapt
+from support import forks, zoo
+from support.snapshot import Snapshot
+from support.training import adapt
 
 
 def trains_equally(rank: int, model: torch.nn.Module) -> None:

@@ -22,12 +22,10 @@ import pytest
 import torch
 from peft import get_peft_model
 
-import forks
-import pages
-import zoo
 from kbitwrap import KbitPreparedModel
 from kbitwrap.cli import main
-from trainers import dataset, prompt
+from support import forks, pages, zoo
+from support.trainers import dataset, prompt
 
 NEEDS = {
     "Needs the network": 5,

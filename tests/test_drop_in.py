@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import kbitwrap
-import zoo
 from kbitwrap import (
     EditError,
     KbitPreparedModel,
@@ -24,8 +23,9 @@ from kbitwrap import (
     prepared_of,
 )
 from kbitwrap.edits.checkpointing import input_gradient_hooks
-from snapshot import Snapshot
-from training import adapt, is_checkpointing, step
+from support import zoo
+from support.snapshot import Snapshot
+from support.training import adapt, is_checkpointing, step
 
 BOTH = pytest.mark.parametrize(
     "prepare", [peft.prepare_model_for_kbit_training, prepare_model_for_kbit_training], ids=["peft", "kbitwrap"]

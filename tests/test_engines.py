@@ -24,9 +24,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-import forks
-import zoo
-from files import SHARD, read, saved
 from kbitwrap import (
     ExportError,
     KbitPreparedModel,
@@ -37,9 +34,11 @@ from kbitwrap import (
     check_sharding,
 )
 from kbitwrap.integrations import KbitTrainerCallback
-from snapshot import Snapshot
-from trainers import dataset
-from training import step
+from support import forks, zoo
+from support.files import SHARD, read, saved
+from support.snapshot import Snapshot
+from support.trainers import dataset
+from support.training import step
 
 STORES_NOTHING = ("norms", "adapted", "none")
 Shard = Callable[..., nn.Module]

@@ -12,12 +12,11 @@ from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from torch import nn
 from transformers import MixtralForCausalLM, PreTrainedModel
 
-import pages
-import zoo
 from kbitwrap import ExportError, KbitPreparedModel, Manifest, Precision, build_plan
-from merging import assert_rounded_once
-from snapshot import Snapshot
-from training import adapt, is_checkpointing, step
+from support import pages, zoo
+from support.merging import assert_rounded_once
+from support.snapshot import Snapshot
+from support.training import adapt, is_checkpointing, step
 
 STACKS = ("gate_up_proj", "down_proj")
 

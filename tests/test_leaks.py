@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import kbitwrap
-import zoo
 from campaign import cycles
 from kbitwrap import KbitPreparedModel, Precision, prepare_model_for_kbit_training
-from training import adapt, step
+from support import zoo
+from support.training import adapt, step
 
 PRECISIONS = tuple(Precision)
 

@@ -9,8 +9,8 @@ import pytest
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-import zoo
 from kbitwrap import KbitPreparedModel, LifecycleState, StateError
+from support import zoo
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 import kbitwrap
-import zoo
 from kbitwrap import ConfigError, Precision, patch_peft, patched, prepare_model_for_kbit_training, prepared_of
-from snapshot import Snapshot
+from support import zoo
+from support.snapshot import Snapshot
 
 NAMES = ["model", "use_gradient_checkpointing", "gradient_checkpointing_kwargs", "auto_clear_cache"]
 pytestmark = pytest.mark.filterwarnings("ignore:.*neither a quantization attribute:UserWarning")

@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LevitConfig, LevitModel, Wav2Vec2ConformerConfig, Wav2Vec2ConformerModel
 
 import kbitwrap
-import zoo
 from kbitwrap import (
     ConfigError,
     EditError,
@@ -34,9 +33,10 @@ from kbitwrap import (
     build_plan,
     prepared_of,
 )
-from plain import Shadowed
-from snapshot import Snapshot
-from training import adapt, is_checkpointing, step
+from support import zoo
+from support.plain import Shadowed
+from support.snapshot import Snapshot
+from support.training import adapt, is_checkpointing, step
 
 PRECISIONS = list(Precision)
 # Suspending takes instance attributes away and puts them back, at the end; each is still compared by itself.

@@ -13,7 +13,6 @@ import pytest
 from torch import nn
 from transformers import BitsAndBytesConfig
 
-import zoo
 from kbitwrap import (
     CheckpointReport,
     DoctorReport,
@@ -31,6 +30,7 @@ from kbitwrap import (
     predict_step,
 )
 from kbitwrap.checkpoints.doctor import Finding
+from support import zoo
 
 HOSTILE = "<script>alert('1')</script>\n\x1b[2J" + "x" * 300
 NAMES = tuple(f"model.layers.{i}.norm.weight" for i in range(352))

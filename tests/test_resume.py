@@ -9,10 +9,9 @@ import peft
 import pytest
 import torch
 
-import forks
-import zoo
 from kbitwrap import KbitPreparedModel
-from training import adapt
+from support import forks, zoo
+from support.training import adapt
 
 QUANTS = ("nf4", "int8")
 # The ways to go on: where the base gets its adapter, or that it is not prepared at all.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from kbitwrap import KbitPreparedModel, LifecycleState, StateError, prepare_model_for_kbit_training, prepared_of
-from snapshot import Snapshot
+from support.snapshot import Snapshot
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*neither a quantization attribute:UserWarning")
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from peft.tuners.lora import LoraLayer
 
-import zoo
-from pairwise import pairwise
+from support import zoo
+from support.pairwise import pairwise
 
 QUANTIZED = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
 CASES = [(name, "nf4", torch.bfloat16) for name in zoo.ARCHITECTURES]

@@ -19,7 +19,6 @@ import torch
 from peft import PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 
-import forks
 from kbitwrap import build_plan
 from kbitwrap.bench import case as bench_case
 from kbitwrap.bench import runner
@@ -48,7 +47,8 @@ from kbitwrap.bench.settings import (
     default_cases,
 )
 from kbitwrap.cli import main
-from training import is_checkpointing
+from support import forks
+from support.training import is_checkpointing
 
 HIDDEN, LAYERS, VOCAB = 256, 1, 2048  # the head, made in one piece, decides the peak of a step
 TINY = Shape(

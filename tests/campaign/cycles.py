@@ -11,9 +11,9 @@ from pathlib import Path
 
 from torch import nn
 
-import zoo
 from kbitwrap import KbitPreparedModel, Precision
 from kbitwrap.preparation import preparation
+from support import zoo
 
 CYCLES = 200  # of a round
 _PAGES = Path("/proc/self/statm")

@@ -18,13 +18,10 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-import failing
-import plain
-import training
-import zoo
 from kbitwrap import EditError, KbitPreparedModel, KbitWrapError, LifecycleState, Precision, RestoreError, prepared_of
 from kbitwrap.preparation.preparation import changing
-from snapshot import Snapshot
+from support import failing, plain, training, zoo
+from support.snapshot import Snapshot
 
 FOLDER = Path(tempfile.mkdtemp(prefix="faults-", dir=zoo.checkpoints()))
 STRIDE = 401  # as many rounds fail once every primitive step of what changes a quantized model

@@ -32,10 +32,10 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 
 import kbitwrap
-import plain
 from kbitwrap import KbitWrapError, Manifest, Plan
 from kbitwrap.checkpoints.inspection import inspect_checkpoint
 from kbitwrap.cli import main
+from support import plain
 
 ROUND = 2_000
 SECRET = b"what lies elsewhere is nobody's business"

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from killing import kill_at_random
+from support.killing import kill_at_random
 
 EXPORT = """
 import warnings

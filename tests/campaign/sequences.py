@@ -27,12 +27,11 @@ from torch import nn
 from torch.nn.utils import prune
 
 import kbitwrap
-import trees
-import zoo
 from kbitwrap import KbitPreparedModel, KbitWrapError, Manifest, UnsupportedModelError
 from kbitwrap.model.wrappers import canonical_fqn
 from kbitwrap.tensors.upcast import UpcastTensor
-from snapshot import Snapshot, tensor_digest
+from support import trees, zoo
+from support.snapshot import Snapshot, tensor_digest
 
 ROUND, LENGTH = 200, 12
 PRECISIONS = ("full", "compute", "norms", "adapted", "none")

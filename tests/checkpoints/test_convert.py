@@ -20,9 +20,6 @@ import transformers
 from safetensors.torch import _SIZE as LIBRARY_SIZES
 from safetensors.torch import load_file, save_file
 
-import forks
-import zoo
-from files import tensors_of
 from kbitwrap import (
     ConfigError,
     ExportError,
@@ -36,6 +33,8 @@ from kbitwrap import (
 from kbitwrap.checkpoints.reader import open_checkpoint
 from kbitwrap.tensors.dtypes import SAFETENSORS_DTYPES
 from kbitwrap.tensors.lazy import materialize
+from support import forks, zoo
+from support.files import tensors_of
 
 
 class Saved:

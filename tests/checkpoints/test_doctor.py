@@ -15,11 +15,9 @@ import transformers
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from torch import nn
 
-import trainers
-import training
-import zoo
 from kbitwrap import ConfigError, DoctorReport, KbitPreparedModel, ManifestError, convert_checkpoint, doctor
 from kbitwrap.integrations import KbitTrainerCallback
+from support import trainers, training, zoo
 
 pytestmark = [
     # Training on after `restore` is not what these do.
@@ -502,7 +500,7 @@ def test_no_pickle_is_run(runs: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_examining_a_live_model_changes_nothing(tmp_path: Path) -> None:
-    from snapshot import Snapshot
+    from support.snapshot import Snapshot
 
     model = prepared_and_trained("compute")(tmp_path)
     before = Snapshot(model)

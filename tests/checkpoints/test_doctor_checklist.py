@@ -14,11 +14,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-import trainers
-import zoo
-from files import save_tokenizer
 from kbitwrap import DoctorReport, KbitPreparedModel, doctor
 from kbitwrap.integrations import KbitTrainerCallback
+from support import trainers, zoo
+from support.files import save_tokenizer
 
 # Training on after `restore` is not what these do.
 pytestmark = pytest.mark.filterwarnings("ignore:restore\\(\\) made:UserWarning")

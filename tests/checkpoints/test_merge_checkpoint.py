@@ -14,8 +14,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-import zoo
-from files import read, tensors_of
 from kbitwrap import (
     ConfigError,
     ExportError,
@@ -24,8 +22,10 @@ from kbitwrap import (
     ManifestMismatchError,
     merge_checkpoint,
 )
-from merging import assert_same_model
-from training import adapt, step
+from support import zoo
+from support.files import read, tensors_of
+from support.merging import assert_same_model
+from support.training import adapt, step
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:LlamaForCausalLM has neither a quantization attribute:UserWarning"),

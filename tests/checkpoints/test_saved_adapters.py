@@ -15,9 +15,9 @@ import transformers
 from peft import PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 
-import zoo
 from kbitwrap import ConfigError, merge_checkpoint
-from training import step
+from support import zoo
+from support.training import step
 
 STACKS = ["experts.gate_up_proj", "experts.down_proj"]
 FLOAT32 = torch.float32

@@ -14,11 +14,11 @@ import transformers
 from peft import get_peft_model
 from safetensors.torch import load_file, save_file
 
-import zoo
-from files import save_tokenizer, tensors_of
 from kbitwrap import ConfigError, KbitPreparedModel, ManifestMismatchError, doctor, merge_checkpoint
-from merging import assert_same_model
-from training import step
+from support import zoo
+from support.files import save_tokenizer, tensors_of
+from support.merging import assert_same_model
+from support.training import step
 
 NF4: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}
 NUM_ROWS = zoo.VOCAB_SIZE + 4

@@ -12,13 +12,11 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-import forks
-import training
-import zoo
-from files import tensors_of
 from kbitwrap import KbitPreparedModel, convert_checkpoint
 from kbitwrap.cli import main
-from snapshot import tensor_digest
+from support import forks, training, zoo
+from support.files import tensors_of
+from support.snapshot import tensor_digest
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import training
-import zoo
 from kbitwrap import doctor
 from kbitwrap.cli import main
+from support import training, zoo
 
 NO_MANIFEST = "no kbitwrap.json: train with KbitTrainerCallback, or save prepared.manifest() beside the adapter"
 

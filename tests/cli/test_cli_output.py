@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-import zoo
 from kbitwrap import KbitPreparedModel
 from kbitwrap.cli import main
 from kbitwrap.cli.console import as_text, hanging, progress, show
 from kbitwrap.cli.tables import table
+from support import zoo
 
 if sys.platform != "win32":
     import pty

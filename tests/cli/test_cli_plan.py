@@ -12,12 +12,12 @@ import torch
 from peft import prepare_model_for_kbit_training
 from rich.cells import cell_len
 
-import zoo
 from kbitwrap import StepTracker, build_plan
 from kbitwrap.bench.memory import live_bytes
 from kbitwrap.cli import main, plan, plot, step
 from kbitwrap.cli.console import as_text
 from kbitwrap.cli.tables import table, with_bars
+from support import zoo
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:

@@ -14,9 +14,9 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
-import zoo
 from kbitwrap import KbitPreparedModel, Precision
-from training import adapt, step
+from support import zoo
+from support.training import adapt, step
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's own
 

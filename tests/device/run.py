@@ -17,7 +17,7 @@ import device
 
 def put_zoo_on(kind: str) -> None:
     """Have the zoo load its models on the device."""
-    import zoo
+    from support import zoo
 
     load = zoo._from_pretrained
 

@@ -13,13 +13,13 @@ from safetensors import safe_open
 from torch import nn
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-import zoo
 from kbitwrap import KbitPreparedModel, Manifest, ManifestError, build_plan
 from kbitwrap.edits import stand_ins
 from kbitwrap.edits.stand_ins import HeadForward
-from memory import allocations
-from snapshot import Snapshot
-from training import adapt, step
+from support import zoo
+from support.memory import allocations
+from support.snapshot import Snapshot
+from support.training import adapt, step
 
 AUTOCAST = pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from kbitwrap import KbitPreparedModel
-from snapshot import Snapshot
+from support.snapshot import Snapshot
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*neither a quantization attribute:UserWarning")
 

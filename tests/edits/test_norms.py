@@ -25,11 +25,11 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-import forks
 from kbitwrap import KbitPreparedModel, build_plan
 from kbitwrap.edits.norms import ComputeChange, Float32Forward, can_rebind_forward, forward_slot
 from kbitwrap.model.tree import ModelTree
-from strategies import HALF_DTYPES, RMSNorm
+from support import forks
+from support.strategies import HALF_DTYPES, RMSNorm
 
 WIDTH = 8
 

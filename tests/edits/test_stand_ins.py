@@ -20,13 +20,13 @@ from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-import zoo
 from kbitwrap import KbitPreparedModel, StateError, build_plan
 from kbitwrap.edits.stand_ins import UpcastChange
 from kbitwrap.model.tree import ModelTree
 from kbitwrap.tensors.upcast import UpcastTensor
-from snapshot import Snapshot
-from training import adapt, step
+from support import zoo
+from support.snapshot import Snapshot
+from support.training import adapt, step
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 

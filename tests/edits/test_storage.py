@@ -15,14 +15,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from cuda_rules import CudaRules
 from kbitwrap import ConfigError, KbitPreparedModel, RestoreError
 from kbitwrap.edits.storage import StorageChange
 from kbitwrap.model.records import ParameterRecord
 from kbitwrap.preparation import fingerprints
 from kbitwrap.tensors.bits import Layout, NanPayloads, differ, fingerprint_and
-from snapshot import Snapshot
-from strategies import HALF_DTYPES, all_patterns, bits, from_bits, half_tensors, module_trees, patterns
+from support.cuda_rules import CudaRules
+from support.snapshot import Snapshot
+from support.strategies import HALF_DTYPES, all_patterns, bits, from_bits, half_tensors, module_trees, patterns
 
 few = settings(derandomize=True, deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
 

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn.utils import prune, remove_weight_norm, weight_norm
 from torch.optim.swa_utils import AveragedModel
 
-import zoo
 from kbitwrap import KbitPreparedModel
-from training import step
+from support import zoo
+from support.training import step
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*neither a quantization attribute nor a quantized layer:UserWarning"),

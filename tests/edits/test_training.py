@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 import kbitwrap
-import zoo
-from files import SHARD, read, saved
 from kbitwrap import KbitPreparedModel
 from kbitwrap.cli import main
-from snapshot import Snapshot, tensor_digest
-from training import adapt, step
+from support import zoo
+from support.files import SHARD, read, saved
+from support.snapshot import Snapshot, tensor_digest
+from support.training import adapt, step
 
 LAYOUTS = ("repacking", "plain")
 QUANTS = ("nf4", "nf4-double", "fp4")

@@ -21,15 +21,15 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerFast
 
-import zoo
-from files import read
 from kbitwrap import ConfigError, ExportError, KbitPreparedModel, convert_checkpoint, merge_checkpoint
 from kbitwrap.checkpoints.merge import _CARD
 from kbitwrap.cli import main
 from kbitwrap.export import staging as staging_module
 from kbitwrap.export.staging import staged
 from kbitwrap.export.writer import checkpoint_writer
-from training import adapt
+from support import zoo
+from support.files import read
+from support.training import adapt
 
 UNQUANTIZED = "ignore:.* has neither a quantization attribute:UserWarning"
 

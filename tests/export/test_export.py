@@ -28,11 +28,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import forks
 import kbitwrap.export.export
 import kbitwrap.export.writer
-import zoo
-from files import SHARD, read, saved, tensors_of
 from kbitwrap import (
     ConfigError,
     EditError,
@@ -45,9 +42,11 @@ from kbitwrap.export.twin import build_twin
 from kbitwrap.export.writer import write_safetensors
 from kbitwrap.model.tree import ModelTree
 from kbitwrap.tensors.lazy import LazyTensor
-from killing import fork, lock_alone
-from snapshot import Snapshot
-from training import adapt, step
+from support import forks, zoo
+from support.files import SHARD, read, saved, tensors_of
+from support.killing import fork, lock_alone
+from support.snapshot import Snapshot
+from support.training import adapt, step
 
 pytestmark = [
     # bitsandbytes' 8-bit kernel computes in float16, and says so on every bf16 model.

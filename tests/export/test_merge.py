@@ -33,15 +33,13 @@ from transformers import PreTrainedModel
 
 import kbitwrap.export.adapters as adapters_module
 import kbitwrap.export.merge as merge_module
-import pages
-import training
-import zoo
-from files import tensors_of
 from kbitwrap import ExportError, ExportReport, KbitPreparedModel
-from memory import allocations, peak
-from merging import HALF_ULP, assert_rounded_once, layers_of
-from pairwise import pairwise
-from snapshot import Snapshot
+from support import pages, training, zoo
+from support.files import tensors_of
+from support.memory import allocations, peak
+from support.merging import HALF_ULP, assert_rounded_once, layers_of
+from support.pairwise import pairwise
+from support.snapshot import Snapshot
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 ARCHITECTURES = list(zoo.ARCHITECTURES)

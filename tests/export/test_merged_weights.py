@@ -9,16 +9,14 @@ from typing import Any
 
 import peft
 import pytest
+import test_merge
 import torch
 import transformers
+from test_merge import LARGE_LAYERS, base_weight, jitter
 from torch import nn
 from transformers import LlamaForCausalLM
 
 import kbitwrap.export.merge as merge_module
-import test_merge
-import training
-import zoo
-from files import tensors_of
 from kbitwrap import (
     ConfigError,
     ExportError,
@@ -29,9 +27,10 @@ from kbitwrap import (
     UnsupportedModelError,
 )
 from kbitwrap.tensors import lazy
-from memory import allocations, peak
-from snapshot import Snapshot, tensor_digest
-from test_merge import LARGE_LAYERS, base_weight, jitter
+from support import training, zoo
+from support.files import tensors_of
+from support.memory import allocations, peak
+from support.snapshot import Snapshot, tensor_digest
 
 Named = Iterator[tuple[str, torch.Tensor]]
 

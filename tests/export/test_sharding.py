@@ -17,12 +17,11 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-import forks
-import zoo
-from files import SHARD, read, saved
 from kbitwrap import ConfigError, ExportError, KbitPreparedModel, UnsupportedModelError
-from snapshot import Snapshot
-from training import adapt, step
+from support import forks, zoo
+from support.files import SHARD, read, saved
+from support.snapshot import Snapshot
+from support.training import adapt, step
 
 TIED = {"gpt2"}
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-import forks
 from kbitwrap import ExportError
 from kbitwrap.export import staging as staging_module
 from kbitwrap.export.staging import atomic_write, staged
-from killing import fork
+from support import forks
+from support.killing import fork
 
 
 def names_in(folder: Path) -> list[str]:

@@ -12,9 +12,9 @@ import torch
 import transformers
 from peft import get_peft_model, prepare_model_for_kbit_training
 
-import zoo
 from kbitwrap import KbitPreparedModel, StepMemory, StepTracker, predict_step
-from pairwise import pairwise
+from support import zoo
+from support.pairwise import pairwise
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 REENTRANT = {"use_reentrant": True}  # as PEFT's function by default, and without its warning

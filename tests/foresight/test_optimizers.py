@@ -10,8 +10,8 @@ import torch
 from peft import get_peft_model
 from transformers.optimization import Adafactor
 
-import zoo
 from kbitwrap import KbitPreparedModel, StepTracker, predict_step
+from support import zoo
 
 OPTIMIZERS = {
     "makes its state with itself": lambda parameters: torch.optim.Adagrad(parameters),

@@ -8,8 +8,8 @@ import pytest
 import torch
 from peft import AdaLoraConfig, LoraConfig, PromptTuningConfig, get_peft_model, prepare_model_for_kbit_training
 
-import zoo
 from kbitwrap import KbitPreparedModel, Precision, StepMemory, StepTracker, patched, predict_step
+from support import zoo
 
 REENTRANT = {"use_reentrant": True}  # as PEFT's function by default, and without its warning
 WAYS = (*(precision.value for precision in Precision), "peft")

@@ -18,10 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import BitsAndBytesConfig, LlamaConfig
 from transformers.utils import import_utils
 
-import zoo
 from kbitwrap import ConfigError, KbitPreparedModel, StateError, StepTracker, UnsupportedModelError, predict_step
-from snapshot import Snapshot
 from steps import LEARNING_RATE, Cell, figures, predicted, tracked
+from support import zoo
+from support.snapshot import Snapshot
 
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 BATCH = {"batch_size": 2, "seq_len": 12, "kernels": "cpu", "exact": True}

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import kbitwrap
-import zoo
 from kbitwrap import KbitPreparedModel, Manifest
 from kbitwrap.manifest.manifest import MANIFEST_NAME
 from kbitwrap.preparation.process import plain_mode
-from training import adapt, step
+from support import zoo
+from support.training import adapt, step
 
 pytestmark = [
     pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),

@@ -17,16 +17,16 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kbitwrap
-import zoo
-from cuda_rules import CudaRules
-from files import tensors_of
 from kbitwrap import KbitPreparedModel, Precision, StepTracker
 from kbitwrap.bench.case import Case
 from kbitwrap.bench.settings import MISTRAL_7B, Settings
 from kbitwrap.edits.stand_ins import HeadForward
 from kbitwrap.tensors.upcast import multiplies_half
-from snapshot import Snapshot, tensor_digest
-from training import adapt, step
+from support import zoo
+from support.cuda_rules import CudaRules
+from support.files import tensors_of
+from support.snapshot import Snapshot, tensor_digest
+from support.training import adapt, step
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),

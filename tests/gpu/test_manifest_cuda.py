@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-import zoo
 from kbitwrap import KbitPreparedModel, Manifest, ManifestMismatchError
 from kbitwrap.tensors.bits import content_digest
-from snapshot import Snapshot
-from training import adapt, step
+from support import zoo
+from support.snapshot import Snapshot
+from support.training import adapt, step
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),

@@ -17,8 +17,6 @@ import torch
 from torch import nn
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback
 
-import forks
-import zoo
 from kbitwrap import (
     KbitPreparedModel,
     LifecycleState,
@@ -27,8 +25,9 @@ from kbitwrap import (
     StateError,
 )
 from kbitwrap.integrations import KbitTrainerCallback, SuspendedEvaluation, prepared_trainer
-from snapshot import Snapshot
-from trainers import NUM_STEPS, RecordingTrainer, adapt, dataset, trained_weights, trainer_for
+from support import forks, zoo
+from support.snapshot import Snapshot
+from support.trainers import NUM_STEPS, RecordingTrainer, adapt, dataset, trained_weights, trainer_for
 
 NAME = "kbitwrap.json"
 EVERY_STEP = {"save_strategy": "steps", "save_steps": 1}
@@ -398,10 +397,10 @@ def test_a_search_for_the_batch_size_goes_on_after_each_attempt(tmp_path: Path, 
 PROCESS = """
 import json, os, sys, warnings
 from pathlib import Path
-import zoo
+from support import zoo
 from kbitwrap import KbitPreparedModel, Manifest, ManifestMismatchError
 from kbitwrap.integrations import KbitTrainerCallback
-from trainers import adapt, trainer_for
+from support.trainers import adapt, trainer_for
 
 warnings.simplefilter("ignore")
 folder, precision, checkpoint, rank, port = sys.argv[1:]
@@ -443,10 +442,10 @@ def test_of_two_processes_one_writes_and_both_refuse(tmp_path: Path) -> None:
 PROGRAM = """
 import json, sys, warnings
 from pathlib import Path
-import zoo
+from support import zoo
 from kbitwrap import KbitPreparedModel
 from kbitwrap.integrations import KbitTrainerCallback
-from trainers import adapt, trainer_for
+from support.trainers import adapt, trainer_for
 
 warnings.simplefilter("ignore")
 folder, modes, cases = Path(sys.argv[1]), sys.argv[2].split("+"), json.loads(sys.argv[3])

@@ -17,10 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 
-import zoo
 from kbitwrap import KbitPreparedModel, LifecycleState, Precision, UnsupportedModelError, build_plan
-from snapshot import Snapshot
-from training import adapt, step
+from support import zoo
+from support.snapshot import Snapshot
+from support.training import adapt, step
 
 # ----------------------------------------------------------------------------------------------------
 # Hints.

@@ -14,12 +14,11 @@ from torch import distributed
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 
-import forks
-import zoo
 from kbitwrap import KbitPreparedModel, Manifest
 from kbitwrap.integrations import KbitTrainerCallback
-from snapshot import Snapshot
-from trainers import NUM_STEPS, adapt, dataset, trainer_for
+from support import forks, zoo
+from support.snapshot import Snapshot
+from support.trainers import NUM_STEPS, adapt, dataset, trainer_for
 
 BLOCKS = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
 FSDP: dict[str, dict[str, Any]] = {

@@ -20,12 +20,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainingArguments
 
-import pages
-import zoo
-from files import saved
 from kbitwrap import KbitPreparedModel, LifecycleState, Manifest, StateError
-from snapshot import Snapshot, tensor_digest
-from trainers import NUM_STEPS, RecordingTrainer, adapt, dataset, prompt, trained_weights, trainer_for
+from support import pages, zoo
+from support.files import saved
+from support.snapshot import Snapshot, tensor_digest
+from support.trainers import NUM_STEPS, RecordingTrainer, adapt, dataset, prompt, trained_weights, trainer_for
 
 PAGES = ("trainer.md", "generation.md", "resume.md")
 PRECISIONS = ("full", "norms", "none")

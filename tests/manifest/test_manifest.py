@@ -21,7 +21,6 @@ import transformers
 from torch import nn
 
 import kbitwrap
-import zoo
 from kbitwrap import (
     KbitPreparedModel,
     Manifest,
@@ -35,10 +34,11 @@ from kbitwrap import (
 )
 from kbitwrap.manifest.contents import _VOLATILE
 from kbitwrap.tensors.bits import content_digest
-from memory import peak_bytes
-from plain import Shadowed, Tied, small_manifest, tied
-from snapshot import Snapshot
-from training import adapt, step
+from support import zoo
+from support.memory import peak_bytes
+from support.plain import Shadowed, Tied, small_manifest, tied
+from support.snapshot import Snapshot
+from support.training import adapt, step
 
 pytestmark = [
     # bitsandbytes' 8-bit kernel computes in float16, and says so on every bf16 model.

@@ -10,11 +10,11 @@ import peft
 import pytest
 from torch import nn
 
-import zoo
 from kbitwrap import KbitPreparedModel, Manifest, ManifestError, ManifestMismatchError
-from plain import small_manifest
-from snapshot import Snapshot
-from training import adapt, step
+from support import zoo
+from support.plain import small_manifest
+from support.snapshot import Snapshot
+from support.training import adapt, step
 
 
 def recorded(model: nn.Module, *configs: peft.PeftConfig, **options: Any) -> Manifest:

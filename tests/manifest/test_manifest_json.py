@@ -16,9 +16,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-import forks
 from kbitwrap import ExportError, Manifest, ManifestError, ManifestVersionError, PrepareConfig
-from plain import small_manifest
+from support import forks
+from support.plain import small_manifest
 
 # The plain model of these tests is not quantized, and preparing it says so.
 pytestmark = pytest.mark.filterwarnings("ignore:.*neither a quantization attribute nor a quantized layer:UserWarning")

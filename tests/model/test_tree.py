@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import distribute_module
 
-import zoo
 from kbitwrap import KbitPreparedModel, UnsupportedModelError, build_plan
 from kbitwrap.model.checks import refuse_unsupported_tensors, tree_of
 from kbitwrap.model.tree import ModelTree, storage_key
 from kbitwrap.model.wrappers import canonical_fqn
+from support import zoo
 
 
 @pytest.fixture

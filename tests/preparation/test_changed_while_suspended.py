@@ -7,9 +7,9 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 
-import zoo
 from kbitwrap import KbitPreparedModel
-from training import adapt, step
+from support import zoo
+from support.training import adapt, step
 
 UPCASTING = pytest.mark.parametrize("precision", ["full", "compute"])
 HEAD = "base_model.model.lm_head"

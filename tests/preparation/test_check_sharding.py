@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers
 
-import zoo
 from kbitwrap import ConfigError, Precision, UnsupportedModelError, check_sharding
-from snapshot import Snapshot
+from support import zoo
+from support.snapshot import Snapshot
 
 ENGINES = ("ddp", "fsdp1", "fsdp2", "zero2", "zero3")
 

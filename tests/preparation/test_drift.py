@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-import zoo
 from kbitwrap import ExportError, KbitPreparedModel, ManifestError, Precision, RestoreError
-from snapshot import Snapshot
-from training import adapt, step
+from support import zoo
+from support.snapshot import Snapshot
+from support.training import adapt, step
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Merge lora module to 4-bit linear may get different generations:UserWarning"),

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-import zoo
 from kbitwrap import KbitPreparedModel
+from support import zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -13,7 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import kbitwrap
 from kbitwrap import ExportError, KbitPreparedModel, ManifestError, RestoreReport, UnsupportedModelError
-from snapshot import Snapshot
+from support.snapshot import Snapshot
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 PRECISIONS = ("full", "compute", "norms", "none")

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-import zoo
 from kbitwrap import KbitPreparedModel, Precision, RestoreReport
-from snapshot import Snapshot
-from training import adapt
+from support import zoo
+from support.snapshot import Snapshot
+from support.training import adapt
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 PRECISIONS = tuple(Precision)

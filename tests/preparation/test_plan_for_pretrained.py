@@ -17,7 +17,6 @@ import transformers
 from torch import nn
 from transformers import BitsAndBytesConfig, LlamaConfig
 
-import zoo
 from kbitwrap import (
     ConfigError,
     KbitPreparedModel,
@@ -28,6 +27,7 @@ from kbitwrap import (
     build_plan,
 )
 from kbitwrap.cli import main
+from support import zoo
 
 FIGURES = ("quantization", "added_bytes", "peak_bytes", "cache_bytes", "record_bytes", "by_role", "warnings")
 FURTHER = ("falcon", "gemma3", "gpt_oss", "mamba", "deepseek_v3")

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-import zoo
 from kbitwrap import KbitPreparedModel, prepare_model_for_kbit_training, restore
 from kbitwrap.preparation import training_on
-from training import adapt
+from support import zoo
+from support.training import adapt
 
 WARNING = r"restore\(\) made \d+ base parameters trainable again.* an adapter still sits on top"
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-import zoo
 from kbitwrap import ExportError, KbitPreparedModel
-from training import step
+from support import zoo
+from support.training import step
 
 
 @pytest.mark.parametrize("precision", ["full", "compute"])

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import handmade
-import zoo
+from support import zoo
 
 DTYPE = torch.bfloat16
 Answer = Callable[[str, str, str], None]

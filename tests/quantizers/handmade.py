@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-import zoo
+from support import zoo
 
 GROUP_SIZE = 32
 # Where AWQ has the codes of eight neighbouring outputs in a word.

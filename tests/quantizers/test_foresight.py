@@ -6,10 +6,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-import zoo
 from cells import CELLS
 from kbitwrap import KbitPreparedModel, StepTracker, UnsupportedModelError, predict_step
-from snapshot import Snapshot
+from support import zoo
+from support.snapshot import Snapshot
 
 # The first two have weights of tensor classes of their own; the third computes some from others as they are read.
 REFUSED = {"torchao": r"found a \w+Tensor", "quanto": r"found a \w+Tensor", "compressed-tensors": "cannot be copied"}

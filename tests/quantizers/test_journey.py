@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import nn
 
-import zoo
 from cells import CELLS, DTYPE, Answer, Cell, compressed_tensors, pretrained
-from files import read, tensors_of
 from kbitwrap import ExportError, KbitPreparedModel, Manifest, ManifestError, Precision
-from merging import assert_rounded_once, layers_of
-from snapshot import Snapshot, tensor_digest
-from training import adapt, step
+from support import zoo
+from support.files import read, tensors_of
+from support.merging import assert_rounded_once, layers_of
+from support.snapshot import Snapshot, tensor_digest
+from support.training import adapt, step
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*let no gradient through:UserWarning"),  # test_peft.py has which they are

@@ -11,8 +11,6 @@ from torch import nn
 from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 from transformers import PreTrainedModel
 
-import pages
-import zoo
 from cells import CELLS, DTYPE, Answer, pretrained
 from kbitwrap import (
     ExportError,
@@ -23,9 +21,10 @@ from kbitwrap import (
     doctor,
     inspect_checkpoint,
 )
-from merging import layers_of
-from snapshot import Snapshot
-from training import adapt, is_checkpointing, step
+from support import pages, zoo
+from support.merging import layers_of
+from support.snapshot import Snapshot
+from support.training import adapt, is_checkpointing, step
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*let no gradient through:UserWarning"),  # test_peft.py has which they are

@@ -12,12 +12,12 @@ import torch
 import transformers
 
 import kbitwrap
-import zoo
 from cells import CELLS, Answer, pretrained
 from kbitwrap import KbitPreparedModel, LifecycleState, UnsupportedModelError, build_plan
 from kbitwrap.integrations import KbitTrainerCallback
-from snapshot import Snapshot
-from training import adapt, step
+from support import zoo
+from support.snapshot import Snapshot
+from support.training import adapt, step
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*let no gradient through:UserWarning"),  # LOSING_GRADIENTS

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoModel, AutoTokenizer, BatchEncoding, BitsAndBytesConfig, PreTrainedModel
 
 from kbitwrap import KbitPreparedModel
-from snapshot import Snapshot, tensor_digest
+from support.snapshot import Snapshot, tensor_digest
 
 # Each pair says one thing twice, so that an encoder which works finds each sentence's partner.
 PAIRS = (

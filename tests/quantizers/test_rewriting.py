@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import kbitwrap
-import zoo
 from cells import CELLS, aqlm, gptqmodel
-from files import read
 from kbitwrap import KbitPreparedModel, Precision, UnsupportedModelError
-from snapshot import Snapshot
-from training import adapt, step
+from support import zoo
+from support.files import read
+from support.snapshot import Snapshot
+from support.training import adapt, step
 
 pytestmark = [
     # By transformers, of every model that was given a device and is on the CPU, where its method asks accelerate.

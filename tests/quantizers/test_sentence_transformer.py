@@ -12,7 +12,7 @@ from sentence_transformers import SentenceTransformer
 from transformers import BitsAndBytesConfig
 
 from kbitwrap import KbitPreparedModel, Precision
-from snapshot import Snapshot
+from support.snapshot import Snapshot
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:SentenceTransformer has its own save_pretrained:UserWarning"),

@@ -12,7 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from kbitwrap.tensors import bits as digest
 from kbitwrap.tensors.bits import content_digest
-from memory import peak_bytes
+from support.memory import peak_bytes
 
 MASK = (1 << 64) - 1
 BLOCK = 65536  # words

@@ -14,8 +14,8 @@ from safetensors.torch import storage_ptr, storage_size
 from torch import nn
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-import zoo
 from kbitwrap.tensors.lazy import LazyTensor, keeping_last, materialize, pieces
+from support import zoo
 
 
 class Counted:

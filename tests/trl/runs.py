@@ -15,10 +15,9 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BitsAndBytesConfig, PreTrainedTokenizerFast
 
-import pages
-import zoo
-from snapshot import Snapshot
-from trainers import trained_weights
+from support import pages, zoo
+from support.snapshot import Snapshot
+from support.trainers import trained_weights
 from trl import (
     DPOConfig,
     DPOTrainer,

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from datasets import Dataset
 from trl.trainer.utils import add_fused_lm_head
 
-import zoo
 from kbitwrap import KbitPreparedModel
 from runs import tokenizer
-from snapshot import tensor_digest
+from support import zoo
+from support.snapshot import tensor_digest
 from trl import SFTConfig, SFTTrainer
 
 # TRL 1.16 sets the field by the name that transformers 5.23 deprecates.

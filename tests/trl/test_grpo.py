@@ -19,13 +19,13 @@ import torch
 import trl.generation.vllm_generation as vllm_generation
 from datasets import Dataset
 
-import zoo
-from files import tensors_of
 from kbitwrap import ExportError, KbitPreparedModel, LifecycleState, StateError
 from kbitwrap.integrations import prepared_trainer
 from kbitwrap.integrations.trl import sync_merged_weights
 from runs import block, reward, tokenizer
-from snapshot import Snapshot, tensor_digest
+from support import zoo
+from support.files import tensors_of
+from support.snapshot import Snapshot, tensor_digest
 from trl import GRPOConfig, GRPOTrainer
 
 PAGE = Path(__file__).parents[2] / "docs" / "trl.md"

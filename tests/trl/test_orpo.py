@@ -12,11 +12,11 @@ from transformers import Trainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-import zoo
 from kbitwrap import patched, prepared_of, restore
 from runs import block, tokenizer
-from snapshot import Snapshot
-from trainers import trained_weights
+from support import zoo
+from support.snapshot import Snapshot
+from support.trainers import trained_weights
 
 NUM_STEPS = 3
 PAGE = Path(__file__).parents[2] / "docs" / "peft.md"

@@ -15,7 +15,6 @@ from torch import nn
 from transformers import TrainerCallback
 
 import runs
-import zoo
 from kbitwrap import (
     KbitPreparedModel,
     LifecycleState,
@@ -27,8 +26,9 @@ from kbitwrap import (
 )
 from kbitwrap.integrations import KbitTrainerCallback, SuspendedEvaluation, prepared_trainer
 from runs import NUM_STEPS, TRAINERS, leaving_nothing, outcome, trainer_for
-from snapshot import Snapshot
-from training import is_checkpointing
+from support import zoo
+from support.snapshot import Snapshot
+from support.training import is_checkpointing
 from trl import SFTTrainer
 
 PAGE = Path(__file__).parents[2] / "docs" / "trl.md"

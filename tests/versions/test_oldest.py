@@ -16,11 +16,11 @@ import transformers
 from torch import nn
 
 import kbitwrap
-import zoo
-from files import read, saved, tensors_of
 from kbitwrap import ExportError, KbitPreparedModel, Manifest, Precision
-from snapshot import Snapshot, tensor_digest
-from training import adapt, step
+from support import zoo
+from support.files import read, saved, tensors_of
+from support.snapshot import Snapshot, tensor_digest
+from support.training import adapt, step
 
 ARCHITECTURES = ("llama", "opt", "gemma2", "mixtral")  # plain; with biases; tied and scaled; with stacks of experts
 QUANTS = ("nf4", "int8")

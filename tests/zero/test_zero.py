@@ -13,12 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-import forks
-import zoo
-from files import SHARD, read, saved
 from kbitwrap import KbitPreparedModel, ManifestError, Precision, UnsupportedModelError, check_sharding
-from snapshot import Snapshot
-from training import adapt
+from support import forks, zoo
+from support.files import SHARD, read, saved
+from support.snapshot import Snapshot
+from support.training import adapt
 
 STAGES = (2, 3)
 

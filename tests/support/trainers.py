@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-import zoo
-from snapshot import tensor_digest
+from support import zoo
+from support.snapshot import tensor_digest
 
 NUM_STEPS = 3
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from files import tensors_of
-from snapshot import tensor_digest
+from support.files import tensors_of
+from support.snapshot import tensor_digest
 
 # Half a unit in the last place, relative to the power of two below a number; and the smallest normal's exponent.
 HALF_ULP = {torch.bfloat16: (-8, -126), torch.float16: (-11, -14), torch.float32: (-24, -126)}

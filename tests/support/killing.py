@@ -14,7 +14,7 @@ from pathlib import Path
 
 import tqdm
 
-import forks
+from support import forks
 
 
 def lock_alone() -> None:

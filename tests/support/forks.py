@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-PRELOADED = "preloaded"
+PRELOADED = "support.preloaded"
 WORLD_SIZE = 2
 
 

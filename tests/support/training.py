@@ -6,7 +6,7 @@ import torch
 from peft import PeftModel, get_peft_model
 from transformers import PreTrainedModel
 
-import zoo
+from support import zoo
 
 
 def adapt(name: str, model: PreTrainedModel, *, modules_to_save: bool = False, **kwargs: object) -> PeftModel:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.testing._internal.two_tensor import TwoTensor
 
-from strategies import VOCAB_SIZE, WIDTH, Block, RMSNorm, Tree
+from support.strategies import VOCAB_SIZE, WIDTH, Block, RMSNorm, Tree
 
 HALF = (torch.bfloat16, torch.float16)
 

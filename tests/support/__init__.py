@@ -1,0 +1,1 @@
+"""What the tests share: tiny models, comparisons, processes, faults, and training runs."""
