@@ -2,13 +2,13 @@
 
 Half values survive the cast in every bit except NaN payloads, which are recorded
 sparsely. A value is untrained if it is exactly representable in the original dtype and
-its bits there have the recorded fingerprint.
+its bits there have the recorded digest.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from torch import nn
 
 from ..model.records import ParameterRecord, TensorRef
 from ..model.tree import ModelTree, NamedTensor
-from ..tensors.bits import Layout, NanPayloads, differ, fingerprint_and, has_nan
+from ..tensors.bits import Layout, NanPayloads, begin_digest, content_digest, differ
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import LazyTensor
 from .base import ChangeBase, EditBase, HeldOriginal, Together, TrainedPolicy
@@ -74,9 +74,10 @@ class StorageChange(HeldOriginal):
         self._is_rewritten, self._is_seen = on_device, is_seen
         self._policy: TrainedPolicy = "keep"
         self._payloads: NanPayloads | None = None
-        if self.kept is None:
-            self._fingerprint, holds_nan = fingerprint_and(data, has_nan(data))
-            self._payloads = NanPayloads.find(data) if holds_nan else None
+        self._digest: Callable[[], int] | None = None
+        if self.kept is None and not data.is_meta:  # which has no bits
+            self._digest = begin_digest(data)
+            self._payloads = NanPayloads.find(data)
         self._is_undone = False
         self._ready: tuple[torch.Tensor, _Found] | None = None
 
@@ -109,19 +110,16 @@ class StorageChange(HeldOriginal):
         return torch.stack([is_changed, is_other, differ(kept, current)])
 
     def _find_original(self, current: torch.Tensor) -> _Found:
-        """Find the value to put back, in one read of the device. An untrained value is in the original layout."""
+        """Find the value to put back. An untrained value is in the original layout."""
         is_resized = tuple(current.shape) != self.layout.shape
         rounded = self._rounded(current) if self.kept is None else None
         if rounded is not None:
-            # A NaN where there was none shows in the fingerprint.
-            question = is_resized or differ(
-                current, rounded, has_nans=self._payloads is not None
-            )
-            fingerprint, is_other = fingerprint_and(
-                rounded, torch.as_tensor(question, device=current.device)
-            )
-            is_altered = fingerprint != self._fingerprint
-            is_trained = is_other = is_altered or is_other
+            is_altered = is_resized
+            is_other = is_resized
+            if self._digest is not None and not is_resized:
+                is_altered = content_digest(rounded) != self._digest()
+                is_other = is_altered or bool(differ(current, rounded))
+            is_trained = is_other
         else:
             is_trained, is_other, is_altered = self.against_kept(current).tolist()
         if self.kept is not None and (
@@ -304,7 +302,7 @@ class Store(EditBase):
     record_bytes: int = 0
 
     def capture(self, tree: ModelTree) -> Together:
-        """Record dtype, layout, NaN payloads and fingerprint, or the originals themselves."""
+        """Record dtype, layout, NaN payloads and digest, or the originals themselves."""
         changes = []
         for fqn, ref in zip(self.fqns, self.refs, strict=True):
             module, parameter = ref.owner(), ref()

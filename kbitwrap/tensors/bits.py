@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # elements compared at once: bounds what a comparison holds beside the tensors compared
 _CHUNK = 1 << 20
-_ROW = 4096  # int64 words in a row of a fingerprint
 _RUN, RUNS = 64, 64  # elements in a run of a sample, and runs
 _BLOCK = 1 << 16  # int64 words in a block of a digest
 _MASK = (1 << 64) - 1
@@ -21,49 +19,9 @@ _MASK = (1 << 64) - 1
 # of MurmurHash3's finalizer.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MURMUR = 0xC2B2AE3D27D4EB4F - (1 << 64)
-# Bytes digested at once: what stays in a CPU's cache, and what keeps an accelerator
-# busy.
-_CPU_CHUNK = 1 << 20
-_DEVICE_CHUNK = 32 << 20
-
-
-def fingerprint_and(tensor: torch.Tensor, question: torch.Tensor) -> tuple[bytes, bool]:
-    """Fingerprint a half tensor's bits, without a copy, and answer a question, in one read of the device.
-
-    Changes of fewer than four words are always seen, and of more unless they cancel in
-    every row and every column.
-
-    Args:
-        tensor: A tensor of a two-byte dtype. One on the meta device has no bits: its
-            fingerprint is empty.
-        question: A boolean scalar on the same device.
-
-    Returns:
-        The fingerprint, 32 bytes, which does not depend on the tensor's layout, and the
-            answer.
-    """
-    if tensor.is_meta:  # it has no bits
-        return b"", False
-    flat = tensor.detach().reshape(-1)
-    if flat.stride() != (1,) or flat.storage_offset() % 4:
-        flat = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device).copy_(flat)
-    num_in_rows = flat.numel() - flat.numel() % (4 * _ROW)
-    sums = []
-    if num_in_rows:
-        rows = flat[:num_in_rows].view(torch.int64).view(-1, _ROW)
-        sums = [rows.sum(1), rows.sum(0)]
-    asked = [question.view(1), flat[num_in_rows:], *sums]
-    read = torch.cat([part.contiguous().view(torch.uint8) for part in asked]).cpu()
-    fingerprint = hashlib.sha256(read[1:].numpy().data).digest()
-    return fingerprint, bool(read[0])
-
-
-def has_nan(tensor: torch.Tensor) -> torch.Tensor:
-    """Whether a floating tensor holds a NaN, on its device; it makes no mask of it."""
-    data = tensor.detach()
-    if not data.numel():
-        return torch.zeros((), dtype=torch.bool, device=data.device)
-    return torch.aminmax(data)[0].isnan()
+# bytes digested at once, whole blocks: they stay in a CPU's cache, and keep an
+# accelerator busy
+_PIECE = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -82,9 +40,10 @@ class NanPayloads:
     def find(tensor: torch.Tensor) -> NanPayloads | None:
         """Find the NaNs of a float16 or bfloat16 tensor; ``None`` where there are none."""
         flat = tensor.detach().reshape(-1)
-        positions = flat.isnan().nonzero().view(-1)
-        if not len(positions):
+        # the least of numbers among which there is a NaN is NaN: no mask is made
+        if not flat.numel() or not torch.aminmax(flat)[0].isnan():
             return None
+        positions = flat.isnan().nonzero().view(-1)
         return NanPayloads(positions, flat[positions].view(torch.int16))
 
     def write(self, tensor: torch.Tensor) -> None:
@@ -99,27 +58,23 @@ class NanPayloads:
             tensor.copy_(flat.view(tensor.shape))
 
 
-def differ(a: torch.Tensor, b: torch.Tensor, *, has_nans: bool = True) -> torch.Tensor:
+def differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Whether two tensors hold other numbers. It does not wait for the device, and holds little beside the tensors.
 
     Args:
         a: A tensor.
         b: A tensor of the same number of elements, on any device; it is compared in
             ``a``'s dtype.
-        has_nans: Whether ``a`` may hold NaNs, each of which then equals any; without
-            them, bits are compared alone.
 
     Returns:
-        The answer, a boolean scalar on ``a``'s device. Zeros of different signs differ.
+        The answer, a boolean scalar on ``a``'s device. A NaN equals any NaN; zeros of
+            different signs differ.
     """
     left = a.detach().reshape(-1)
     right = b.detach().reshape(-1)
-    found = [torch.zeros((), dtype=torch.uint8, device=left.device)]
-    for start in range(0, left.numel(), _CHUNK):
-        x = left[start : start + _CHUNK]
-        y = right[start : start + _CHUNK].to(device=x.device, dtype=x.dtype)
-        mask = differs(x, y) if has_nans else _bits(x) != _bits(y)
-        found.append(mask.view(torch.uint8).amax())
+    found = [torch.zeros((), dtype=torch.bool, device=left.device)]
+    for x, y in zip(left.split(_CHUNK), right.split(_CHUNK), strict=True):
+        found.append(differs(x, y.to(device=x.device, dtype=x.dtype)).any())
     return torch.stack(found).any()
 
 
@@ -276,13 +231,6 @@ def differs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return different & ~both_nan
 
 
-def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two flat CPU tensors hold the same bytes, by one thread: several take longer to start."""
-    left = a.detach().view(torch.uint8).numpy()
-    right = b.detach().view(torch.uint8).numpy()
-    return bool(left.tobytes() == right.tobytes())
-
-
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(integers[tensor.element_size()])
@@ -304,9 +252,9 @@ def _is_readable(part: torch.Tensor) -> bool:
 def content_digest(tensor: torch.Tensor) -> int:
     """Digest a dense tensor's bytes, on its device, to an integer below 2**64; ``docs/manifest.md`` has the formula.
 
-    It is the same on every device. Beside the tensor two pieces of 1 MiB (CPU) or 32
-    MiB are held, and a copy of one that is not contiguous. A tensor made of others has
-    the digest of theirs, as words in the order of its class.
+    It is the same on every device. Beside the tensor two pieces of 4 MiB are held, and
+    a copy of one that is not contiguous. A tensor made of others has the digest of
+    theirs, as words in the order of its class.
     """
     return begin_digest(tensor)()
 
@@ -321,19 +269,23 @@ def begin_digest(tensor: torch.Tensor) -> Callable[[], int]:
         A call that waits for the device and returns the digest, as ``content_digest``
             does.
     """
-    parts = parts_of(tensor)
-    if all(part is not tensor for part in parts):
-        reads = [begin_digest(part) for part in parts]
+    if not is_traceable_wrapper_subclass(tensor):
+        return _begin_plain(tensor)
+    reads = [_begin_plain(part) for part in parts_of(tensor)]
 
-        def digest_of_parts() -> int:
-            words = b"".join(read().to_bytes(8, "little") for read in reads)
-            return content_digest(
-                torch.tensor(list(words), dtype=torch.uint8, device="cpu")
-            )
+    def digest_of_parts() -> int:
+        words = b"".join(read().to_bytes(8, "little") for read in reads)
+        return content_digest(torch.frombuffer(bytearray(words), dtype=torch.uint8))
 
-        return digest_of_parts
+    return digest_of_parts
+
+
+def _begin_plain(tensor: torch.Tensor) -> Callable[[], int]:
+    """Begin a digest of a tensor that is not made of others."""
     plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
-    data = plain.contiguous().view(-1).view(torch.uint8)
+    # the strides of a tensor of one element may be any
+    flat = plain.contiguous().as_strided((plain.numel(),), (1,))
+    data = flat.view(torch.uint8)
     num_bytes = data.numel()
     num_in_words = num_bytes - num_bytes % 8
     blocks = _block_sums(data[:num_in_words])
@@ -355,28 +307,23 @@ def _extended(digest: int, value: int) -> int:
 
 
 def _block_sums(data: torch.Tensor) -> torch.Tensor:
-    """The sum of each block's mixed words; the last block may be short.
+    """The sum of each block's mixed words, int64, on their device; the last block may be short.
 
     Args:
         data: The bytes, uint8, flat and contiguous; their number is a multiple of 8.
             They are read piece by piece.
-
-    Returns:
-        The sums, int64, on the device of the bytes.
     """
     num_words = data.numel() // 8
     factors = torch.arange(1, min(num_words, _BLOCK) + 1, device=data.device) * _GOLDEN
     is_aligned = data.storage_offset() % 8 == 0 and data.data_ptr() % 8 == 0
-    step = _CPU_CHUNK if data.device.type == "cpu" else _DEVICE_CHUNK
+    num_whole = data.numel() - data.numel() % (8 * _BLOCK)
     sums = [factors[:0]]
-    for piece in data.split(step):
-        words = (piece if is_aligned else piece.clone()).view(torch.int64)
-        num_whole = words.numel() - words.numel() % _BLOCK
-        whole = words[:num_whole].view(-1, _BLOCK)
-        rest = words[num_whole:].view(1, -1)
-        sums += [
-            _mixed_sums(blocks, factors) for blocks in (whole, rest) if blocks.numel()
-        ]
+    for part in (data[:num_whole], data[num_whole:]):
+        for piece in part.split(_PIECE):
+            if piece.numel():
+                words = (piece if is_aligned else piece.clone()).view(torch.int64)
+                blocks = words.view(-1, min(words.numel(), _BLOCK))
+                sums.append(_mixed_sums(blocks, factors))
     return torch.cat(sums)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -18,11 +17,10 @@ from torch import nn
 from kbitwrap import ConfigError, KbitPreparedModel, RestoreError
 from kbitwrap.edits.storage import StorageChange
 from kbitwrap.model.records import ParameterRecord
-from kbitwrap.preparation import fingerprints
-from kbitwrap.tensors.bits import Layout, NanPayloads, differ, fingerprint_and
+from kbitwrap.tensors.bits import Layout, NanPayloads, differ
 from support.cuda_rules import CudaRules
 from support.snapshot import Snapshot
-from support.strategies import HALF_DTYPES, all_patterns, bits, from_bits, half_tensors, module_trees, patterns
+from support.strategies import HALF_DTYPES, all_patterns, bits, from_bits, half_tensors, module_trees
 
 few = settings(derandomize=True, deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
 
@@ -255,83 +253,6 @@ def test_a_nan_payload_is_not_written_over_a_number() -> None:
         model.p0[0] = 2.0
     assert prepared.restore().trained == ("p0",)
     assert torch.equal(bits(model.p0), bits(from_bits([0x4000, 0x7F82, 0x3F80], torch.bfloat16)))
-
-
-# ----------------------------------------------------------------------------------------------------
-# The fingerprint.
-# ----------------------------------------------------------------------------------------------------
-
-
-def fingerprint(tensor: torch.Tensor) -> bytes:
-    return fingerprint_and(tensor, torch.tensor(False))[0]
-
-
-@few
-@given(half_tensors())
-def test_equal_bits_have_equal_fingerprints_in_every_layout(tensor: torch.Tensor) -> None:
-    expected = fingerprint(tensor)
-    assert isinstance(expected, bytes)
-    contiguous = torch.empty(tensor.shape, dtype=tensor.dtype)
-    bits(contiguous).copy_(bits(tensor))
-    assert fingerprint(contiguous) == expected
-    for offset in (1, 2, 3, 4):
-        moved = torch.zeros(tensor.numel() + offset, dtype=tensor.dtype)[offset:].view(tensor.shape)
-        bits(moved).copy_(bits(tensor))
-        assert fingerprint(moved) == expected
-
-
-def test_reading_a_fingerprint_changes_nothing() -> None:
-    tensor = all_patterns(torch.float16)
-    before, version = bits(tensor).clone(), tensor._version
-    fingerprint(tensor)
-    assert torch.equal(bits(tensor), before)
-    assert tensor._version == version
-
-
-@few
-@given(half_tensors(min_side=1), st.data())
-def test_every_change_of_one_element_shows(tensor: torch.Tensor, data: st.DataObject) -> None:
-    changed = torch.empty(tensor.shape, dtype=tensor.dtype)
-    bits(changed).copy_(bits(tensor))
-    flat = bits(changed).view(-1)
-    index = data.draw(st.integers(0, flat.numel() - 1))
-    pattern = data.draw(patterns(tensor.dtype))
-    new = from_bits([pattern], tensor.dtype).view(torch.int16)[0]
-    is_changed = bool(flat[index] != new)
-    flat[index] = new
-    assert (fingerprint(changed) != fingerprint(tensor)) == is_changed
-
-
-@pytest.mark.parametrize("numel", [1, 3, 4, 5, 4096 * 4, 4096 * 4 + 1, 3 * 4096 * 4 + 7])
-def test_each_bit_of_each_part_shows(numel: int) -> None:
-    # The sizes are those at which the sum changes its path: whole blocks, a last partial one, a tail of odd elements.
-    tensor = numbered(numel)
-    expected = fingerprint(tensor)
-    positions = {i % numel for i in (0, 1, 2, 3, 4, 4095, 4096, 16383, 16384, 32768, -1, -2, -3, -4, -5)}
-    for position, bit in itertools.product(positions, range(16)):
-        changed = tensor.clone()
-        bits(changed)[position] ^= torch.tensor(1 << bit, dtype=torch.int32).to(torch.int16)
-        assert fingerprint(changed) != expected, (position, bit)
-
-
-def test_blocks_in_another_order_show() -> None:
-    tensor = torch.randn(4 * 4096 * 4, generator=torch.Generator().manual_seed(0)).half()
-    assert fingerprint(tensor.view(4, -1).flip(0).reshape(-1)) != fingerprint(tensor)
-
-
-def test_values_in_another_order_show() -> None:
-    # Rows of an embedding that trade places: a change of value like any other.
-    tensor = numbered(6, 4)
-    assert fingerprint(tensor[[1, 0, 2, 3, 4, 5]]) != fingerprint(tensor)
-
-
-def test_two_signs_that_flip_show() -> None:
-    tensor = torch.randn(2 * 4096 * 4, generator=torch.Generator().manual_seed(0)).half()
-    changed = tensor.clone()
-    # The top bit of two words in two blocks: in a weighted sum the two carry out and cancel.
-    changed[3].neg_()
-    changed[4096 * 4 + 3].neg_()
-    assert fingerprint(changed) != fingerprint(tensor)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -748,39 +669,33 @@ def test_the_record_holds_no_parameter_alive() -> None:
 
 
 @few
-@given(half_tensors(), st.booleans())
-def test_a_tensor_has_the_values_of_its_own_upcast(tensor: torch.Tensor, has_nans: bool) -> None:
-    has_nans = has_nans or bool(tensor.isnan().any())
-    assert not differ(tensor, tensor.float(), has_nans=has_nans)
-    assert not differ(tensor.float(), tensor, has_nans=has_nans)
+@given(half_tensors())
+def test_a_tensor_has_the_values_of_its_own_upcast(tensor: torch.Tensor) -> None:
+    assert not differ(tensor, tensor.float())
+    assert not differ(tensor.float(), tensor)
 
 
-@pytest.mark.parametrize("has_nans", [False, True])
-def test_values_differ_by_one_element_and_by_nan(has_nans: bool) -> None:
+def test_values_differ_by_one_element_and_by_nan() -> None:
     tensor = numbered(4, 6).float()
     for value in (0.0, -0.0, float("nan"), float("inf")):
         changed = tensor.clone()
         changed[3, 5] = value
-        assert differ(tensor, changed, has_nans=has_nans)
-        assert not differ(changed, changed.clone(), has_nans=has_nans)
-    assert differ(torch.zeros(2), -torch.zeros(2), has_nans=has_nans)
+        assert differ(tensor, changed)
+        assert not differ(changed, changed.clone())
+    assert differ(torch.zeros(2), -torch.zeros(2))
 
 
-@pytest.mark.parametrize("has_nans", [False, True])
-def test_a_difference_beyond_the_first_piece_shows(has_nans: bool) -> None:
+def test_a_difference_beyond_the_first_piece_shows() -> None:
     left = torch.zeros((1 << 20) + 3, dtype=torch.float16)
     right = left.clone()
-    assert not differ(left, right, has_nans=has_nans)
+    assert not differ(left, right)
     right[-1] = 1
-    assert differ(left, right, has_nans=has_nans)
+    assert differ(left, right)
 
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("is_trained", [False, True])
-def test_a_cast_weight_costs_a_device_one_read_in_prepare_and_one_in_suspend(
-    keep: bool, is_trained: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fingerprints, "same_bytes", lambda a, b: False)  # compare as on a device
+def test_a_cast_weight_costs_a_device_one_read_in_prepare_and_few_in_suspend(keep: bool, is_trained: bool) -> None:
     model = Holder(torch.ones(3, (1 << 20) // 3 + 7).bfloat16(), torch.ones(3).bfloat16())
     with CudaRules() as preparing:
         prepared = full(model, keep_originals=keep, freeze=False)
@@ -789,7 +704,9 @@ def test_a_cast_weight_costs_a_device_one_read_in_prepare_and_one_in_suspend(
             next(model.parameters()).add_(1)
     with CudaRules() as suspending, prepared.suspended():
         pass
-    assert len(preparing.syncs) == len(suspending.syncs) == 2
+    assert len(preparing.syncs) == 2
+    # the digest of what was there, that of what is there, each in words and a tail, and whether it is exact
+    assert len(suspending.syncs) <= 2 * 5
     with CudaRules() as verifying:
         assert bool(prepared.verify()) == is_trained  # it counts writes
     assert len(verifying.syncs) == 1
