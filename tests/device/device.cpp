@@ -327,8 +327,12 @@ at::Tensor log_softmax_backward(const at::Tensor& g, const at::Tensor& out, int6
   return on_device(at::_log_softmax_backward_data(on_host(g), on_host(out), dim, g.scalar_type()).to(dtype), g);
 }
 
-// There is no cuDNN.
-bool uses_cudnn_ctc(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t) {
+// There is neither cuDNN nor MIOpen.
+bool uses_no_library_for_ctc(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t) {
+  return false;
+}
+
+bool uses_no_library_for_ctc_lengths(const at::Tensor&, const at::Tensor&, at::IntArrayRef, at::IntArrayRef, int64_t) {
   return false;
 }
 
@@ -466,7 +470,10 @@ TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
   m.impl("set_", &set_nothing);
   m.impl("mm.dtype", &mm_dtype);
   m.impl("histc", &histc);
-  m.impl("_use_cudnn_ctc_loss.Tensor", &uses_cudnn_ctc);
+  m.impl("_use_cudnn_ctc_loss.Tensor", &uses_no_library_for_ctc);
+  m.impl("_use_cudnn_ctc_loss", &uses_no_library_for_ctc_lengths);
+  m.impl("_use_miopen_ctc_loss", &uses_no_library_for_ctc_lengths);
+  m.impl("_use_miopen_ctc_loss.Tensor", &uses_no_library_for_ctc);
   m.impl("_softmax", &softmax);
   m.impl("_log_softmax", &log_softmax);
   m.impl("_softmax_backward_data", &softmax_backward);
