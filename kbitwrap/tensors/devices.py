@@ -33,16 +33,12 @@ def random_state(devices: Iterable[torch.device]) -> Callable[[], None]:
     cpu = torch.get_rng_state()
     states = []
     for device in devices:
-        read, write = (
-            function_of(device.type, "get_rng_state"),
-            function_of(device.type, "set_rng_state"),
-        )
-        if read is not None and write is not None:
-            states.append((device, write, read(device)))
+        module = torch.get_device_module(device)
+        states.append((module.set_rng_state, device, module.get_rng_state(device)))
 
     def put_back() -> None:
         torch.set_rng_state(cpu)
-        for device, write, state in states:
+        for write, device, state in states:
             write(state, device)
 
     return put_back

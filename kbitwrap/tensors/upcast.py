@@ -46,14 +46,16 @@ def _is_view(func: Any) -> bool:
     return any(alias is not None and not alias.is_write for alias in aliases)
 
 
-@functools.cache
-def _written(func: Any) -> frozenset[int | str]:
-    """The arguments that an operation writes to: the position and the name of each."""
-    written: set[int | str] = set()
+def _written(func: Any, args: Any, kwargs: Any) -> list[UpcastTensor]:
+    """The upcast tensors that an operation writes to."""
+    values = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            written |= {position, argument.name}
-    return frozenset(written)
+            is_positional = position < len(args)
+            values.append(
+                args[position] if is_positional else kwargs.get(argument.name)
+            )
+    return [value for value in tree_leaves(values) if isinstance(value, UpcastTensor)]
 
 
 def _of_float32(name: str) -> Any:
@@ -129,7 +131,7 @@ class UpcastTensor(torch.Tensor):
         self._layout = layout
         # Read by ``isinstance(tensor, nn.Parameter)``; false again once the module has
         # been restored.
-        self._is_param = owner is not None and layout is None
+        self._is_param = self.is_weight
         self._is_state = False
 
     @property
@@ -146,9 +148,9 @@ class UpcastTensor(torch.Tensor):
         return parameter
 
     @property
-    def is_view(self) -> bool:
-        """Whether it stands for a view of the owner's weight."""
-        return self._layout is not None
+    def is_weight(self) -> bool:
+        """Whether it stands for the owner's weight itself, and not for a view of it or for a tensor without owner."""
+        return self.owner is not None and self._layout is None
 
     @property
     def _name(self) -> str:
@@ -161,17 +163,11 @@ class UpcastTensor(torch.Tensor):
     @property
     def is_whole(self) -> bool:
         """Whether it stands for a whole weight, as a frozen view may."""
-        if not self.is_view:
+        if self._layout is None:
             return True
         half = self.parameter
         return not self.requires_grad and self._layout == Layout(
             0, half.shape, half.stride()
-        )
-
-    def _refusal(self) -> StateError:
-        return StateError(
-            f"{self._name} was made trainable, but under precision 'compute' it is a frozen weight "
-            "stored in half; train a copy (modules_to_save), or prepare with freeze=False or precision 'full'"
         )
 
     @property
@@ -182,7 +178,10 @@ class UpcastTensor(torch.Tensor):
             return self._half
         parameter = self.parameter
         if parameter.requires_grad and torch.is_grad_enabled():
-            raise self._refusal()
+            raise StateError(
+                f"{self._name} was made trainable, but under precision 'compute' it is a frozen weight stored in half; "
+                "train a copy (modules_to_save), or prepare with freeze=False or precision 'full'"
+            )
         if self._layout is None:
             return parameter
         offset = parameter.storage_offset() + self._layout.offset
@@ -280,16 +279,16 @@ class UpcastTensor(torch.Tensor):
     @property
     def requires_grad(self) -> bool:
         """Whether it is to be trained: a view as a leaf (PEFT's DoRA makes one), a weight as its parameter."""
-        if self.is_view or self.owner is None:
-            return super().requires_grad
-        return self.parameter.requires_grad
+        if self.is_weight:
+            return self.parameter.requires_grad
+        return super().requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        if self.is_view or self.owner is None:
-            super().requires_grad_(value)
-        else:
+        if self.is_weight:
             self.parameter.requires_grad_(value)
+        else:
+            super().requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> UpcastTensor:
         """Set the flag, of a weight on its parameter: one that is to be trained is refused when it is used."""
@@ -304,11 +303,10 @@ class UpcastTensor(torch.Tensor):
         kwargs = kwargs or {}
         if _is_composite(func):
             return func.decompose(*args, **kwargs)
-        arguments = [*enumerate(args), *kwargs.items()]
-        written = [value for key, value in arguments if key in _written(func)]
-        if any(isinstance(value, UpcastTensor) for value in tree_leaves(written)):
-            _write(func, args, kwargs)
-            return written[0] if func._schema.returns else None
+        if func._schema.is_mutable:
+            written = _written(func, args, kwargs)
+            if written:
+                return _write(func, args, kwargs, written)
         first = args[0] if args else None
         if isinstance(first, UpcastTensor):
             if _is_view(func):
@@ -340,29 +338,24 @@ class UpcastTensor(torch.Tensor):
             return tree_map_only(torch.Tensor, stand_in, views)
 
 
-def _write(func: Any, args: Any, kwargs: Any) -> None:
+def _write(func: Any, args: Any, kwargs: Any, written: list[UpcastTensor]) -> Any:
     """Run an operation that writes to upcast tensors: on their storage, cast to float32 where that changes it."""
-    written: list[tuple[UpcastTensor, torch.Tensor]] = []
+    copies = {tensor: tensor.half_storage.detach().float() for tensor in written}
 
-    def upcast_to_write(tensor: UpcastTensor) -> torch.Tensor:
-        values = tensor.half_storage.detach().to(torch.float32, copy=True)
-        written.append((tensor, values))
-        return values
+    def upcast(tensor: UpcastTensor) -> torch.Tensor:
+        return copies[tensor] if tensor in copies else tensor.half_storage.float()
 
-    def prepared(key: int | str, value: Any) -> Any:
-        if key in _written(func):
-            return tree_map_only(UpcastTensor, upcast_to_write, value)
-        return _upcast(value)
-
-    prepared_args = [prepared(position, value) for position, value in enumerate(args)]
-    prepared_kwargs = {name: prepared(name, value) for name, value in kwargs.items()}
-    func(*prepared_args, **prepared_kwargs)
-    for tensor, values in written:
+    args, kwargs = tree_map_only(UpcastTensor, upcast, (args, kwargs))
+    results = func(*args, **kwargs)
+    for tensor, values in copies.items():
         before = tensor.half_storage.detach().float()
         # A model may clamp its weights in every forward, and change none.
         is_changed = not torch.equal(values.view(torch.int32), before.view(torch.int32))
         if is_changed:
             tensor._for_writing().copy_(values)
+    # an operation returns what it wrote to
+    tensors = {id(values): tensor for tensor, values in copies.items()}
+    return tree_map_only(torch.Tensor, lambda one: tensors.get(id(one), one), results)
 
 
 def multiplies_half(left: torch.Tensor, half: torch.Tensor) -> bool:
@@ -387,11 +380,9 @@ def _product(func: Any, args: Sequence[Any], weight: UpcastTensor) -> torch.Tens
     num_rows, num_columns = half.shape
     step = num_columns
     if weight._chunk_bytes is not None:
-        column_bytes = num_rows * torch.float32.itemsize
-        step = max(1, weight._chunk_bytes // column_bytes)
+        step = max(1, weight._chunk_bytes // (num_rows * torch.float32.itemsize))
     if step >= num_columns:
-        result: torch.Tensor = func(*biases, left, half.float())
-        return result
+        return func(*biases, left, half.float())  # type: ignore[no-any-return]
     output: torch.Tensor = left.new_empty(left.shape[0], num_columns)
     for start in range(0, num_columns, step):
         piece = slice(start, start + step)
