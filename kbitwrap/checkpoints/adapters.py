@@ -15,7 +15,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..export.adapters import parameter_name
-from ..model.tree import join, named_modules
+from ..model.tree import join
 from ..model.wrappers import canonical_fqn
 from ..reports import first_of, shown
 from .reader import StoredTensor, adapter_file, read_json, read_tensors
@@ -211,7 +211,7 @@ def _adapted_stacks(model: nn.Module, targets: Any) -> list[tuple[str, nn.Module
         return []
     ends = tuple(f".{target}" for target in targets)
     found = []
-    for fqn, module in named_modules(model):
+    for fqn, module in model.named_modules():
         for name, parameter in module._parameters.items():
             stack = join(fqn, name)
             if (

@@ -94,12 +94,7 @@ class HooksChange(ChangeBase):
 
     def __init__(self, tree: ModelTree) -> None:
         self._index = tree.index
-        self._before = _ids(
-            [
-                node.module
-                for node in tree.having("_forward_hooks", "_forward_pre_hooks")
-            ]
-        )
+        self._before = _ids([node.module for node in tree.modules])
         # `None` while the edit is made: all that are added
         self._ours: set[int] | None = None
 

@@ -21,7 +21,7 @@ from torch import nn
 from ..errors import ConfigError, ExportError, StateError, UnsupportedModelError
 from ..model.checks import refuse_unreadable
 from ..model.quantization import is_of_a_quantizer, quantized_stacks
-from ..model.tree import ModelTree, join, named_modules
+from ..model.tree import ModelTree, join
 from ..model.wrappers import unwrap
 from ..preparation.preparation import Preparation
 from ..preparation.process import plain_mode
@@ -109,7 +109,7 @@ def _sources(model: nn.Module, processing_class: Any) -> list[str]:
     found = [getattr(processing_class, "name_or_path", None)]
     found += [
         getattr(vars(module).get("config"), "_name_or_path", None)
-        for _, module in named_modules(model)
+        for _, module in model.named_modules()
     ]
     return [name for name in dict.fromkeys(found) if isinstance(name, str)]
 
@@ -262,7 +262,7 @@ def save_model(model: Any, writer: CheckpointWriter, max_shard_size: int | str) 
 
 def _settle(model: nn.Module, cls: Any) -> dict[str, Any]:
     """Let a twin's models be written by ``save_pretrained``; return its options, and refuse what nothing could load."""
-    modules = named_modules(model)
+    modules = [*model.named_modules()]
     is_quantizer_there = any(
         vars(module).get("hf_quantizer") is not None for _, module in modules
     )

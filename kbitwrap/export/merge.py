@@ -21,7 +21,7 @@ from ..model.quantization import (
     is_quantized_parameter,
     quant_state_of,
 )
-from ..model.tree import ModelTree, join, named_modules, shallow_copy
+from ..model.tree import ModelTree, join, shallow_copy
 from ..model.wrappers import is_adapter_class
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import LazyTensor, values_of
@@ -95,7 +95,7 @@ def merge_into(twin: Twin, adapters: Sequence[str] | None = None) -> tuple[str, 
     for merge in merges:
         merge.replace_tensors()
     settle_ties(twin.model, shared)
-    for _, module in named_modules(twin.model):
+    for _, module in twin.model.named_modules():
         for name in _MODEL_ATTRIBUTES:
             vars(module).pop(name, None)
     for config in configs_of_all(twin.model):
@@ -382,7 +382,7 @@ def _plan(
                 if active and all(layer is not wrapper for layer, _ in merge.layers):
                     merge.layers.append((wrapper, active))
             elif (trained := trained_copy(peeled.fqn, wrapper, chosen)) is not None:
-                for name, module in named_modules(trained):
+                for name, module in trained.named_modules():
                     if is_adapter_class(type(module)):
                         raise refusal(
                             peeled.fqn,
@@ -394,7 +394,7 @@ def _plan(
                     merge_of(fqn, peeled.shell.get_submodule(name)).copy = module
             else:
                 refuse_unmergeable(peeled.fqn, wrapper, chosen)
-    for fqn, module in named_modules(twin.model):
+    for fqn, module in twin.model.named_modules():
         if is_quantized_layer(module) or id(module) in rounded:
             merge_of(fqn, module)
     _refuse_partly_adapted(twin, merges)
@@ -405,7 +405,7 @@ def _refuse_partly_adapted(twin: Twin, merges: Mapping[int, _Merge]) -> None:
     """Raise where a module has several places and an adapter only some of them: merged, it would be in all."""
     # of each shell: where it lies, with its name there
     places: dict[int, dict[tuple[int, str], str]] = {}
-    for fqn, parent in named_modules(twin.model):
+    for fqn, parent in twin.model.named_modules():
         for name, child in parent._modules.items():
             places.setdefault(id(child), {})[id(parent), name] = join(fqn, name)
     for peeled in twin.peeled:
@@ -432,7 +432,7 @@ def _half_dtype(model: nn.Module) -> torch.dtype:
     # model is prepared.
     parameters = [
         p
-        for _, module in named_modules(model)
+        for _, module in model.named_modules()
         for p in module._parameters.values()
         if p is not None
     ]

@@ -16,7 +16,7 @@ from ..model.quantization import (
     library_dequantizer,
     quantized_stacks,
 )
-from ..model.tree import named_modules, shallow_copy
+from ..model.tree import shallow_copy
 from ..tensors.lazy import LazyTensor
 from .twin import Twin
 
@@ -32,7 +32,7 @@ def dequantized(twin: Twin, dtype: torch.dtype) -> tuple[Twin, set[int]]:
     # of dequantized weights, by the classes of layer and weight
     dtypes: dict[tuple[type, type], torch.dtype] = {}
     rounded: set[int] = set()
-    for fqn, shell in named_modules(twin.model):
+    for fqn, shell in twin.model.named_modules():
         _dequantize_stacks(fqn, shell)
         compute = library_dequantizer(shell)
         if compute is None:
@@ -50,7 +50,7 @@ def dequantized(twin: Twin, dtype: torch.dtype) -> tuple[Twin, set[int]]:
             rounded.add(id(plain))
         shape = parameter_of(plain, "weight").shape
         vars(plain)["_parameters"]["weight"] = LazyTensor(shape, dtypes[kind], compute)
-    for _, module in named_modules(twin.model):
+    for _, module in twin.model.named_modules():
         for name, child in module._modules.items():
             module._modules[name] = plains.get(id(child), child)
     peeled = [

@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 
 from ..errors import ExportError
-from ..model.tree import named_modules
 from ..tensors.bits import content_digest
 from ..tensors.lazy import LazyTensor, materialize, values_of
 from .plain import parameter_of
@@ -59,7 +58,7 @@ def _untie_configs(model: nn.Module) -> None:
     ]
     if not tying:
         return
-    classes: list[Any] = [type(module) for _, module in named_modules(model)]
+    classes: list[Any] = [type(module) for _, module in model.named_modules()]
     readers = [cls for cls in classes if _FLAG in _names_read(cls)]
     if not readers:
         for config in tying:
@@ -104,7 +103,7 @@ def _names_in(code: types.CodeType) -> set[str]:
 
 def configs_of_all(model: nn.Module) -> Iterator[Any]:
     """The configs of a model and of its modules, nested ones included."""
-    found = [vars(module).get("config") for _, module in named_modules(model)]
+    found = [vars(module).get("config") for _, module in model.named_modules()]
     seen: set[int] = set()
     while found:
         config = found.pop()

@@ -34,6 +34,10 @@ class MemoryRef(StorageWeakRef):
         raise TypeError("cannot pickle a weak reference to memory")
 
 
+Place = tuple[nn.Module, str]
+"""A module, and a name of a parameter in it."""
+
+
 class TensorRef(NamedTuple):
     """The place of a parameter: its owner, weakly, and its name there."""
 
@@ -49,36 +53,24 @@ class TensorRef(NamedTuple):
 class ParameterRecord:
     """A parameter as it was at all of its places, and the memory that it was last seen in, whose address is kept."""
 
-    __slots__ = (
-        "__weakref__",
-        "_memories",
-        "dtype",
-        "fqn",
-        "quant_state",
-        "quantized_class",
-        "refs",
-        "shape",
-    )
-
     def __init__(
-        self, fqn: str, places: Iterable[tuple[nn.Module, str]], parameter: nn.Parameter
+        self, fqn: str, places: Iterable[Place], parameter: nn.Parameter
     ) -> None:
         self.fqn = fqn
-        self.refs = tuple(
-            [TensorRef(weakref.ref(module), name) for module, name in places]
-        )
+        self.refs: tuple[TensorRef, ...] = ()
+        self.moved(places)
         self.dtype = parameter.dtype
         self.shape = parameter.shape
         # Sharding makes a quantized parameter a plain one. The ``quant_state`` moves
         # with a 4-bit weight.
-        self.quantized_class = (
-            type(parameter) if is_quantized_parameter(parameter) else None
-        )
+        self.quantized_class: type | None = None
+        if is_quantized_parameter(parameter):
+            self.quantized_class = type(parameter)
         state = getattr(parameter, "quant_state", None)
         self.quant_state: weakref.ref[Any] | None = (
             None if state is None else weakref.ref(state)
         )
-        self._memories = _memory_of(parameter)
+        self.saw(parameter)
 
     def expects(self, data: torch.Tensor) -> None:
         """Note that the parameter is about to get this memory, so that it is found wherever that is interrupted."""
@@ -88,11 +80,10 @@ class ParameterRecord:
         """Note that the parameter lies in this memory now."""
         self._memories = _memory_of(parameter)
 
-    def moved(self, places: Iterable[tuple[nn.Module, str]]) -> None:
+    def moved(self, places: Iterable[Place]) -> None:
         """Note where others put the parameter, beside the places that it had."""
-        self.refs += tuple(
-            [TensorRef(weakref.ref(module), name) for module, name in places]
-        )
+        for module, name in places:
+            self.refs += (TensorRef(weakref.ref(module), name),)
 
     @property
     def memory(self) -> tuple[Any, ...]:
@@ -115,16 +106,8 @@ class ParameterRecord:
 
     def at_places(self) -> list[nn.Parameter]:
         """The parameters at its places now."""
-        live = [
-            (module, name)
-            for owner, name in self.refs
-            if (module := owner()) is not None
-        ]
-        return [
-            parameter
-            for module, name in live
-            if (parameter := module._parameters.get(name)) is not None
-        ]
+        found = [ref() for ref in self.refs]
+        return [parameter for parameter in found if parameter is not None]
 
     def live(self) -> nn.Parameter | None:
         """The parameter, if it is still at one of its places."""
@@ -133,13 +116,10 @@ class ParameterRecord:
     def there(self) -> nn.Parameter | None:
         """The parameter, its shard, or one of its shape at one of its places: others write by replacing them."""
         found = self.at_places()
-        if found and self.is_seen(found[0]):
-            return found[0]  # nearly always
-        kinds = (self.is_seen, lambda p: p.shape == self.shape, is_sharded_tensor)
-        return next(
-            (parameter for is_it in kinds for parameter in found if is_it(parameter)),
-            None,
-        )
+        same = [parameter for parameter in found if self.is_seen(parameter)]
+        alike = [parameter for parameter in found if parameter.shape == self.shape]
+        shards = [parameter for parameter in found if is_sharded_tensor(parameter)]
+        return next(iter(same + alike + shards), None)
 
 
 def _memory_of(tensor: torch.Tensor) -> dict[Any, Any]:
@@ -154,10 +134,9 @@ def _memory_of(tensor: torch.Tensor) -> dict[Any, Any]:
 
 
 def key_of(tensor: torch.Tensor) -> Any:
-    """The key of the memory that a tensor lies in."""
-    if is_composed(type(tensor)):
-        return tuple([part.untyped_storage()._cdata for part in dense_parts(tensor)])
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else ()
+    """The key of the memory that a tensor lies in: tensors that share memory have the same, on the meta device too."""
+    (key,) = _memory_of(tensor)
+    return key
 
 
 MARK = "_kbitwrap_mark"
@@ -183,18 +162,18 @@ class Records:
     """The records of a model's parameters, one for each, by owner and name, and the marks of its modules."""
 
     def __init__(self) -> None:
-        # By name, and the ``id`` of the owner, which is compared with it: a dictionary
-        # of weak keys is slower.
-        self._by_place: dict[str, dict[int, ParameterRecord]] = {}
+        self._of: weakref.WeakKeyDictionary[nn.Module, dict[str, ParameterRecord]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def at(self, module: nn.Module, name: str) -> ParameterRecord | None:
         """The record of the parameter that was at a place."""
-        found = self._by_place.get(name, {}).get(id(module))
-        return (
-            found
-            if found is not None and any(owner() is module for owner, _ in found.refs)
-            else None
-        )
+        return self._of.get(module, {}).get(name)
+
+    def add(self, record: ParameterRecord, places: Iterable[Place]) -> None:
+        """Keep a record under each of its places."""
+        for owner, name in places:
+            self._of.setdefault(owner, {})[name] = record
 
     def mark(self, module: nn.Module) -> Mark:
         """The module's mark, made where it has none."""
@@ -212,10 +191,3 @@ class Records:
         """The dtype that a parameter had before it was upcast, or that the one had of which it is a copy."""
         mark = self.mark_of(module)
         return None if mark is None else mark.dtypes.get(name)
-
-    def add(
-        self, record: ParameterRecord, places: Iterable[tuple[nn.Module, str]]
-    ) -> None:
-        """Keep a record under each of its places."""
-        for owner, name in places:
-            self._by_place.setdefault(name, {})[id(owner)] = record

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..errors import UnsupportedModelError
 from .quantization import Quantization, detect
-from .records import ParameterRecord, Records
+from .records import ParameterRecord, Place, Records
 from .wrappers import COPIES, is_adapter_class, is_sharded_tensor, wrapped_children
 
 CONFIG_ATTRIBUTES = ("config", "generation_config")
@@ -49,11 +49,6 @@ class NamedTensor:
     path: str
 
 
-def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """List the modules of a model, each once, as ``model.named_modules()`` does, in a tenth of its time."""
-    return [(node.path, node.module) for node in ModelTree(model).modules]
-
-
 def join(prefix: str, name: str) -> str:
     """Join a prefix, which may be empty, and a name."""
     return f"{prefix}.{name}" if prefix else name
@@ -69,23 +64,10 @@ class ModelTree:
         self.known: dict[int, ParameterRecord] = {}
         # and of those found sharded: where they were, and no values
         self.sharded: dict[int, ParameterRecord] = {}
-        # found once for each index
-        self.substitutes: dict[ModuleIndex, list[tuple[int, nn.Module]]] = {}
-        # by ``id`` of parameters that the model holds
-        self._recorded: dict[int, ParameterRecord] = {}
 
     def again(self) -> ModelTree:
-        """The same model, walked again unless it has the same modules and parameters under the same names."""
-        other = ModelTree(self.model, self.records)
-        return self if other._contents == self._contents else other
-
-    @cached_property
-    def _contents(self) -> list[tuple[str, int]]:
-        """Every place of every module and parameter, with what is there."""
-        modules = [(node.path, id(node.module)) for node in self.nodes]
-        return modules + [
-            (tensor.path, id(tensor.parameter)) for tensor in self.all_tensors
-        ]
+        """The same model, as it is now: after edits, which replace modules and parameters."""
+        return ModelTree(self.model, self.records)
 
     @cached_property
     def nodes(self) -> list[Node]:
@@ -108,16 +90,7 @@ class ModelTree:
     @cached_property
     def plain_base(self) -> list[Node]:
         """Those whose class is not PEFT's: such a module may be in the base itself."""
-        adapters = {id(node.module) for node in self.adapters}
-        return [node for node in self.base if id(node.module) not in adapters]
-
-    def having(self, *names: str) -> list[Node]:
-        """The modules of which any of these collections, which every module has, is not empty."""
-        return [
-            node
-            for node in self.modules
-            if any(vars(node.module)[name] for name in names)
-        ]
+        return [node for node in self.base if not is_adapter_class(type(node.module))]
 
     @cached_property
     def configs(self) -> list[Any]:
@@ -138,14 +111,7 @@ class ModelTree:
     @cached_property
     def all_tensors(self) -> list[NamedTensor]:
         """Every place of every parameter."""
-        found = []
-        for node in self.nodes:
-            for name, parameter in node.module._parameters.items():
-                if parameter is not None:
-                    fqn = join(node.fqn, name)
-                    path = join(node.path, name)
-                    found.append(NamedTensor(fqn, node.module, name, parameter, path))
-        return found
+        return _tensors_of(self.nodes)
 
     @cached_property
     def tensors(self) -> list[NamedTensor]:
@@ -176,40 +142,33 @@ class ModelTree:
         ]
 
     @cached_property
-    def _places(self) -> dict[int, list[tuple[nn.Module, str]]]:
+    def _places(self) -> dict[int, list[Place]]:
         """Every owner of each parameter, once, with the parameter's name there; by ``id`` of the parameter."""
-        found: dict[int, dict[tuple[nn.Module, str], None]] = {}
+        found: dict[int, list[Place]] = {}
         for tensor in self.all_tensors:
-            places = found.setdefault(id(tensor.parameter), {})
-            places[tensor.module, tensor.name] = None
-        return {key: list(places) for key, places in found.items()}
+            places = found.setdefault(id(tensor.parameter), [])
+            place = (tensor.module, tensor.name)
+            if place not in places:
+                places.append(place)
+        return found
 
-    def places(self, tensor: NamedTensor) -> list[tuple[nn.Module, str]]:
+    def places(self, tensor: NamedTensor) -> list[Place]:
         """Every owner of a parameter, each once, with the parameter's name there."""
         return self._places.get(id(tensor.parameter)) or [(tensor.module, tensor.name)]
 
     def record(self, tensor: NamedTensor) -> ParameterRecord:
         """The record of a parameter: the one that there is, or a new one."""
-        found = self._recorded.get(id(tensor.parameter))
-        if found is not None:
-            return found
         found = self.records.at(tensor.module, tensor.name)
         if found is None or not found.is_seen(tensor.parameter):
             places = self.places(tensor)
             found = ParameterRecord(tensor.fqn, places, tensor.parameter)
             self.records.add(found, places)
-        self._recorded[id(tensor.parameter)] = found
         return found
 
     @cached_property
     def base_tensors(self) -> list[NamedTensor]:
         """Every place of the base's parameters in the base."""
-        inside = {node.path for node in self.plain_base}
-        return [
-            tensor
-            for tensor in self.all_tensors
-            if tensor.path.rpartition(".")[0] in inside
-        ]
+        return _tensors_of(self.plain_base)
 
     @cached_property
     def base_records(self) -> list[ParameterRecord]:
@@ -226,27 +185,22 @@ class ModelTree:
         """
         live = self.live
         lost = [record for record in records if record not in live]
-        if not lost:
-            return []
-        rows = {there.shape[:1] for record in lost for there in self.at_places(record)}
-        named = {
-            tensor.fqn: tensor
-            for tensor in self.base_tensors
-            if id(tensor.parameter) not in self.known
-        }
+        # by ``id``, the parameters that stand where lost ones stood
+        standing = {id(there): there for r in lost for there in self.at_places(r)}
+        rows = {there.shape[:1] for there in standing.values()}
+        named = {tensor.fqn: tensor for tensor in self.base_tensors}
         found = []
         for record in lost:
             tensor = named.get(record.fqn)
-            if tensor is None or is_sharded_tensor(tensor.parameter):
+            if tensor is None or id(tensor.parameter) in self.known:
                 continue
-            is_in_place = any(
-                tensor.parameter is there for there in self.at_places(record)
-            )
-            if (
-                record.was_resized(tensor.parameter)
-                if is_in_place
-                else tensor.parameter.shape[:1] in rows
-            ):
+            parameter = tensor.parameter
+            if is_sharded_tensor(parameter):
+                continue
+            is_resized = parameter.shape[:1] in rows
+            if id(parameter) in standing:
+                is_resized = record.was_resized(parameter)
+            if is_resized:
                 found.append((record, tensor))
         return found
 
@@ -256,10 +210,8 @@ class ModelTree:
         return self.of_class(is_adapter_class)
 
     def of_class(self, is_one: Callable[[Any], bool]) -> list[Node]:
-        """The modules whose class a test holds for; it is asked once for each class."""
-        classes = {type(node.module) for node in self.modules}
-        found = {cls for cls in classes if is_one(cls)}
-        return [node for node in self.modules if type(node.module) in found]
+        """The modules whose class a test holds for."""
+        return [node for node in self.modules if is_one(type(node.module))]
 
     @cached_property
     def adapter_ids(self) -> set[int]:
@@ -270,16 +222,15 @@ class ModelTree:
     @cached_property
     def adapted_blocks(self) -> set[str]:
         """The prefixes of the blocks that hold an adapter. A block is an element of an outermost ``ModuleList``."""
-        lists = [
-            node.fqn for node in self.base if isinstance(node.module, nn.ModuleList)
-        ]
+        lists = [node for node in self.base if isinstance(node.module, nn.ModuleList)]
+        prefixes = sorted([f"{node.fqn}." for node in lists], key=len)
         blocks = set()
         for node in self.adapters:
-            inside = [name for name in lists if node.fqn.startswith(f"{name}.")]
-            if inside:
-                outermost = min(inside, key=len)
-                number = node.fqn[len(outermost) + 1 :].partition(".")[0]
-                blocks.add(f"{outermost}.{number}.")
+            for prefix in prefixes:
+                if node.fqn.startswith(prefix):
+                    number = node.fqn.removeprefix(prefix).partition(".")[0]
+                    blocks.add(f"{prefix}{number}.")
+                    break
         return blocks
 
     @cached_property
@@ -291,6 +242,18 @@ class ModelTree:
     def quantization(self) -> Quantization:
         """How the model is quantized."""
         return detect(self.model, [node.module for node in self.modules])
+
+
+def _tensors_of(nodes: Iterable[Node]) -> list[NamedTensor]:
+    """Every parameter at every place of modules."""
+    found = []
+    for node in nodes:
+        for name, parameter in node.module._parameters.items():
+            if parameter is not None:
+                fqn = join(node.fqn, name)
+                path = join(node.path, name)
+                found.append(NamedTensor(fqn, node.module, name, parameter, path))
+    return found
 
 
 def _walk(
@@ -324,12 +287,15 @@ def _walk(
 def shallow_copy(module: nn.Module) -> nn.Module:
     """A module of the same class whose parameters, buffers and children can be replaced; the rest is shared."""
     made: nn.Module = object.__new__(type(module))
-    fields = made.__dict__
-    fields.update(module.__dict__)
-    fields.update(
-        {name: dict(fields[name]) for name in ("_parameters", "_buffers", "_modules")}
-    )
-    fields["_non_persistent_buffers_set"] = set(fields["_non_persistent_buffers_set"])
+    fields = vars(made)
+    fields.update(vars(module))
+    for name in (
+        "_parameters",
+        "_buffers",
+        "_modules",
+        "_non_persistent_buffers_set",
+    ):
+        fields[name] = fields[name].copy()
     return made
 
 
@@ -353,11 +319,7 @@ class ModuleIndex:
 
     def substitutes(self, tree: ModelTree) -> list[tuple[int, nn.Module]]:
         """The modules that were not there, as PEFT's copies, each with the number of the one that it stands for."""
-        if self not in tree.substitutes:
-            tree.substitutes[self] = list(self._substitutes(tree))
-        return tree.substitutes[self]
-
-    def _substitutes(self, tree: ModelTree) -> Iterator[tuple[int, nn.Module]]:
+        found = []
         for node in tree.modules:
             if self.number(node.module) is not None:
                 continue
@@ -366,7 +328,8 @@ class ModuleIndex:
             if number is None:
                 number = self._by_fqn.get(node.fqn)
             if number is not None and self._classes[number] is type(node.module):
-                yield number, node.module
+                found.append((number, node.module))
+        return found
 
     def live(self) -> list[tuple[int, nn.Module]]:
         """The modules that are still alive, each with its number."""
@@ -380,9 +343,3 @@ class ModuleIndex:
         modules = [module for _, module in self.live()]
         modules += [node.module for node in tree.modules]
         return list(dict.fromkeys(modules))
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """A key that two tensors share exactly when they share memory, on the meta device too."""
-    key: int = tensor.untyped_storage()._cdata
-    return key

@@ -15,9 +15,9 @@ from ..edits.stand_ins import UpcastAtUse, can_stand_in
 from ..edits.storage import Store
 from ..errors import UnsupportedModelError
 from ..model.quantization import Quantization, is_quantized_parameter, is_rewritten
-from ..model.records import TensorRef
+from ..model.records import TensorRef, key_of
 from ..model.roles import Role, parameter_roles
-from ..model.tree import ModelTree, NamedTensor, storage_key
+from ..model.tree import ModelTree, NamedTensor
 from ..tensors.bits import is_composed
 from ..tensors.dtypes import HALF_DTYPES
 
@@ -102,11 +102,11 @@ class Casts:
         if self.config.precision is not Precision.COMPUTE:
             return []
         stored = {
-            storage_key(t.parameter)
+            key_of(t.parameter)
             for t in self.castable
             if self._stored_because(t) is not None
         }
-        return [t for t in self.castable if storage_key(t.parameter) not in stored]
+        return [t for t in self.castable if key_of(t.parameter) not in stored]
 
     def _stored_because(self, tensor: NamedTensor) -> str | None:
         """Why a half parameter is stored in float32 under ``"compute"``; ``None`` where it is upcast at use."""
@@ -138,7 +138,7 @@ class Casts:
                 self.config.precision.upcasts_all and id(tensor.parameter) not in upcast
             )
             if is_cast or is_rewritten(tensor.module, tensor.name):
-                groups.setdefault(storage_key(tensor.parameter), []).append(tensor)
+                groups.setdefault(key_of(tensor.parameter), []).append(tensor)
         stores = [self._store(group) for group in groups.values()]
         return sorted(stores, key=lambda edit: -edit.transient_bytes)
 
@@ -151,7 +151,7 @@ class Casts:
             TensorRef(weakref.ref(tensor.module), tensor.name) for tensor in group
         )
         rewrites = any(is_rewritten(tensor.module, tensor.name) for tensor in group)
-        is_seen = storage_key(first) in self._seen
+        is_seen = key_of(first) in self._seen
         if not self.config.precision.upcasts_all:
             return Store(
                 "record",
@@ -216,7 +216,7 @@ class Casts:
         for node in self.tree.modules:
             for value in (*vars(node.module).values(), *node.module._buffers.values()):
                 if type(value) is torch.Tensor and value.layout is torch.strided:
-                    found.add(storage_key(value))
+                    found.add(key_of(value))
         return found
 
 

@@ -83,13 +83,12 @@ def _state(tree: ModelTree) -> State:
     modules: dict[nn.Module, str] = {}
     for node in tree.base:
         modules.setdefault(node.module, node.fqn)
-    hooked = [
-        node.module for node in tree.having("_forward_hooks") if node.module in modules
-    ]
     use_cache = getattr(getattr(tree.model, "config", None), "use_cache", None)
     return State(
         input_gradient_hooks={
-            modules[m]: len(keys) for m in hooked if (keys := input_gradient_hooks(m))
+            fqn: len(keys)
+            for m, fqn in modules.items()
+            if (keys := input_gradient_hooks(m))
         },
         checkpointing=tuple(
             [
@@ -196,7 +195,7 @@ class Original:
             weakref.WeakKeyDictionary()
         )
         self._hooks = _hooks_of(tree)
-        for m in [node.module for node in tree.having("_buffers")]:
+        for m in [node.module for node in tree.modules]:
             saved = [
                 (n, b)
                 for n, b in m._buffers.items()
@@ -571,7 +570,7 @@ class Original:
 def _hooks_of(tree: ModelTree) -> dict[int, str]:
     """A model's hooks by their ids, each as a line of a report."""
     found = {}
-    for node in tree.having(*_HOOK_DICTS):
+    for node in tree.modules:
         for name in _HOOK_DICTS:
             kind = name.strip("_").replace("_", " ").removesuffix("s")
             for key, hook in vars(node.module)[name].items():

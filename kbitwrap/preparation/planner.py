@@ -34,8 +34,9 @@ from ..model.quantization import (
     is_quantized_parameter,
     is_rewritten,
 )
+from ..model.records import key_of
 from ..model.roles import Role, heads, is_norm
-from ..model.tree import ModelTree, Node, storage_key
+from ..model.tree import ModelTree, Node
 from ..tensors.dtypes import HALF_DTYPES
 from .advice import Advice
 from .casts import Casts
@@ -232,7 +233,7 @@ class Planner:
             parameter = tensor.parameter
             row = rows[self.casts.roles[id(parameter)]]
             row["count"] += 1
-            view = storage_key(parameter), parameter.storage_offset(), parameter.numel()
+            view = key_of(parameter), parameter.storage_offset(), parameter.numel()
             if view not in seen:
                 seen.add(view)
                 row["bytes"] += parameter.numel() * parameter.element_size()

@@ -76,7 +76,7 @@ def reshard(tree: ModelTree) -> bool:
                 fqn=join(path, name),
             )
     is_sharded = False
-    for module in [node.module for node in tree.having("_state_dict_pre_hooks")]:
+    for module in [node.module for node in tree.modules]:
         for hook in list(module._state_dict_pre_hooks.values()):
             if getattr(
                 hook, "__name__", ""
