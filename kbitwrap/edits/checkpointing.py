@@ -261,7 +261,6 @@ class Checkpoint(EditBase):
         for _, block in live:
             if vars(block).get("gradient_checkpointing") is not True:
                 continue
-            change.records.mark(block)
             if self.hook_blocks and not input_gradient_hooks(block):
                 block.register_forward_pre_hook(make_block_input_require_grad)
         if (

@@ -323,3 +323,6 @@ class Record(EditBase):
         for part in change.parts():
             if isinstance(part, RuntimeChange):
                 part.keep_unpacked()
+            elif isinstance(part, AttributesChange):
+                for _, module in part.index.live():
+                    change.records.mark(module)

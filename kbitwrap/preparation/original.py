@@ -326,12 +326,14 @@ class Original:
             for tensor in tree.base_tensors
             if id(tensor.parameter) not in tree.known
         ]
-        # no copies
-        named = {
-            tensor.fqn: tensor
+        # neither marked as copies of the base's modules, nor there in a suspension before
+        unknown = [
+            tensor
             for tensor in new
             if self.records.mark_of(tensor.module) is None
-        }
+            and self.records.at(tensor.module, tensor.name) is None
+        ]
+        named = {tensor.fqn: tensor for tensor in unknown}
         elsewhere: dict[ParameterRecord, NamedTensor] = {}
         candidates = []
         for record in lost:
@@ -512,11 +514,19 @@ class Original:
     def _cast_original(
         self, tree: ModelTree, tensor: NamedTensor
     ) -> ParameterRecord | None:
-        """The record that an adapter's copy has the name of, if others cast that one to the dtype that the copy has."""
+        """The record whose dtype a copy is to have: what others did to it they did to the one that it has the name of.
+
+        That one has the dtype of an adapter's copy, or the copy has taken its place.
+        What a user put there is the user's, whatever its dtype.
+        """
         named = self.base.get(tensor.fqn)
-        if named not in tree.live or id(tensor.parameter) not in tree.adapter_ids:
-            return None  # what the user put there is the user's, whatever its dtype
-        return named if tree.live[named].dtype == tensor.parameter.dtype else None
+        is_adapter = id(tensor.parameter) in tree.adapter_ids
+        if named in tree.live:
+            is_cast_alike = tree.live[named].dtype == tensor.parameter.dtype
+            return named if is_adapter and is_cast_alike else None
+        is_copy = self.records.mark_of(tensor.module) is not None
+        is_gone = named not in tree.sharded.values()
+        return named if is_copy and is_gone and not is_adapter else None
 
     def half_copies(self, tree: ModelTree) -> list[NamedTensor]:
         """The parameters that stand, by name, for a half one of the base, and are stored in half as that was."""

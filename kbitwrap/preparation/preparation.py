@@ -364,6 +364,9 @@ class Preparation:
             refuse_sharded_since(tree, changes_dtypes=self._upcasts_all)
             copies = self.copies(tree)
             refuse_retyping_under_ddp([*self.journal.parts(HeldOriginal), *copies])
+            for tensor in tree.tensors:
+                if id(tensor.parameter) not in tree.known:
+                    tree.record(tensor)  # copies lose their marks until it is resumed
             known = [tree.record(tensor) for tensor in self._half_copies(tree)]
             way_back.record(
                 Call(random_state(devices_of(tree))),

@@ -1,0 +1,47 @@
+"""A copy that PEFT made of a base module, and ``unload`` put in its place, is nobody's but the user's."""
+
+from __future__ import annotations
+
+import peft
+import pytest
+import torch
+
+from kbitwrap import KbitPreparedModel
+from support import zoo
+from support.training import adapt
+
+PRECISIONS = pytest.mark.parametrize("precision", ["full", "compute", "norms", "none"])
+
+
+@PRECISIONS
+@pytest.mark.parametrize("flag", [False, True])
+def test_its_flag_stays_as_it_is_in_every_suspension_and_after_each(precision: str, flag: bool) -> None:
+    prepared = KbitPreparedModel(zoo.load("llama"), precision=precision).prepare()
+    model = prepared.model
+    adapt("llama", model, modules_to_save=True).unload()
+    copied = model.lm_head.weight
+    copied.requires_grad_(flag)
+    flags = []
+    for _ in range(3):
+        with prepared.suspended():
+            flags.append(copied.requires_grad)
+        flags.append(copied.requires_grad)
+    prepared.restore()
+    assert model.lm_head.weight is copied
+    assert [*flags, copied.requires_grad] == [flag] * 7
+
+
+@PRECISIONS
+def test_it_gets_the_dtype_back_that_it_was_copied_in(precision: str) -> None:
+    prepared = KbitPreparedModel(zoo.load("llama"), precision=precision).prepare()
+    model = prepared.model
+    adapted = adapt("llama", model, modules_to_save=True)
+    peft.prepare_model_for_kbit_training(model)  # casts the copy too
+    adapted.unload()
+    assert model.lm_head.weight.dtype == torch.float32
+    for _ in range(2):
+        with prepared.suspended():
+            assert model.lm_head.weight.dtype == torch.bfloat16
+        assert model.lm_head.weight.dtype == torch.float32
+    prepared.restore()
+    assert model.lm_head.weight.dtype == torch.bfloat16
