@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..export.adapters import parameter_name
-from ..model.tree import join
 from ..model.wrappers import canonical_fqn
 from ..reports import first_of, shown
 from .reader import StoredTensor, adapter_file, read_json, read_tensors
 
 _RANKS = ("r", "init_r", "num_virtual_tokens")
+_MOST_RANKS = 1024  # so many are allocated without a tensor of that size
 # What Unsloth adds to a config: how the columns of ``lora_B`` lie for a stack of
 # experts, and the same by parameter.
 _LAYOUT, _DETAIL = "lora_B_layout", "unsloth_fused_expert_lora"
@@ -56,44 +56,46 @@ def read_adapter(folder: Path) -> SavedAdapter:
         raise ConfigError(
             f"there is no adapter_config.json with adapter_model.safetensors in {os.fspath(folder)!r}"
         )
-    saved = SavedAdapter(folder, read_json(path), read_tensors(file)[0])
-    largest = 1024
-    for stored in saved.tensors.values():
-        largest = max([largest, *stored.shape])
-    for rank in _ranks(saved.config):
-        # as much would be allocated before it is compared
-        if isinstance(rank, (int, float)) and rank > largest:
-            raise ConfigError(
-                f"{saved.name} has a rank of {shown(rank)}, and no such tensor"
-            )
+    saved = SavedAdapter(folder, read_json(path), read_tensors(file))
+    _refuse_large_ranks(saved)
     _refuse_unknown_keys(saved)
     _layout_of(saved, "")
     return saved
 
 
-def _ranks(config: Mapping[str, Any]) -> list[Any]:
-    pattern = config.get("rank_pattern")
-    by_layer = pattern.values() if isinstance(pattern, dict) else ()
-    return [*map(config.get, _RANKS), *by_layer]
+def _refuse_large_ranks(saved: SavedAdapter) -> None:
+    """Raise for a rank that no tensor has: as much would be allocated before it is compared."""
+    ranks = [saved.config.get(key) for key in _RANKS]
+    by_layer = saved.config.get("rank_pattern")
+    if isinstance(by_layer, dict):
+        ranks += by_layer.values()
+    largest = _MOST_RANKS
+    for stored in saved.tensors.values():
+        largest = max([largest, *stored.shape])
+    for rank in ranks:
+        if isinstance(rank, (int, float)) and rank > largest:
+            raise ConfigError(
+                f"{saved.name} has a rank of {shown(rank)}, and no such tensor"
+            )
 
 
 def _refuse_unknown_keys(saved: SavedAdapter) -> None:
     """Name what the installed PEFT would pass over; raise where it may change what the adapter computes."""
     import peft
 
-    kind = str(saved.config.get("peft_type"))
-    config_class: Any = peft.PEFT_TYPE_TO_CONFIG_MAPPING.get(kind)  # type: ignore[call-overload]
+    peft_type = str(saved.config.get("peft_type"))
+    config_class: Any = peft.PEFT_TYPE_TO_CONFIG_MAPPING.get(peft_type)  # type: ignore[call-overload]
     if config_class is None:
         raise ConfigError(
-            f"{saved.name} is of the type {shown(kind)}, which PEFT {peft.__version__} does not know"
+            f"{saved.name} is of the type {shown(peft_type)}, which PEFT {peft.__version__} does not know"
         )
     known = {field.name for field in dataclasses.fields(config_class)}
-    unknown = {key: value for key, value in saved.config.items() if key not in known}
-    for key in ("peft_version", _LAYOUT, _DETAIL):
-        unknown.pop(key, None)
+    known.update(["peft_version", _LAYOUT, _DETAIL])
+    unknown = [key for key in saved.config if key not in known]
+    values = [saved.config[key] for key in unknown]
     said = [
         f"{key}: {shown(value)}"
-        for key, value in unknown.items()
+        for key, value in zip(unknown, values, strict=True)
         if value not in _NO_VALUES
     ]
     if said:
@@ -116,23 +118,24 @@ def _layout_of(saved: SavedAdapter, parameter: str) -> str:
     detail: Any = saved.config.get(_DETAIL) or {}
     try:
         of_a = detail.get("lora_A_layout", _BY_EXPERT)
-        of_b = (
-            detail.get("parameters", {})
-            .get(parameter, saved.config)
-            .get(_LAYOUT, _BY_RANK)
-        )
+        fields = detail.get("parameters", {}).get(parameter, saved.config)
+        of_b = fields.get(_LAYOUT, _BY_RANK)
     except AttributeError:
         of_a, of_b = detail, _BY_RANK
-    for key, layout, layouts in (
-        ("lora_A_layout", of_a, (_BY_EXPERT,)),
-        (_LAYOUT, of_b, (_BY_RANK, _BY_EXPERT)),
-    ):
-        if layout not in layouts:
-            raise ConfigError(
-                f"the config of {saved.name} says {key}: {shown(layout)}; expected "
-                f"{' or '.join(map(repr, layouts))}: how it lays out experts is not known, so it cannot be merged"
-            )
+    if of_a != _BY_EXPERT:
+        raise _unknown_layout(saved, "lora_A_layout", of_a, repr(_BY_EXPERT))
+    if of_b not in (_BY_RANK, _BY_EXPERT):
+        raise _unknown_layout(saved, _LAYOUT, of_b, f"{_BY_RANK!r} or {_BY_EXPERT!r}")
     return str(of_b)
+
+
+def _unknown_layout(
+    saved: SavedAdapter, key: str, layout: Any, expected: str
+) -> ConfigError:
+    return ConfigError(
+        f"the config of {saved.name} says {key}: {shown(layout)}; expected {expected}: how it lays out experts is "
+        "not known, so it cannot be merged"
+    )
 
 
 def with_adapter(model: nn.Module, saved: SavedAdapter) -> nn.Module:
@@ -148,22 +151,23 @@ def with_adapter(model: nn.Module, saved: SavedAdapter) -> nn.Module:
         warnings.filterwarnings("ignore", r"Unexpected keyword arguments", UserWarning)
         try:
             adapted: Any = PeftModel.from_pretrained(model, os.fspath(saved.folder))
-            expected = set(
-                get_peft_model_state_dict(adapted, save_embedding_layers=False)
-            )
+            places = get_peft_model_state_dict(adapted, save_embedding_layers=False)
         except Exception as error:  # whatever PEFT raises, the adapter does not fit
             # torch's second line names a tensor
             why = " ".join(map(str.strip, str(error).split("\n")[:2]))
             raise ConfigError(f"{saved.name} does not fit the base: {why}") from error
-    there = set(saved.tensors)
-    unknown = [name for name in there - expected if canonical_fqn(name) not in known]
+    unknown = [
+        name
+        for name in saved.tensors
+        if name not in places and canonical_fqn(name) not in known
+    ]
     if unknown:
         raise ConfigError(
             f"{saved.name} has tensors that the base has no place for: {first_of(sorted(unknown))}"
         )
-    absent = expected - there
+    absent = sorted(set(places) - set(saved.tensors))
     if absent:
-        raise ConfigError(f"{saved.name} lacks tensors: {first_of(sorted(absent))}")
+        raise ConfigError(f"{saved.name} lacks tensors: {first_of(absent)}")
     for layer in adapted.modules():
         name = parameter_name(layer)
         if name is not None and _layout_of(saved, name) == _BY_EXPERT:
@@ -187,17 +191,15 @@ def _refuse_unknown_stacks(model: nn.Module, saved: SavedAdapter) -> None:
     origin = saved.config.get("auto_mapping")
     is_unsloths = isinstance(origin, dict) and "unsloth_fixed" in origin
     is_told = _LAYOUT in saved.config or _DETAIL in saved.config
-    for stack, module in _adapted_stacks(model, saved.config.get("target_parameters")):
+    for stack, is_transposed in _adapted_stacks(model, saved):
         if is_unsloths and not is_told:
             raise ConfigError(
                 f"{saved.name} is on the stack of experts {stack}, and it is not known how its lora_B lies: it was "
                 f"saved by Unsloth without {_LAYOUT}. Add that to its adapter_config.json: {_BY_EXPERT!r} if it "
                 f"was trained by a version from before 17 September 2026, else {_BY_RANK!r}"
             )
-        is_transposed = bool(getattr(module, "is_transposed", False))
-        if _exchanges(version, is_transposed) != _exchanges(
-            peft.__version__, is_transposed
-        ):
+        then = _exchanges(version, is_transposed)
+        if then != _exchanges(peft.__version__, is_transposed):
             raise ConfigError(
                 f"{saved.name} is on the stack of experts {stack}, where PEFT {version or 'before 0.18'}, which "
                 f"saved it, takes its input for its output, other than the installed PEFT {peft.__version__}: "
@@ -205,22 +207,18 @@ def _refuse_unknown_stacks(model: nn.Module, saved: SavedAdapter) -> None:
             )
 
 
-def _adapted_stacks(model: nn.Module, targets: Any) -> list[tuple[str, nn.Module]]:
-    """The stacks of experts that ``target_parameters`` names, by their fqns, each with the module that holds it."""
+def _adapted_stacks(
+    model: nn.Module, saved: SavedAdapter
+) -> Iterator[tuple[str, bool]]:
+    """The stacks of experts that an adapter targets, by their fqns, and whether they lie transposed."""
+    targets = saved.config.get("target_parameters")
     if not isinstance(targets, list):
-        return []
+        return
     ends = tuple(f".{target}" for target in targets)
-    found = []
-    for fqn, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            stack = join(fqn, name)
-            if (
-                parameter is not None
-                and parameter.dim() == 3
-                and f".{stack}".endswith(ends)
-            ):
-                found.append((stack, module))
-    return found
+    for fqn, parameter in model.named_parameters():
+        if parameter.dim() == 3 and f".{fqn}".endswith(ends):
+            module = model.get_submodule(fqn.rpartition(".")[0])
+            yield fqn, bool(getattr(module, "is_transposed", False))
 
 
 def _exchanges(version: Any, is_transposed: bool) -> bool:
@@ -228,6 +226,4 @@ def _exchanges(version: Any, is_transposed: bool) -> bool:
     numbers = [int(text) for text in re.findall(r"\d+", str(version))[:3]]
     if numbers < [0, 19, 0]:
         return False
-    if numbers == [0, 19, 0]:
-        return is_transposed
-    return not is_transposed
+    return is_transposed == (numbers == [0, 19, 0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,12 +12,14 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, ManifestMismatchError
+from ..export.staging import Source
 from ..manifest.manifest import Manifest
-from ..model.pretrained import load_pretrained, meta_model, read_config
+from ..model.pretrained import classes_of, load_pretrained, meta_model, read_config
 from ..model.quantization import is_quantized_parameter
 from ..model.wrappers import canonical_fqn
 from ..reports import first_of
 from .adapters import SavedAdapter, with_adapter
+from .reader import SKIPPED_LAYERS, recorded_shapes
 
 # The classes of tasks whose head is not the base's own.
 _TASKS = {
@@ -28,7 +29,6 @@ _TASKS = {
     "FEATURE_EXTRACTION": "AutoModel",
 }
 _MAX_NEW_ROWS = 1 << 20  # more would be allocated before anything is compared
-_SKIPPED = "llm_int8_skip_modules"
 _Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -43,29 +43,32 @@ class TrainedBase:
 
 
 def load_base(
-    name_or_path: str | os.PathLike[str],
+    name_or_path: Source,
     saved: SavedAdapter | None,
-    quantization_config: Any,
+    quantization_config: dict[str, Any] | None,
     dtype: Any,
     device: torch.device | str = "cpu",
     manifest: Manifest | None = None,
     trust_remote_code: bool = False,
 ) -> TrainedBase:
     """Load a base as the run had it, by the manifest or else by the adapter; what its files lack is marked by NaN."""
-    shapes = {**_shapes_in(saved), **recorded_shapes(manifest)}
+    shapes: dict[str, tuple[int, ...]] = {}
+    if saved is not None:
+        for name, stored in saved.tensors.items():
+            shapes[canonical_fqn(name)] = stored.shape
+    if manifest is not None:
+        shapes.update(recorded_shapes(manifest))
     config = read_config(name_or_path, trust_remote_code)
     class_name = _class_name(config, saved, manifest)
     if class_name is not None:
         config.architectures = [class_name]
 
     num_labels = None
-    meta: Any = None
     # loading says why, unless its code is its own
     with contextlib.suppress(ConfigError):
-        meta = meta_model(config, quantization_config or None)
-    if meta is not None:
+        meta = meta_model(config, quantization_config)
         num_labels = _num_labels(meta, shapes)
-        if manifest is None:
+        if saved is not None and manifest is None:
             quantization_config = _skipping(quantization_config, meta, saved)
 
     model, missing = load_pretrained(
@@ -79,9 +82,8 @@ def load_base(
     )
     unknown = dict.fromkeys(missing, 0)
     unknown.update(_resize(model, shapes))
-    tensors = _tensors(model)
     for fqn, start in unknown.items():
-        tensor = tensors[fqn]
+        tensor = _tensor(model, fqn)
         if tensor.is_floating_point():
             tensor.data[start:] = torch.nan
     return TrainedBase(os.fspath(name_or_path), model, unknown)
@@ -102,39 +104,27 @@ def check_base(manifest: Manifest, base: TrainedBase) -> None:
 
 def adapted_base(base: TrainedBase, saved: SavedAdapter) -> nn.Module:
     """The base with the adapter on it, which holds what the base's files lack; else `ConfigError`."""
-    held = saved.held
-    absent = [
-        fqn for fqn, start in base.unknown.items() if not start and fqn not in held
-    ]
+    missing = {fqn for fqn, start in base.unknown.items() if start == 0}
+    absent = sorted(missing - saved.held)
     if absent:
         raise ConfigError(
-            f"the base {base.source!r} lacks weights that {saved.name} does not hold: {first_of(sorted(absent))}"
+            f"the base {base.source!r} lacks weights that {saved.name} does not hold: {first_of(absent)}"
         )
-    tensors = _tensors(base.model)
+    marked = [(_tensor(base.model, fqn), start) for fqn, start in base.unknown.items()]
     adapted = with_adapter(base.model, saved)
-    for fqn, start in base.unknown.items():
-        tensor = tensors[fqn]
-        if _is_unknown(tensor, start):
+    for tensor, start in marked:
+        rows = tensor.data[start:]
+        if rows.isnan().any():  # they were not loaded since
             _refuse_in_use(tensor, start, adapted, base, saved)
-            tensor.data[start:] = 0
+            rows.zero_()
     return adapted
 
 
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A model's parameters and buffers, by all of their names."""
-    found: dict[str, torch.Tensor] = dict(
-        model.named_parameters(remove_duplicate=False)
-    )
-    found.update(model.named_buffers(remove_duplicate=False))
+def _tensor(model: nn.Module, fqn: str) -> torch.Tensor:
+    """A parameter or a buffer of a model."""
+    path, _, name = fqn.rpartition(".")
+    found: torch.Tensor = getattr(model.get_submodule(path), name)
     return found
-
-
-def _is_unknown(tensor: torch.Tensor, start: int) -> bool:
-    """Whether rows of a tensor were not loaded since they were marked."""
-    if not tensor.is_floating_point():
-        return True
-    marked = tensor[start:].isnan()
-    return bool(marked.any())
 
 
 def _refuse_in_use(
@@ -147,9 +137,9 @@ def _refuse_in_use(
     """Raise where a model computes with rows of a parameter that the base's files lack."""
     num_rows = len(tensor)
     for name, parameter in adapted.named_parameters(remove_duplicate=False):
-        if parameter is tensor and not _is_replaced(
-            adapted, name, range(start, num_rows)
-        ):
+        if parameter is not tensor:
+            continue
+        if not _is_replaced(adapted, name, range(start, num_rows)):
             raise ConfigError(
                 f"{canonical_fqn(name)} had {num_rows} rows in training, where the base {base.source!r} has {start}, "
                 f"and {saved.name} does not hold the new ones: give the base that training began with, as "
@@ -170,35 +160,6 @@ def _is_replaced(adapted: nn.Module, name: str, rows: range) -> bool:
     return trained.issuperset(rows)
 
 
-def recorded_shapes(manifest: Manifest | None) -> _Shapes:
-    """The shapes of the tensors that a manifest records and that are not quantized."""
-    if manifest is None:
-        return {}
-    records = manifest.tensors.items()
-    return {
-        fqn: record.shape for fqn, record in records if "float" in record.original_dtype
-    }
-
-
-def _shapes_in(saved: SavedAdapter | None) -> _Shapes:
-    """The shapes of the base's tensors that an adapter holds whole, or has factors of."""
-    if saved is None:
-        return {}
-    shapes = {
-        canonical_fqn(name): stored.shape for name, stored in saved.tensors.items()
-    }
-    matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2}
-    for name, (height, width) in matrices.items():
-        module, _, factor = name.partition(".lora_")
-        if factor == "B.weight":
-            _, inputs = matrices.get(f"{module}.lora_A.weight", (0, 0))
-            shapes[f"{module}.weight"] = (height, inputs)
-        elif factor == "embedding_A":
-            features, _ = matrices.get(f"{module}.lora_embedding_B", (0, 0))
-            shapes[f"{module}.weight"] = (width, features)
-    return shapes
-
-
 def _class_name(
     config: Any, saved: SavedAdapter | None, manifest: Manifest | None
 ) -> str | None:
@@ -208,20 +169,14 @@ def _class_name(
     if manifest is not None:
         recorded = manifest.model.class_name
         return recorded if hasattr(transformers, recorded) else None
-    task = None if saved is None else saved.config.get("task_type")
-    auto_class = _TASKS.get(str(task))
+    if saved is None:
+        return None
+    auto_class = _TASKS.get(str(saved.config.get("task_type")))
     if auto_class is None:
         return None
-    mapping = getattr(transformers, auto_class)._model_mapping
-    if type(config) not in mapping:
-        return None
-    found = mapping[type(config)]
-    classes = found if isinstance(found, (tuple, list)) else [found]
-    names: list[str] = [cls.__name__ for cls in classes]
-    for name in names:
-        if name in (config.architectures or ()):
-            return name
-    return names[0]
+    names = [cls.__name__ for cls in classes_of(auto_class, config)]
+    own = [name for name in names if name in (config.architectures or ())]
+    return next(iter(own + names), None)
 
 
 def _num_labels(meta: Any, shapes: _Shapes) -> int | None:
@@ -237,36 +192,31 @@ def _num_labels(meta: Any, shapes: _Shapes) -> int | None:
     return None
 
 
-def _skipping(quantization_config: Any, meta: Any, saved: SavedAdapter | None) -> Any:
+def _skipping(
+    quantization_config: dict[str, Any] | None, meta: Any, saved: SavedAdapter
+) -> dict[str, Any] | None:
     """The quantization config, with those layers left as they are that an adapter trained whole."""
-    if saved is None:
-        return quantization_config
-    quantized = {
-        fqn
+    trained = [
+        fqn.removesuffix(".weight")
         for fqn, parameter in meta.named_parameters()
-        if is_quantized_parameter(parameter)
-    }
-    trained = sorted(saved.held & quantized)
+        if fqn in saved.held and is_quantized_parameter(parameter)
+    ]
     if not trained:
         return quantization_config
-    skipped = list(meta.hf_quantizer.modules_to_not_convert or ())
-    skipped += [fqn.removesuffix(".weight") for fqn in trained]
-    if isinstance(quantization_config, dict):
-        return {**quantization_config, _SKIPPED: skipped}
-    changed = copy.deepcopy(quantization_config)
-    setattr(changed, _SKIPPED, skipped)
-    return changed
+    skipped = meta.hf_quantizer.modules_to_not_convert or []
+    return {**(quantization_config or {}), SKIPPED_LAYERS: [*skipped, *trained]}
 
 
 def _resize(model: Any, shapes: _Shapes) -> dict[str, int]:
     """Resize the vocabulary as the run did; return the parameters that got rows, and the first of these."""
     layers = _vocabulary(model)
     sizes = {len(parameter) for parameter in layers.values()}
-    changed = set()
+    wanted = set()
     for fqn, parameter in layers.items():
-        wanted = shapes.get(fqn)
-        if wanted and wanted[1:] == parameter.shape[1:] and wanted[0] not in sizes:
-            changed.add(wanted[0])
+        shape = shapes.get(fqn, parameter.shape)
+        if shape[1:] == parameter.shape[1:]:
+            wanted.add(shape[0])
+    changed = wanted - sizes
     if len(changed) != 1:
         return {}
     size = changed.pop()
@@ -278,11 +228,8 @@ def _resize(model: Any, shapes: _Shapes) -> dict[str, int]:
             "of one run"
         )
     model.resize_token_embeddings(size, mean_resizing=False)
-    return {
-        fqn: num_rows
-        for fqn, parameter in _vocabulary(model).items()
-        if len(parameter) > num_rows
-    }
+    layers = _vocabulary(model)
+    return {fqn: num_rows for fqn in layers if len(layers[fqn]) > num_rows}
 
 
 def _vocabulary(model: Any) -> dict[str, nn.Parameter]:
@@ -291,13 +238,12 @@ def _vocabulary(model: Any) -> dict[str, nn.Parameter]:
         layers = [model.get_input_embeddings(), model.get_output_embeddings()]
     except (AttributeError, NotImplementedError):  # it has no vocabulary
         return {}
-    held: set[int] = set()
+    held: set[nn.Parameter] = set()
     for layer in layers:
         if isinstance(layer, nn.Module):
-            held.update(map(id, layer._parameters.values()))
-    named = model.named_parameters(remove_duplicate=False)
+            held.update(layer.parameters(recurse=False))
     return {
         fqn: parameter
-        for fqn, parameter in named
-        if id(parameter) in held and not is_quantized_parameter(parameter)
+        for fqn, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter in held and not is_quantized_parameter(parameter)
     }

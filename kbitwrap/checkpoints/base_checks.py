@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import ManifestMismatchError
-from ..manifest.manifest import Manifest
-from ..model.tree import ModelTree
 from ..preparation.original import DECOMPRESSED
 from ..reports import shown
 from ..tensors.bits import content_digest
@@ -59,26 +56,19 @@ def recorded_base(folder: Folder) -> Result | None:
     """
     manifest, given = folder.manifest, folder.given
     if manifest is None:
-        is_asked = bool(folder.adapters) or (
-            given.base is not None and given.adapter is None
-        )
-        return not_measured(_THE_BASE, _NO_MANIFEST) if is_asked else None
+        is_base_alone = given.base is not None and given.adapter is None
+        if folder.adapters or is_base_alone:
+            return not_measured(_THE_BASE, _NO_MANIFEST)
+        return None
     base = given.base
-    is_own_base = (
-        folder.base is not None and folder.base.is_quantized and manifest.config.freeze
-    )
-    if base is None and is_own_base:
+    own = folder.base
+    if base is None and own is not None and own.is_quantized and manifest.config.freeze:
         base = folder.path
     device = manifest.device_type  # others may quantize otherwise
-    is_there = device in ("cpu", accelerator_type())
-    if base is None or not is_there:
+    if base is None or device not in ("cpu", accelerator_type()):
         return not_measured(
             _THE_BASE, f"give base (--base), on a machine with {device}"
         )
-    return _compare(manifest, base, device)
-
-
-def _compare(manifest: Manifest, base: Any, device: str) -> Result:
     recorded = manifest.model
     if isinstance(base, nn.Module):
         trained = TrainedBase("", base, {})
@@ -135,27 +125,26 @@ def dtypes(base: Base) -> Result | None:
             shown(base.left),
             "`kbitwrap convert` gives a checkpoint its dtypes back",
         )
-    if base.is_all_float32:
-        told = (
-            "as the config says"
-            if base.dtype == torch.float32
-            else "and no config says otherwise"
-        )
-        return not_measured(
-            "whether a preparation left float32",
-            f"all is float32, {told}; if the original was half: `kbitwrap convert --dtype bfloat16`",
-        )
-    return fine("no float32 that the architecture does not load")
+    if not base.is_all_float32:
+        return fine("no float32 that the architecture does not load")
+    told = "and no config says otherwise"
+    if base.dtype == torch.float32:
+        told = "as the config says"
+    return not_measured(
+        "whether a preparation left float32",
+        f"all is float32, {told}; if the original was half: `kbitwrap convert --dtype bfloat16`",
+    )
 
 
 def generation_config(base: Base) -> Result | None:
     """Whether a model that generates does so with its cache, which trainers turn off and leave off."""
-    if base.without_cache is None or base.meta is None or not base.meta.can_generate():
+    if not base.use_cache or base.meta is None or not base.meta.can_generate():
         return None
-    if base.without_cache:
+    off = [name for name, value in base.use_cache.items() if value is False]
+    if off:
         return fault(
             "use_cache was left off",
-            f"the config says false: {', '.join(base.without_cache)}",
+            f"the config says false: {', '.join(off)}",
             "set it to true: generation is slow without the cache",
         )
     return fine("use_cache is not off")
@@ -163,9 +152,10 @@ def generation_config(base: Base) -> Result | None:
 
 def ties(base: Base) -> Result | None:
     """Whether weights that the config ties have the same values: loading takes one of them for all."""
-    if not base.ties:
+    ties = base.ties
+    if not ties:
         return None
-    apart = [names for names in base.ties if _came_apart(names, base.tensors)]
+    apart = [names for names in ties if _came_apart(names, base.tensors)]
     if apart:
         evidence = [
             f"the config ties {shown(names)}, and they differ" for names in apart
@@ -175,7 +165,7 @@ def ties(base: Base) -> Result | None:
             "; ".join(evidence),
             "save one of them, or set tie_word_embeddings to false",
         )
-    return fine("; ".join(" = ".join(names) for names in base.ties))
+    return fine("; ".join(" = ".join(names) for names in ties))
 
 
 def _came_apart(names: Sequence[str], tensors: Tensors) -> bool:
@@ -194,9 +184,9 @@ def experts(base: Base) -> Result | None:
     matrices = _unquantized(base)
     if matrices is None:
         return None
-    is_named = any("expert" in key for key in _skip_list(base))
-    left_out = [fqn for fqn in matrices if _EXPERTS.search(fqn) and not is_named]
-    return _quantized("experts", left_out)
+    if any("expert" in key for key in _skip_list(base)):
+        matrices = []
+    return _quantized("experts", [fqn for fqn in matrices if _EXPERTS.search(fqn)])
 
 
 def layers(base: Base) -> Result | None:
@@ -208,33 +198,25 @@ def layers(base: Base) -> Result | None:
     matrices = _unquantized(base)
     if matrices is None:
         return None
-    linear = [
-        (fqn, type(module))
-        for fqn, module in base.meta.named_modules()
-        if isinstance(module, nn.Linear)
-    ]
-    derived = {
-        f"{fqn}.weight"
-        for fqn, cls in linear
-        if not cls.__module__.startswith("torch.")
-    }
+    derived = set()
+    for fqn, module in base.meta.named_modules():
+        is_torchs = type(module).__module__.startswith("torch.")
+        if isinstance(module, nn.Linear) and not is_torchs:
+            derived.add(f"{fqn}.weight")
     return _quantized("layers", [fqn for fqn in matrices if fqn in derived])
 
 
 def _unquantized(base: Base) -> list[str] | None:
     """The matrices that are not quantized, nor skipped by name; ``None`` where nothing should be quantized."""
-    if base.meta is None:
+    if not base.is_quantized or not base.quantization.casts:
         return None
-    quantization = ModelTree(base.meta).quantization
-    if not quantization.is_quantized or not quantization.casts:
-        return None
-    numbers = [
-        fqn
-        for fqn, tensor in base.tensors.items()
-        if tensor.is_floating_point() and tensor.dim() > 1
-    ]
     skipped = [f".{key}." for key in _skip_list(base)]
-    return [fqn for fqn in numbers if not any(key in f".{fqn}." for key in skipped)]
+    matrices = []
+    for fqn, tensor in base.tensors.items():
+        is_matrix = tensor.is_floating_point() and tensor.dim() > 1
+        if is_matrix and not any(key in f".{fqn}." for key in skipped):
+            matrices.append(fqn)
+    return matrices
 
 
 def _skip_list(base: Base) -> Sequence[str]:
@@ -264,10 +246,10 @@ def merge(subject: Folder | LiveModel) -> Result | None:
     is_named = given.base is not None and not isinstance(given.base, nn.Module)
     if is_named and given.adapter is not None:
         return _survival(subject, base, given)
-    requantized = [
-        fqn for fqn, source in base.sources.items() if source == torch.float32
-    ]
-    was_half = len(requantized) < len(base.sources) or base.dtype in HALF_DTYPES
+    sources = base.sources.items()
+    requantized = [fqn for fqn, dtype in sources if dtype == torch.float32]
+    originals = [base.dtype, *base.sources.values()]
+    was_half = any(dtype in HALF_DTYPES for dtype in originals)
     if requantized and was_half:
         return fault(
             _MERGED,

@@ -9,13 +9,14 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import ConfigError, ManifestMismatchError
+from ..export.staging import Source
 from ..export.writer import Progress, checkpoint_writer, is_of_a_model, split_into_files
 from ..manifest.manifest import Manifest
 from ..model.quantization import is_of_another_library
@@ -24,10 +25,11 @@ from ..reports import Differences, ExportReport, first_of
 from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype, parse_dtype
 from .reader import (
     SavedCheckpoint,
-    StoredTensor,
     config_dtype,
+    has_weights,
     is_beside,
     is_trained_copy,
+    load_manifest,
     open_checkpoint,
     read_json,
 )
@@ -36,7 +38,8 @@ _CONFIG = "config.json"
 # Other checkpoints that a run keeps in the folder of its last one, and hidden folders
 # of tools.
 _NOT_COPIED = re.compile(r"checkpoint-\d+|\..*")
-_Originals = Mapping[str, torch.Tensor | StoredTensor]
+_DTypes = dict[str, torch.dtype]
+_Originals = dict[str, Any]
 """The tensors from before a preparation, of which only the dtypes and the shapes are read."""
 
 
@@ -113,83 +116,85 @@ def convert_checkpoint(
         name: stored.lazy(casts.get(name))
         for name, stored in checkpoint.tensors.items()
     }
-    if max_shard_size is None:
-        held = checkpoint.files.items()
-        files = {
-            re.sub(r"^(?:pytorch_)?(.*)\.bin$", r"\1.safetensors", file): list(names)
-            for file, names in held
-        }
-    else:
+    files = _as_safetensors(checkpoint)
+    if max_shard_size is not None:
         files = split_into_files(tensors, max_shard_size)
-    first = next(iter(checkpoint.metadata.values()))
-    metadata = {file: checkpoint.metadata.get(file, first) for file in files}
     # Files that keep their names keep the index's name too.
     index_name = checkpoint.index if files.keys() == checkpoint.files.keys() else None
-    written = {*files, index_name}
+    index = {}
+    if checkpoint.index is not None:
+        index = read_json(checkpoint.folder / checkpoint.index)
 
-    def is_replaced(found: Path) -> bool:
-        if found.name in written or checkpoint.path.is_file():
-            return found.name in written
-        source = checkpoint.folder / found.name
-        return is_of_a_model(found) or (
-            source.is_file() and filecmp.cmp(found, source, shallow=False)
-        )
-
-    index = (
-        read_json(checkpoint.folder / checkpoint.index) if checkpoint.index else None
-    )
-    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    shown = None if progress is True else progress
     with checkpoint_writer(
         dst,
         "convert",
         overwrite=overwrite,
-        progress=shown,
-        sources=[
-            path
-            for path in (src, like, manifest)
-            if isinstance(path, (str, os.PathLike))
-        ],
-        owns=is_replaced,
-        num_bytes=num_bytes,
+        progress=None if progress is True else progress,
+        sources=[src, like, manifest],
+        owns=functools.partial(_is_replaced, checkpoint, {*files, index_name}),
+        num_bytes=sum(tensor.nbytes for tensor in tensors.values()),
     ) as writer:
         if checkpoint.path.is_dir():
-            _copy_rest(checkpoint, writer.folder, chosen)
-        writer.save(tensors, files, metadata, index_name, index)
-    seconds = time.perf_counter() - start
-    saved = (
-        sum(stored.num_bytes for stored in checkpoint.tensors.values())
-        - writer.num_bytes
-    )
+            _copy_rest(checkpoint, writer.folder)
+            _write_config(checkpoint, writer.folder, chosen)
+        writer.save(tensors, files, checkpoint.metadata, index_name, index)
     return ExportReport(
         Path(dst),
         writer.files,
         writer.num_tensors,
         writer.num_bytes,
         tuple(casts),
-        (),
-        seconds,
-        saved,
+        seconds=time.perf_counter() - start,
+        saved_bytes=checkpoint.num_bytes - writer.num_bytes,
     )
+
+
+def _as_safetensors(checkpoint: SavedCheckpoint) -> dict[str, list[str]]:
+    """The names of the tensors in each file; those of ``torch.save`` become safetensors files."""
+    files = {}
+    for file, tensors in checkpoint.files.items():
+        renamed = re.sub(r"^(?:pytorch_)?(.*)\.bin$", r"\1.safetensors", file)
+        files[renamed] = list(tensors)
+    return files
+
+
+def _is_replaced(
+    checkpoint: SavedCheckpoint, written: Collection[str | None], found: Path
+) -> bool:
+    """Whether overwriting replaces a file: one of a model, or one that was copied from the same checkpoint."""
+    if found.name in written:
+        return True
+    if checkpoint.path.is_file():
+        return False
+    source = checkpoint.folder / found.name
+    is_copy = source.is_file() and filecmp.cmp(found, source, shallow=False)
+    return is_copy or is_of_a_model(found)
+
+
+# ----------------------------------------------------------------------------------------------------
+# What is cast.
+# ----------------------------------------------------------------------------------------------------
 
 
 def _casts(
     checkpoint: SavedCheckpoint,
-    manifest: Manifest | str | os.PathLike[str] | None,
-    like: str | os.PathLike[str] | None,
+    manifest: Manifest | Source | None,
+    like: Source | None,
     dtype: torch.dtype | str | None,
-) -> tuple[dict[str, torch.dtype], torch.dtype | None]:
+) -> tuple[_DTypes, torch.dtype | None]:
     """The dtypes to cast tensors to, by name, and the dtype for the config, if it is known."""
-    if sum(source is not None for source in (manifest, like, dtype)) > 1:
+    given = [source for source in (manifest, like, dtype) if source is not None]
+    if len(given) > 1:
         raise ConfigError(
             "expected at most one source of dtypes: a manifest, a reference or a dtype"
         )
     if manifest is not None:
-        record = manifest if isinstance(manifest, Manifest) else Manifest.load(manifest)
-        return casts_by_manifest(checkpoint, record), find_dtype(record.model.dtype)
+        record = load_manifest(manifest)
+        originals = _recorded(checkpoint, record)
+        return _casts_to(checkpoint, originals, None), find_dtype(record.model.dtype)
     if like is not None:
-        return _casts_by_reference(checkpoint, like)
-    chosen = parse_dtype(dtype) if dtype is not None else checkpoint.dtype
+        return _casts_by_reference(checkpoint, Path(like))
+    chosen = checkpoint.dtype if dtype is None else parse_dtype(dtype)
     if chosen not in HALF_DTYPES:
         found = "its config names none" if chosen is None else f"found {chosen}"
         raise ConfigError(
@@ -199,182 +204,186 @@ def _casts(
     return casts_by_dtype(checkpoint, chosen), chosen
 
 
-def casts_by_manifest(
-    checkpoint: SavedCheckpoint, manifest: Manifest
-) -> dict[str, torch.dtype]:
-    """The casts that give a checkpoint a manifest's dtypes; raises where it is not of the manifest's model."""
+def casts_by_dtype(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> _DTypes:
+    """The casts to what a model loaded in a half dtype saves."""
+    return _casts_to(checkpoint, _loaded(checkpoint, dtype), dtype)
+
+
+def _casts_by_reference(
+    checkpoint: SavedCheckpoint, path: Path
+) -> tuple[_DTypes, torch.dtype | None]:
+    """The casts to the dtypes of a reference's tensors, or of the config alone."""
+    config_path = path / _CONFIG
+    if os.path.isdir(path) and not has_weights(path) and config_path.is_file():
+        path = config_path
+    known: _Originals = {}
+    if path.suffix == ".json":
+        chosen = config_dtype(read_json(path))
+    else:
+        reference = open_checkpoint(path)
+        chosen = reference.dtype
+        for name, stored in reference.tensors.items():
+            known[canonical_fqn(name)] = stored
+    chosen = chosen or checkpoint.dtype
+    originals = {**_loaded(checkpoint, chosen), **known}
+    return _casts_to(checkpoint, originals, chosen), chosen
+
+
+def _casts_to(
+    checkpoint: SavedCheckpoint, originals: _Originals, dtype: torch.dtype | None
+) -> _DTypes:
+    """The casts of float32 tensors to the half dtypes of their originals, or else to a dtype.
+
+    Adapters, trained copies and the state of quantized weights stay as they are.
+    """
+    stored_names = {canonical_fqn(name) for name in checkpoint.tensors}
+    if is_of_another_library(checkpoint.config.get("quantization_config")):
+        dtype = None
+    casts = {}
+    for name, stored in checkpoint.tensors.items():
+        original = _original(name, originals)
+        if original is not None:
+            wanted = original.dtype
+        elif is_trained_copy(name) or is_beside(name, stored_names):
+            continue
+        else:
+            wanted = dtype
+        if stored.dtype == torch.float32 and wanted in HALF_DTYPES:
+            casts[name] = wanted
+    return casts
+
+
+def _original(name: str, originals: _Originals) -> Any:
+    """The original of a stored tensor, if it is known; a trained copy, which is not the base's, has none."""
+    if is_trained_copy(name):
+        return None
+    fqn = canonical_fqn(name)
+    if fqn not in originals:
+        # Prompt learning puts the model itself at `base_model`.
+        fqn = fqn.removeprefix("base_model.")
+    return originals.get(fqn)
+
+
+def _loaded(checkpoint: SavedCheckpoint, dtype: torch.dtype | None) -> _Originals:
+    """The tensors of the model that the config describes, as loaded in a dtype; none where it is not known."""
+    model = checkpoint.meta_model(dtype)
+    if model is None:
+        return {}
+    for buffer in model.buffers():
+        buffer.data = buffer.data.float()  # no preparation casts buffers
+    tensors = dict(model.named_buffers())
+    tensors |= model.named_parameters(remove_duplicate=False)
+    return {**_renamed(model, tensors), **tensors}
+
+
+def _recorded(checkpoint: SavedCheckpoint, manifest: Manifest) -> _Originals:
+    """The tensors that a manifest records; raises where a checkpoint is not of its model."""
     originals: _Originals = {
-        fqn: torch.empty(
-            record.shape, dtype=parse_dtype(record.original_dtype), device="meta"
-        )
+        fqn: _meta_tensor(record.shape, parse_dtype(record.original_dtype))
         for fqn, record in manifest.tensors.items()
     }
-    unexpected = _unexpected(checkpoint, originals)
-    model = checkpoint.meta_model() if unexpected else None
-    if model is not None:  # its tensors may be saved under other names
-        originals = {**_renamed(model, originals), **originals}
-        unexpected = _unexpected(checkpoint, originals)
-    casts = {}
+    if _unknown(checkpoint, originals):  # they may be saved under other names
+        originals = {**_renamed(checkpoint.meta_model(), originals), **originals}
+    unexpected = _unknown(checkpoint, originals)
     different: dict[str, dict[str, tuple[Any, Any]]] = {}
     for name, stored in checkpoint.tensors.items():
         original = _original(name, originals)
         if original is None:
             continue
+        dtypes = [original.dtype]
+        if original.dtype in HALF_DTYPES:
+            dtypes.append(torch.float32)
         if stored.shape != original.shape:
             different[name] = {"shape": (tuple(original.shape), stored.shape)}
-        elif stored.dtype == torch.float32 and original.dtype in HALF_DTYPES:
-            casts[name] = original.dtype
-        elif stored.dtype != original.dtype:
+        elif stored.dtype not in dtypes:
             different[name] = {"dtype": (original.dtype, stored.dtype)}
     if unexpected or different:
-        lines = Differences(different).lines() + [
-            f"{name}: the manifest has no such tensor" for name in unexpected
-        ]
+        lines = Differences(different).lines()
+        lines += [f"{name}: the manifest has no such tensor" for name in unexpected]
         raise ManifestMismatchError(
             f"{checkpoint.path} is not a checkpoint of the model that the manifest records: "
             f"{first_of(lines, 3, '; ')}; nothing was written",
             unexpected=unexpected,
             different=different,
         )
-    return casts
+    return originals
 
 
-def _unexpected(checkpoint: SavedCheckpoint, originals: _Originals) -> tuple[str, ...]:
+def _unknown(checkpoint: SavedCheckpoint, originals: _Originals) -> tuple[str, ...]:
+    """The names of the tensors that have no original, and are neither an adapter's nor quantization state."""
     return tuple(
         name
         for name in checkpoint.tensors
-        if not is_trained_copy(name)
-        and _original(name, originals) is None
+        if _original(name, originals) is None
+        and not is_trained_copy(name)
         and not is_beside(name, originals)
     )
 
 
-def _original(name: str, originals: _Originals) -> torch.Tensor | StoredTensor | None:
-    """The original of a stored tensor, if it is known; a trained copy, which is not the base's, has none."""
-    if is_trained_copy(name):
-        return None
-    fqn = canonical_fqn(name)
-    # Prompt learning puts the model itself at `base_model`.
-    return originals.get(fqn if fqn in originals else fqn.removeprefix("base_model."))
-
-
-def _casts_by_reference(
-    checkpoint: SavedCheckpoint, reference: str | os.PathLike[str]
-) -> tuple[dict[str, torch.dtype], torch.dtype | None]:
-    path = Path(reference)
-    originals: _Originals = {}
-    if path.suffix == ".json":
-        config = read_json(path)
-    elif (
-        os.path.isdir(path)
-        and not any(path.glob("*.safetensors"))
-        and (path / _CONFIG).is_file()
-    ):
-        config = read_json(path / _CONFIG)
-    else:
-        found = open_checkpoint(path)
-        config = dict(found.config)
-        originals = {
-            canonical_fqn(name): stored for name, stored in found.tensors.items()
-        }
-    chosen = config_dtype(config) or checkpoint.dtype
-    default = casts_by_dtype(checkpoint, chosen) if chosen in HALF_DTYPES else {}
-    casts = {}
-    for name, stored in checkpoint.tensors.items():
-        original = _original(name, originals)
-        wanted = default.get(name) if original is None else original.dtype
-        if stored.dtype == torch.float32 and wanted in HALF_DTYPES:
-            casts[name] = wanted
-    return casts, chosen
-
-
-def casts_by_dtype(
-    checkpoint: SavedCheckpoint, dtype: torch.dtype
-) -> dict[str, torch.dtype]:
-    """The casts to what a model loaded in a half dtype saves; adapters, trained copies and quantization state stay."""
-    stored_names = {canonical_fqn(name) for name in checkpoint.tensors}
-    model = checkpoint.meta_model(dtype)
-    originals: dict[str, torch.Tensor] = {}
-    if model is not None:  # no preparation casts buffers, so a float32 one was float32
-        originals = {
-            n: torch.empty(b.shape, dtype=torch.float32, device="meta")
-            for n, b in model.named_buffers()
-        }
-        originals |= model.named_parameters(remove_duplicate=False)
-        originals = {**_renamed(model, originals), **originals}
-    is_foreign = is_of_another_library(checkpoint.config.get("quantization_config"))
-    casts = {}
-    for name, stored in checkpoint.tensors.items():
-        if (
-            stored.dtype != torch.float32
-            or is_trained_copy(name)
-            or is_beside(name, stored_names)
-        ):
-            continue
-        original = _original(name, originals)
-        if not is_foreign if original is None else original.dtype in HALF_DTYPES:
-            casts[name] = dtype
-    return casts
-
-
-def _renamed(model: Any, originals: _Originals) -> dict[str, torch.Tensor]:
-    """The tensors as transformers saves them: renamed, split, merged."""
+def _renamed(model: Any, tensors: _Originals) -> _Originals:
+    """The tensors as transformers saves them: renamed, split, merged; none where the model is not known."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # before version 5, under their own names
         return {}
-    tensors = {
-        fqn: torch.empty(known.shape, dtype=known.dtype, device="meta")
-        for fqn, known in originals.items()
+    if model is None:
+        return {}
+    plain = {
+        fqn: _meta_tensor(tensor.shape, tensor.dtype) for fqn, tensor in tensors.items()
     }
-    return dict(revert_weight_conversion(model, tensors))
+    return dict(revert_weight_conversion(model, plain))
 
 
-def _copy_rest(
+def _meta_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+# ----------------------------------------------------------------------------------------------------
+# The other files.
+# ----------------------------------------------------------------------------------------------------
+
+
+def _write_config(
     checkpoint: SavedCheckpoint, folder: Path, dtype: torch.dtype | None
 ) -> None:
-    """Copy every file that holds no weights; the config gets the original dtype where that is known."""
-    written = {*checkpoint.files, checkpoint.index}
-    for path in sorted(checkpoint.folder.iterdir()):
-        if path.is_dir() and not _NOT_COPIED.fullmatch(path.name):
-            copy = functools.partial(_copy_own, checkpoint.folder)
-            shutil.copytree(
-                path, folder / path.name, ignore=_ignored, copy_function=copy
-            )
-        elif path.is_file() and path.name not in written:
-            _copy_own(checkpoint.folder, path, folder / path.name)
-    key = next(
-        (key for key in ("dtype", "torch_dtype") if key in checkpoint.config), None
-    )
-    if key is not None and dtype is not None and checkpoint.dtype != dtype:
-        config = {**checkpoint.config, key: dtype_name(dtype)}
-        (folder / _CONFIG).write_text(
-            json.dumps(config, indent=2) + "\n", encoding="utf-8"
-        )
+    """Write the config with the original dtype, where that is known and another."""
+    keys = [key for key in ("dtype", "torch_dtype") if key in checkpoint.config]
+    if dtype is None or checkpoint.dtype == dtype or not keys:
+        return
+    config = {**checkpoint.config, keys[0]: dtype_name(dtype)}
+    text = json.dumps(config, indent=2) + "\n"
+    (folder / _CONFIG).write_text(text, encoding="utf-8")
 
 
-def _copy_own(folder: Path, src: str | Path, dst: str | Path) -> None:
-    """Copy a file of a folder; raise where it is a link that leads out of it, and of the hub's cache that it is of."""
+def _copy_rest(checkpoint: SavedCheckpoint, target: Path) -> None:
+    """Copy every file that holds no weights; a link that leads out of the checkpoint is refused."""
+    home = checkpoint.folder
+    weights = [home / file for file in checkpoint.files]
+    if checkpoint.index is not None:
+        weights.append(home / checkpoint.index)
+    for place, folders, files in os.walk(home):
+        folders[:] = [name for name in folders if not _NOT_COPIED.fullmatch(name)]
+        copies = target / Path(place).relative_to(home)
+        copies.mkdir(exist_ok=True)
+        for name in [*folders, *files]:
+            source = Path(place, name)
+            if source in weights or not source.exists():
+                continue
+            _refuse_link(source, home)
+            if source.is_file():
+                shutil.copyfile(source, copies / name)
+
+
+def _refuse_link(path: Path, folder: Path) -> None:
+    """Raise for a link to a folder, and one that leads out of a folder, and of the hub's cache that this is of."""
     home = folder.resolve()
     cache = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
-    real = Path(src).resolve()
+    real = path.resolve()
     if not (real.is_relative_to(home) or real.is_relative_to(cache)):
         raise ConfigError(
-            f"{src}: is a link that leads out of the checkpoint; put a copy in its place, or remove it"
+            f"{path}: is a link that leads out of the checkpoint; put a copy in its place, or remove it"
         )
-    shutil.copyfile(real, dst)
-
-
-def _ignored(folder: str, names: list[str]) -> list[str]:
-    """The names in a folder that are not copied."""
-    folders = {
-        name: path
-        for name in names
-        if os.path.isdir(path := os.path.join(folder, name))
-    }
-    linked = [path for path in folders.values() if os.path.islink(path)]
-    if linked:
+    if path.is_symlink() and path.is_dir():
         raise ConfigError(
-            f"{linked[0]}: links to a folder; put a copy in its place, or remove it"
+            f"{path}: links to a folder; put a copy in its place, or remove it"
         )
-    return [name for name in folders if _NOT_COPIED.fullmatch(name)]

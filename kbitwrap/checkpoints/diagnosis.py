@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any
 
 from ..reports import Report, few, shown
 
@@ -12,8 +12,6 @@ FINE = "fine"
 FAULT = "fault"
 NOT_MEASURED = "not measured"
 _MAX_LINES = 30  # of the checks, in what ``print`` shows
-
-Subject = TypeVar("Subject")
 
 
 @dataclass(frozen=True)
@@ -24,6 +22,9 @@ class Finding:
     where: str
     evidence: str
     remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.where}: {self.evidence}; {self.remedy}"
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,12 @@ class Examined:
     outcome: str
     evidence: str
 
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}: {self.outcome}: {self.evidence}"
 
-class Result(NamedTuple):
+
+@dataclass(frozen=True)
+class Result:
     """What a check found: the outcome, what is at fault or was not measured, the evidence, and the remedy."""
 
     outcome: str
@@ -49,8 +54,8 @@ class Result(NamedTuple):
     remedy: str = ""
 
 
-# Checks by name; ``None`` of one says that there is nothing to look at.
-Checks = Mapping[str, Callable[[Subject], Result | None]]
+Checks = Mapping[str, Callable[[Any], Result | None]]
+"""Checks by name; ``None`` of one says that there is nothing to look at."""
 
 
 def fine(evidence: str) -> Result:
@@ -91,37 +96,25 @@ class DoctorReport(Report):
         return bool(self.findings)
 
     def __str__(self) -> str:
-        return "\n".join(
-            [repr(self), *few([text for _, text in self._advice()]), *self._lines()]
-        )
+        findings = few([str(finding) for finding in self.findings])
+        return "\n".join([repr(self), *findings, *self._lines()])
 
     def _brief(self) -> str:
         return f"findings: {len(self.findings)}, not measured: {len(self.not_measured)}, {shown(self.subject)}"
 
-    def _advice(self) -> list[tuple[str, str]]:
-        """What each finding is, and that with all that is said of it."""
-        return [
-            (f.what, f"{f.what}: {f.where}: {f.evidence}; {f.remedy}")
-            for f in self.findings
-        ]
-
     def _bars(self) -> list[tuple[str, tuple[int, ...], str]]:
-        advice: dict[str, list[str]] = {}
-        for what, text in self._advice():
-            advice.setdefault(what, []).append(text)
+        texts: dict[str, list[str]] = {}
+        for finding in self.findings:
+            texts.setdefault(finding.what, []).append(str(finding))
         return [
-            (what, (len(texts),), " | ".join(few(texts, 3)))
-            for what, texts in advice.items()
+            (what, (len(found),), " | ".join(few(found, 3)))
+            for what, found in texts.items()
         ]
 
     def _lines(self) -> list[str]:
         # What is fine comes last, where the list is cut.
-        in_order = sorted(self.looked_at, key=lambda examined: examined.outcome == FINE)
-        lines = [
-            f"{one.where}: {one.what}: {one.outcome}: {one.evidence}"
-            for one in in_order
-        ]
-        return few(lines, _MAX_LINES)
+        in_order = sorted(self.looked_at, key=lambda check: check.outcome == FINE)
+        return few([str(check) for check in in_order], _MAX_LINES)
 
 
 class Examination:
@@ -129,31 +122,30 @@ class Examination:
 
     def __init__(self) -> None:
         self._findings: list[Finding] = []
-        self._not_measured: list[str] = []
+        # each once: the checkpoints of a run lack the same
+        self._not_measured: dict[str, None] = {}
         self._looked_at: list[Examined] = []
 
-    def make(self, checks: Checks[Subject], subject: Subject, where: str) -> None:
+    def make(self, checks: Checks, subject: Any, where: str) -> None:
         """Make the checks of a subject."""
         for name, check in checks.items():
             result = check(subject)
-            if result is not None:
-                self._keep(name, where, result)
-
-    def _keep(self, name: str, where: str, result: Result) -> None:
-        evidence = result.evidence
-        if result.outcome == FAULT:
-            self._findings.append(
-                Finding(result.what, where, result.evidence, result.remedy)
-            )
-            evidence = result.what
-        if result.outcome == NOT_MEASURED:
-            self._not_measured.append(f"{result.what}: {result.evidence}")
-        self._looked_at.append(Examined(name, where, result.outcome, evidence))
+            if result is None:
+                continue
+            evidence = result.evidence
+            if result.outcome == FAULT:
+                finding = Finding(result.what, where, evidence, result.remedy)
+                self._findings.append(finding)
+                evidence = result.what
+            elif result.outcome == NOT_MEASURED:
+                self._not_measured[f"{result.what}: {evidence}"] = None
+            self._looked_at.append(Examined(name, where, result.outcome, evidence))
 
     def report(self, subject: str) -> DoctorReport:
         """The report of the checks that were made."""
-        # the checkpoints of a run lack the same
-        missing = dict.fromkeys(self._not_measured)
         return DoctorReport(
-            subject, tuple(self._findings), tuple(missing), tuple(self._looked_at)
+            subject,
+            tuple(self._findings),
+            tuple(self._not_measured),
+            tuple(self._looked_at),
         )

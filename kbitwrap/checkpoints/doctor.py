@@ -13,11 +13,11 @@ from torch import nn
 from ..preparation.process import plain_mode
 from . import base_checks, run_checks
 from .diagnosis import Checks, DoctorReport, Examination, Finding
-from .subjects import Adapter, Base, Folder, Given, LiveModel, read_run, walk_live
+from .subjects import Folder, Given, LiveModel, read_run, walk_live
 
 __all__ = ["DoctorReport", "Finding", "doctor"]
 
-_OF_A_FOLDER: Checks[Folder] = {
+_OF_A_FOLDER: Checks = {
     "newest checkpoint": run_checks.newest_checkpoint,
     "files": run_checks.files,
     "optimizer": run_checks.optimizer,
@@ -26,24 +26,27 @@ _OF_A_FOLDER: Checks[Folder] = {
     "lora_B": run_checks.lora_b,
     "merge": base_checks.merge,
 }
-_OF_A_MODEL: Checks[LiveModel] = {
+_OF_A_MODEL: Checks = {
     "base": base_checks.drift,
     "lora_B": run_checks.lora_b,
     "merge": base_checks.merge,
 }
-_OF_AN_ADAPTER: Checks[Adapter] = {
-    "adapter config": run_checks.adapter_config,
+_OF_AN_ADAPTER: Checks = {
     "adapter values": run_checks.adapter_values,
     "adapter dtypes": run_checks.adapter_dtypes,
 }
-_OF_A_BASE: Checks[Base] = {
+_OF_A_SAVED_ADAPTER: Checks = {
+    "adapter config": run_checks.adapter_config,
+    **_OF_AN_ADAPTER,
+}
+_OF_A_BASE: Checks = {
     "dtypes": base_checks.dtypes,
     "generation config": base_checks.generation_config,
     "ties": base_checks.ties,
     "experts": base_checks.experts,
     "layers": base_checks.layers,
 }
-_OF_A_MANIFEST: Checks[Folder] = {
+_OF_A_MANIFEST: Checks = {
     "devices": base_checks.devices,
     "base": base_checks.recorded_base,
 }
@@ -69,8 +72,7 @@ def doctor(
 
     Returns:
         The report: what was looked at, what is at fault, and what could not be
-            measured. A file that is damaged is a
-        fault.
+        measured. A file that is damaged is a fault.
 
     Raises:
         ConfigError: There is nothing to examine at a path, or a base cannot be loaded,
@@ -108,7 +110,7 @@ def _examine_run(examination: Examination, folders: Sequence[Folder]) -> None:
         where = str(folder.path)
         examination.make(_OF_A_FOLDER, folder, where)
         for adapter in folder.adapters:
-            examination.make(_OF_AN_ADAPTER, adapter, adapter.where)
+            examination.make(_OF_A_SAVED_ADAPTER, adapter, adapter.where)
         if folder.base is not None:
             examination.make(_OF_A_BASE, folder.base, where)
     # The manifests of one run agree: the base is compared, and may be loaded, once.

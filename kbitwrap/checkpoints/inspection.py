@@ -35,6 +35,9 @@ _KINDS = (
     ("embeddings", re.compile(r"embed|(?:^|\.)(?:wte|wpe|shared)\.", re.IGNORECASE)),
     ("experts", re.compile(r"expert|router", re.IGNORECASE)),
 )
+_QUANTIZATION_STATE = re.compile(
+    rf"\.(?:weight|quant_state)\.[^.]+$|\.(?:{'|'.join(EIGHT_BIT_STATE)})$"
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -77,9 +80,7 @@ class CheckpointReport(Report):
     @property
     def wasted_bytes(self) -> int:
         """The bytes that float32 leftovers waste."""
-        return sum(
-            size for tensors in self.leftovers.values() for size in tensors.values()
-        )
+        return sum(sum(tensors.values()) for tensors in self.leftovers.values())
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values, ready for JSON."""
@@ -127,64 +128,58 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
         for name in checkpoint.tensors
         if is_trained_copy(name) or is_beside(name, names)
     }
-    owners = {name: name.rpartition(".")[::2] for name in beside}
-    ends = ".weight", ".quant_state"
-    quantization = {
-        n
-        for n, (owner, last) in owners.items()
-        if last in EIGHT_BIT_STATE or owner.endswith(ends)
-    }
+    quantization = {name for name in beside if _QUANTIZATION_STATE.search(name)}
+    adapters = [file.name for file in checkpoint.folder.glob("adapter_model.*")]
     half = _half_dtype(checkpoint, beside)
     leftovers: dict[str, dict[str, int]] = {}
     if half is not None or quantization:
         for name in casts_by_dtype(checkpoint, half or torch.bfloat16):
-            stored = checkpoint.tensors[name]
-            kind = next(
-                (
-                    kind
-                    for kind, pattern in _KINDS
-                    if pattern.search(canonical_fqn(name))
-                ),
-                "other",
-            )
-            leftovers.setdefault(kind, {})[name] = stored.num_bytes // 2
+            wasted = checkpoint.tensors[name].num_bytes // 2
+            leftovers.setdefault(_kind(name), {})[name] = wasted
     dtypes: dict[str, dict[str, int]] = {}
     for stored in checkpoint.tensors.values():
         row = dtypes.setdefault(dtype_name(stored.dtype), {"count": 0, "bytes": 0})
         row["count"] += 1
         row["bytes"] += stored.num_bytes
-    adapter_files = [file.name for file in checkpoint.folder.glob("adapter_model.*")]
     use_cache = checkpoint.config.get("use_cache")
     return CheckpointReport(
         path=checkpoint.path,
-        config_dtype=None if checkpoint.dtype is None else dtype_name(checkpoint.dtype),
-        half_dtype=None if half is None else dtype_name(half),
+        config_dtype=_name(checkpoint.dtype),
+        half_dtype=_name(half),
         is_quantized=bool(quantization),
         num_tensors=len(checkpoint.tensors),
-        num_bytes=sum(stored.num_bytes for stored in checkpoint.tensors.values()),
+        num_bytes=checkpoint.num_bytes,
         dtypes=dtypes,
         leftovers=leftovers,
         use_cache=use_cache if isinstance(use_cache, bool) else None,
-        adapters=(*sorted(adapter_files), *sorted(beside - quantization)),
+        adapters=(*sorted(adapters), *sorted(beside - quantization)),
     )
+
+
+def _kind(name: str) -> str:
+    """The kind of a tensor, told by its name."""
+    fqn = canonical_fqn(name)
+    for kind, pattern in _KINDS:
+        if pattern.search(fqn):
+            return kind
+    return "other"
+
+
+def _name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else dtype_name(dtype)
 
 
 def _half_dtype(checkpoint: SavedCheckpoint, beside: set[str]) -> torch.dtype | None:
     """The half dtype of the config, or else of most base tensors, or else that quantized layers compute in."""
     if checkpoint.dtype in HALF_DTYPES:
         return checkpoint.dtype
-    stored = [
-        tensor.dtype
-        for name, tensor in checkpoint.tensors.items()
-        if name not in beside
-    ]
+    tensors = checkpoint.tensors.items()
+    stored = [tensor.dtype for name, tensor in tensors if name not in beside]
     most = max(HALF_DTYPES, key=stored.count)
     if most in stored:
         return most
     settings = checkpoint.config.get("quantization_config")
-    found = (
-        find_dtype(settings.get("bnb_4bit_compute_dtype"))
-        if isinstance(settings, dict)
-        else None
-    )
+    if not isinstance(settings, dict):
+        return None
+    found = find_dtype(settings.get("bnb_4bit_compute_dtype"))
     return found if found in HALF_DTYPES else None

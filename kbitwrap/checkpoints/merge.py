@@ -17,6 +17,7 @@ from ..config import format_bytes
 from ..errors import ConfigError, ExportError
 from ..export.export import save_model
 from ..export.merge import merge_into
+from ..export.staging import Source
 from ..export.twin import build_twin
 from ..export.writer import (
     PROCESSOR_FILES,
@@ -32,10 +33,11 @@ from ..model.pretrained import read_config
 from ..model.tree import ModelTree
 from ..preparation.process import plain_mode
 from ..reports import ExportReport
+from ..tensors.devices import accelerator_type
 from ..tensors.dtypes import find_dtype
-from .adapters import read_adapter
+from .adapters import SavedAdapter, read_adapter
 from .base import adapted_base, check_base, load_base
-from .reader import recorded_quantization, saved_manifest
+from .reader import load_manifest, recorded_quantization, saved_manifest
 
 _CARD = """\
 ---
@@ -95,8 +97,8 @@ def merge_checkpoint(
             nothing is written.
         progress: Show a bar of the bytes written, on a terminal; or a function that is
             called with each number of them.
-        device: The device to quantize and merge on; ``None`` for CUDA if there is one,
-            else the CPU.
+        device: The device to quantize and merge on; ``None`` for the accelerator if
+            there is one, else the CPU.
         trust_remote_code: Run the code that the base's folder brings along.
 
     Returns:
@@ -118,37 +120,30 @@ def merge_checkpoint(
         >>> merge_checkpoint("/no/such/base", "/no/adapter", "/tmp/merged")
         Traceback (most recent call last):
         ...
-        kbitwrap.errors.ConfigError: there is no adapter_config.json with
-            adapter_model.safetensors in '/no/adapter'
+        kbitwrap.errors.ConfigError: there is no adapter_config.json ... in '/no/adapter'
     """
-    start, folder = time.perf_counter(), Path(adapter)
+    start = time.perf_counter()
+    folder = Path(adapter)
     saved = read_adapter(folder)
     # refuses an invalid size before anything is computed
     split_into_files({}, max_shard_size)
+    if device is None:
+        device = accelerator_type() or "cpu"
     writing = checkpoint_writer(
         dst,
         "merge",
         overwrite=overwrite,
         progress=None if progress is True else progress,
-        sources=[
-            path
-            for path in (base, adapter, manifest)
-            if isinstance(path, (str, os.PathLike))
-        ],
+        sources=[base, adapter, manifest],
         owns=lambda found: is_of_a_model(found) or _is_card(found),
     )
     with torch.random.fork_rng(devices=[]), writing as writer:  # loading draws numbers
-        if manifest is None:
-            record = saved_manifest(folder)
-        else:
-            record = (
-                manifest if isinstance(manifest, Manifest) else Manifest.load(manifest)
-            )
+        record = saved_manifest(folder) if manifest is None else load_manifest(manifest)
         settings = _quantization(base, quantization_config, record, trust_remote_code)
-        chosen = record.model.dtype if dtype is None and record is not None else dtype
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if dtype is None and record is not None:
+            dtype = record.model.dtype
         trained = load_base(
-            base, saved, settings, chosen, device, record, trust_remote_code
+            base, saved, settings, dtype, device, record, trust_remote_code
         )
         if record is not None:
             check_base(record, trained)
@@ -156,28 +151,15 @@ def merge_checkpoint(
         with plain_mode():
             twin = build_twin(ModelTree(adapted))
             merged = merge_into(twin)
-            tensors = {
-                id(t): t for t in (*twin.model.parameters(), *twin.model.buffers())
-            }
-            needed, free = (
-                sum(t.nbytes for t in tensors.values()),
-                shutil.disk_usage(writer.folder).free,
-            )
-            if free < needed:
-                raise ExportError(
-                    f"{os.fspath(dst)}: the merged model takes {format_bytes(needed)}, and {format_bytes(free)} are "
-                    "free there; nothing was written"
-                )
+            _refuse_full_disk(twin.model, writer.folder, dst)
             save_model(twin.model, writer, max_shard_size)
         for names in (TOKENIZER_FILES, PROCESSOR_FILES):
             _copy(names, base, folder, writer.folder)
-        # and recorded nowhere
-        is_said = record is None and (
-            settings is not None or quantization_config is False
-        )
-        card = _card(base, folder, saved.config, trained.model, is_said, device)
+        said = "as in training"
+        if record is None and (settings is not None or quantization_config is False):
+            said = "as the merge was told, which no record of the training confirms,"
+        card = _card(base, saved, _how(trained.model, said), device)
         (writer.folder / "README.md").write_text(card, encoding="utf-8")
-    seconds = time.perf_counter() - start
     return ExportReport(
         Path(dst),
         writer.files,
@@ -185,41 +167,25 @@ def merge_checkpoint(
         writer.num_bytes,
         twin.converted,
         merged,
-        seconds,
+        seconds=time.perf_counter() - start,
         is_merge=True,
     )
 
 
 def _quantization(
-    base: Any, given: Any, manifest: Manifest | None, trust_remote_code: bool
-) -> Any:
+    base: Source, given: Any, manifest: Manifest | None, trust_remote_code: bool
+) -> dict[str, Any] | None:
     """The quantization config to load the base with; ``None`` where it has its own, or none."""
-    if (
-        given not in (None, False)
-        and not isinstance(given, dict)
-        and not hasattr(given, "to_dict")
-    ):
-        wanted = "a config of transformers such as BitsAndBytesConfig, False for none, or None"
-        raise ConfigError(f"quantization_config: expected {wanted}, found {given!r}")
+    if hasattr(given, "to_dict"):
+        given = given.to_dict()
+    if given not in (None, False) and not isinstance(given, dict):
+        raise ConfigError(
+            "quantization_config: expected a config of transformers such as BitsAndBytesConfig, False for none, or "
+            f"None, found {given!r}"
+        )
     own = getattr(read_config(base, trust_remote_code), "quantization_config", None)
     if own is not None:  # loading takes this one, whatever else is given
-        asked = given.to_dict() if hasattr(given, "to_dict") else given or {}
-        pairs = {
-            name: (own[name], v)
-            for name, v in asked.items()
-            if name in own and v is not None
-        }
-        differing = [
-            f"{name}: {a!r}, given: {b!r}"
-            for name, (a, b) in pairs.items()
-            if a != b and not find_dtype(b)
-        ]
-        if given is False or differing:
-            raise ConfigError(
-                f"the base {os.fspath(base)!r} has a quantization of its own, and it is not the one given "
-                f"({'; '.join(differing) or 'none'}): leave that out (quantization_config), or give the base "
-                "that was trained on"
-            )
+        _refuse_other_quantization(base, own, given)
         return None
     if given is not None:
         return given or None
@@ -231,16 +197,46 @@ def _quantization(
     return recorded_quantization(manifest)
 
 
-def _copy(
-    names: tuple[str, ...], base: str | os.PathLike[str], adapter: Path, dst: Path
+def _refuse_other_quantization(
+    base: Source, own: Mapping[str, Any], given: Any
 ) -> None:
+    """Raise where a base was saved quantized, and otherwise than given."""
+    differing = [
+        f"{name}: {own[name]!r}, given: {value!r}"
+        for name, value in (given or {}).items()
+        if value is not None
+        and value != own.get(name, value)
+        and find_dtype(value) is None
+    ]
+    if given is False or differing:
+        raise ConfigError(
+            f"the base {os.fspath(base)!r} has a quantization of its own, and it is not the one given "
+            f"({'; '.join(differing) or 'none'}): leave that out (quantization_config), or give the base "
+            "that was trained on"
+        )
+
+
+def _refuse_full_disk(model: nn.Module, folder: Path, dst: Source) -> None:
+    """Raise where a model does not fit beside what is on the disk."""
+    tensors = {*model.parameters(), *model.buffers()}
+    needed = sum(tensor.nbytes for tensor in tensors)
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ExportError(
+            f"{os.fspath(dst)}: the merged model takes {format_bytes(needed)}, and {format_bytes(free)} are "
+            "free there; nothing was written"
+        )
+
+
+def _copy(names: tuple[str, ...], base: Source, adapter: Path, dst: Path) -> None:
     """Copy the files of those names that the adapter was saved with, or if there is none, the base's."""
     from transformers.utils.hub import cached_file
 
     is_beside = any((adapter / name).is_file() for name in names)
+    source = os.fspath(adapter if is_beside else base)
     for name in names:
         found = cached_file(
-            os.fspath(adapter if is_beside else base),
+            source,
             name,
             _raise_exceptions_for_gated_repo=False,
             _raise_exceptions_for_missing_entries=False,
@@ -250,48 +246,34 @@ def _copy(
             shutil.copyfile(found, dst / name)
 
 
+def _how(model: Any, said: str) -> str:
+    """The sentence of a model card that says how the base was quantized."""
+    method = ModelTree(model).quantization.method
+    if method is None:
+        return f"unquantized, {said}"
+    settings = model.config.quantization_config
+    four_bit = ""
+    if getattr(settings, "load_in_4bit", False):
+        double = "with" if settings.bnb_4bit_use_double_quant else "without"
+        kind = settings.bnb_4bit_quant_type
+        four_bit = f" ({kind}, {double} double quantization)"
+    return f"quantized with {method}{four_bit} {said} and dequantized exactly"
+
+
 def _card(
-    base: Any,
-    adapter: Path,
-    config: Mapping[str, Any],
-    model: nn.Module,
-    is_said: bool,
-    device: Any,
+    base: Source, adapter: SavedAdapter, how: str, device: torch.device | str
 ) -> str:
     """A model card that says what was merged from what; a folder is named by its last part."""
-    named = str(config.get("base_model_name_or_path") or os.fspath(base))
-    name = Path(named).name if os.path.isabs(named) or os.path.isdir(named) else named
-    method, own = (
-        ModelTree(model).quantization.method,
-        getattr(model.config, "quantization_config", None),
-    )
-    kind, double = (
-        getattr(own, f"bnb_4bit_{name}", None)
-        for name in ("quant_type", "use_double_quant")
-    )
-    four = (
-        f" ({kind}, with{'' if double else 'out'} double quantization)"
-        if getattr(own, "load_in_4bit", 0)
-        else ""
-    )
-    said = (
-        "as the merge was told, which no record of the training confirms,"
-        if is_said
-        else "as in training"
-    )
-    how = (
-        f"quantized with {method}{four} {said} and dequantized exactly"
-        if method
-        else f"unquantized, {said}"
-    )
-    tool = " ".join(("kbitwrap", versions().get("kbitwrap", ""))).strip()
-    peft_type = config.get("peft_type", "PEFT")
+    name = str(adapter.config.get("base_model_name_or_path") or os.fspath(base))
+    if os.path.isabs(name) or os.path.isdir(name):
+        name = Path(name).name
+    version = versions().get("kbitwrap", "")
     return _CARD.format(
         name=name,
         how=how,
-        peft_type=peft_type,
-        adapter=adapter.name,
-        tool=tool,
+        peft_type=adapter.config.get("peft_type", "PEFT"),
+        adapter=adapter.folder.name,
+        tool=f"kbitwrap {version}".strip(),
         device=torch.device(device).type,
     )
 
@@ -301,7 +283,5 @@ def _is_card(path: Path) -> bool:
     if path.name != "README.md":
         return False
     pattern = re.sub(r"\\{\w+\\}", lambda field: r"[^\n]*", re.escape(_CARD))
-    return (
-        re.fullmatch(pattern, path.read_text(encoding="utf-8", errors="replace"))
-        is not None
-    )
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return re.fullmatch(pattern, text) is not None

@@ -13,12 +13,13 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from ..errors import ConfigError, ExportError
-from ..export.staging import refuse_special
+from ..export.staging import Source, refuse_special
 from ..export.writer import read_header
 from ..manifest.manifest import MANIFEST_NAME, Manifest
 from ..model.pretrained import meta_model
@@ -31,17 +32,13 @@ from ..tensors.lazy import LazyTensor
 _WAYS = (("model.safetensors", ""), ("pytorch_model.bin", "pytorch_model"))
 _ADAPTER = "adapter_model"
 _PICKLED = ".bin"
-# The bytes rounded at once: they fit the processor's cache, and are below the 32,768
-# elements from which torch takes several threads, which cost more than they gain, and
-# much more where other processes want the cores.
-_PIECE = 96 << 10
-# The elements read and written at once: few enough for the allocator to reuse their
-# memory.
-_READ = 1 << 20
+_PIECE = 1 << 20  # the number of values read at once
 # PEFT's trained copies of a base tensor, which have its canonical name.
 _TRAINED_COPY = re.compile(
     r"\.(modules_to_save|ln_tuning_layers)\.|\.trainable_tokens_"
 )
+SKIPPED_LAYERS = "llm_int8_skip_modules"
+"""The setting of a quantization config that names the layers to leave as they are."""
 EIGHT_BIT_STATE = ("SCB", "weight_format")
 """The names of what bitsandbytes saves of an 8-bit layer beside its weight."""
 
@@ -60,15 +57,13 @@ class StoredTensor:
     def lazy(self, dtype: torch.dtype | None = None) -> LazyTensor:
         """The values, read when they are asked for and rounded to a dtype; `ExportError` then if one is too large."""
         kept = dtype or self.dtype
+        pieces = functools.partial(self._pieces, kept)
 
         def compute() -> torch.Tensor:
-            return torch.cat(
-                [torch.empty(0, dtype=kept, device="cpu"), *self._pieces(kept)]
-            ).view(self.shape)
+            nothing = torch.empty(0, dtype=kept, device="cpu")
+            return torch.cat([nothing, *pieces()]).view(self.shape)
 
-        return LazyTensor(
-            self.shape, kept, compute, functools.partial(self._pieces, kept)
-        )
+        return LazyTensor(self.shape, kept, compute, pieces)
 
     def _pieces(self, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         """Read a few mebibytes at a time; nothing is mapped, because a mapped file counts as memory in use."""
@@ -76,40 +71,25 @@ class StoredTensor:
         with open(self.path, "rb") as file:
             file.seek(self.start)
             while left:
-                piece = torch.empty(min(left, _READ), dtype=dtype, device="cpu")
-                self._round(piece, file)
-                left -= len(piece)
-                yield piece
+                size = min(left, _PIECE)
+                data = np.fromfile(file, np.uint8, size * self.dtype.itemsize)
+                if len(data) < size * self.dtype.itemsize:
+                    why = "the file became shorter while it was read"
+                    raise OSError(errno.EIO, why, str(self.path))
+                values = torch.from_numpy(data).view(self.dtype)
+                yield self._rounded(values, dtype)
+                left -= size
 
-    def _round(self, flat: torch.Tensor, file: BinaryIO) -> None:
-        """Fill a flat tensor with the next values of the file, rounded to its dtype."""
-        if flat.dtype == self.dtype:
-            self._fill(flat, file)
-            return
-        piece = torch.empty(
-            min(len(flat), _PIECE // self.dtype.itemsize),
-            dtype=self.dtype,
-            device="cpu",
-        )
-        for target in flat.split(max(len(piece), 1)):
-            source = piece[: len(target)]
-            self._fill(source, file)
-            target.copy_(source)
-            # bfloat16 has nearly the range of float32: larger values round to infinity
-            # as they should.
-            if flat.dtype == torch.float16 and not torch.equal(
-                target.isinf(), source.isinf()
-            ):
-                raise ExportError(
-                    f"{self.name}: a value is too large for {flat.dtype}, whose largest is 65504; convert to bfloat16",
-                    fqn=self.name,
-                )
-
-    def _fill(self, target: torch.Tensor, file: BinaryIO) -> None:
-        if file.readinto(target.view(torch.uint8).numpy().data) < target.nbytes:  # type: ignore[attr-defined]
-            raise OSError(
-                errno.EIO, "the file became shorter while it was read", str(self.path)
+    def _rounded(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        rounded = values.to(dtype)
+        # bfloat16 has nearly the range of float32: larger values round to infinity
+        # as they should.
+        if dtype == torch.float16 and rounded.isinf().sum() > values.isinf().sum():
+            raise ExportError(
+                f"{self.name}: a value is too large for {dtype}, whose largest is 65504; convert to bfloat16",
+                fqn=self.name,
             )
+        return rounded
 
 
 @dataclass(frozen=True)
@@ -120,7 +100,6 @@ class SavedCheckpoint:
     folder: Path
     # by file and name, without those that loading ties to others
     files: Mapping[str, Mapping[str, StoredTensor]]
-    metadata: Mapping[str, Mapping[str, str] | None]  # by file
     index: str | None  # the name of the index file
     # the content of ``config.json``; empty where there is none
     config: Mapping[str, Any]
@@ -128,11 +107,24 @@ class SavedCheckpoint:
     @functools.cached_property
     def tensors(self) -> dict[str, StoredTensor]:
         """All tensors by name."""
-        return {
-            name: tensor
-            for tensors in self.files.values()
-            for name, tensor in tensors.items()
-        }
+        found: dict[str, StoredTensor] = {}
+        for tensors in self.files.values():
+            found.update(tensors)
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all tensors, in bytes."""
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    @property
+    def metadata(self) -> dict[str, str] | None:
+        """The metadata of its first file."""
+        path = self.folder / next(iter(self.files))
+        if path.suffix == _PICKLED:
+            return {"format": "pt"}
+        header, _ = read_header(path)
+        return header.get("__metadata__")
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -152,12 +144,13 @@ def config_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     return find_dtype(config.get("dtype")) or find_dtype(config.get("torch_dtype"))
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
+def open_checkpoint(path: Source) -> SavedCheckpoint:
     """Read the headers of a checkpoint in a folder or a file; raise `ConfigError` where it is damaged or incomplete.
 
     Nothing in it is run, and no name in it is opened outside its folder.
     """
     found = Path(path)
+    index = None
     # Not by methods of ``Path``, which raise where a name is too long, or a folder may
     # not be searched.
     if os.path.isfile(found):
@@ -165,59 +158,51 @@ def open_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
             raise ConfigError(
                 f"{found}: expected a folder, or a .safetensors or .bin file"
             )
-        folder, names, index = found.parent, [found.name], None
+        folder, names = found.parent, [found.name]
     elif os.path.isdir(found):
         folder = found
-        names, index = _weight_files(found)
+        names, index = _weight_files(folder)
+        if not names:
+            _refuse_without_weights(folder)
     else:
         raise ConfigError(f"there is no checkpoint at {str(found)!r}")
-    files, metadata = {}, {}
-    for name in names:
-        files[name], metadata[name] = read_tensors(folder / name)
+    files = {name: read_tensors(folder / name) for name in names}
     config_path = folder / "config.json"
     config = read_json(config_path) if config_path.is_file() else {}
-    checkpoint = SavedCheckpoint(found, folder, files, metadata, index, config)
-    num_tensors = sum(map(len, files.values()))
-    if len(checkpoint.tensors) < num_tensors:
-        raise ConfigError(
-            f"{found}: {num_tensors - len(checkpoint.tensors)} tensors are in more than one file"
-        )
+    checkpoint = SavedCheckpoint(found, folder, files, index, config)
+    num_twice = sum(map(len, files.values())) - len(checkpoint.tensors)
+    if num_twice:
+        raise ConfigError(f"{found}: {num_twice} tensors are in more than one file")
     if index is not None:
-        absent = [
-            name
-            for name in read_json(folder / index)["weight_map"]
-            if name not in checkpoint.tensors
-        ]
-        if absent:
-            raise ConfigError(
-                f"{folder / index}: names the tensor {absent[0]!r}, which none of its files holds"
-            )
+        for name in read_json(folder / index)["weight_map"]:
+            if name not in checkpoint.tensors:
+                raise ConfigError(
+                    f"{folder / index}: names the tensor {name!r}, which none of its files holds"
+                )
     return _without_ties(checkpoint)
 
 
 def _without_ties(checkpoint: SavedCheckpoint) -> SavedCheckpoint:
     """Leave out tensors that share another's bytes, as in files of ``torch.save``, and are tied to it by loading."""
-    sharing: dict[tuple[Any, ...], set[str]] = {}
-    for name, stored in checkpoint.tensors.items():
-        sharing.setdefault(
-            (stored.path, stored.start, stored.shape, stored.dtype), set()
-        ).add(canonical_fqn(name))
-    groups = [names for names in sharing.values() if len(names) > 1]
-    model = checkpoint.meta_model() if groups else None
+    places = {
+        canonical_fqn(name): (stored.path, stored.start, stored.shape)
+        for name, stored in checkpoint.tensors.items()
+    }
+    is_shared = len(set(places.values())) < len(places)
+    model = checkpoint.meta_model() if is_shared else None
     if model is None:  # its ties are not known
         return checkpoint
-    ties = [(first, fqn) for first, *others in tied_names(model) for fqn in others]
-    tied = {
-        fqn for first, fqn in ties if any({first, fqn} <= names for names in groups)
-    }
-    files = {
-        file: {
+    tied: set[str] = set()
+    for first, *others in tied_names(model):
+        place = places.get(first)
+        tied.update(fqn for fqn in others if places.get(fqn) == place)
+    files = {}
+    for file, tensors in checkpoint.files.items():
+        files[file] = {
             name: stored
             for name, stored in tensors.items()
             if canonical_fqn(name) not in tied
         }
-        for file, tensors in checkpoint.files.items()
-    }
     return dataclasses.replace(checkpoint, files=files)
 
 
@@ -235,86 +220,94 @@ def adapter_file(folder: Path) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
+def load_manifest(given: Manifest | Source) -> Manifest:
+    """A manifest that a caller gave, itself or as its path."""
+    return given if isinstance(given, Manifest) else Manifest.load(given)
+
+
 def saved_manifest(folder: Path) -> Manifest | None:
     """The manifest that was saved in a folder; `ManifestError` where it cannot be read."""
     path = folder / MANIFEST_NAME
     return Manifest.load(path) if path.is_file() else None
 
 
+def recorded_shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
+    """The shapes of the floating-point tensors that a manifest records; of a packed weight, that of its storage."""
+    return {
+        fqn: record.shape
+        for fqn, record in manifest.tensors.items()
+        if "float" in record.original_dtype
+    }
+
+
 def recorded_quantization(manifest: Manifest) -> dict[str, Any] | None:
     """How to quantize a base so that it has the layers that a manifest records; ``None`` of an unquantized one."""
     config = manifest.model.quantization.config
+    if not config:
+        return None
     # The tensors, and not the config, tell which layers stayed as they are.
-    halves = [
-        fqn
-        for fqn, tensor in manifest.tensors.items()
-        if "float" in tensor.original_dtype
-    ]
     plain = [
         fqn.removesuffix(".weight")
-        for fqn in halves
+        for fqn in recorded_shapes(manifest)
         if f"{fqn}.quant_map" not in manifest.rows
     ]
-    return {**config, "llm_int8_skip_modules": plain} if config else None
+    return {**config, SKIPPED_LAYERS: plain}
 
 
 def has_weights(path: Path) -> bool:
     """Whether a path is a file, or a folder with the weights of a model."""
-    return os.path.isfile(path) or any(_weight_files_of(path, *way)[0] for way in _WAYS)
+    return os.path.isfile(path) or bool(_weight_files(path)[0])
 
 
 def _weight_files(folder: Path) -> tuple[list[str], str | None]:
-    """The names of the files with the weights, and of the index, if there is one."""
+    """The names of the files with the weights, if there are any, and of the index, if there is one."""
     for single, beginning in _WAYS:
-        names, index = _weight_files_of(folder, single, beginning)
+        index = f"{single}.index.json"
+        if os.path.lexists(folder / index):
+            return _files_in_index(folder / index), index
+        if (folder / single).is_file():
+            return [single], None
+        names = [
+            path.name
+            for path in folder.glob(f"{beginning}*{Path(single).suffix}")
+            if path.is_file() and not path.name.startswith(_ADAPTER)
+        ]
         if names:
-            return names, index
-    adapter = next((path.name for path in sorted(folder.glob(f"{_ADAPTER}*"))), None)
-    if adapter is not None:
+            return sorted(names), None
+    return [], None
+
+
+def _files_in_index(path: Path) -> list[str]:
+    """The names of the files that an index names, which lie beside it."""
+    content = read_json(path)
+    weight_map = content.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) for name in weight_map.values()
+    ):
+        raise ConfigError(f"{path}: expected a weight_map of file names")
+    if not isinstance(content.get("metadata", {}), dict):
+        raise ConfigError(f"{path}: expected an object as its metadata")
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if Path(name).name != name:
+            raise ConfigError(
+                f"{path}: names {name!r}: expected a file name without a folder"
+            )
+        if not os.path.isfile(path.parent / name):
+            raise ConfigError(f"{path}: names the file {name!r}, which does not exist")
+    return names
+
+
+def _refuse_without_weights(folder: Path) -> NoReturn:
+    adapters = sorted(path.name for path in folder.glob(f"{_ADAPTER}*"))
+    if adapters:
         raise ConfigError(
-            f"{folder}: expected model weights, found only an adapter ({adapter!r}); give the folder of its base"
+            f"{folder}: expected model weights, found only an adapter ({adapters[0]!r}); give the folder of its base"
         )
     raise ConfigError(
         f"{folder}: expected model weights (model.safetensors, pytorch_model.bin, an index of either, or other "
         ".safetensors files), found none"
     )
-
-
-def _weight_files_of(
-    folder: Path, single: str, beginning: str
-) -> tuple[list[str], str | None]:
-    """The same for one of the ways to store weights; no names where none are stored so."""
-    suffix = Path(single).suffix
-    indexes = sorted(
-        path.name for path in folder.glob(f"{beginning}*{suffix}.index.json")
-    )
-    if indexes:
-        index = (
-            f"{single}.index.json" if f"{single}.index.json" in indexes else indexes[0]
-        )
-        content = read_json(folder / index)
-        weight_map = content.get("weight_map")
-        if not isinstance(weight_map, dict) or not all(
-            isinstance(name, str) for name in weight_map.values()
-        ):
-            raise ConfigError(f"{folder / index}: expected a weight_map of file names")
-        if not isinstance(content.get("metadata", {}), dict):
-            raise ConfigError(f"{folder / index}: expected an object as its metadata")
-        names = sorted(set(weight_map.values()))
-        for name in names:
-            if Path(name).name != name:
-                raise ConfigError(
-                    f"{folder / index}: names {name!r}: expected a file name without a folder"
-                )
-            if not os.path.isfile(folder / name):
-                raise ConfigError(
-                    f"{folder / index}: names the file {name!r}, which does not exist"
-                )
-        return names, index
-    if (folder / single).is_file():
-        return [single], None
-    names = [path.name for path in folder.glob(f"{beginning}*{suffix}")]
-    return sorted(name for name in names if not name.startswith(_ADAPTER)), None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -331,10 +324,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def read_tensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str] | None]:
-    """The tensors of a file by name, in the order of their bytes, and its metadata."""
-    if path.suffix == _PICKLED:
-        return _read_pickled(path), {"format": "pt"}
+def read_tensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file by name, in the order of their bytes; none is read."""
+    read = _read_pickled if path.suffix == _PICKLED else _read_safetensors
+    in_order = sorted(read(path), key=lambda tensor: tensor.start)
+    return {tensor.name: tensor for tensor in in_order}
+
+
+def _read_safetensors(path: Path) -> list[StoredTensor]:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -345,22 +342,24 @@ def read_tensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str] | 
         header, beginning = read_header(path)
     except (OSError, SafetensorError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as safetensors: {error}") from error
-    metadata = header.pop("__metadata__", None)
-    tensors = {}
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        dtype = SAFETENSORS_DTYPES.get(entry["dtype"])
+    header.pop("__metadata__", None)
+    tensors = []
+    for name, entry in header.items():
+        code = entry["dtype"]
+        dtype = SAFETENSORS_DTYPES.get(code)
         if dtype is None:
             raise ConfigError(
-                f"{path}: {name}: torch {torch.__version__} has no dtype {entry['dtype']}"
+                f"{path}: {name}: torch {torch.__version__} has no dtype {code}"
             )
-        start, end = entry["data_offsets"]
         shape = list(entry["shape"])
-        if entry["dtype"] == TWO_A_BYTE:
+        if code == TWO_A_BYTE:
             shape[-1] //= 2
-        tensors[name] = StoredTensor(
+        start, end = entry["data_offsets"]
+        stored = StoredTensor(
             name, path, dtype, tuple(shape), beginning + start, end - start
         )
-    return tensors, metadata
+        tensors.append(stored)
+    return tensors
 
 
 def load_pickled(path: Path) -> dict[str, Any]:
@@ -387,34 +386,31 @@ def load_pickled(path: Path) -> dict[str, Any]:
     return content
 
 
-def _read_pickled(path: Path) -> dict[str, StoredTensor]:
-    """Find the tensors in a file that ``torch.save`` wrote, whose bytes lie in it unchanged; none is read."""
-    tensors, content = {}, load_pickled(path)
+def _read_pickled(path: Path) -> list[StoredTensor]:
+    """Find the tensors in a file that ``torch.save`` wrote, whose bytes lie in it unchanged."""
     num_bytes = path.stat().st_size
-    for name, tensor in content.items():
+    tensors = []
+    for name, tensor in load_pickled(path).items():
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-            found = (
-                tensor.layout
-                if isinstance(tensor, torch.Tensor)
-                else f"a {type(tensor).__name__}"
-            )
+            found = getattr(tensor, "layout", f"a {type(tensor).__name__}")
             raise ConfigError(f"{path}: {name}: expected a dense tensor, found {found}")
-        start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-        if start is None or not tensor.is_contiguous():
-            old = (
-                "stored in the format of torch before 1.6, or read by torch before 2.7"
-            )
-            found = old if start is None else "not contiguous"
+        beginning: Any = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+        if beginning is None:
             raise ConfigError(
-                f"{path}: {name}: is {found}; load it with torch.load and save it as safetensors"
+                f"{path}: {name}: is stored in the format of torch before 1.6, or read by torch before 2.7; load it "
+                "with torch.load and save it as safetensors"
             )
-        start += tensor.storage_offset() * tensor.itemsize
+        if not tensor.is_contiguous():
+            raise ConfigError(
+                f"{path}: {name}: is not contiguous; load it with torch.load and save it as safetensors"
+            )
+        start = beginning + tensor.storage_offset() * tensor.itemsize
         if start + tensor.nbytes > num_bytes:
             raise ConfigError(f"{path}: {name}: reaches beyond the end of the file")
-        tensors[name] = StoredTensor(
-            name, path, tensor.dtype, tuple(tensor.shape), start, tensor.nbytes
-        )
-    return dict(sorted(tensors.items(), key=lambda item: item[1].start))
+        shape = tuple(tensor.shape)
+        stored = StoredTensor(name, path, tensor.dtype, shape, start, tensor.nbytes)
+        tensors.append(stored)
+    return tensors
 
 
 def is_trained_copy(name: str) -> bool:
@@ -424,10 +420,9 @@ def is_trained_copy(name: str) -> bool:
 
 def is_beside(name: str, known: Collection[str]) -> bool:
     """Whether a tensor is an adapter's or quantization state: its name is below a known tensor's, or its module's."""
-    parts = canonical_fqn(name).split(".")
-    owner = ".".join(parts[:-1])
-    if owner in known or (parts[-1] in EIGHT_BIT_STATE and f"{owner}.weight" in known):
-        return True
-    return any(
-        f"{'.'.join(parts[:end])}.weight" in known for end in range(1, len(parts) - 1)
-    )
+    owner, _, last = canonical_fqn(name).rpartition(".")
+    owners = [f"{owner}.weight" if last in EIGHT_BIT_STATE else owner]
+    while owner:
+        owner, _, _ = owner.rpartition(".")
+        owners.append(f"{owner}.weight")
+    return any(fqn in known for fqn in owners)

@@ -12,7 +12,6 @@ import torch
 
 from ..errors import ConfigError
 from ..reports import shown
-from ..tensors.dtypes import dtype_name
 from ..tensors.lazy import materialize
 from .diagnosis import Result, fault, fine, not_measured
 from .reader import read_json
@@ -22,7 +21,6 @@ from .subjects import (
     Folder,
     LiveModel,
     Optimizer,
-    Tensors,
     checkpoint_before,
     numbered_folders,
 )
@@ -45,8 +43,6 @@ def adapter_config(adapter: Adapter) -> Result | None:
     """
     from peft import PeftConfig
 
-    if adapter.is_live:
-        return None
     path = Path(adapter.where) / "adapter_config.json"
     try:
         content = read_json(path)
@@ -54,9 +50,7 @@ def adapter_config(adapter: Adapter) -> Result | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of keys that are newer than PEFT
             PeftConfig.from_peft_type(**content)
-    except (
-        Exception
-    ) as error:  # whatever PEFT raises for a config that it cannot be made from
+    except Exception as error:  # whatever PEFT raises for what it cannot read
         return fault(
             "an adapter has no config that PEFT can read",
             f"{path}: {error!r}",
@@ -71,29 +65,25 @@ def adapter_values(adapter: Adapter) -> Result:
     Sharded parameters that were not gathered are saved without elements; a loss that
     diverged leaves NaN and infinity.
     """
-    if not adapter.tensors:
-        return _without_values("its file holds no tensor")
-    empty = [name for name, tensor in adapter.tensors.items() if tensor.numel() == 0]
+    tensors = adapter.tensors.items()
+    without = "its file holds no tensor"
+    empty = [name for name, tensor in tensors if tensor.numel() == 0]
     if empty:
-        return _without_values(f"tensors without elements: {shown(empty)}")
-    broken = [
-        name for name, tensor in adapter.tensors.items() if not _is_finite(tensor)
-    ]
+        without = f"tensors without elements: {shown(empty)}"
+    if empty or not tensors:
+        return fault(
+            "an adapter holds no values",
+            without,
+            "gather sharded parameters before they are saved",
+        )
+    broken = [name for name, tensor in tensors if not _is_finite(tensor)]
     if broken:
         return fault(
             "an adapter is not finite",
             shown(broken),
             "go back to a checkpoint from before the loss diverged",
         )
-    return fine(f"{len(adapter.tensors)} tensors are finite")
-
-
-def _without_values(evidence: str) -> Result:
-    return fault(
-        "an adapter holds no values",
-        evidence,
-        "gather sharded parameters before they are saved",
-    )
+    return fine(f"{len(tensors)} tensors are finite")
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
@@ -102,45 +92,31 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def adapter_dtypes(adapter: Adapter) -> Result | None:
-    """Whether an adapter has the dtypes of its training.
-
-    They are told by the manifest, by the states of torch's optimizer, which have the
-    shapes and dtypes of what they are of, or else by ``lora_A`` of the same layer.
-    """
-    if not adapter.tensors:
+    """Whether an adapter has a dtype of its training, and ``lora_B`` that of ``lora_A`` in the same layer."""
+    tensors = adapter.tensors
+    if not tensors:
         return None
-    inner = {name: _inner_dtype(name, adapter.tensors) for name in adapter.tensors}
-    names = sorted({dtype_name(dtype) for dtype in inner.values()})
-    trained: dict[torch.Size, set[torch.dtype]] = {}
-    for moment in adapter.moments:
-        trained.setdefault(moment.shape, set()).add(moment.dtype)
-    is_recorded_otherwise = bool(adapter.recorded) and adapter.recorded.isdisjoint(
-        names
-    )
+    dtypes = adapter.dtypes
     others = []
-    for name, tensor in adapter.tensors.items():
-        expected = trained.get(tensor.shape, {inner[name]})
-        if is_recorded_otherwise or tensor.dtype not in expected:
+    for name, tensor in tensors.items():
+        inner = tensors.get(name.replace(".lora_B.", ".lora_A."), tensor)
+        if tensor.dtype != inner.dtype:
             others.append(name)
+    if adapter.trained and adapter.trained.isdisjoint(dtypes):
+        others = list(tensors)
     if others:
         return fault(
             "an adapter has another dtype than in training",
             shown(others),
             "save it in the dtype of its training",
         )
-    is_told = adapter.is_live or adapter.recorded or adapter.moments
-    if not is_told and names != ["float32"]:  # of which no training has more
+    names = ", ".join(dtypes)
+    if not adapter.trained and names != "float32":  # of which no training has more
         return not_measured(
             "the dtype in which the adapter was trained",
-            f"it is saved in {', '.join(names)}, and neither kbitwrap.json nor {OPTIMIZER_NAME} tells",
+            f"it is saved in {names}, and neither kbitwrap.json nor {OPTIMIZER_NAME} tells",
         )
-    return fine(", ".join(names))
-
-
-def _inner_dtype(name: str, tensors: Tensors) -> torch.dtype:
-    """The dtype of the ``lora_A`` of a ``lora_B``; of anything else, its own."""
-    inner = name.replace(".lora_B.", ".lora_A.")
-    return tensors.get(inner, tensors[name]).dtype
+    return fine(names)
 
 
 def lora_b(subject: Folder | LiveModel) -> Result | None:

@@ -6,10 +6,10 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,16 +18,14 @@ from ..errors import ConfigError
 from ..manifest.manifest import Manifest
 from ..model.checks import refuse_unreadable
 from ..model.pretrained import meta_model
-from ..model.quantization import is_quantized_parameter, quant_state_of
-from ..model.tree import CONFIG_ATTRIBUTES, ModelTree, NamedTensor
+from ..model.quantization import Quantization, is_quantized_parameter, quant_state_of
+from ..model.tree import CONFIG_ATTRIBUTES, ModelTree
 from ..model.wrappers import canonical_fqn, unwrap
 from ..preparation.preparation import Preparation
-from ..tensors.dtypes import HALF_DTYPES, find_dtype
+from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype
 from ..tensors.lazy import materialize
-from .base import recorded_shapes
 from .inspection import inspect_checkpoint
 from .reader import (
-    SavedCheckpoint,
     adapter_file,
     has_weights,
     is_beside,
@@ -36,6 +34,7 @@ from .reader import (
     open_checkpoint,
     read_json,
     read_tensors,
+    recorded_shapes,
     saved_manifest,
     tied_names,
 )
@@ -46,6 +45,7 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _MOMENTS = ("exp_avg", "state1", "momentum_buffer")
 _MAX_STATE_BYTES = 4096  # of a 4-bit weight's statistics, as JSON
 Tensors = Mapping[str, torch.Tensor]
+_Sources = dict[str, torch.dtype | None]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -94,19 +94,19 @@ class Adapter:
     """An adapter, and what is known of its training.
 
     Attributes:
-        where: Its folder.
+        where: Its folder, or the class of the live model.
         tensors: Its tensors, by their names in the file or the live model.
-        is_live: Whether it is on a live model.
-        recorded: The names of its dtypes in training, where a manifest tells them.
-        moments: The states of its parameters in torch's optimizer, where they are saved
-            beside it.
+        trained: The names of its dtypes in training, where they are known.
     """
 
     where: str
     tensors: Tensors
-    is_live: bool = False
-    recorded: frozenset[str] = frozenset()
-    moments: Sequence[torch.Tensor] = ()
+    trained: frozenset[str]
+
+    @property
+    def dtypes(self) -> list[str]:
+        """The names of its dtypes, sorted."""
+        return sorted(dtype_names(self.tensors.values()))
 
 
 @dataclass(frozen=True)
@@ -118,24 +118,31 @@ class Base:
         meta: The model that its config describes, on the meta device; ``None`` where
             transformers knows none.
         ties: The names that the config ties, by group.
-        left: Float32 that a preparation left; ``None`` where that cannot be told.
-        is_all_float32: Whether nothing says that the original was half.
-        without_cache: The configs that turn the cache off; ``None`` while it is
-            prepared.
-        is_quantized: Whether it holds quantized weights.
-        sources: The dtype from which each 4-bit weight was quantized, by fqn.
         dtype: The dtype that its config names.
+        sources: The dtype from which each 4-bit weight was quantized, by fqn.
+        left: Float32 that a preparation left; ``None`` where that cannot be told.
+        use_cache: The configs' ``use_cache``, by config; empty while it is prepared.
+        is_all_float32: Whether nothing says that the original was half.
     """
 
     tensors: Tensors
     meta: Any
     ties: Sequence[Sequence[str]]
-    left: Sequence[str] | None
-    is_all_float32: bool
-    without_cache: Sequence[str] | None
-    is_quantized: bool
-    sources: Mapping[str, torch.dtype | None]
     dtype: torch.dtype | None
+    sources: _Sources
+    left: Sequence[str] | None
+    use_cache: Mapping[str, Any]
+    is_all_float32: bool = False
+
+    @functools.cached_property
+    def quantization(self) -> Quantization:
+        """How its config says that it is quantized."""
+        return ModelTree(self.meta).quantization
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its config says that it is quantized."""
+        return self.meta is not None and self.quantization.is_quantized
 
 
 @dataclass(frozen=True)
@@ -173,52 +180,66 @@ class Folder:
         Those that are saved here count, and else those of the manifest: they were
         resized or trained.
         """
-        shapes = dict(recorded_shapes(self.manifest))
+        model = self.given.model if self.base is None else self.base.meta
+        groups: list[Tensors] = (
+            [] if model is None else [dict(model.named_parameters())]
+        )
+        shapes: dict[str, Sequence[int]] = _shapes(groups)
+        if self.manifest is not None:
+            shapes.update(recorded_shapes(self.manifest))
+        saved = [adapter.tensors for adapter in self.adapters]
         if self.base is not None:
-            shapes.update(
-                {fqn: tuple(tensor.shape) for fqn, tensor in self.base.tensors.items()}
-            )
-        for adapter in self.adapters:
-            shapes.update(
-                {
-                    canonical_fqn(name): tuple(tensor.shape)
-                    for name, tensor in adapter.tensors.items()
-                }
-            )
-        described = self.given.model if self.base is None else self.base.meta
-        if described is None:
-            named = [fqn for fqn in shapes if fqn.endswith("embed_tokens.weight")]
-            return (named[0], shapes[named[0]][0]) if named else None
-        try:
-            weight = described.get_input_embeddings().weight
-        except (AttributeError, NotImplementedError):  # its input is no text
-            return None
-        names = [
-            canonical_fqn(name)
-            for name, parameter in described.named_parameters()
-            if parameter is weight
-        ]
-        return names[0], shapes.get(names[0], weight.shape)[0]
+            saved.insert(0, self.base.tensors)
+        shapes.update(_shapes(saved))
+        names = [fqn for fqn in shapes if fqn.endswith("embed_tokens.weight")]
+        if model is not None:
+            names = _embedding_names(model)
+        return (names[0], shapes[names[0]][0]) if names else None
 
 
-class LiveModel(NamedTuple):
+def _shapes(groups: Iterable[Tensors]) -> dict[str, Sequence[int]]:
+    """The shapes of tensors by their canonical names; of one that is in several groups, that in the last."""
+    shapes: dict[str, Sequence[int]] = {}
+    for tensors in groups:
+        for name, tensor in tensors.items():
+            shapes[canonical_fqn(name)] = tensor.shape
+    return shapes
+
+
+def _embedding_names(model: Any) -> list[str]:
+    """The names of a model's input embeddings; none where its input is no text."""
+    try:
+        weight = model.get_input_embeddings().weight
+    except (AttributeError, NotImplementedError):
+        return []
+    named = model.named_parameters()
+    return [canonical_fqn(name) for name, parameter in named if parameter is weight]
+
+
+@dataclass(frozen=True)
+class LiveModel:
     """A live model, walked once.
 
     Attributes:
         model: The model.
+        given: What the caller gave beside it.
+        adapters: Its adapters, together, or none.
+        base: Its base.
         tree: Its modules and tensors.
         preparation: The preparation that holds it, or ``None``.
-        base: Its base.
-        adapters: Its adapters, together, or none.
-        given: What the caller gave beside it.
     """
 
     model: nn.Module
+    given: Given
+    adapters: Sequence[Adapter]
+    base: Base
     tree: ModelTree
     preparation: Preparation | None
-    base: Base
-    adapters: Sequence[Adapter]
-    given: Given
+
+
+def dtype_names(tensors: Iterable[torch.Tensor]) -> frozenset[str]:
+    """The names of the dtypes of tensors."""
+    return frozenset(dtype_name(tensor.dtype) for tensor in tensors)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -236,19 +257,11 @@ def read_run(path: Path, given: Given) -> list[Folder]:
     for checkpoint in checkpoints:
         recorded = checkpoint.manifest or recorded  # those of one run agree
     folders = [_read_folder(first, given, recorded), *checkpoints]
-    if not any(
-        folder.adapters or folder.base or _is_damaged(folder) for folder in folders
-    ):
+    if not any(folder.adapters or folder.base or folder.damaged for folder in folders):
         raise ConfigError(
             f"{str(path)!r}: expected a checkpoint, an adapter or a Trainer's output, found neither"
         )
     return folders
-
-
-def _is_damaged(folder: Folder) -> bool:
-    """Whether there are files of tensors, which cannot be read; a pipe or a device in their place is none."""
-    found = [folder.path, *folder.path.glob("*model*")]
-    return bool(folder.damaged) and any(path.is_file() for path in found)
 
 
 def numbered_folders(path: Path) -> list[Path]:
@@ -256,20 +269,15 @@ def numbered_folders(path: Path) -> list[Path]:
     if not path.is_dir():
         return []
     found = [inside for inside in path.iterdir() if _CHECKPOINT.fullmatch(inside.name)]
-    return sorted(found, key=_number)
-
-
-def _number(path: Path) -> int:
-    return int(path.name.rpartition("-")[2])
+    return sorted(found, key=lambda inside: int(inside.name.rpartition("-")[2]))
 
 
 def checkpoint_before(path: Path) -> Path | None:
     """The newest checkpoint that a ``Trainer`` saved before a folder was written."""
     older = numbered_folders(path)
-    if _CHECKPOINT.fullmatch(path.name):
-        older = [
-            one for one in numbered_folders(path.parent) if _number(one) < _number(path)
-        ]
+    beside = numbered_folders(path.parent)
+    if path in beside:
+        older = beside[: beside.index(path)]
     return older[-1] if older else None
 
 
@@ -278,33 +286,38 @@ def _read_folder(path: Path, given: Given, recorded: Manifest | None) -> Folder:
     damaged: list[str] = []
     stored: dict[Path, Tensors] = {}
     for file in _adapter_files(path):
-        try:
-            tensors, _ = read_tensors(file)
-            stored[file.parent] = {
-                name: tensor.lazy() for name, tensor in tensors.items()
-            }
-        except ConfigError as error:
-            damaged.append(str(error))
-
+        with _noting(damaged):
+            found = read_tensors(file).items()
+            stored[file.parent] = {name: tensor.lazy() for name, tensor in found}
     base = None
-    try:
+    with _noting(damaged):
         if has_weights(path):
             base = _saved_base(path)
-    except ConfigError as error:
-        damaged.append(str(error))
-
-    optimizer, unknown_optimizer = None, ""
-    try:
+    optimizer = None
+    unknown_optimizer: list[str] = []
+    with _noting(unknown_optimizer):
         if (path / OPTIMIZER_NAME).is_file():
             optimizer = _read_optimizer(path / OPTIMIZER_NAME)
-    except ConfigError as error:
-        unknown_optimizer = str(error)
 
     manifest = saved_manifest(path) or recorded
-    adapters = _saved_adapters(path, stored, manifest, optimizer)
-    return Folder(
-        path, given, adapters, base, manifest, optimizer, damaged, unknown_optimizer
-    )
+    # one of several may be frozen
+    trained = optimizer if len(stored) == 1 else None
+    adapters = []
+    for place, tensors in stored.items():
+        name = "default" if place == path else place.name
+        dtypes = _trained_dtypes(name, manifest, trained)
+        adapters.append(Adapter(str(place), tensors, dtypes))
+    why = "".join(unknown_optimizer)
+    return Folder(path, given, adapters, base, manifest, optimizer, damaged, why)
+
+
+@contextlib.contextmanager
+def _noting(damaged: list[str]) -> Iterator[None]:
+    """Note why a file cannot be read, and go on."""
+    try:
+        yield
+    except ConfigError as error:
+        damaged.append(str(error))
 
 
 def _adapter_files(folder: Path) -> list[Path]:
@@ -331,88 +344,72 @@ def _read_optimizer(path: Path) -> Optimizer:
     return Optimizer(len(states), tensors, is_torchs)
 
 
-def _saved_adapters(
-    path: Path,
-    stored: Mapping[Path, Tensors],
-    manifest: Manifest | None,
-    optimizer: Optimizer | None,
-) -> list[Adapter]:
-    records = {} if manifest is None else manifest.adapters
-    dtypes = {
-        name.rpartition(".")[2]: frozenset(record.dtypes)
-        for name, record in records.items()
-    }
-    # one of several may be frozen
-    is_told = optimizer is not None and optimizer.is_torchs and len(stored) == 1
-    moments = optimizer.moments if optimizer is not None and is_told else ()
-    adapters = []
-    for place, tensors in stored.items():
-        name = "default" if place == path else place.name
-        recorded = dtypes.get(name, frozenset())
-        adapters.append(Adapter(str(place), tensors, False, recorded, moments))
-    return adapters
+def _trained_dtypes(
+    name: str, manifest: Manifest | None, optimizer: Optimizer | None
+) -> frozenset[str]:
+    """The dtypes of an adapter in training, by the manifest, or else by the states of torch's own optimizer."""
+    if manifest is not None:
+        for fqn, record in manifest.adapters.items():
+            if fqn.rpartition(".")[2] == name:
+                return frozenset(record.dtypes)
+    if optimizer is None or not optimizer.is_torchs:
+        return frozenset()
+    return dtype_names(optimizer.moments)
 
 
 def _saved_base(path: Path) -> Base:
     checkpoint = open_checkpoint(path)
     report = inspect_checkpoint(path)
-    own = [
-        tensor
+    stored = {
+        canonical_fqn(name): tensor.lazy()
         for name, tensor in checkpoint.tensors.items()
         if not is_trained_copy(name)
-    ]
-    stored = {canonical_fqn(tensor.name): tensor.lazy() for tensor in own}
-    quantized = {
-        fqn.removesuffix(".quant_map") for fqn in stored if fqn.endswith(".quant_map")
     }
+    sources = _saved_sources(stored)
     plain = {
         fqn: tensor
         for fqn, tensor in stored.items()
-        if fqn not in quantized and not is_beside(fqn, stored)
+        if fqn not in sources and not is_beside(fqn, stored)
     }
-    sources = _sources(stored)
-    was_float32 = set(sources.values()) == {torch.float32}
-    leftovers = [fqn for group in report.leftovers.values() for fqn in group]
+    use_cache = {"config.json": checkpoint.config.get("use_cache")}
+    generation = checkpoint.folder / "generation_config.json"
+    if generation.is_file():
+        use_cache[generation.name] = read_json(generation).get("use_cache")
+    left: list[str] = []
+    if set(sources.values()) != {torch.float32}:
+        for tensors in report.leftovers.values():
+            left += tensors
+    is_float32 = report.half_dtype is None and report.dtypes.keys() == {"float32"}
     meta = checkpoint.meta_model()
-    is_tied = (
-        meta is not None and checkpoint.config.get("tie_word_embeddings") is not False
-    )
+    ties = []
+    if meta is not None and checkpoint.config.get("tie_word_embeddings") is not False:
+        ties = tied_names(meta)
     return Base(
-        tensors=plain,
-        meta=meta,
-        ties=tied_names(meta) if is_tied else [],
-        left=[] if was_float32 else leftovers,
-        is_all_float32=report.half_dtype is None
-        and report.dtypes.keys() == {"float32"},
-        without_cache=_configs_without_cache(checkpoint),
-        is_quantized=report.is_quantized,
-        sources=sources,
-        dtype=checkpoint.dtype,
+        plain,
+        meta,
+        ties,
+        checkpoint.dtype,
+        sources,
+        left,
+        use_cache,
+        is_float32,
     )
 
 
-def _sources(stored: Tensors) -> dict[str, torch.dtype | None]:
+def _saved_sources(stored: Tensors) -> _Sources:
     """The dtype from which each 4-bit weight was quantized, as the statistics beside it say."""
-    found: dict[str, torch.dtype | None] = {}
+    found: _Sources = {}
     for name, tensor in stored.items():
         fqn, is_state, _ = name.partition(".quant_state.")
-        if not is_state or tensor.nbytes >= _MAX_STATE_BYTES:
+        if not is_state:
             continue
+        found[fqn] = None
         # damaged, it tells nothing
         with contextlib.suppress(ValueError, LookupError, TypeError):
-            content = bytes(materialize(tensor).tolist())
-            found[fqn] = find_dtype(json.loads(content)["dtype"])
+            if tensor.nbytes < _MAX_STATE_BYTES:
+                content = bytes(materialize(tensor).tolist())
+                found[fqn] = find_dtype(json.loads(content)["dtype"])
     return found
-
-
-def _configs_without_cache(checkpoint: SavedCheckpoint) -> list[str]:
-    configs = {"config.json": checkpoint.config}
-    path = checkpoint.folder / "generation_config.json"
-    if path.is_file():
-        configs[path.name] = read_json(path)
-    return [
-        name for name, config in configs.items() if config.get("use_cache") is False
-    ]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -425,14 +422,16 @@ def walk_live(model: nn.Module, given: Given) -> LiveModel:
     tree, preparation = Preparation.tree_of(model)
     refuse_unreadable(tree, allow_sharded=False)
     base = _live_base(tree, is_prepared=preparation is not None)
-    own = [
-        tensor for tensor in tree.tensors if id(tensor.parameter) in tree.adapter_ids
-    ]
+    own = {
+        tensor.path: tensor.parameter
+        for tensor in tree.tensors
+        if id(tensor.parameter) in tree.adapter_ids
+    }
     adapters = []
     if own:
-        tensors = {tensor.path: tensor.parameter for tensor in own}
-        adapters.append(Adapter("the model", tensors, is_live=True))
-    return LiveModel(model, tree, preparation, base, adapters, given)
+        dtypes = dtype_names(own.values())
+        adapters.append(Adapter(type(model).__name__, own, dtypes))
+    return LiveModel(model, given, adapters, base, tree, preparation)
 
 
 def _live_base(tree: ModelTree, *, is_prepared: bool) -> Base:
@@ -441,57 +440,34 @@ def _live_base(tree: ModelTree, *, is_prepared: bool) -> Base:
     meta = None
     with contextlib.suppress(ConfigError):  # the model is none of transformers
         meta = meta_model(config)
-    packed = [
-        tensor
-        for tensor in tree.base_tensors
-        if is_quantized_parameter(tensor.parameter)
-    ]
-    quantized = {tensor.fqn for tensor in packed}
-    plain = {
-        tensor.fqn: tensor.parameter
-        for tensor in tree.base_tensors
-        if tensor.fqn not in quantized
-    }
-    return Base(
-        tensors=plain,
-        meta=meta,
-        ties=[] if meta is None else tied_names(meta),
-        left=None if is_prepared or meta is None else _left_in_float32(plain, meta),
-        is_all_float32=False,
-        without_cache=None if is_prepared else _attributes_without_cache(bare),
-        is_quantized=bool(packed),
-        sources=_live_sources(packed),
-        dtype=getattr(config, "dtype", None),
-    )
+    plain: dict[str, torch.Tensor] = {}
+    sources: _Sources = {}
+    for tensor in tree.base_tensors:
+        if not is_quantized_parameter(tensor.parameter):
+            plain[tensor.fqn] = tensor.parameter
+            continue
+        state = quant_state_of(tensor.module, tensor.parameter)
+        if state is not None:
+            # of a prepared one, the original dtype
+            sources[tensor.fqn] = vars(state).get("original_dtype", state.dtype)
+    left = None
+    use_cache = {}
+    if not is_prepared:
+        left = None if meta is None else _left_in_float32(plain, meta)
+        for name in CONFIG_ATTRIBUTES:
+            use_cache[name] = getattr(getattr(bare, name, None), "use_cache", None)
+    ties = [] if meta is None else tied_names(meta)
+    dtype = getattr(config, "dtype", None)
+    return Base(plain, meta, ties, dtype, sources, left, use_cache)
 
 
 def _left_in_float32(plain: Tensors, meta: nn.Module) -> list[str]:
     """The float32 parameters that the architecture loads in half."""
     loaded = dict(meta.named_parameters(remove_duplicate=False))
-    halves = {
-        fqn for fqn, parameter in loaded.items() if parameter.dtype in HALF_DTYPES
-    }
     return [
         fqn
         for fqn, tensor in plain.items()
-        if tensor.dtype == torch.float32 and fqn in halves
+        if tensor.dtype == torch.float32
+        and fqn in loaded
+        and loaded[fqn].dtype in HALF_DTYPES
     ]
-
-
-def _attributes_without_cache(model: nn.Module) -> list[str]:
-    configs = {name: getattr(model, name, None) for name in CONFIG_ATTRIBUTES}
-    return [
-        name
-        for name, config in configs.items()
-        if getattr(config, "use_cache", None) is False
-    ]
-
-
-def _live_sources(packed: Sequence[NamedTensor]) -> dict[str, torch.dtype | None]:
-    """The dtype from which each 4-bit weight was quantized; of a prepared one, the original dtype."""
-    found = {}
-    for tensor in packed:
-        state = quant_state_of(tensor.module, tensor.parameter)
-        if state is not None:
-            found[tensor.fqn] = vars(state).get("original_dtype", state.dtype)
-    return found

@@ -53,9 +53,8 @@ def measure_merge(
 
     saved = read_adapter(Path(adapter))
     manifest = saved_manifest(saved.folder)
-    trained = load_base(
-        base, saved, merged.config.quantization_config, dtype, manifest=manifest
-    )
+    settings = merged.config.quantization_config.to_dict()
+    trained = load_base(base, saved, settings, dtype, manifest=manifest)
     adapted = adapted_base(trained, saved)
 
     changed: list[str] = []

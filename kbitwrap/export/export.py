@@ -370,4 +370,4 @@ def _save_state_dict(
                 fqn=fqn,
             )
     files = split_into_files(tensors, max_shard_size)
-    writer.save(tensors, files, dict.fromkeys(files, _METADATA))
+    writer.save(tensors, files, _METADATA)

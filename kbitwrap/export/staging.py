@@ -49,7 +49,7 @@ def staged(
     *,
     overwrite: bool = False,
     owns: Owns = lambda path: False,
-    sources: Iterable[Source] = (),
+    sources: Iterable[object] = (),
 ) -> Iterator[Path]:
     """Yield a hidden folder whose content is at the destination when the body ends, and is gone if it raises.
 
@@ -121,9 +121,11 @@ def _refuse_strange(target: Path, where: str, owns: Owns, overwrite: bool) -> No
     )
 
 
-def _refuse_sources(target: Path, where: str, sources: Iterable[Source]) -> None:
-    """Raise where a destination is or holds a source, or lies in one, by whatever path, link or mount."""
+def _refuse_sources(target: Path, where: str, sources: Iterable[object]) -> None:
+    """Raise where a destination is or holds a path among the sources, or lies in one, by whatever link or mount."""
     for source in sources:
+        if not isinstance(source, (str, os.PathLike)):
+            continue
         lies_in = _identities([source]) & _identities([target, *target.parents])
         holds = _identities([target]) & _identities(_folders_around(source))
         if lies_in or holds:

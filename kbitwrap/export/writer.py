@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from ..errors import ConfigError, ExportError
 from ..tensors.dtypes import SAFETENSORS_DTYPES, TWO_A_BYTE
 from ..tensors.lazy import LazyTensor, keeping_last, pieces
-from .staging import Owns, Source, staged
+from .staging import Owns, staged
 
 INDEX_NAME = "model.safetensors.index.json"
 TOKENIZER_FILES = (
@@ -124,17 +124,14 @@ class CheckpointWriter:
         self,
         tensors: Mapping[str, torch.Tensor],
         files: Mapping[str, Iterable[str]],
-        metadata: Mapping[str, Mapping[str, str] | None],
+        metadata: Mapping[str, str] | None,
         index_name: str | None = None,
         index: Mapping[str, Any] | None = None,
     ) -> None:
         """Write the tensors named for each file, and an index where there are several files or it is named."""
         for file, names in files.items():
-            self.save_file(
-                {name: tensors[name] for name in names},
-                self.folder / file,
-                metadata[file],
-            )
+            chosen = {name: tensors[name] for name in names}
+            self.save_file(chosen, self.folder / file, metadata)
         if index_name is None and len(files) < 2:
             return
         old = dict(index or {})
@@ -161,7 +158,7 @@ def checkpoint_writer(
     *,
     overwrite: bool,
     progress: Reported,
-    sources: Iterable[Source],
+    sources: Iterable[object],
     owns: Owns = is_of_a_model,
     num_bytes: int | None = None,
 ) -> Iterator[CheckpointWriter]:

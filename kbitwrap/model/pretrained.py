@@ -224,14 +224,24 @@ def _model_class(config: Any) -> Any:
         if inspect.isclass(found) and issubclass(found, transformers.PreTrainedModel):
             return found
     for name in _AUTO_CLASSES:
-        mapping = getattr(transformers, name)._model_mapping
-        if type(config) in mapping:
-            found = mapping[type(config)]
-            return found[0] if isinstance(found, (tuple, list)) else found
+        classes = classes_of(name, config)
+        if classes:
+            return classes[0]
     raise ConfigError(
         f"transformers has no model class for {type(config).__name__} with architectures "
         f"{getattr(config, 'architectures', None)!r}; build the model on the meta device and give it to build_plan"
     )
+
+
+def classes_of(auto_class: str, config: Any) -> list[Any]:
+    """The classes that an Auto class of transformers knows for a config, the usual one first."""
+    import transformers
+
+    mapping = getattr(transformers, auto_class)._model_mapping
+    if type(config) not in mapping:
+        return []
+    found = mapping[type(config)]
+    return list(found) if isinstance(found, (tuple, list)) else [found]
 
 
 def _quantizer(config: Any, quantization_config: Any) -> Any:
