@@ -6,16 +6,16 @@ import contextlib
 import logging
 import os
 import sys
+import textwrap
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column
-from rich.text import Text
 
 EXIT_DONE = 0
 EXIT_NO = 1
@@ -65,54 +65,48 @@ def num_columns() -> int:
     return Console().width if sys.stdout.isatty() else _UNBOUNDED
 
 
-def show(*parts: str | Text) -> None:
+def show(*parts: RenderableType) -> None:
     """Print texts and tables, a blank line between each two; in color on a terminal only.
 
     Args:
-        *parts: Strings, as they are and not as markup, and texts of Rich.
+        *parts: Strings, as they are and not as markup, and what Rich renders.
     """
     # not by Rich, which has a status of its own for a closed pipe
-    print(_captured(_console(), parts), end="")
+    print(as_text(*parts, is_plain=False), end="")
 
 
-def as_text(*parts: str | Text) -> str:
-    """Lay texts and tables out as ``show`` prints them, without color.
+def as_text(
+    *parts: RenderableType, is_plain: bool = True, width: int | None = None
+) -> str:
+    """Lay texts and tables out as ``show`` prints them.
 
     Args:
         *parts: As for ``show``.
+        is_plain: Whether there is no color, even if standard output is a terminal.
+        width: The columns to use; those of standard output, if left out.
 
     Returns:
         The lines.
     """
-    return _captured(_console(no_color=True, force_terminal=False), parts)
+    console = Console(
+        width=width or num_columns(),
+        height=25,
+        no_color=is_plain or None,
+        force_terminal=False if is_plain else None,
+        markup=False,
+        emoji=False,
+        highlight=False,
+    )
+    with console.capture() as captured:
+        for number, part in enumerate(parts):
+            if number:
+                console.print()
+            console.print(part, overflow="fold")
+    lines = captured.get().split("\n")
+    return "\n".join(line.rstrip() for line in lines)
 
 
-def styled(width: int, *parts: str | Text) -> str:
-    """Lay texts and tables out, with color if standard output is a terminal.
-
-    Args:
-        width: The columns to use.
-        *parts: As for ``show``.
-
-    Returns:
-        The lines.
-    """
-    return _captured(_console(width), parts)
-
-
-def joined(lines: Iterable[str | Text]) -> Text:
-    """Put lines below one another, as one part of what is shown.
-
-    Args:
-        lines: The lines.
-
-    Returns:
-        The text for ``show``.
-    """
-    return Text("\n").join(_text(line) for line in lines)
-
-
-def hanging(text: str, indent: int, by: int = 0) -> Text:
+def hanging(text: str, indent: int, by: int = 0) -> str:
     """Indent a text, and its further lines by more.
 
     Args:
@@ -121,18 +115,19 @@ def hanging(text: str, indent: int, by: int = 0) -> Text:
         by: That of the first line.
 
     Returns:
-        The text for ``show``.
+        The text for ``show``, which folds a word that is longer than a line.
     """
-    console = Console()
-    width = num_columns()
-    first = Text(text).wrap(console, max(width - by, 1), overflow="fold")[0].plain
-    rest = Text(text[len(first) :].strip())
-    others = rest.wrap(console, max(width - indent, 1), overflow="fold")
-    indented = [Text(" " * indent) + line for line in others if line.plain]
-    return joined([" " * by + first.rstrip(), *indented])
+    return textwrap.fill(
+        text,
+        num_columns(),
+        initial_indent=" " * by,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
-def warned(warnings_by_name: Mapping[str, Sequence[str]]) -> list[Text]:
+def warned(warnings_by_name: Mapping[str, Sequence[str]]) -> list[str]:
     """Lay warnings out, each once, with the names of what it is of.
 
     Args:
@@ -163,32 +158,6 @@ def printable(text: str) -> str:
     return text if text.isprintable() else ascii(text)
 
 
-def _text(part: str | Text) -> Text:
-    return Text(part) if isinstance(part, str) else part
-
-
-def _console(width: int | None = None, **fields: Any) -> Console:
-    return Console(
-        width=num_columns() if width is None else width,
-        height=25,
-        markup=False,
-        emoji=False,
-        highlight=False,
-        **fields,
-    )
-
-
-def _captured(console: Console, parts: tuple[str | Text, ...]) -> str:
-    with console.capture() as captured:
-        for number, part in enumerate(parts):
-            if number:
-                console.print()
-            for line in _text(part).wrap(console, console.width, overflow="fold"):
-                line.rstrip()
-                console.print(line)
-    return captured.get()
-
-
 # ----------------------------------------------------------------------------------------------------
 # What is said meanwhile, on standard error.
 # ----------------------------------------------------------------------------------------------------
@@ -203,14 +172,34 @@ def say(text: str) -> None:
     print(f"kbitwrap: {text}", file=sys.stderr)
 
 
-class Doing:
-    """A line that says what is being done."""
+class Doing(Progress):
+    """A line that says what is being done and for how long, on standard error and only if that is a terminal.
 
-    def __init__(self, progress: Progress | None, what: str) -> None:
-        self._progress = progress
-        self._task = None if progress is None else progress.add_task(what)
-        self._num_bytes = 0
+    Args:
+        what: What is being done, in a few words.
+    """
+
+    def __init__(self, what: str) -> None:
+        console = Console(stderr=True, markup=False, emoji=False, highlight=False)
+        # Older versions of Rich print an empty line where none was shown.
+        console.quiet = not (sys.stderr.isatty() and console.is_interactive)
+        words = TextColumn(
+            "{task.description}",
+            markup=False,
+            table_column=Column(no_wrap=True, overflow="ellipsis"),
+        )
+        super().__init__(
+            SpinnerColumn(),
+            words,
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            redirect_stdout=False,
+            disable=console.quiet,
+        )
+        self._task = self.add_task(what)
         self._what = what
+        self._num_bytes = 0
 
     def now(self, what: str) -> None:
         """Say what is being done now.
@@ -219,17 +208,14 @@ class Doing:
             what: It, in a few words.
         """
         self._what = what
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, description=what)
+        self.update(self._task, description=what)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Take the line away while something else is printed."""
-        if self._progress is not None:
-            self._progress.stop()
+        self.stop()
         yield
-        if self._progress is not None:
-            self._progress.start()
+        self.start()
 
     def written(self, num_bytes: int) -> None:
         """Count bytes that were written.
@@ -238,37 +224,21 @@ class Doing:
             num_bytes: How many more.
         """
         self._num_bytes += num_bytes
-        if self._progress is not None and self._task is not None:
-            self._progress.update(
-                self._task,
-                description=f"{self._what}: {self._num_bytes / 2**20:,.0f} MiB written",
-            )
+        mebibytes = f"{self._num_bytes / 2**20:,.0f} MiB"
+        self.update(self._task, description=f"{self._what}: {mebibytes} written")
 
 
-@contextlib.contextmanager
-def progress(what: str) -> Iterator[Doing]:
-    """Show what is being done and for how long, on standard error and only if that is a terminal.
-
-    Args:
-        what: What is being done, in a few words.
-
-    Yields:
-        The line.
-    """
-    console = Console(stderr=True, markup=False, emoji=False, highlight=False)
-    if not (sys.stderr.isatty() and console.is_interactive):
-        yield Doing(None, what)
-        return
-    words = TextColumn(
-        "{task.description}",
-        markup=False,
-        table_column=Column(no_wrap=True, overflow="ellipsis"),
-    )
-    columns = (SpinnerColumn(), words, TimeElapsedColumn())
-    with Progress(
-        *columns, console=console, transient=True, redirect_stdout=False
-    ) as bar:
-        yield Doing(bar, what)
+# What libraries warn of that is not the user's concern, by the beginning.
+_NOT_THE_USERS = (
+    # PEFT calls it by the name that transformers deprecates.
+    ("`is_gradient_checkpointing` is deprecated", FutureWarning),
+    # A model that is quantized already keeps its own quantization, which is shown.
+    ("You passed `quantization_config` or equivalent parameters", UserWarning),
+    # True of every merge into a quantized layer, and what the command is to show.
+    ("Merge lora module to [48]-bit linear", UserWarning),
+    # Older bitsandbytes say through `warnings` what newer ones log.
+    ("MatMul8bitLt: inputs will be cast", UserWarning),
+)
 
 
 @contextlib.contextmanager
@@ -287,27 +257,8 @@ def quiet_libraries() -> Iterator[None]:
     bitsandbytes_logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
-            # PEFT calls it by the name that transformers deprecates; neither is the
-            # user's code.
-            warnings.filterwarnings(
-                "ignore", r"`is_gradient_checkpointing` is deprecated", FutureWarning
-            )
-            # A model that is quantized already keeps its own quantization, which is
-            # what is shown.
-            warnings.filterwarnings(
-                "ignore",
-                r"You passed `quantization_config` or equivalent parameters",
-                UserWarning,
-            )
-            # True of every merge into a quantized layer, and what the command is there
-            # to show.
-            warnings.filterwarnings(
-                "ignore", r"Merge lora module to [48]-bit linear", UserWarning
-            )
-            # Older bitsandbytes say through `warnings` what newer ones log.
-            warnings.filterwarnings(
-                "ignore", r"MatMul8bitLt: inputs will be cast", UserWarning
-            )
+            for beginning, category in _NOT_THE_USERS:
+                warnings.filterwarnings("ignore", beginning, category)
             yield
     finally:
         transformers_logging.set_verbosity(verbosity)
@@ -389,11 +340,9 @@ def check_file(
         )
     real = Path(os.path.realpath(path))
     around = [outer for outer in (real, *real.parents) if outer.exists()]
-    if (
-        source is not None
-        and os.path.exists(source)
-        and any(os.path.samefile(outer, source) for outer in around)
-    ):
+    if source is None or not os.path.exists(source):
+        return
+    if any(os.path.samefile(outer, source) for outer in around):
         raise InputError(
             f"{option}: {str(path)!r} is or lies in {str(source)!r}, which is read; choose another name"
         )

@@ -20,11 +20,11 @@ from .. import (
 from .console import (
     EXIT_DONE,
     EXIT_NO,
+    Doing,
     InputError,
     check_folder,
     first_line,
     hanging,
-    progress,
     quiet_libraries,
     say,
     show,
@@ -38,6 +38,7 @@ from .usage import (
     choice,
     file_size,
     path,
+    value,
 )
 
 OLD_NAME = "export"
@@ -58,48 +59,45 @@ def command(
     context: typer.Context,
     source: Annotated[
         Path,
-        typer.Option(
+        value(
             "--from",
-            metavar="SRC",
-            parser=path,
-            help="A folder with safetensors files or pytorch_model.bin, or one such file.",
+            "SRC",
+            path,
+            "A folder with safetensors files or pytorch_model.bin, or one such file.",
         ),
     ],
     out: Out,
     overwrite: Overwrite = False,
     manifest: Annotated[
         Path | None,
-        typer.Option(
-            "--manifest",
-            metavar="FILE",
-            parser=path,
-            help="Take the original dtypes from this manifest.",
+        value(
+            "--manifest", "FILE", path, "Take the original dtypes from this manifest."
         ),
     ] = None,
     like: Annotated[
         Path | None,
-        typer.Option(
+        value(
             "--like",
-            metavar="REFERENCE",
-            parser=path,
-            help="... from this checkpoint of the original model, or from its config.json.",
+            "REFERENCE",
+            path,
+            "... from this checkpoint of the original model, or from its config.json.",
         ),
     ] = None,
     dtype: Annotated[
         str | None,
         choice(
             "--dtype",
-            choices=HALF_DTYPES,
-            help="... from the model loaded in this dtype; the one that the config of SRC names, if left out.",
+            HALF_DTYPES,
+            "... from the model loaded in this dtype; the one that the config of SRC names, if left out.",
         ),
     ] = None,
     max_shard_size: Annotated[
         int | None,
-        typer.Option(
+        value(
             "--max-shard-size",
-            metavar="SIZE",
-            parser=file_size,
-            help="The maximum size of a file, such as 5GB; the files of SRC are kept, if left out.",
+            "SIZE",
+            file_size,
+            "The maximum size of a file, such as 5GB; the files of SRC are kept, if left out.",
         ),
     ] = None,
     json_: Json = False,
@@ -109,7 +107,7 @@ def command(
     Raises:
         InputError: There is no usable checkpoint, manifest or destination.
     """
-    at_most_one(manifest=manifest, like=like, dtype=dtype)
+    at_most_one(context, manifest=manifest, like=like, dtype=dtype)
     if context.info_name == OLD_NAME:
         say("'kbitwrap export' is called 'kbitwrap convert' now")
     check_folder(out, overwrite=overwrite)
@@ -149,7 +147,7 @@ def write(
             written.
     """
     try:
-        with progress(doing) as line, quiet_libraries():
+        with Doing(doing) as line, quiet_libraries():
             report = call(line.written)
     except ManifestMismatchError as error:
         say(first_line(error))

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any
 
-import typer
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from .. import Precision, PrepareConfig
 from .console import (
     EXIT_DONE,
     EXIT_NO,
+    Doing,
     InputError,
     hanging,
-    joined,
-    progress,
     quiet_libraries,
     show,
 )
@@ -30,7 +29,9 @@ from .usage import (
     TrustRemoteCode,
     choice,
     device,
+    flag,
     integer,
+    value,
 )
 
 _MAX_SEED = 2**63 - 1
@@ -56,40 +57,32 @@ Exit status: 0 every check passed, 1 one failed, 2 bad usage or bad input."""
 def command(
     model: Annotated[
         str | None,
-        typer.Option(
+        value(
             "--model",
-            metavar="MODEL",
-            help="A causal language model to use in place of the small built-in one.",
+            "MODEL",
+            str,
+            "A causal language model to use in place of the small built-in one.",
         ),
     ] = None,
-    quant: Annotated[
-        str, choice("--quant", choices=TRAINED_QUANTS, help="Quantization.")
-    ] = "nf4",
+    quant: Annotated[str, choice("--quant", TRAINED_QUANTS, "Quantization.")] = "nf4",
     precision: Annotated[
-        str, choice("--precision", choices=PRECISIONS, help="Where float32 is used.")
+        str, choice("--precision", PRECISIONS, "Where float32 is used.")
     ] = PrepareConfig().precision.value,
     device: Annotated[
         str | None,
-        typer.Option(
+        value(
             "--device",
-            metavar="DEVICE",
-            parser=device,
-            help="Such as cpu or cuda:1; cuda, if there is one.",
+            "DEVICE",
+            device,
+            "Such as cpu or cuda:1; cuda, if there is one.",
         ),
     ] = None,
-    steps: Annotated[
-        int,
-        typer.Option("--steps", metavar="N", parser=integer(1), help="Training steps."),
-    ] = 30,
+    steps: Annotated[int, value("--steps", "N", integer(1), "Training steps.")] = 30,
     seed: Annotated[
-        int,
-        typer.Option(
-            "--seed", metavar="N", parser=integer(0, _MAX_SEED), help="Random seed."
-        ),
+        int, value("--seed", "N", integer(0, _MAX_SEED), "Random seed.")
     ] = 0,
     verbose: Annotated[
-        bool,
-        typer.Option("--verbose", help="Print the plan, the text and every check."),
+        bool, flag("--verbose", "Print the plan, the text and every check.")
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
     json_: Json = False,
@@ -101,16 +94,16 @@ def command(
     """
     _expect_installed()
     with (
-        models(model, trust_remote_code=trust_remote_code),
-        progress("importing torch") as doing,
+        models(model, trust_remote_code),
+        Doing("importing torch") as doing,
         quiet_libraries(),
     ):
         from .demo_run import Demo
 
-        def say(*parts: str) -> None:
+        def say(text: str) -> None:
             if verbose and not json_:
                 with doing.aside():
-                    show(*parts)
+                    show(text)
                     print()
 
         result = Demo(
@@ -120,15 +113,21 @@ def command(
             device=device,
             steps=steps,
             seed=seed,
+            trust_remote_code=trust_remote_code,
             show=say,
             doing=doing.now,
-            trust_remote_code=trust_remote_code,
         ).run()
     if json_:
         print(json.dumps(result, indent=2))
     else:
         _show_result(result, verbose=verbose)
     return EXIT_DONE if result["passed"] else EXIT_NO
+
+
+def _expect_installed() -> None:
+    for name in ("bitsandbytes", "peft", "transformers"):
+        if importlib.util.find_spec(name) is None:
+            raise InputError(f"the demonstration needs {name}, which is not installed")
 
 
 def _show_result(result: dict[str, Any], *, verbose: bool) -> None:
@@ -138,49 +137,52 @@ def _show_result(result: dict[str, Any], *, verbose: bool) -> None:
     more = "" if verbose else "; --verbose shows each"
     show(
         f"{result['model']}, {result['quant']}, on {result['device']}: PEFT's way and ours",
-        table(_sides(result), right=True),
-        _checks(checks) if verbose else joined(_groups(result)),
+        table(_sides(result["sides"]), right=True),
+        _checks(checks) if verbose else Group(*_groups(result)),
         f"{num_passed} of {len(checks)} checks passed, in {seconds:.1f} s{more}.",
     )
 
 
-def _sides(result: dict[str, Any]) -> list[list[str]]:
-    """A row for each figure that was measured, PEFT's column first."""
-    sides = result["sides"]
-    peft, *_ = sides
-    titles = ["PEFT's" if name == peft else f'"{name}"' for name in sides]
-    rows = [["", *titles]]
+# The figures of a side that are shown: the title, the name, and the format.
+_FIGURES = (
+    ("bytes added", "added_bytes", ","),
+    ("bytes at the peak while preparing", "peak_bytes", ","),
+    ("milliseconds to prepare", "milliseconds", ",.1f"),
+    ("first step: loss, distance from PEFT's", "loss", ".2g"),
+    ("first step: gradients, relative distance", "gradients", ".2g"),
+    ("left in the end: dtypes, hooks, flags", "left", ""),
+    ("merged in place: bytes", "merged_bytes", ","),
+    ("merged in place: error of logits", "merged_error", ".2%"),
+    ("exported in bfloat16: bytes", "exported_bytes", ","),
+    ("exported in bfloat16: error of logits", "exported_error", ".2%"),
+)
 
-    def row(title: str, values: Iterable[Any], form: str) -> None:
-        cells = ["-" if value is None else format(value, form) for value in values]
+
+def _sides(sides: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """A row for each figure that was measured, PEFT's column first."""
+    header = [""]
+    columns = []
+    for name, side in sides.items():
+        distances = side["difference_from_peft"]
+        header.append(f'"{name}"')
+        if name == "peft":
+            distances = {"loss": None, "gradients": None}
+            header[-1] = "PEFT's"
+        left = ", ".join(map(str, side["left"].values()))
+        milliseconds = 1000 * side["seconds"]
+        columns.append(
+            {**side, **distances, "left": left, "milliseconds": milliseconds}
+        )
+    rows = [header]
+    for title, key, form in _FIGURES:
+        figures = [column[key] for column in columns]
+        cells = ["-" if value is None else format(value, form) for value in figures]
         if any(cell != "-" for cell in cells):
             rows.append([title, *cells])
-
-    def figures(key: str) -> list[Any]:
-        return [side[key] for side in sides.values()]
-
-    def distances(what: str) -> list[Any]:
-        return [
-            None if name == peft else side["difference_from_peft"][what]
-            for name, side in sides.items()
-        ]
-
-    milliseconds = [1000 * seconds for seconds in figures("seconds")]
-    left = [", ".join(map(str, counts.values())) for counts in figures("left")]
-    row("bytes added", figures("added_bytes"), ",")
-    row("bytes at the peak while preparing", figures("peak_bytes"), ",")
-    row("milliseconds to prepare", milliseconds, ",.1f")
-    row("first step: loss, distance from PEFT's", distances("loss"), ".2g")
-    row("first step: gradients, relative distance", distances("gradients"), ".2g")
-    row("left in the end: dtypes, hooks, flags", left, "")
-    row("merged in place: bytes", figures("merged_bytes"), ",")
-    row("merged in place: error of logits", figures("merged_error"), ".2%")
-    row("exported in bfloat16: bytes", figures("exported_bytes"), ",")
-    row("exported in bfloat16: error of logits", figures("exported_error"), ".2%")
     return rows
 
 
-def _checks(checks: list[dict[str, Any]]) -> Text:
+def _checks(checks: list[dict[str, Any]]) -> Group:
     rows = [("check", "measured", "result")]
     for check in checks:
         verdict = "pass" if check["passed"] else "FAIL"
@@ -188,7 +190,7 @@ def _checks(checks: list[dict[str, Any]]) -> Text:
     return table(rows)
 
 
-def _groups(result: dict[str, Any]) -> Iterator[Text]:
+def _groups(result: dict[str, Any]) -> Iterator[RenderableType]:
     """A line for each group of checks, and one for each check that failed."""
     loss = result["loss"]
     fall = (
@@ -205,9 +207,3 @@ def _groups(result: dict[str, Any]) -> Iterator[Text]:
         yield Text.assemble(verdict, f"  {title.format(loss=fall)} ({count})")
         for check in failed:
             yield hanging(f"{check['name']}: {check['measured']}", 8, 6)
-
-
-def _expect_installed() -> None:
-    for name in ("bitsandbytes", "peft", "transformers"):
-        if importlib.util.find_spec(name) is None:
-            raise InputError(f"the demonstration needs {name}, which is not installed")

@@ -5,24 +5,122 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from peft import PeftModel, prepare_model_for_kbit_training
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 
-from .. import KbitPreparedModel, Precision, RestoreError, StepTracker
+from .. import KbitPreparedModel, RestoreError, StepTracker
 from ..bench.memory import MemoryMeter, Timings
 from .base_state import BaseState
+from .console import InputError, first_line
+from .loading import load_builtin, load_named, tokens_of
+from .losses import batch, block_losses
+from .text import Blocks, ByteTokens, Tokens, read_blocks
 
 PEFT = "peft"
-_LEFT = {
-    "dtypes": ("dtypes",),
-    "hooks": ("hooks",),
-    "flags": ("requires_grad", "attributes"),
-}
+_LENGTH = 65  # tokens in a block: 64 to predict
+_NUM_HELD_OUT = 16
+_RANK = 32
+
+
+class Subject:
+    """The model, the adapter and the text that all sides are measured on: with the same bits at each call.
+
+    The built-in model has a random head, so that is trained beside its LoRA: PEFT
+    copies it, which preparation has to cope with.
+
+    Args:
+        model: What ``from_pretrained`` takes, or ``None`` for the built-in model.
+        quant: ``"nf4"`` or ``"int8"``.
+        device: The device.
+        seed: Seed of the weights, the adapter and the text.
+        trust_remote_code: Run the code that the model brings along.
+
+    Attributes:
+        name: What to call the model.
+        tokens: Its tokens.
+        learning_rate: The learning rate for a LoRA on it.
+        modules_to_save: What to train beside the LoRA.
+        blocks: The text, on the device.
+
+    Raises:
+        InputError: The model cannot be loaded, or its tokens are too few.
+    """
+
+    def __init__(
+        self,
+        model: str | None,
+        quant: str,
+        device: torch.device,
+        seed: int,
+        trust_remote_code: bool,
+    ) -> None:
+        self._model = model
+        self._quant = quant
+        self._device = device
+        self._seed = seed
+        self._trust_remote_code = trust_remote_code
+        self.name = model or "built-in byte-level Llama"
+        self.learning_rate = 2e-4
+        self.modules_to_save: list[str] | None = None
+        loaded = self.load()
+        if model is None:
+            self.learning_rate = 2e-3
+            self.modules_to_save = ["lm_head"]
+            self.tokens: Tokens = ByteTokens()
+        else:
+            self.tokens = tokens_of(model, loaded, trust_remote_code)
+        blocks = read_blocks(
+            self.tokens, length=_LENGTH, num_held_out=_NUM_HELD_OUT, seed=seed
+        )
+        self.blocks = Blocks(blocks.training.to(device), blocks.held_out.to(device))
+
+    @property
+    def is_builtin(self) -> bool:
+        """Whether it is the built-in model."""
+        return self._model is None
+
+    def load(self) -> Any:
+        """Load the model."""
+        torch.manual_seed(self._seed)
+        if self._model is None:
+            return load_builtin(self._quant, self._device)
+        return load_named(
+            self._model, self._quant, self._device, self._trust_remote_code
+        )
+
+    def adapt(self, model: Any, modules_to_save: list[str] | None = None) -> PeftModel:
+        """Put an adapter on it.
+
+        Args:
+            model: The loaded model.
+            modules_to_save: What to train a copy of beside the LoRA.
+
+        Returns:
+            PEFT's wrapper.
+        """
+        torch.manual_seed(self._seed)
+        config = LoraConfig(
+            r=_RANK,
+            lora_alpha=2 * _RANK,
+            target_modules="all-linear",
+            modules_to_save=modules_to_save,
+            task_type="CAUSAL_LM",
+        )
+        try:
+            adapted: Any = get_peft_model(model, config)
+        except ValueError as error:
+            raise InputError(
+                f"PEFT cannot put a LoRA on {self.name}: {first_line(error)}"
+            ) from error
+        return adapted  # type: ignore[no-any-return]
+
+    def loss(self, model: nn.Module, step: int) -> torch.Tensor:
+        """The loss of a training step."""
+        return block_losses(model, batch(self.blocks, step)).mean()
 
 
 @dataclass
@@ -61,116 +159,59 @@ class Side:
     exported_bytes: int | None = None
     exported_error: float | None = None
 
-    def loss_difference(self, other: Side) -> float:
-        """The distance of its loss from another's."""
-        return abs(self.loss - other.loss)
+    def distances(self, peft: Side) -> dict[str, float]:
+        """The distances from PEFT's numbers: of the loss, and the largest of the gradients, relative to the largest.
 
-    def gradient_difference(self, other: Side) -> float:
-        """The largest distance of its gradients from another's, relative to the other's largest; 0 is bit for bit."""
-        if self.gradients.keys() != other.gradients.keys():
-            return float("inf")
-        largest = max(
-            gradient.abs().max().item() for gradient in other.gradients.values()
-        )
-        distance = 0.0
-        for name, gradient in other.gradients.items():
-            difference = gradient.double() - self.gradients[name].double()
-            distance = max(distance, difference.abs().max().item())
-        return distance / largest
+        0 is bit for bit.
+        """
+        gradients = float("inf")
+        if self.gradients.keys() == peft.gradients.keys():
+            gradients = largest = 0.0
+            for name, gradient in peft.gradients.items():
+                difference = gradient.double() - self.gradients[name].double()
+                gradients = max(gradients, difference.abs().max().item())
+                largest = max(largest, gradient.abs().max().item())
+            gradients /= largest
+        return {"loss": abs(self.loss - peft.loss), "gradients": gradients}
 
     def to_dict(self, peft: Side) -> dict[str, Any]:
         """The figures as plain values, ready for JSON, with the distances from PEFT's."""
-        shown = {
-            name: value
-            for name, value in vars(self).items()
-            if name not in ("name", "gradients")
-        }
-        distances = {
-            "loss": self.loss_difference(peft),
-            "gradients": self.gradient_difference(peft),
-        }
-        return {**shown, "difference_from_peft": distances}
+        figures = {**vars(self), "difference_from_peft": self.distances(peft)}
+        del figures["name"], figures["gradients"]
+        return figures
 
 
-@dataclass(frozen=True)
-class Subject:
-    """The model and the batch that both ways are measured on.
-
-    Attributes:
-        load: Loads the model, with the same bits at each call.
-        adapt: Puts the same adapter on it, which trains no copy of a module.
-        loss: The loss of a training step on the first batch.
-    """
-
-    load: Callable[[], nn.Module]
-    adapt: Callable[[nn.Module], PeftModel]
-    loss: Callable[[nn.Module], torch.Tensor]
-
-
-class _ByPeft:
-    """PEFT's function in the place of a wrapper: it is told of no adapter, and nothing undoes it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def prepare(self) -> None:
-        prepare_by_peft(self._model)
-
-    def adopt(self, peft_model: PeftModel) -> None:
-        pass
-
-    def restore(self) -> None:
-        pass
-
-
-def measure_ours(precision: Precision, subject: Subject) -> Side:
+def measure(name: str, subject: Subject) -> Side:
     """Prepare, take the first step, and put everything back.
 
+    PEFT's function has no way back: only the adapter is unloaded.
+
     Args:
-        precision: The precision.
+        name: A precision, or ``"peft"``.
         subject: What is measured.
 
     Returns:
         What was measured.
     """
-    return _measure(
-        precision.value,
-        subject,
-        lambda model: KbitPreparedModel(model, precision=precision),
-    )
-
-
-def measure_peft(subject: Subject) -> Side:
-    """Do the same with PEFT's function, which has no way back: unload the adapter.
-
-    Args:
-        subject: What is measured.
-
-    Returns:
-        What was measured.
-    """
-    return _measure(PEFT, subject, _ByPeft)
-
-
-def _measure(
-    name: str,
-    subject: Subject,
-    wrap: Callable[[nn.Module], KbitPreparedModel | _ByPeft],
-) -> Side:
-    peak_bytes = _peak_of(subject.load(), lambda model: wrap(model).prepare())
+    peak_bytes = _peak_bytes(name, subject.load())
     model = subject.load()
     base = BaseState.of(dict(model.named_modules()))
-    wrapper = wrap(model)
+    prepared = None if name == PEFT else KbitPreparedModel(model, precision=name)
     timings = Timings()
-    with MemoryMeter(_device_of(model)).timed(timings):
-        wrapper.prepare()
+    with MemoryMeter(next(model.parameters()).device).timed(timings):
+        if prepared is None:
+            prepare_by_peft(model)
+        else:
+            prepared.prepare()
     added_bytes = base.again().parameter_bytes - base.parameter_bytes
-    peft_model = subject.adapt(model)
-    wrapper.adopt(peft_model)
-    loss, gradients = _first_step(peft_model, subject)
-    peft_model.unload()
-    with contextlib.suppress(RestoreError):  # what is left is counted
-        wrapper.restore()
+    adapted = subject.adapt(model)
+    if prepared is not None:
+        prepared.adopt(adapted)
+    loss, gradients = _first_step(adapted, subject)
+    adapted.unload()
+    if prepared is not None:
+        with contextlib.suppress(RestoreError):  # what is left is counted
+            prepared.restore()
     return Side(
         name=name,
         digest=base.digest(),
@@ -179,8 +220,19 @@ def _measure(
         seconds=timings.seconds[0],
         loss=loss,
         gradients=gradients,
-        left=left_behind(base, base.again()),
+        left=_left_behind(base),
     )
+
+
+def _peak_bytes(name: str, model: nn.Module) -> int:
+    """The most bytes that tensors hold while a model is prepared, above the start."""
+    gc.collect()
+    with StepTracker(model) as tracker:
+        if name == PEFT:
+            prepare_by_peft(model)
+        else:
+            KbitPreparedModel(model, precision=name).prepare()
+    return tracker.peak_bytes - tracker.static_bytes
 
 
 def prepare_by_peft(model: nn.Module) -> None:
@@ -198,20 +250,15 @@ def prepare_by_peft(model: nn.Module) -> None:
         prepare_model_for_kbit_training(model)
 
 
-def left_behind(base: BaseState, now: BaseState) -> dict[str, int]:
-    """Count what differs from the state in which a model was loaded.
+def _left_behind(base: BaseState) -> dict[str, int]:
+    """Count what differs now from the state in which a model was loaded."""
+    now = base.again()
 
-    Args:
-        base: That state.
-        now: The state of the same modules now.
+    def count(aspect: str) -> int:
+        return len(base.differences(now, aspect))
 
-    Returns:
-        ``{"dtypes", "hooks", "flags"}``.
-    """
-    left = {}
-    for what, aspects in _LEFT.items():
-        left[what] = sum(len(base.differences(now, aspect)) for aspect in aspects)
-    return left
+    flags = count("requires_grad") + count("attributes")
+    return {"dtypes": count("dtypes"), "hooks": count("hooks"), "flags": flags}
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -230,9 +277,9 @@ def in_float32(model: Any) -> nn.Module:
     Returns:
         It, in evaluation mode.
     """
-    plain: nn.Module = (
-        model.dequantize() if getattr(model, "is_quantized", False) else model
-    )
+    plain: nn.Module = model
+    if getattr(model, "is_quantized", False):  # only quantized ones have it
+        plain = model.dequantize()
     return plain.float().eval()
 
 
@@ -248,29 +295,11 @@ def _first_step(
             r"torch\.utils\.checkpoint: the use_reentrant parameter",
             UserWarning,
         )
-        loss = subject.loss(model)
+        loss = subject.loss(model, 0)
         loss.backward()
-    gradients = {
-        name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None
-    }
-    for parameter in model.parameters():
-        parameter.grad = None
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradients[name] = parameter.grad.cpu()
+            parameter.grad = None
     return loss.item(), gradients
-
-
-def _peak_of(model: nn.Module, run: Callable[[nn.Module], object]) -> int:
-    """The most bytes held meanwhile, above the start: by CUDA's allocator, or counted on a host."""
-    device = _device_of(model)
-    if device.type == "cuda":
-        meter = MemoryMeter(device)
-        meter.start()
-        run(model)
-        return meter.peak()
-    gc.collect()
-    with StepTracker(model) as tracker:
-        run(model)
-    return tracker.peak_bytes - tracker.static_bytes
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device

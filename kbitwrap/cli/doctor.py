@@ -6,22 +6,21 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from rich.console import Group, RenderableType
 
 from .console import (
     EXIT_DONE,
     EXIT_NO,
+    Doing,
     InputError,
     first_line,
     hanging,
-    joined,
     printable,
-    progress,
     quiet_libraries,
     show,
 )
 from .hub import models
-from .usage import Json, path
+from .usage import Json, argument, path, value
 
 SUMMARY = "Look for faults of a saved run that raise no error."
 HELP = """Look for faults of a saved run that raise no error.
@@ -36,27 +35,23 @@ Exit status: 0 no fault was found, 1 one was, 2 bad input."""
 
 
 def command(
-    path: Annotated[
-        Path,
-        typer.Argument(
-            metavar="PATH", parser=path, help="The folder, or a file of weights."
-        ),
-    ],
+    path: Annotated[Path, argument("PATH", path, "The folder, or a file of weights.")],
     base: Annotated[
         str | None,
-        typer.Option(
+        value(
             "--base",
-            metavar="BASE",
-            help="The base that was trained on, to compare with the manifest; it is loaded.",
+            "BASE",
+            str,
+            "The base that was trained on, to compare with the manifest; it is loaded.",
         ),
     ] = None,
     adapter: Annotated[
         Path | None,
-        typer.Option(
+        value(
             "--adapter",
-            metavar="ADAPTER",
-            parser=path,
-            help="The adapter that was merged: with --base, how much of it survived.",
+            "ADAPTER",
+            path,
+            "The adapter that was merged: with --base, how much of it survived.",
         ),
     ] = None,
     json_: Json = False,
@@ -68,7 +63,7 @@ def command(
     """
     if not path.exists():
         raise InputError(f"there is nothing at {str(path)!r}")
-    with models(base), progress(f"examining {path}"):
+    with models(base), Doing(f"examining {path}"):
         from .. import KbitWrapError, doctor  # not before: they load torch
 
         try:
@@ -84,11 +79,13 @@ def command(
     return EXIT_NO if report else EXIT_DONE
 
 
-def _describe(result: dict[str, Any]) -> list[Any]:
+def _describe(result: dict[str, Any]) -> list[RenderableType]:
     findings = result["findings"]
     number = len(findings) or "no"
     plural = "" if len(findings) == 1 else "s"
-    parts: list[Any] = [f"{printable(result['subject'])}: {number} fault{plural} found"]
+    parts: list[RenderableType] = [
+        f"{printable(result['subject'])}: {number} fault{plural} found"
+    ]
     parts += [_finding(finding) for finding in findings]
     by_place: dict[str, list[dict[str, str]]] = {}
     for examined in result["looked_at"]:
@@ -97,17 +94,17 @@ def _describe(result: dict[str, Any]) -> list[Any]:
     return parts
 
 
-def _finding(finding: dict[str, str]) -> Any:
+def _finding(finding: dict[str, str]) -> Group:
     lines = [hanging(printable(finding["what"]), 0)]
     for name in ("where", "evidence", "remedy"):
         lines.append(hanging(f"{name}: {printable(finding[name])}", 4, 2))
-    return joined(lines)
+    return Group(*lines)
 
 
-def _checklist(where: str, checks: list[dict[str, str]]) -> Any:
+def _checklist(where: str, checks: list[dict[str, str]]) -> Group:
     """What was looked at in one place, a line for each check."""
-    lines: list[Any] = [f"looked at in {printable(where)}:"]
+    lines = [f"looked at in {printable(where)}:"]
     for check in checks:
         line = f"{check['what']}: {check['outcome']}: {check['evidence']}"
         lines.append(hanging(printable(line), 4, 2))
-    return joined(lines)
+    return Group(*lines)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import textwrap
+from collections import defaultdict
 from typing import Any
 
-from rich.console import Console
+from rich.console import Group
 from rich.text import Text
 
-from .console import num_columns, styled
+from .console import as_text, num_columns
 
 _WIDEST = 100  # columns; longer lines of prose are hard to read
 _WIDEST_NAME = 26
@@ -26,71 +27,56 @@ def of_command(command: Any, context: Any) -> str:
         The lines; with colors if standard output is a terminal.
     """
     width = min(num_columns(), _WIDEST)
-    words = [
-        one.metavar
-        for one in command.get_params(context)
-        if one.param_type_name == "argument"
-    ]
-    words += ["COMMAND ..."] * hasattr(command, "commands")
-    usage = Text.assemble(
-        ("Usage: ", _TITLE), " ".join([context.command_path, "[OPTIONS]", *words])
-    )
-    paragraphs = [
-        Text(" ".join(part.split())) for part in (command.help or "").split("\n\n")
-    ]
-    groups: dict[str, list[tuple[str, str]]] = {}
+    words = [context.command_path, "[OPTIONS]"]
+    groups: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
     for parameter in command.get_params(context):
-        is_argument = parameter.param_type_name == "argument"
+        title = "Arguments"
+        if parameter.param_type_name == "argument":
+            words.append(parameter.metavar)
+            row = parameter.metavar, parameter.help or ""
+        else:
+            title = parameter.rich_help_panel or "Options"
+            row = _option_row(parameter)
         if not parameter.hidden:
-            title = (
-                "Arguments" if is_argument else parameter.rich_help_panel or "Options"
-            )
-            groups.setdefault(title, []).append(
-                (_named(parameter, is_argument), _described(parameter, is_argument))
-            )
-    for name, one in getattr(command, "commands", {}).items():
-        if not one.hidden:
-            groups.setdefault("Commands", []).append((name, one.short_help or ""))
+            groups[title].append(row)
+    if hasattr(command, "commands"):
+        words.append("COMMAND ...")
+        for name, one in command.commands.items():
+            if not one.hidden:
+                groups["Commands"].append((name, one.short_help or ""))
+    usage = Text.assemble(("Usage: ", _TITLE), " ".join(words))
+    paragraphs = [" ".join(part.split()) for part in command.help.split("\n\n")]
     sections = [_section(title, rows, width) for title, rows in groups.items()]
-    return styled(width, usage, *paragraphs, *sections)
+    return as_text(usage, *paragraphs, *sections, is_plain=False, width=width)
 
 
-def _named(parameter: Any, is_argument: bool) -> str:
-    if is_argument:
-        return str(parameter.metavar)
-    takes_value = not parameter.is_flag
-    return (
-        ", ".join(sorted(parameter.opts, key=len))
-        + f" {parameter.metavar}" * takes_value
-    )
+def _option_row(option: Any) -> tuple[str, str]:
+    names = ", ".join(sorted(option.opts, key=len))
+    text = option.help or ""
+    if option.is_flag:
+        return names, text
+    if option.required:
+        text = f"{text} Required."
+    elif option.default is not None:
+        text = f"{text} [default: {option.default}]"
+    return f"{names} {option.metavar}", text
 
 
-def _described(parameter: Any, is_argument: bool) -> str:
-    text = parameter.help or ""
-    if parameter.required:
-        return text if is_argument else f"{text} Required."
-    has_default = (
-        not is_argument and not parameter.is_flag and parameter.default is not None
-    )
-    return f"{text} [default: {parameter.default}]" if has_default else text
-
-
-def _section(title: str, rows: Iterable[tuple[str, str]], width: int) -> Text:
+def _section(title: str, rows: list[tuple[str, str]], width: int) -> Group:
     """Names to the left, texts to the right; a long name has a line of its own."""
-    rows = [*rows]
-    indent = 4 + min(max(len(name) for name, _ in rows), _WIDEST_NAME)
+    widest = min(max(len(name) for name, _ in rows), _WIDEST_NAME)
     lines = [Text(title, _TITLE)]
     for name, text in rows:
-        parts = Text(text).wrap(Console(), max(width - indent, 1), overflow="fold") or [
-            Text()
-        ]
-        first = Text.assemble("  ", (name, _NAME))
-        if first.cell_len + 2 > indent:
-            lines.append(first)
-            first = Text()
-        first.pad_right(indent - first.cell_len)
-        for part in parts:
-            part.rstrip()
-            lines.append(first + part)
-            first = Text(" " * indent)
-    return Text("\n").join(lines)
+        if len(name) > widest:
+            lines.append(Text.assemble("  ", (name, _NAME)))
+            name = ""
+        folded = textwrap.fill(
+            f"  {name:<{widest}}  {text}",
+            width,
+            subsequent_indent=" " * (widest + 4),
+            break_on_hyphens=False,
+        )
+        line = Text(folded)
+        line.stylize(_NAME, 2, 2 + len(name))
+        lines.append(line)
+    return Group(*lines)

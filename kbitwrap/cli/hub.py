@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from .. import ConfigError, UnsupportedModelError
 from .console import InputError, first_line, say
 from .usage import DEFAULT_QUANT, QUANTS
 
@@ -29,46 +30,52 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 @contextlib.contextmanager
-def models(*names: str | None, trust_remote_code: bool = False) -> Iterator[None]:
-    """See that each model is here, in the cache, or on a hub that answers; while none does, nothing asks it again.
+def models(name: str | None, trust_remote_code: bool = False) -> Iterator[None]:
+    """See that a model is here, in the cache, or on a hub that answers; while none does, nothing asks it again.
 
     Args:
-        *names: Folders, files or names; ``None`` for none.
-        trust_remote_code: Whether the code that they bring along is run: that is said.
+        name: A folder, a file or a name; ``None`` for no model.
+        trust_remote_code: Whether the code that it brings along is run: that is said.
 
     Yields:
         Nothing.
 
     Raises:
-        InputError: A model is nowhere.
+        InputError: The model is nowhere.
     """
-    given = [name for name in names if name is not None]
-    wanted = [name for name in given if not _is_here(name)]
+    if name is None:
+        yield
+        return
+    is_here = _is_here(name)
     if trust_remote_code:
-        for name in given:
-            say(f"--trust-remote-code: code that {name!r} brings along is run")
-    if not wanted:
+        say(f"--trust-remote-code: code that {name!r} brings along is run")
+    if is_here:
         yield
         return
     from huggingface_hub import constants, try_to_load_from_cache
 
-    why = f"{_OFFLINE} is set" if constants.HF_HUB_OFFLINE else None
-    if why is None and not _answers(constants.ENDPOINT):
+    was_offline = constants.HF_HUB_OFFLINE
+    if not was_offline and _answers(constants.ENDPOINT):
+        yield
+        return
+    if not isinstance(try_to_load_from_cache(name, "config.json"), str):
         why = f"{constants.ENDPOINT} cannot be reached"
-    for name in wanted if why else ():
-        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
-            raise InputError(
-                f"there is no model {name!r}: no folder here, nothing in the cache of the hub, and {why}"
-            )
-    before = os.environ.get(_OFFLINE), constants.HF_HUB_OFFLINE
+        if was_offline:
+            why = f"{_OFFLINE} is set"
+        raise InputError(
+            f"there is no model {name!r}: no folder here, nothing in the cache of the hub, and {why}"
+        )
+    before = os.environ.get(_OFFLINE)
+    # read when libraries are imported, or at every use: both
+    constants.HF_HUB_OFFLINE = True
+    os.environ[_OFFLINE] = "1"
     try:
-        if why:  # read when libraries are imported, or at every use: both
-            os.environ[_OFFLINE], constants.HF_HUB_OFFLINE = "1", True
         yield
     finally:
-        os.environ.pop(_OFFLINE, None)
-        os.environ.update({} if before[0] is None else {_OFFLINE: before[0]})
-        constants.HF_HUB_OFFLINE = before[1]
+        constants.HF_HUB_OFFLINE = was_offline
+        del os.environ[_OFFLINE]
+        if before is not None:
+            os.environ[_OFFLINE] = before
 
 
 def _is_here(name: str) -> bool:
@@ -124,11 +131,9 @@ def quantization_config(quant: str, dtype: str | None) -> Any:
     from transformers import BitsAndBytesConfig
 
     fields = QUANTS[quant]
-    return (
-        None
-        if fields is None
-        else BitsAndBytesConfig(**fields, bnb_4bit_compute_dtype=dtype)
-    )
+    if fields is None:
+        return None
+    return BitsAndBytesConfig(**fields, bnb_4bit_compute_dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -167,13 +172,11 @@ def choose_quantization(model: str, quant: str | None, dtype: str) -> Quantizati
     if quant is None or (method == _BITSANDBYTES and quant != "none"):
         return Quantization(method, None)
     dequantizing = _dequantizing(own)
-    if quant == "none" and dequantizing is not None:
-        return Quantization("none", dequantizing)
-    instead = (
-        ""
-        if dequantizing is None
-        else ", or give --quant none for its dequantized weights"
-    )
+    instead = ""
+    if dequantizing is not None:
+        if quant == "none":
+            return Quantization("none", dequantizing)
+        instead = ", or give --quant none for its dequantized weights"
     raise InputError(
         f"--quant {quant}: {model!r} is quantized already, by {method}: leave --quant out{instead}"
     )
@@ -209,16 +212,23 @@ def _dequantizing(own: dict[str, Any]) -> Any:
     return settings
 
 
-def in_options(error: BaseException) -> str:
-    """What the library says of a model that cannot be planned for, with options in place of arguments.
+@contextlib.contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Say what the library refuses in one line, with options in place of arguments.
 
     Args:
-        error: The error.
+        what: What cannot be done with a model of such a kind.
 
-    Returns:
-        One line.
+    Raises:
+        InputError: A setting is invalid, or the model is not of a kind that it can be
+            done with.
     """
-    said = first_line(error)
-    for pattern, words in _IN_OPTIONS.items():
-        said = re.sub(pattern, words, said)
-    return said
+    try:
+        yield
+    except (ConfigError, UnsupportedModelError) as error:
+        said = first_line(error)
+        for pattern, words in _IN_OPTIONS.items():
+            said = re.sub(pattern, words, said)
+        if isinstance(error, UnsupportedModelError):
+            said = f"{what}: {said}"
+        raise InputError(said) from error

@@ -5,32 +5,26 @@ from __future__ import annotations
 import json
 import shlex
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import typer
-from rich.text import Text
+from rich.console import Group
 
 from .. import ConfigError, ManifestError
 from .console import (
     EXIT_DONE,
     EXIT_NO,
+    Doing,
     InputError,
     first_line,
     hanging,
-    joined,
     num_columns,
     printable,
-    progress,
     quiet_libraries,
     show,
 )
 from .tables import table
-from .usage import Json, path
-
-if TYPE_CHECKING:
-    from .. import CheckpointReport, Manifest
+from .usage import Json, argument, path
 
 SUMMARY = "Show what a manifest records, or find float32 tensors left in a checkpoint."
 HELP = """Show what a manifest records, or find float32 tensors left in a checkpoint.
@@ -41,15 +35,23 @@ half-precision model, and how to get rid of them. Headers are read, no tensor, a
 Exit status: 0 a manifest, or nothing is left over, 1 something is, 2 bad input."""
 
 _SHOWN = 2  # names in a row
+_SETTINGS = (
+    "freeze",
+    "gradient_checkpointing",
+    "input_require_grads",
+    "norm_modules",
+    "keep_originals",
+)
+
+Result = dict[str, Any]
+"""What was found, ready for JSON."""
 
 
 def command(
     path: Annotated[
         Path,
-        typer.Argument(
-            metavar="PATH",
-            parser=path,
-            help="A manifest, a folder with a checkpoint, or one of its files.",
+        argument(
+            "PATH", path, "A manifest, a folder with a checkpoint, or one of its files."
         ),
     ],
     json_: Json = False,
@@ -62,125 +64,92 @@ def command(
     try:
         if not path.exists():
             raise InputError(f"there is nothing at {str(path)!r}")
-        with progress(f"reading {path}"):
-            if path.is_dir() or path.suffix == ".safetensors":
-                found = _inspect_checkpoint(path)
-            else:
-                found = _inspect_manifest(path)
+        with Doing(f"reading {path}"):
+            is_checkpoint = path.is_dir() or path.suffix == ".safetensors"
+            result = _of_checkpoint(path) if is_checkpoint else _of_manifest(path)
     except (ConfigError, ManifestError) as error:
         raise InputError(first_line(error)) from error
     except OSError as error:  # a name that is too long for the system
         raise InputError(f"cannot read {str(path)!r}: {error.strerror}") from error
     if json_:
-        print(json.dumps(found.result, indent=2))
+        print(json.dumps(result, indent=2))
+    elif is_checkpoint:
+        show(*_describe_checkpoint(result))
     else:
-        show(*found.parts)
-    return found.status
+        show(_describe_manifest(result))
+    return EXIT_NO if is_checkpoint and result["leftovers"] else EXIT_DONE
 
 
-@dataclass(frozen=True)
-class _Found:
-    """What was found.
-
-    Attributes:
-        result: For ``--json``.
-        parts: For ``show``.
-        status: The exit status.
-    """
-
-    result: dict[str, Any]
-    parts: list[Text]
-    status: int
+# ----------------------------------------------------------------------------------------------------
+# A checkpoint.
+# ----------------------------------------------------------------------------------------------------
 
 
-def _inspect_checkpoint(path: Path) -> _Found:
+def _of_checkpoint(path: Path) -> Result:
     from .. import inspect_checkpoint
 
     with quiet_libraries():
         report = inspect_checkpoint(path)
-    result = {
+    convert = f"kbitwrap convert --from {shlex.quote(str(report.path))} --out DST"
+    suggestion = note = None
+    if report:
+        how = f"--dtype {report.half_dtype}" if report.half_dtype else "--like ORIGINAL"
+        suggestion = f"{convert} {how}"
+    elif report.config_dtype == "float32" and report.dtypes.keys() == {"float32"}:
+        note = (
+            "all of it is float32, as its config says: nothing tells a preparation from a model trained in float32; if "
+            f"the original was half: {convert} --dtype bfloat16"
+        )
+    return {
         "kind": "checkpoint",
         **report.to_dict(),
-        "suggestion": _suggestion(report),
-        "note": _note(report),
+        "suggestion": suggestion,
+        "note": note,
     }
-    return _Found(
-        result, _describe_checkpoint(report), EXIT_NO if report else EXIT_DONE
-    )
 
 
-def _inspect_manifest(path: Path) -> _Found:
-    from .. import Manifest
-
-    summary = _summary(Manifest.load(path))
-    return _Found(
-        {"kind": "manifest", **summary}, [_describe_manifest(summary)], EXIT_DONE
-    )
-
-
-def _suggestion(report: CheckpointReport) -> str | None:
-    if not report:
-        return None
-    how = f"--dtype {report.half_dtype}" if report.half_dtype else "--like ORIGINAL"
-    return f"kbitwrap convert --from {shlex.quote(str(report.path))} --out DST {how}"
-
-
-def _note(report: CheckpointReport) -> str | None:
-    """Say that nothing can be told of a checkpoint that is float32 throughout; ``None`` of others."""
-    is_float32_throughout = (
-        report.config_dtype == "float32" and report.dtypes.keys() == {"float32"}
-    )
-    if not is_float32_throughout:
-        return None
-    return (
-        "all of it is float32, as its config says: nothing tells a preparation from a model trained in float32; if the "
-        f"original was half: kbitwrap convert --from {shlex.quote(str(report.path))} --out DST --dtype bfloat16"
-    )
-
-
-def _describe_checkpoint(report: CheckpointReport) -> list[Text]:
+def _describe_checkpoint(result: Result) -> list[Group]:
     dtypes = [
         f"{row['count']} {name} ({row['bytes']:,} bytes)"
-        for name, row in report.dtypes.items()
+        for name, row in result["dtypes"].items()
     ]
-    quantized = "quantized" if report.is_quantized else "not quantized"
+    quantized = "quantized" if result["is_quantized"] else "not quantized"
     lines = [
-        f"{report.path}: {report.num_tensors} tensors, {report.num_bytes:,} bytes, {quantized}",
+        f"{result['path']}: {result['num_tensors']} tensors, {result['num_bytes']:,} bytes, {quantized}",
         f"stored: {', '.join(dtypes)}",
-        f"config dtype: {report.config_dtype or 'not named'}",
+        f"config dtype: {result['config_dtype'] or 'not named'}",
     ]
-    if report.adapters:
-        lines.append(f"adapters: {_some(report.adapters)}")
-    if report.use_cache is False:
+    if result["adapters"]:
+        lines.append(f"adapters: {_some(result['adapters'])}")
+    if result["use_cache"] is False:
         lines.append(
             "use_cache is false in the config, as trainers leave it: generation is slower without the cache"
         )
-    if not report:
-        lines.append(_note(report) or "no tensor was left in float32 by a preparation")
-    parts = [joined(hanging(line, 2) for line in lines)]
-    if report:
-        parts += [_leftovers(report), _remedy(report)]
+    leftovers = result["leftovers"]
+    if not leftovers:
+        lines.append(result["note"] or "no tensor was left in float32 by a preparation")
+    parts = [Group(*(hanging(line, 2) for line in lines))]
+    if leftovers:
+        parts += [_leftovers(leftovers), _remedy(result)]
     return parts
 
 
-def _leftovers(report: CheckpointReport) -> Text:
-    rows = [("left in float32", "tensors", "wasted bytes", "names")]
-    for kind, tensors in report.leftovers.items():
-        wasted_bytes = sum(tensors.values())
-        rows.append(
-            (kind, str(len(tensors)), f"{wasted_bytes:,}", _some(tuple(tensors)))
-        )
+def _leftovers(leftovers: dict[str, dict[str, int]]) -> Group:
+    rows = [["left in float32", "tensors", "wasted bytes", "names"]]
+    for kind, tensors in leftovers.items():
+        wasted = f"{sum(tensors.values()):,}"
+        rows.append([kind, str(len(tensors)), wasted, _some(list(tensors))])
     return table(rows)
 
 
-def _remedy(report: CheckpointReport) -> Text:
+def _remedy(result: Result) -> Group:
     wasted = (
-        f"{report.wasted_bytes:,} bytes are wasted: a preparation upcast these, and the model was saved before it "
+        f"{result['wasted_bytes']:,} bytes are wasted: a preparation upcast these, and the model was saved before it "
         "was undone. To get the original dtypes back:"
     )
-    command = _command_lines(_suggestion(report) or "")
+    command = _command_lines(result["suggestion"])
     other = "or with --manifest M or --like ORIGINAL, which know each tensor's dtype."
-    return joined([hanging(wasted, 0), *command, other])
+    return Group(wasted, *command, other)
 
 
 def _command_lines(command: str) -> list[str]:
@@ -196,66 +165,62 @@ def _command_lines(command: str) -> list[str]:
     return [*(f" {line} \\" for line in continued), f" {last}"]
 
 
-def _some(names: tuple[str, ...]) -> str:
+def _some(names: list[str]) -> str:
     shown = ", ".join(printable(name) for name in names[:_SHOWN])
     num_more = len(names) - _SHOWN
     return f"{shown} and {num_more} more" if num_more > 0 else shown
 
 
-def _summary(manifest: Manifest) -> dict[str, Any]:
-    """The lines that describe a manifest, without its tensors."""
-    kinds = Counter(record.type for record in manifest.tensors.values())
+# ----------------------------------------------------------------------------------------------------
+# A manifest.
+# ----------------------------------------------------------------------------------------------------
+
+
+def _of_manifest(path: Path) -> Result:
+    from .. import Manifest
+
+    manifest = Manifest.load(path)
+    tensors = manifest.tensors
     upcast = [
         fqn
-        for fqn, record in manifest.tensors.items()
+        for fqn, record in tensors.items()
         if record.original_dtype != record.prepared_dtype
     ]
     parts = {"created", "versions", "model", "config", "adapters", "plan"}
-    data = manifest.model_dump(mode="json", by_alias=True, include=parts)
     before = manifest.before.memory.parameter_bytes
     after = manifest.after.memory.parameter_bytes
     return {
-        **data,
-        "tensors": dict(kinds),
+        "kind": "manifest",
+        **manifest.model_dump(mode="json", by_alias=True, include=parts),
+        "tensors": dict(Counter(record.type for record in tensors.values())),
         "stored_in_another_dtype": upcast,
         "measured_added_bytes": after - before,
     }
 
 
-def _describe_manifest(summary: dict[str, Any]) -> Text:
-    model = summary["model"]
-    config = summary["config"]
-    defaults = (
-        "freeze",
-        "gradient_checkpointing",
-        "input_require_grads",
-        "norm_modules",
-        "keep_originals",
-    )
-    settings = [f"{name}={config[name]}" for name in defaults]
-    adapters = tuple(
+def _describe_manifest(result: Result) -> Group:
+    model = result["model"]
+    name = f"({model['name_or_path'] or 'no name'})"
+    config = result["config"]
+    adapters = [
         f"{name} ({', '.join(record['dtypes'])})"
-        for name, record in summary["adapters"].items()
-    )
-    versions = [f"{name} {version}" for name, version in summary["versions"].items()]
-    tensors = [f"{count} {kind}" for kind, count in summary["tensors"].items()]
-    upcast = tuple(summary["stored_in_another_dtype"])
-    planned = summary["plan"]["added_bytes"]
-    measured = summary["measured_added_bytes"]
-    rows = [
-        ("prepared", "as"),
-        (
-            "model",
-            f"{model['class']} ({model['name_or_path'] or 'no name'}), {model['dtype'] or 'no dtype'}",
-        ),
-        ("quantization", model["quantization"]["method"] or "none"),
-        ("precision", config["precision"]),
-        ("settings", ", ".join(settings)),
-        ("adapters", _some(adapters) or "none"),
-        ("created", summary["created"]),
-        ("versions", ", ".join(versions)),
-        ("tensors", ", ".join(tensors) or "none"),
-        ("stored upcast", _some(upcast) or "none"),
-        ("added bytes", f"{planned:,} planned, {measured:,} measured"),
+        for name, record in result["adapters"].items()
     ]
-    return table(rows)
+    versions = [f"{name} {version}" for name, version in result["versions"].items()]
+    tensors = [f"{count} {kind}" for kind, count in result["tensors"].items()]
+    planned = result["plan"]["added_bytes"]
+    measured = result["measured_added_bytes"]
+    described = {
+        "prepared": "as",
+        "model": f"{model['class']} {name}, {model['dtype'] or 'no dtype'}",
+        "quantization": model["quantization"]["method"] or "none",
+        "precision": config["precision"],
+        "settings": ", ".join(f"{name}={config[name]}" for name in _SETTINGS),
+        "adapters": _some(adapters) or "none",
+        "created": result["created"],
+        "versions": ", ".join(versions),
+        "tensors": ", ".join(tensors) or "none",
+        "stored upcast": _some(result["stored_in_another_dtype"]) or "none",
+        "added bytes": f"{planned:,} planned, {measured:,} measured",
+    }
+    return table(list(described.items()))

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -22,25 +20,6 @@ from transformers import (
 from .. import Plan
 from .console import InputError, first_line
 from .text import NUM_BYTES, ByteTokens, TokenizerTokens, Tokens
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A quantized model, and how to train it.
-
-    Attributes:
-        name: What to call it.
-        model: The model, as ``from_pretrained`` returned it.
-        tokens: Its tokens.
-        learning_rate: The learning rate for a LoRA on it.
-        modules_to_save: What to train beside the LoRA.
-    """
-
-    name: str
-    model: nn.Module
-    tokens: Tokens
-    learning_rate: float
-    modules_to_save: list[str] | None
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -62,30 +41,28 @@ def choose_device(name: str | None) -> torch.device:
         # raises on a device that is not there, or cannot compute
         torch.empty(1, device=device).sum().item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        why, count = "torch cannot compute on it here", torch.cuda.device_count()
-        if name.startswith("cuda") and not count:
-            why = (
-                "torch finds no GPU"
-                if torch.version.cuda or torch.version.hip
-                else "this torch is built without CUDA"
-            )
-        elif name.startswith("cuda"):
-            why = (
-                f"there are {count}, cuda:0 to cuda:{count - 1}"
-                if count > 1
-                else "there is one, cuda:0"
-            )
+        why = "torch cannot compute on it here"
+        if name.startswith("cuda"):
+            why = _why_not_cuda()
         raise InputError(
             f"--device: device {name!r} is not available: {why}; leave it out, or give cpu"
         ) from error
     return device
 
 
-def load_builtin(quant: str, device: torch.device) -> LoadedModel:
-    """Build a small Llama over bytes with random weights, and load it quantized, as any checkpoint is.
+def _why_not_cuda() -> str:
+    count = torch.cuda.device_count()
+    if count > 1:
+        return f"there are {count}, cuda:0 to cuda:{count - 1}"
+    if count == 1:
+        return "there is one, cuda:0"
+    if torch.version.cuda or torch.version.hip:
+        return "torch finds no GPU"
+    return "this torch is built without CUDA"
 
-    Its head is random too, so it is trained beside the LoRA: PEFT copies it, which
-    preparation has to cope with.
+
+def load_builtin(quant: str, device: torch.device) -> Any:
+    """Build a small Llama over bytes with random weights, and load it quantized, as any checkpoint is.
 
     Args:
         quant: ``"nf4"`` or ``"int8"``.
@@ -107,16 +84,13 @@ def load_builtin(quant: str, device: torch.device) -> LoadedModel:
     )
     with tempfile.TemporaryDirectory(prefix="kbitwrap-demo-") as folder:
         LlamaForCausalLM(config).save_pretrained(folder)
-        model = _from_pretrained(folder, quant, device, local_files_only=True)
-    return LoadedModel(
-        "built-in byte-level Llama", model, ByteTokens(), 2e-3, ["lm_head"]
-    )
+        return _from_pretrained(folder, quant, device, local_files_only=True)
 
 
 def load_named(
-    name: str, quant: str, device: torch.device, trust_remote_code: bool = False
-) -> LoadedModel:
-    """Load a causal language model, and its tokenizer if it has one.
+    name: str, quant: str, device: torch.device, trust_remote_code: bool
+) -> Any:
+    """Load a causal language model.
 
     Args:
         name: What ``from_pretrained`` takes.
@@ -129,32 +103,46 @@ def load_named(
         The model.
 
     Raises:
-        InputError: It cannot be loaded, or its vocabulary has no room for bytes and it
-            has no tokenizer.
+        InputError: It cannot be loaded.
     """
     try:
         if not trust_remote_code:
             _refuse_larger(name)
-        model = _from_pretrained(
+        return _from_pretrained(
             name, quant, device, trust_remote_code=trust_remote_code
         )
     except Exception as error:  # whatever transformers, safetensors and the network raise, the input was at fault
         raise InputError(
             f"cannot load the model {name!r}: {first_line(error)}"
         ) from error
+
+
+def tokens_of(name: str, model: Any, trust_remote_code: bool) -> Tokens:
+    """The tokens of a model: its tokenizer's, or bytes where it has none.
+
+    Args:
+        name: What ``from_pretrained`` takes.
+        model: The model.
+        trust_remote_code: Run the code that it brings along.
+
+    Returns:
+        The tokens.
+
+    Raises:
+        InputError: It has no tokenizer, and its vocabulary has no room for bytes.
+    """
     try:
-        tokens: Tokens = TokenizerTokens(
+        return TokenizerTokens(
             AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         )
     except (
         Exception
-    ):  # whatever transformers raises where there is no tokenizer that it can read
-        tokens = ByteTokens()
-        if model.get_input_embeddings().weight.shape[0] < NUM_BYTES:
-            raise InputError(
-                f"the model {name!r} has no tokenizer, and its vocabulary is too small for bytes"
-            ) from None
-    return LoadedModel(name, model, tokens, 2e-4, None)
+    ) as error:  # whatever transformers raises without a tokenizer that it can read
+        if model.get_input_embeddings().weight.shape[0] >= NUM_BYTES:
+            return ByteTokens()
+        raise InputError(
+            f"the model {name!r} has no tokenizer, and its vocabulary is too small for bytes"
+        ) from error
 
 
 def _refuse_larger(name: str) -> None:
@@ -191,22 +179,25 @@ def _from_pretrained(name: str, quant: str, device: torch.device, **kwargs: Any)
 
 
 @contextlib.contextmanager
-def few_threads(is_builtin: bool) -> Iterator[None]:
-    """One thread for the built-in model: it is so small that more of them mostly wait for one another."""
+def put_back(device: torch.device, *, one_thread: bool) -> Iterator[None]:
+    """Put torch's random state and its number of threads back afterwards.
+
+    Args:
+        device: The device whose random state it is, beside the CPU's.
+        one_thread: Compute in one thread meanwhile. The built-in model is so small that
+            more of them mostly wait for one another.
+
+    Yields:
+        Nothing.
+    """
+    devices, device_type = [device.index or 0], device.type
+    if device_type == "cpu":
+        devices, device_type = [], "cuda"  # a type that fork_rng knows
     num_threads = torch.get_num_threads()
-    if is_builtin:
+    if one_thread:
         torch.set_num_threads(1)
     try:
-        yield
+        with torch.random.fork_rng(devices, device_type=device_type):
+            yield
     finally:
         torch.set_num_threads(num_threads)
-
-
-def fork_devices(device: torch.device) -> list[int]:
-    """The devices whose random state is put back, the CPU's apart."""
-    return [] if device.type == "cpu" else [device.index or 0]
-
-
-def rng(device: torch.device) -> str:
-    """The type of device that ``fork_rng`` knows."""
-    return "cuda" if device.type == "cpu" else device.type

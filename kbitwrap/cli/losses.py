@@ -14,9 +14,8 @@ _BATCH_SIZE = 4
 def batch(blocks: Blocks, step: int) -> torch.Tensor:
     """The training batch of a step."""
     first = step * _BATCH_SIZE
-    return blocks.training[
-        torch.arange(first, first + _BATCH_SIZE) % len(blocks.training)
-    ]
+    places = torch.arange(first, first + _BATCH_SIZE) % len(blocks.training)
+    return blocks.training[places]
 
 
 def block_losses(model: nn.Module, blocks: torch.Tensor) -> torch.Tensor:
@@ -49,7 +48,6 @@ def logits(model: nn.Module, blocks: Blocks) -> torch.Tensor:
     """The logits on the held-out blocks, in evaluation mode."""
     model.eval()
     with torch.no_grad():
-        found: torch.Tensor = model(
-            input_ids=blocks.held_out[:, :-1], use_cache=False
-        ).logits
-        return found
+        output = model(input_ids=blocks.held_out[:, :-1], use_cache=False)
+    found: torch.Tensor = output.logits
+    return found

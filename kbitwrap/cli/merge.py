@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
-
-import typer
 
 from .. import ConfigError, ExportReport
 from .console import EXIT_DONE, check_folder, say
@@ -22,10 +19,12 @@ from .usage import (
     Out,
     Overwrite,
     TrustRemoteCode,
+    argument,
     choice,
     device,
     file_size,
     path,
+    value,
 )
 
 SUMMARY = (
@@ -48,32 +47,27 @@ _OPTIONS = {
 
 
 def command(
-    base: Annotated[
-        str, typer.Argument(metavar="BASE", help="A folder, or a name on the hub.")
-    ],
+    base: Annotated[str, argument("BASE", str, "A folder, or a name on the hub.")],
     adapter: Annotated[
-        Path,
-        typer.Argument(
-            metavar="ADAPTER", parser=path, help="The folder of a saved adapter."
-        ),
+        Path, argument("ADAPTER", path, "The folder of a saved adapter.")
     ],
     out: Out,
     overwrite: Overwrite = False,
     manifest: Annotated[
         Path | None,
-        typer.Option(
+        value(
             "--manifest",
-            metavar="FILE",
-            parser=path,
-            help="The manifest of the run; kbitwrap.json in ADAPTER, if left out.",
+            "FILE",
+            path,
+            "The manifest of the run; kbitwrap.json in ADAPTER, if left out.",
         ),
     ] = None,
     quant: Annotated[
         str | None,
         choice(
             "--quant",
-            choices=QUANTS,
-            help="How BASE was quantized in training, where neither its config nor a manifest says it: "
+            QUANTS,
+            "How BASE was quantized in training, where neither its config nor a manifest says it: "
             f"{KINDS_OF_NF4}. Another than in training gives other weights.",
         ),
     ] = None,
@@ -81,27 +75,21 @@ def command(
         str | None,
         choice(
             "--dtype",
-            choices=HALF_DTYPES,
-            help="Dtype of the tensors that were not quantized; what the manifest or the config of BASE names, "
+            HALF_DTYPES,
+            "Dtype of the tensors that were not quantized; what the manifest or the config of BASE names, "
             "if left out.",
         ),
     ] = None,
     max_shard_size: Annotated[
-        int,
-        typer.Option(
-            "--max-shard-size",
-            metavar="SIZE",
-            parser=file_size,
-            help="The maximum size of a file.",
-        ),
+        int, value("--max-shard-size", "SIZE", file_size, "The maximum size of a file.")
     ] = "5GB",  # type: ignore[assignment]  # which Typer shows, and parses
     device: Annotated[
         str | None,
-        typer.Option(
+        value(
             "--device",
-            metavar="DEVICE",
-            parser=device,
-            help="The device to merge on; cuda if there is one, else cpu.",
+            "DEVICE",
+            device,
+            "The device to merge on; cuda if there is one, else cpu.",
         ),
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -120,15 +108,16 @@ def command(
         from .. import merge_checkpoint
         from .loading import choose_device
 
-        with _in_options():
+        quantization = None
+        if quant is not None:
+            quantization = quantization_config(quant, dtype) or False
+        try:
             return merge_checkpoint(
                 base,
                 adapter,
                 out,
                 manifest=manifest,
-                quantization_config=None
-                if quant is None
-                else quantization_config(quant, dtype) or False,
+                quantization_config=quantization,
                 dtype=dtype,
                 max_shard_size=max_shard_size,
                 overwrite=overwrite,
@@ -136,14 +125,16 @@ def command(
                 device=choose_device(device),
                 trust_remote_code=trust_remote_code,
             )
+        except ConfigError as error:
+            text = str(error)
+            for argument, option in _OPTIONS.items():
+                text = text.replace(argument, option)
+            raise ConfigError(text) from error
 
-    with models(base, trust_remote_code=trust_remote_code):
+    with models(base, trust_remote_code):
         status = write(merge, f"merging into {base}", as_json=json_)
-        if (
-            status == EXIT_DONE
-            and quant is not None
-            and _is_unrecorded(base, adapter, manifest)
-        ):
+        is_done = status == EXIT_DONE and quant is not None
+        if is_done and _is_unrecorded(base, adapter, manifest):
             say(
                 f"note: nothing here records how BASE was quantized in training, so --quant {quant} was taken at its "
                 f"word ({KINDS_OF_NF4}); another quantization in training has other weights"
@@ -151,23 +142,10 @@ def command(
     return status
 
 
-@contextlib.contextmanager
-def _in_options() -> Iterator[None]:
-    """Let an error name the options in the place of the arguments."""
-    try:
-        yield
-    except ConfigError as error:
-        text = str(error)
-        for argument, option in _OPTIONS.items():
-            text = text.replace(argument, option)
-        raise ConfigError(text) from error
-
-
 def _is_unrecorded(base: str, adapter: Path, manifest: Path | None) -> bool:
+    """Whether neither a manifest nor the config of the base says how it was quantized."""
+    if manifest is not None or (adapter / "kbitwrap.json").is_file():
+        return False
     from transformers import PretrainedConfig
 
-    is_manifest_there = manifest is not None or (adapter / "kbitwrap.json").is_file()
-    return (
-        not is_manifest_there
-        and "quantization_config" not in PretrainedConfig.get_config_dict(base)[0]
-    )
+    return "quantization_config" not in PretrainedConfig.get_config_dict(base)[0]

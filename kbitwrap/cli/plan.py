@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -10,23 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from rich.console import Group
 
-from .. import ConfigError, Precision, UnsupportedModelError
+from .. import Precision
 from .console import (
     EXIT_DONE,
     EXIT_NO,
+    Doing,
     InputError,
     hanging,
-    joined,
-    progress,
     quiet_libraries,
     show,
     warned,
 )
-from .hub import choose_quantization, in_options, models
+from .hub import choose_quantization, models, refusing
 from .plot import check_plot, draw
-from .tables import table, with_bars
+from .tables import Bars, figure, table
 from .usage import (
     DEFAULT_QUANT,
     HALF_DTYPES,
@@ -34,11 +34,15 @@ from .usage import (
     PRECISIONS,
     QUANTS,
     Json,
+    argument,
     choice,
     file_size,
+    flag,
     integer,
     num_bytes,
+    option,
     path,
+    value,
 )
 
 if TYPE_CHECKING:
@@ -46,7 +50,7 @@ if TYPE_CHECKING:
 
 SUMMARY = "Show what preparing a model costs, from its config alone."
 PEFT = "peft"
-_CACHE = "what it frees stays in the allocator's cache until that is emptied, as new versions of it do at the end"
+_CACHED = "what it frees stays in the allocator's cache until that is emptied, as new versions of it do at the end"
 HELP = """Show what preparing a model costs, from its config alone; with --step, what a training step takes.
 
 No weight is read, and no code of the model's folder is run. Without --step, what each precision adds is printed, and
@@ -58,69 +62,62 @@ Exit status: 0 every precision asked for fits the budget (or there is none), 1 o
 input."""
 
 
-def _option(name: str, metavar: str, parser: Any, help: str) -> Any:
-    return typer.Option(name, metavar=metavar, parser=parser, help=help)
-
-
-def _count(name: str, help: str) -> Any:
-    return _option(name, "NUMBER", integer(1), help)
-
-
 _Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="A folder, a config.json, or a name on the hub."
-    ),
+    str, argument("MODEL", str, "A folder, a config.json, or a name on the hub.")
 ]
 _Quant = Annotated[
     str | None,
     choice(
         "--quant",
-        choices=QUANTS,
-        help=f"Quantization: {KINDS_OF_NF4}; {DEFAULT_QUANT}, if left out. A model that is quantized already keeps its "
+        QUANTS,
+        f"Quantization: {KINDS_OF_NF4}; {DEFAULT_QUANT}, if left out. A model that is quantized already keeps its "
         "own; with none, it is dequantized where transformers can.",
     ),
 ]
 _Dtype = Annotated[
     str,
-    choice(
-        "--dtype",
-        choices=HALF_DTYPES,
-        help="Dtype of the tensors that are not quantized.",
-    ),
+    choice("--dtype", HALF_DTYPES, "Dtype of the tensors that are not quantized."),
 ]
 _Precision = Annotated[
     list[str] | None,
     choice(
         "--precision",
-        choices=(*PRECISIONS, PEFT),
+        (*PRECISIONS, PEFT),
+        f"Any of {', '.join(PRECISIONS)}, with --step also {PEFT}. All, if left out.",
         metavar="PRECISION...",
-        help=f"Any of {', '.join(PRECISIONS)}, with --step also {PEFT}. All, if left out.",
     ),
 ]
 _MemoryBudget = Annotated[
     int | None,
-    _option(
+    value(
         "--memory-budget",
         "BYTES",
         num_bytes,
         "The largest peak allowed while preparing, such as 512MiB.",
     ),
 ]
-_Step = Annotated[bool, typer.Option("--step", help="Predict a training step.")]
+_Step = Annotated[bool, flag("--step", "Predict a training step.")]
 _Seq = Annotated[
     int | None,
-    _count(
+    value(
         "--seq",
+        "NUMBER",
+        integer(1),
         "Tokens in a sequence, with --step; 2048, or the model's own longest if that is less, if left out.",
     ),
 ]
 _Batch = Annotated[
-    int | None, _count("--batch", "Sequences in a batch, with --step; 1, if left out.")
+    int | None,
+    value(
+        "--batch",
+        "NUMBER",
+        integer(1),
+        "Sequences in a batch, with --step; 1, if left out.",
+    ),
 ]
 _Budget = Annotated[
     int | None,
-    _option(
+    value(
         "--budget",
         "BYTES",
         file_size,
@@ -129,13 +126,16 @@ _Budget = Annotated[
 ]
 _Rank = Annotated[
     int | None,
-    _count(
-        "--rank", "LoRA's rank, on every linear layer, with --step; 16, if left out."
+    value(
+        "--rank",
+        "NUMBER",
+        integer(1),
+        "LoRA's rank, on every linear layer, with --step; 16, if left out.",
     ),
 ]
 _Optimizer = Annotated[
     str | None,
-    _option(
+    value(
         "--optimizer",
         "NAME",
         str,
@@ -146,21 +146,21 @@ _Autocast = Annotated[
     str | None,
     choice(
         "--autocast",
-        choices=HALF_DTYPES,
-        help="The dtype of autocast in the forward pass, with --step.",
+        HALF_DTYPES,
+        "The dtype of autocast in the forward pass, with --step.",
     ),
 ]
 _Kernels = Annotated[
     str | None,
     choice(
         "--kernels",
-        choices=("cuda", "cpu"),
-        help="The device of the step, with --step; cuda, if left out.",
+        ("cuda", "cpu"),
+        "The device of the step, with --step; cuda, if left out.",
     ),
 ]
 _Plot = Annotated[
     Path | None,
-    _option(
+    value(
         "--plot",
         "FILE",
         path,
@@ -168,7 +168,7 @@ _Plot = Annotated[
     ),
 ]
 _Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace the file of --plot if it exists.")
+    bool, flag("--overwrite", "Replace the file of --plot if it exists.")
 ]
 
 
@@ -195,27 +195,31 @@ def command(
     Raises:
         InputError: The model cannot be planned for.
     """
-    of_steps = {
-        "seq": seq,
-        "batch": batch,
-        "budget": budget,
-        "rank": rank,
-        "optimizer": optimizer,
-    }
-    of_steps |= {"autocast": autocast, "kernels": kernels}
     if step and memory_budget is not None:
         raise InputError("--memory-budget is for preparing; with --step give --budget")
     if not step:
-        _refuse_of_steps(of_steps, precision or ())
+        _refuse_of_steps(
+            precision or (),
+            seq=seq,
+            batch=batch,
+            budget=budget,
+            rank=rank,
+            optimizer=optimizer,
+            autocast=autocast,
+            kernels=kernels,
+        )
     if plot is not None:
         check_plot(plot, overwrite=overwrite, source=model)
     _expect_installed(quant)
     if not step:
-        return _plan_preparation(
-            PreparationRequest(model, quant, dtype, memory_budget, plot),
-            precision or (),
-            json_,
-        )
+        # With a budget all are planned, so that those that fit can be named.
+        wanted = () if memory_budget is not None else (precision or ())
+        with models(model), Doing(f"planning for {model}"):
+            plans = _plans(model, quant, dtype, wanted)
+        asked = {
+            name: plan for name, plan in plans.items() if name in (precision or plans)
+        }
+        return _tell(Planned(model, dtype, memory_budget, plans, asked), plot, json_)
     from .step import StepRequest, plan_steps
 
     request = StepRequest(
@@ -229,14 +233,13 @@ def command(
         autocast=autocast,
         kernels=kernels or "cuda",
         budget=budget,
-        plot=plot,
     )
-    return plan_steps(request, precision or (*PRECISIONS, PEFT), json_)
+    return plan_steps(request, precision or (*PRECISIONS, PEFT), plot, json_)
 
 
-def _refuse_of_steps(of_steps: dict[str, Any], precisions: Sequence[str]) -> None:
+def _refuse_of_steps(precisions: Sequence[str], **of_steps: object) -> None:
     """Refuse what was given for training steps only."""
-    named = [f"--{name}" for name, value in of_steps.items() if value is not None]
+    named = [option(name) for name, value in of_steps.items() if value is not None]
     if PEFT in precisions:
         named.append(f"--precision {PEFT}")
     if named:
@@ -244,11 +247,9 @@ def _refuse_of_steps(of_steps: dict[str, Any], precisions: Sequence[str]) -> Non
 
 
 def _expect_installed(quant: str | None) -> None:
-    libraries = (
-        ("transformers",) if quant == "none" else ("transformers", "bitsandbytes")
-    )
-    for name in libraries:
-        if importlib.util.find_spec(name) is None:
+    for name in ("transformers", "bitsandbytes"):
+        is_needed = quant != "none" or name != "bitsandbytes"
+        if is_needed and importlib.util.find_spec(name) is None:
             raise InputError(f"planning needs {name}, which is not installed")
 
 
@@ -256,93 +257,55 @@ def _expect_installed(quant: str | None) -> None:
 # What is planned.
 # ----------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class PreparationRequest:
-    """A request for plans of preparations.
-
-    Attributes:
-        model: A folder, a ``config.json``, or a name on the hub.
-        quant: The quantization; ``None`` for the model's own, or the default.
-        dtype: The dtype of what is not quantized.
-        budget: The largest peak allowed, in bytes, or ``None``.
-        plot: The file to draw to, or ``None``.
-    """
-
-    model: str
-    quant: str | None
-    dtype: str
-    budget: int | None
-    plot: Path | None
-
-
-def _plan_preparation(
-    request: PreparationRequest, precisions: Sequence[str], as_json: bool
-) -> int:
-    """Plan preparations, and print what they cost; all precisions where none is named."""
-    # With a budget all are planned, so that those that fit can be named.
-    wanted = () if request.budget is not None else precisions
-    with models(request.model), progress(f"planning for {request.model}"):
-        plans = _plans(request.model, request.quant, request.dtype, wanted)
-    planned = Planned(
-        request,
-        plans,
-        tuple(name for name in plans if not precisions or name in precisions),
-    )
-    if request.plot is not None:
-        _draw(planned, request.plot)
-    if as_json:
-        print(json.dumps(planned.to_dict(), indent=2))
-    else:
-        _show(planned)
-    return EXIT_DONE if {*planned.asked} <= {*planned.fitting} else EXIT_NO
+Plans = dict[str, "Plan"]
+"""Plans by precision."""
 
 
 def _plans(
     model: str, quant: str | None, dtype: str, precisions: Sequence[str]
-) -> dict[str, Plan]:
+) -> Plans:
     """The plans by precision: those asked for, or all, and "full" for PEFT's row."""
     from .. import Plan
 
-    wanted = [
-        one
-        for one in Precision
-        if not precisions or one in (*precisions, Precision.FULL)
-    ]
-    plans = {}
+    plans: Plans = {}
     with quiet_libraries():
         quantization = choose_quantization(model, quant, dtype).config
-        for precision in wanted:
-            try:
-                plans[precision.value] = Plan.for_pretrained(
+        for precision in PRECISIONS:
+            if precisions and precision not in (*precisions, Precision.FULL):
+                continue
+            with refusing(f"the model {model!r} cannot be prepared"):
+                plans[precision] = Plan.for_pretrained(
                     model, quantization, dtype, precision=precision
                 )
-            except ConfigError as error:
-                raise InputError(in_options(error)) from error
-            except UnsupportedModelError as error:
-                raise InputError(
-                    f"the model {model!r} cannot be prepared: {in_options(error)}"
-                ) from error
     return plans
 
 
 @dataclass(frozen=True)
-class Cost:
-    """The bytes that a preparation adds.
+class Way:
+    """A way to prepare, and the bytes that it adds.
 
     Attributes:
-        added: Those that stay.
+        name: A precision, or ``"peft"``.
+        by_role: Those that stay, by role, and ``added`` all of them.
         peak: The most while preparing.
         cached: Those that it frees and an allocator keeps.
     """
 
+    name: str
+    by_role: dict[str, int]
     added: int
     peak: int
     cached: int = 0
 
     @classmethod
-    def of_peft(cls, full: Plan) -> Cost:
-        """The cost of PEFT's function: the casts of "full", in the model's order in place of the largest first."""
+    def of(cls, name: str, plan: Plan) -> Way:
+        """The way of a plan."""
+        by_role = {role: row["added_bytes"] for role, row in plan.by_role.items()}
+        return cls(name, by_role, plan.added_bytes, plan.peak_bytes)
+
+    @classmethod
+    def of_peft(cls, full: Plan) -> Way:
+        """The way of PEFT's function: the casts of "full", in the model's order in place of the largest first."""
         edits = full.to_dict()["edits"]
         (order,) = [edit["fqns"] for edit in edits if edit["action"] == "freeze"]
         places = {fqn: place for place, fqn in enumerate(order)}
@@ -351,28 +314,24 @@ class Cost:
             return min(places[fqn] for fqn in cast["fqns"])
 
         casts = [edit for edit in edits if edit["action"] == "store"]
-        live = peak = 0
+        added = peak = 0
         for cast in sorted(casts, key=place_of):
-            peak = max(peak, live + cast["transient_bytes"])
-            live += cast["added_bytes"]
-        return cls(live, peak, full.cache_bytes)
-
-    def to_dict(self) -> dict[str, int]:
-        """As plain values, ready for JSON."""
-        return {
-            "added_bytes": self.added,
-            "peak_bytes": self.peak,
-            "cache_bytes": self.cached,
-        }
+            peak = max(peak, added + cast["transient_bytes"])
+            added += cast["added_bytes"]
+        return dataclasses.replace(
+            cls.of(PEFT, full), added=added, peak=peak, cached=full.cache_bytes
+        )
 
 
 @dataclass(frozen=True)
 class Planned:
-    """The plans of a request, by precision; some were made to be compared with, and were not asked for."""
+    """What was planned for a model; some plans were made to be compared with, and were not asked for."""
 
-    request: PreparationRequest
-    plans: dict[str, Plan]
-    asked: tuple[str, ...]
+    model: str
+    dtype: str
+    budget: int | None
+    plans: Plans
+    asked: Plans
 
     @property
     def full(self) -> Plan:
@@ -380,17 +339,13 @@ class Planned:
         return self.plans[Precision.FULL.value]
 
     @property
-    def shown(self) -> dict[str, Plan]:
-        """The plans that were asked for."""
-        return {name: self.plans[name] for name in self.asked}
-
-    @property
     def fitting(self) -> list[str]:
         """The precisions that fit the budget; with none, those asked for."""
-        budget = self.request.budget
-        if budget is None:
-            return [*self.asked]
-        return [name for name, plan in self.plans.items() if plan.peak_bytes <= budget]
+        if self.budget is None:
+            return list(self.asked)
+        return [
+            name for name, plan in self.plans.items() if plan.peak_bytes <= self.budget
+        ]
 
     @property
     def loaded(self) -> int:
@@ -398,45 +353,30 @@ class Planned:
         return sum(row["bytes"] for row in self.full.by_role.values())
 
     @functools.cached_property
-    def peft(self) -> Cost:
-        """The cost of PEFT's own preparation."""
-        return Cost.of_peft(self.full)
-
-    @property
-    def costs(self) -> dict[str, Cost]:
-        """The cost of PEFT's preparation and of each precision."""
-        ours = {
-            name: Cost(plan.added_bytes, plan.peak_bytes)
-            for name, plan in self.shown.items()
-        }
-        return {PEFT: self.peft, **ours}
-
-    @property
-    def added(self) -> dict[str, dict[str, int]]:
-        """The bytes that each of them adds, by role."""
-        return {
-            name: _added_by_role(plan)
-            for name, plan in ((PEFT, self.full), *self.shown.items())
-        }
+    def ways(self) -> list[Way]:
+        """PEFT's way and each precision that was asked for."""
+        ours = [Way.of(name, plan) for name, plan in self.asked.items()]
+        return [Way.of_peft(self.full), *ours]
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values, ready for JSON."""
+        peft = self.ways[0]
         fitting = self.fitting
         return {
-            "model": self.request.model,
-            "dtype": self.request.dtype,
+            "model": self.model,
+            "dtype": self.dtype,
             "quantization": self.full.quantization,
-            "memory_budget_bytes": self.request.budget,
+            "memory_budget_bytes": self.budget,
             "loaded_bytes": self.loaded,
-            "peft": self.peft.to_dict(),
+            "peft": {
+                "added_bytes": peft.added,
+                "peak_bytes": peft.peak,
+                "cache_bytes": peft.cached,
+            },
             "fits": {name: name in fitting for name in self.asked},
             "fitting": fitting,
-            "plans": {name: _figures(plan) for name, plan in self.shown.items()},
+            "plans": {name: _figures(plan) for name, plan in self.asked.items()},
         }
-
-
-def _added_by_role(plan: Plan) -> dict[str, int]:
-    return {role: row["added_bytes"] for role, row in plan.by_role.items()}
 
 
 def _figures(plan: Plan) -> dict[str, Any]:
@@ -445,127 +385,108 @@ def _figures(plan: Plan) -> dict[str, Any]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# What is shown of it.
+# What is told of it.
 # ----------------------------------------------------------------------------------------------------
 
 
-def _show(planned: Planned) -> None:
-    request = planned.request
-    quantization = planned.full.quantization or "none"
-    parts: list[Any] = [
-        f"{request.model}: quantization {quantization}, {request.dtype}, {_mib(planned.loaded)} loaded. In MiB:"
-    ]
-    if any(planned.peft.to_dict().values()):  # else none adds anything
-        parts.append(_by_precision(planned))
-    parts.append(_by_role(planned))
-    if notes := _notes(planned):
-        parts.append(joined(notes))
-    show(*parts)
+def _tell(planned: Planned, plot: Path | None, as_json: bool) -> int:
+    """Draw and print what was planned; returns the exit status."""
+    if plot is not None:
+        _draw(planned, plot)
+    if as_json:
+        print(json.dumps(planned.to_dict(), indent=2))
+    else:
+        quantization = planned.full.quantization or "none"
+        loaded = _mib(planned.loaded)
+        peft = planned.ways[0]
+        parts: list[Any] = [
+            f"{planned.model}: quantization {quantization}, {planned.dtype}, {loaded} loaded. In MiB:"
+        ]
+        if peft.added or peft.peak or peft.cached:  # else none adds anything
+            parts.append(_by_precision(planned))
+        parts.append(_by_role(planned))
+        if notes := _notes(planned):
+            parts.append(Group(*notes))
+        show(*parts)
+    return EXIT_DONE if {*planned.asked} <= {*planned.fitting} else EXIT_NO
 
 
-def _by_precision(planned: Planned) -> Any:
+def _by_precision(planned: Planned) -> Group:
     """The cost of each precision in all, with a bar of its peak on which the budget is marked."""
-    budget, costs = planned.request.budget, planned.costs
+    budget, ways = planned.budget, planned.ways
     rows = [["precision", "added", "after", "peak", "freed to cache"]]
-    for name, cost in costs.items():
-        figures = (cost.added, planned.loaded + cost.added, cost.peak, cost.cached)
-        rows.append([name, *map(_mib, figures)])
+    for way in ways:
+        sizes = (way.added, planned.loaded + way.added, way.peak, way.cached)
+        rows.append([way.name, *map(_mib, sizes)])
     title = "peak"
     if budget is not None:
         title = f"peak, budget {_mib(budget)}"
-        rows[0].append("fits")
-        for row, cost in zip(rows[1:], costs.values(), strict=True):
-            row.append("yes" if cost.peak <= budget else "no")
-    drawn, left = with_bars(
-        rows, title, [[cost.peak] for cost in costs.values()], budget
+        fits = ["yes" if way.peak <= budget else "no" for way in ways]
+        for row, cell in zip(rows, ["fits", *fits], strict=True):
+            row.append(cell)
+    return table(
+        rows, right=True, bars=Bars(title, [[way.peak] for way in ways], budget)
     )
-    return table(drawn, right=True, left=left)
 
 
-def _by_role(planned: Planned) -> Any:
+def _by_role(planned: Planned) -> Group:
     """Parameters and loaded bytes by role, and what is added to them; what adds the same is one column."""
     by_role = planned.full.by_role
     columns: dict[tuple[int, ...], list[str]] = {}
-    for name, roles in planned.added.items():
-        sizes = tuple(roles[role] for role in by_role)
-        if any(sizes):
-            columns.setdefault(sizes, []).append(name)
-    rows = [
-        [
-            "role",
-            "parameters",
-            "loaded",
-            *(f"+{', '.join(names)}" for names in columns.values()),
-        ]
-    ]
+    for way in planned.ways:
+        if any(way.by_role.values()):
+            columns.setdefault(tuple(way.by_role.values()), []).append(way.name)
+    headers = [f"+{', '.join(names)}" for names in columns.values()]
+    rows = [["role", "parameters", "loaded", *headers]]
     bars = []
     for place, (role, row) in enumerate(by_role.items()):
         added = [_mib(sizes[place]) for sizes in columns]
         rows.append([role, str(row["count"]), _mib(row["bytes"]), *added])
         bars.append([row["bytes"], row["added_bytes"]])
     count = sum(row["count"] for row in by_role.values())
-    rows.append(
-        [
-            "total",
-            str(count),
-            _mib(planned.loaded),
-            *(_mib(sum(sizes)) for sizes in columns),
-        ]
-    )
+    sums = [_mib(sum(sizes)) for sizes in columns]
+    rows.append(["total", str(count), _mib(planned.loaded), *sums])
     title = f"loaded +{PEFT}" if columns else "loaded"
-    drawn, left = with_bars(rows, title, [*bars, []])
-    return table(drawn, right=True, left=left)
+    return table(rows, right=True, bars=Bars(title, [*bars, []]))
 
 
-def _notes(planned: Planned) -> list[Any]:
+def _notes(planned: Planned) -> list[str]:
     """The lines below the tables: precisions that add nothing, warnings, and those that fit a budget."""
     notes = []
-    if idle := [
-        name for name, roles in planned.added.items() if not any(roles.values())
-    ]:
-        notes.append(hanging(f"Nothing is added by {', '.join(idle)}.", 2))
-    if samples := max(
-        (plan.sample_bytes for plan in planned.shown.values()), default=0
-    ):
+    idle = [way.name for way in planned.ways if not any(way.by_role.values())]
+    if idle:
+        notes.append(f"Nothing is added by {', '.join(idle)}.")
+    samples = max([plan.sample_bytes for plan in planned.asked.values()], default=0)
+    if samples:
         notes.append(
-            hanging(
-                f"Beside it, samples of the parameters take {_mib(samples)} while prepared.",
-                2,
-            )
+            f"Beside it, samples of the parameters take {_mib(samples)} while prepared."
         )
-    if planned.peft.cached:
-        notes.append(hanging(f"PEFT's function ({PEFT}): {_CACHE}.", 2))
-    notes += warned({name: plan.warnings for name, plan in planned.shown.items()})
+    if planned.ways[0].cached:
+        notes.append(f"PEFT's function ({PEFT}): {_CACHED}.")
+    notes = [hanging(note, 2) for note in notes]
+    notes += warned({name: plan.warnings for name, plan in planned.asked.items()})
     fitting = planned.fitting
     if not {*planned.asked} <= {*fitting}:
-        notes.append(
-            hanging(
-                f"Within the memory budget: {', '.join(fitting) or 'no precision'}", 2
-            )
-        )
+        within = ", ".join(fitting) or "no precision"
+        notes.append(hanging(f"Within the memory budget: {within}", 2))
     return notes
 
 
 def _draw(planned: Planned, file: Path) -> None:
     """Draw the parameters when prepared, by role, with the peaks and the budget."""
-    request, by_role = planned.request, planned.full.by_role
+    loaded = planned.loaded
+    by_role = planned.full.by_role
     bars = {}
-    for name, roles in planned.added.items():
-        bars[name] = {role: row["bytes"] + roles[role] for role, row in by_role.items()}
-    marks = {name: planned.loaded + cost.peak for name, cost in planned.costs.items()}
-    budget = None if request.budget is None else planned.loaded + request.budget
-    draw(
-        bars,
-        file,
-        f"{Path(request.model).name}: parameters when prepared, by role",
-        marks=marks,
-        budget=budget,
-    )
+    for way in planned.ways:
+        sizes = {
+            role: row["bytes"] + way.by_role[role] for role, row in by_role.items()
+        }
+        bars[way.name] = sizes
+    marks = {way.name: loaded + way.peak for way in planned.ways}
+    budget = None if planned.budget is None else loaded + planned.budget
+    title = f"{Path(planned.model).name}: parameters when prepared, by role"
+    draw(bars, file, title, marks=marks, budget=budget)
 
 
 def _mib(num_bytes: int) -> str:
-    """Mebibytes; a number above zero is never shown as zero."""
-    if num_bytes == 0:
-        return "0"
-    digits = 1 if num_bytes >= 2**20 else 3
-    return f"{max(num_bytes / 2**20, 0.001):,.{digits}f}"
+    return figure(num_bytes, 2**20, 1 if num_bytes >= 2**20 else 3)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..bench.files import replacing
 from ..bench.settings import PLOT_SUFFIXES
@@ -15,7 +17,8 @@ if TYPE_CHECKING:
     from .. import StepMemory
 
 _GIB = 2**30
-_STYLE = {
+_LINE_COLOR = "#1f2328"
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "figure.facecolor": "#ffffff",
     "axes.facecolor": "#ffffff",
@@ -69,38 +72,36 @@ def draw(
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(_STYLE):  # type: ignore[arg-type]
+    parts = dict.fromkeys(part for sizes in bars.values() for part in sizes)
+    with matplotlib.rc_context(_STYLE), writing(path) as unfinished:
         figure = Figure(figsize=(8, 1.4 + 0.4 * len(bars)), layout="constrained")
         axes = figure.subplots()
-        starts = [0.0] * len(bars)
-        for part in dict.fromkeys(part for parts in bars.values() for part in parts):
-            sizes = [parts.get(part, 0) / _GIB for parts in bars.values()]
+        ends = [0.0] * len(bars)
+        for part in parts:
+            sizes = [of_one.get(part, 0) / _GIB for of_one in bars.values()]
             if any(sizes):
-                axes.barh([*bars], sizes, left=starts, label=part, height=0.7)
-                starts = [
-                    start + size for start, size in zip(starts, sizes, strict=True)
-                ]
-        if marks:
+                axes.barh([*bars], sizes, left=ends, label=part, height=0.7)
+                ends = list(map(operator.add, ends, sizes))
+        if marks is not None:
             peaks = [size / _GIB for size in marks.values()]
             axes.plot(
                 peaks,
                 [*marks],
                 "D",
-                color="#1f2328",
+                color=_LINE_COLOR,
                 markersize=5,
                 label="peak while preparing",
             )
         if budget is not None:
             axes.axvline(
-                budget / _GIB, color="#1f2328", linestyle="--", label="memory budget"
+                budget / _GIB, color=_LINE_COLOR, linestyle="--", label="memory budget"
             )
         axes.invert_yaxis()
         axes.set_xlabel("GiB")
         axes.set_title(title, fontsize=10, loc="left")
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        axes.spines[["top", "right"]].set_visible(False)
         figure.legend(loc="outside right upper", frameon=False, fontsize="small")
-        _save(figure.savefig, path)
+        figure.savefig(unfinished)
 
 
 def draw_steps(
@@ -121,19 +122,32 @@ def draw_steps(
 
     if len(steps) == 1:
         (step,) = steps.values()
-        with matplotlib.rc_context(_STYLE):  # type: ignore[arg-type]
-            _save(step.plot, path)
+        with matplotlib.rc_context(_STYLE), writing(path) as unfinished:
+            step.plot(unfinished)
         return
-    kinds = {
-        name: {k.replace("_", " "): size for k, size in step.by_kind.items()}
-        for name, step in steps.items()
-    }
+    kinds = {}
+    for name, step in steps.items():
+        kinds[name] = {
+            kind.replace("_", " "): size for kind, size in step.by_kind.items()
+        }
     draw(kinds, path, title, budget=budget)
 
 
-def _save(save: Callable[[Path], object], path: Path) -> None:
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[Path]:
+    """Let a file be written beside its place, and put there once it is whole.
+
+    Args:
+        path: The file.
+
+    Yields:
+        The file to write.
+
+    Raises:
+        InputError: The file cannot be written.
+    """
     try:
         with replacing(path) as unfinished:
-            save(unfinished)
+            yield unfinished
     except OSError as error:
         raise InputError(f"cannot write {str(path)!r}: {error.strerror}") from error

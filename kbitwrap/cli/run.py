@@ -11,11 +11,9 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
-import typer
-
 from .. import Precision
 from .console import EXIT_DONE, EXIT_INTERRUPTED, EXIT_NO, InputError
-from .usage import PRECISIONS, choice
+from .usage import PRECISIONS, argument, choice
 
 SUMMARY = "Run a script in which PEFT's prepare_model_for_kbit_training is kbitwrap's."
 HELP = """Run a script in which PEFT's prepare_model_for_kbit_training is kbitwrap's.
@@ -29,19 +27,17 @@ SETTINGS = {"allow_interspersed_args": False}
 
 
 def command(
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file.")],
+    script: Annotated[str, argument("SCRIPT", str, "A Python file.")],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[ARGUMENTS]...", help="The script's own arguments and options."
-        ),
+        argument("[ARGUMENTS]...", str, "The script's own arguments and options."),
     ] = None,
     precision: Annotated[
         str,
         choice(
             "--precision",
-            choices=PRECISIONS,
-            help="What the drop-in prepares with; 'full' is PEFT's way.",
+            PRECISIONS,
+            "What the drop-in prepares with; 'full' is PEFT's way.",
         ),
     ] = Precision.FULL.value,
 ) -> int:

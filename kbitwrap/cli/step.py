@@ -3,39 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import ConfigError, StepPredictor, UnsupportedModelError
-from .console import (
-    EXIT_DONE,
-    EXIT_NO,
-    InputError,
-    hanging,
-    joined,
-    progress,
-    quiet_libraries,
-    show,
-    warned,
-)
-from .hub import choose_quantization, in_options, models
+from rich.console import Group
+
+from .. import StepPredictor
+from .console import EXIT_DONE, EXIT_NO, Doing, hanging, quiet_libraries, show, warned
+from .hub import choose_quantization, models, refusing
 from .plot import draw_steps
-from .tables import table
+from .tables import figure, table
 
 if TYPE_CHECKING:
     from .. import StepMemory
 
 _DEFAULT_SEQ_LEN = 2048
-_OF_BUDGET = 6  # the columns before those of a budget
+_GIB = 2**30
 _BESIDE = (
     "Tensors alone are counted, and a budget is compared with them: the CUDA context, fragmentation and other programs "
     "on the device come on top."
 )
-
-Say = Callable[[str], None]
-"""Says what is being predicted now."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +43,6 @@ class StepRequest:
         autocast: The dtype of autocast, or ``None``.
         kernels: ``"cuda"`` or ``"cpu"``.
         budget: Bytes, or ``None``.
-        plot: The file to draw to, or ``None``.
     """
 
     model: str
@@ -67,7 +55,6 @@ class StepRequest:
     autocast: str | None
     kernels: str
     budget: int | None
-    plot: Path | None
 
 
 @dataclass(frozen=True)
@@ -86,20 +73,25 @@ class Prediction:
         """As plain values, ready for JSON."""
         found = self.step.to_dict()
         if budget is not None:
-            found |= {
-                "fits": self.fits(budget),
-                "longest_sequence": self.longest,
-                "largest_batch": self.largest,
-            }
+            found["fits"] = self.fits(budget)
+            found["longest_sequence"] = self.longest
+            found["largest_batch"] = self.largest
         return found
 
 
-def plan_steps(request: StepRequest, precisions: Sequence[str], as_json: bool) -> int:
+Predictions = dict[str, Prediction]
+"""The predictions, by precision."""
+
+
+def plan_steps(
+    request: StepRequest, precisions: Sequence[str], plot: Path | None, as_json: bool
+) -> int:
     """Predict, and print what was predicted.
 
     Args:
         request: What is asked for.
         precisions: The precisions, ``"peft"`` among them.
+        plot: The file to draw to, or ``None``.
         as_json: Whether to print JSON.
 
     Returns:
@@ -108,92 +100,55 @@ def plan_steps(request: StepRequest, precisions: Sequence[str], as_json: bool) -
     Raises:
         InputError: The model's step cannot be predicted.
     """
-    found: dict[str, Prediction] = {}
-    with (
-        models(request.model),
-        progress(f"building {request.model}") as doing,
-        quiet_libraries(),
-    ):
-        quantization = choose_quantization(
-            request.model, request.quant, request.dtype
-        ).name
+    model, budget = request.model, request.budget
+    found: Predictions = {}
+    with models(model), Doing(f"building {model}") as doing, quiet_libraries():
+        quantization = choose_quantization(model, request.quant, request.dtype).name
         for number, precision in enumerate(precisions, 1):
-
-            def say(
-                what: str, which: str = f"{precision} ({number} of {len(precisions)})"
-            ) -> None:
-                doing.now(f"predicting {which}: {what}")
-
-            found[precision] = _predict(request, precision, say)
-    if request.plot is not None:
-        _draw(request, found, request.plot)
+            what = f"predicting {precision} ({number} of {len(precisions)})"
+            with refusing(f"the step of {model!r} cannot be predicted"):
+                found[precision] = _predict(request, precision, what, doing.now)
+    if plot is not None:
+        title = f"{Path(model).name}: a step of {_batch(found)}, at its peak"
+        steps = {name: one.step for name, one in found.items()}
+        draw_steps(steps, plot, title, budget)
     if as_json:
-        print(json.dumps(_to_dict(request, found), indent=2))
+        predicted = {name: one.to_dict(budget) for name, one in found.items()}
+        result = {"model": model, "budget_bytes": budget, "steps": predicted}
+        print(json.dumps(result, indent=2))
     else:
         _show(request, quantization, found)
-    fits = [one.fits(request.budget) for one in found.values()]
+    fits = [one.fits(budget) for one in found.values()]
     return EXIT_DONE if all(fits) else EXIT_NO
 
 
-def _to_dict(request: StepRequest, found: dict[str, Prediction]) -> dict[str, Any]:
-    steps = {name: one.to_dict(request.budget) for name, one in found.items()}
-    return {"model": request.model, "budget_bytes": request.budget, "steps": steps}
-
-
-def _draw(request: StepRequest, found: dict[str, Prediction], file: Path) -> None:
-    title = (
-        f"{Path(request.model).name}: a step of {_batch(request, found)}, at its peak"
-    )
-    draw_steps(
-        {name: one.step for name, one in found.items()}, file, title, request.budget
-    )
-
-
-def _batch(request: StepRequest, found: dict[str, Prediction]) -> str:
-    return f"{request.batch_size} x {_seq_len(found):,} tokens"
-
-
-def _seq_len(found: dict[str, Prediction]) -> int:
-    return next(iter(found.values())).step.seq_len
-
-
-def _predict(request: StepRequest, precision: str, say: Say) -> Prediction:
-    try:
-        return _predict_all(request, precision, say)
-    except ConfigError as error:
-        raise InputError(in_options(error)) from error
-    except UnsupportedModelError as error:
-        raise InputError(
-            f"the step of {request.model!r} cannot be predicted: {in_options(error)}"
-        ) from error
-
-
-def _predict_all(request: StepRequest, precision: str, say: Say) -> Prediction:
+def _predict(
+    request: StepRequest, precision: str, what: str, say: Callable[[str], object]
+) -> Prediction:
     """Predict the step, and with a budget what fits it."""
     from peft import LoraConfig
 
+    quantization = choose_quantization(request.model, request.quant, request.dtype)
     predict = StepPredictor(
         request.model,
         precision=precision,
         lora=LoraConfig(r=request.rank, target_modules="all-linear"),
-        quantization_config=choose_quantization(
-            request.model, request.quant, request.dtype
-        ).config,
+        quantization_config=quantization.config,
         dtype=request.dtype,
         optimizer=request.optimizer,
         autocast=request.autocast,
         kernels=request.kernels,
     )
-    say("the step")
+    say(f"{what}: the step")
     seq_len = request.seq_len
     if seq_len is None:
         seq_len = min(_DEFAULT_SEQ_LEN, predict.max_seq_len or _DEFAULT_SEQ_LEN)
     step = predict(request.batch_size, seq_len)
     if request.budget is None:
         return Prediction(step)
-    say("the longest sequence")
+    say(f"{what}: the longest sequence")
     longest = predict.longest_sequence(request.budget, request.batch_size)
-    say("the largest batch")
+    say(f"{what}: the largest batch")
     return Prediction(step, longest, predict.largest_batch(request.budget, seq_len))
 
 
@@ -202,86 +157,85 @@ def _predict_all(request: StepRequest, precision: str, say: Say) -> Prediction:
 # ----------------------------------------------------------------------------------------------------
 
 
-def _show(
-    request: StepRequest, quantization: str, found: dict[str, Prediction]
-) -> None:
-    rows, same = _by_precision(request, found)
-    budget = "" if request.budget is None else f", budget {_gib(request.budget)}"
+def _batch(found: Predictions) -> str:
+    step = next(iter(found.values())).step
+    return f"{step.batch_size} x {step.seq_len:,} tokens"
+
+
+def _show(request: StepRequest, quantization: str, found: Predictions) -> None:
+    budget = request.budget
+    limit = "" if budget is None else f", budget {figure(budget, _GIB)}"
+    rows, same = _by_precision(budget, found)
     parts: list[Any] = [
-        f"{request.model}: a step of {_batch(request, found)} on {request.kernels}, {quantization}, LoRA of rank "
-        f"{request.rank}{budget}. In GiB:",
+        f"{request.model}: a step of {_batch(found)} on {request.kernels}, {quantization}, LoRA of rank "
+        f"{request.rank}{limit}. In GiB:",
         table(rows, right=True),
     ]
     if same:
-        parts.append(f"For each: {same}.")
+        parts.append(f"For each: {', '.join(same)}.")
     parts.append(table(_by_kind(found), right=True))
-    parts += _beside(found)
-    notes = dict.fromkeys(note for one in found.values() for note in one.step.notes)
+    steps = [one.step for one in found.values()]
+    if any(step.unknown for step in steps):
+        parts.append(_beside(steps))
+    notes = dict.fromkeys(note for step in steps for note in step.notes)
     parts += [hanging(f"note: {note}", 2) for note in notes]
     if warnings := warned({name: one.step.warnings for name, one in found.items()}):
-        parts.append(joined(warnings))
+        parts.append(Group(*warnings))
     show(*parts)
 
 
 def _by_precision(
-    request: StepRequest, found: dict[str, Prediction]
-) -> tuple[list[list[str]], str]:
-    """The rows of the precisions, and what is the same in all of them, to be said once."""
+    budget: int | None, found: Predictions
+) -> tuple[list[list[str]], list[str]]:
+    """The rows of the precisions, and what of a budget is the same in all of them, to be said once."""
     rows = [["precision", "before", "forward", "backward", "optimizer", "peak"]]
     for name, one in found.items():
         step = one.step
         phases = (step.forward_bytes, step.backward_bytes, step.optimizer_bytes)
-        rows.append([name, *map(_gib, (step.static_bytes, *phases, step.peak_bytes))])
-    if request.budget is not None:
-        rows[0] += ["fits", "longest sequence", f"largest batch at {_seq_len(found):,}"]
-        for row, one in zip(rows[1:], found.values(), strict=True):
-            fits = "yes" if one.fits(request.budget) else "no"
-            row += [fits, f"{one.longest:,}", f"{one.largest:,}"]
-    if len(found) < 2:
-        return rows, ""
-    kept, same = [], []
-    for place, (header, *cells) in enumerate(zip(*rows, strict=True)):
-        if place >= _OF_BUDGET and len(set(cells)) == 1:
+        sizes = (step.static_bytes, *phases, step.peak_bytes)
+        rows.append([name, *(figure(size, _GIB) for size in sizes)])
+    same: list[str] = []
+    if budget is None:
+        return rows, same
+    predictions = list(found.values())
+    seq_len = predictions[0].step.seq_len
+    columns = {
+        "fits": ["yes" if one.fits(budget) else "no" for one in predictions],
+        "longest sequence": [f"{one.longest:,}" for one in predictions],
+        f"largest batch at {seq_len:,}": [f"{one.largest:,}" for one in predictions],
+    }
+    for header, cells in columns.items():
+        if len(cells) > 1 and len(set(cells)) == 1:
             same.append(f"{header} {cells[0]}")
         else:
-            kept.append(place)
-    return [[row[place] for place in kept] for row in rows], ", ".join(same)
+            for row, cell in zip(rows, [header, *cells], strict=True):
+                row.append(cell)
+    return rows, same
 
 
-def _by_kind(found: dict[str, Prediction]) -> list[list[str]]:
+def _by_kind(found: Predictions) -> list[list[str]]:
     """The rows of what is held at the peak."""
-    steps = [one.step for one in found.values()]
+    peaks = [one.step.by_kind for one in found.values()]
     rows = [["held at the peak", *found]]
-    for kind in dict.fromkeys(kind for step in steps for kind in step.by_kind):
-        sizes = [_gib(step.by_kind.get(kind, 0)) for step in steps]
+    for kind in dict.fromkeys(kind for peak in peaks for kind in peak):
+        sizes = [figure(peak.get(kind, 0), _GIB) for peak in peaks]
         rows.append([kind.replace("_", " "), *sizes])
     return rows
 
 
-def _beside(found: dict[str, Prediction]) -> list[Any]:
+def _beside(steps: Sequence[StepMemory]) -> Group:
     """Say what a device holds beside the figures: the range of the unknown parts, and what no figure counts."""
-    steps = [one.step for one in found.values()]
+    # each in short, without its number
     parts = dict.fromkeys(
-        _in_short(part.what) for step in steps for part in step.unknown
+        part.what.partition(",")[0].lstrip("0123456789 ")
+        for step in steps
+        for part in step.unknown
     )
-    if not parts:
-        return []
     least = min(step.unknown_bytes[0] for step in steps)
     most = max(step.unknown_bytes[1] for step in steps)
     sign = "-" if least < 0 else ""
-    unknown = f"Unknown, beside each peak: {sign}{_gib(abs(least))} to {_gib(most)} ({'; '.join(parts)})."
-    return [joined(_hung([unknown, _BESIDE]))]
-
-
-def _in_short(what: str) -> str:
-    """What an unknown part is, without its number."""
-    return what.partition(",")[0].lstrip("0123456789 ")
-
-
-def _hung(lines: Iterable[str]) -> list[Any]:
-    return [hanging(line, 2) for line in lines]
-
-
-def _gib(num_bytes: int) -> str:
-    """Gibibytes; a number above zero is never shown as zero."""
-    return "0" if num_bytes == 0 else f"{max(num_bytes / 2**30, 0.001):,.3f}"
+    unknown = (
+        f"Unknown, beside each peak: {sign}{figure(abs(least), _GIB)} to {figure(most, _GIB)} "
+        f"({'; '.join(parts)})."
+    )
+    return Group(hanging(unknown, 2), hanging(_BESIDE, 2))

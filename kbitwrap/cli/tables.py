@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Group
+from rich.rule import Rule
+from rich.table import Table
 from rich.text import Text
 
 from .console import num_columns
@@ -20,52 +21,50 @@ _SHORTEST_BAR, _LONGEST_BAR = 8, 32
 _FIGURE = re.compile(r"[-+±\d\s.,:()%e]*")
 _STYLES = {"pass": "green", "yes": "green", "FAIL": "bold red", "no": "red"}
 
+Column = Sequence[str]
+"""The cells of a column, the header first."""
 
-def with_bars(
-    rows: Sequence[Sequence[str]],
-    title: str,
-    bars: Sequence[Sequence[int]],
-    mark: int | None = None,
-) -> tuple[list[list[str]], int]:
-    """Add a column of bars to rows, if there is room for it.
 
-    Args:
-        rows: The header and the rows.
-        title: The header of the bars.
-        bars: The sizes of the parts of each row's bar; the first is drawn full, the
+@dataclass(frozen=True)
+class Bars:
+    """A column of bars, drawn behind a table where there is room for it.
+
+    Attributes:
+        title: The header of the column.
+        sizes: The sizes of the parts of each row's bar; the first is drawn full, the
             second light.
         mark: A size that is marked on every bar.
-
-    Returns:
-        The rows for ``table``, and the number of columns that were added, for its
-            ``left``.
     """
-    taken = sum(_widest(column) + _GAP for column in zip(*rows, strict=True))
-    width = min(num_columns() - taken, _LONGEST_BAR)
-    most = max([*map(sum, bars), mark or 0])
-    least_width = max(_SHORTEST_BAR, cell_len(title))
-    if width < least_width or not most:
-        return [list(row) for row in rows], 0
-    added = [title, *(_bar(sizes, most, width, mark) for sizes in bars)]
-    return [[*row, cell] for row, cell in zip(rows, added, strict=True)], 1
 
+    title: str
+    sizes: Sequence[Sequence[int]]
+    mark: int | None = None
 
-def _bar(sizes: Sequence[int], most: int, width: int, mark: int | None) -> str:
-    parts, line = _drawn_with()
-    cells = [" "] * width
-    end = 0
-    for size, part in zip(sizes, parts, strict=False):
-        start = end
-        end += size
-        first = round(width * start / most)
-        last = round(width * end / most)
-        if end > 0 and not last:
-            last = 1  # what is there is seen
-        cells[first:last] = part * len(cells[first:last])
-    if mark is not None:
-        place = round(width * mark / most)
-        cells[min(place, width - 1)] = line
-    return "".join(cells)
+    def drawn(self, room: int) -> Column | None:
+        """The column, in so many columns of the terminal; ``None`` where they are too few, or all is zero."""
+        width = min(room, _LONGEST_BAR)
+        longest = max([*map(sum, self.sizes), self.mark or 0])
+        if width < max(_SHORTEST_BAR, cell_len(self.title)) or not longest:
+            return None
+        scale = width / longest
+        return [self.title, *(self._bar(sizes, width, scale) for sizes in self.sizes)]
+
+    def _bar(self, sizes: Sequence[int], width: int, scale: float) -> str:
+        parts, line = _drawn_with()
+        cells = [" "] * width
+        start = end = 0
+        for size, part in zip(sizes, parts, strict=False):
+            end += size
+            last = round(scale * end)
+            if end > 0 and not last:
+                last = 1  # what is there is seen
+            first = round(scale * start)
+            cells[first:last] = part * len(cells[first:last])
+            start = end
+        if self.mark is not None:
+            place = round(scale * self.mark)
+            cells[min(place, width - 1)] = line
+        return "".join(cells)
 
 
 def _drawn_with() -> tuple[str, str]:
@@ -78,8 +77,12 @@ def _drawn_with() -> tuple[str, str]:
 
 
 def table(
-    rows: Sequence[Sequence[str]], *, keys: int = 1, right: bool = False, left: int = 0
-) -> Text:
+    rows: Sequence[Sequence[str]],
+    *,
+    keys: int = 1,
+    right: bool = False,
+    bars: Bars | None = None,
+) -> Group:
     """Lay rows out in columns, a rule under the first row.
 
     Where they are too wide, headers are folded first, then columns of text. What is
@@ -90,7 +93,7 @@ def table(
         rows: The header and the rows, of equal lengths.
         keys: How many of the first columns name a row.
         right: Whether to align the others to the right.
-        left: How many of the last columns are aligned to the left all the same.
+        bars: Bars to draw behind the rows.
 
     Returns:
         The table for ``show``.
@@ -102,110 +105,78 @@ def table(
         -----  ------
         loss   pass
     """
-    width = num_columns()
-    columns = list(zip(*rows, strict=True))
+    columns: list[Column] = list(zip(*rows, strict=True))
+    taken = sum(_widest(column) + _GAP for column in columns)
+    drawn = None if bars is None else bars.drawn(num_columns() - taken)
+    if drawn is not None:
+        columns.append(drawn)
+    num_left = keys if right else len(columns)
     names = columns[:keys]
-    parts = [list(names)]
+    part = list(names)
+    parts: list[Table | str] = []
     for column in columns[keys:]:
-        part = parts[-1]
-        is_first = len(part) == keys
-        if is_first or _widths([*part, column], width) is not None:
-            part.append(column)
-        else:
-            parts.append([*names, column])
-    laid_out = []
-    for part in parts:
-        num_left = left if part is parts[-1] else 0
-        right_columns = range(keys, len(part) - num_left) if right else range(0)
-        laid_out.append(_lay_out(part, width, right_columns))
-    return Text("\n\n").join(laid_out)
+        if len(part) > keys and _widths([*part, column]) is None:
+            parts += [_lay_out(part, num_left), ""]
+            part = list(names)
+        part.append(column)
+    last = _lay_out(part, num_left)
+    if drawn is not None:
+        last.columns[-1].justify = "left"
+    return Group(*parts, last)
 
 
-def _widest(cells: Iterable[str]) -> int:
+def _widest(cells: Column) -> int:
     return max(map(cell_len, cells))
 
 
-def _widths(columns: Sequence[Sequence[str]], width: int) -> list[int] | None:
+def _widths(columns: Sequence[Column]) -> list[int] | None:
     """The widths of columns that fit side by side; ``None`` where they do not."""
-    room = width - _GAP * (len(columns) - 1)
-    widest = [_widest(column) for column in columns]
-    if sum(widest) <= room:
-        return widest
-    widths = []
-    for header, *cells in columns:
-        widths.append(_widest([*cells, *header.split(), ""]))
-    saved = [most - least for most, least in zip(widest, widths, strict=True)]
-    for place in sorted(range(len(columns)), key=saved.__getitem__):
-        if sum(widths) + saved[place] <= room:  # not every header has to be folded
-            widths[place] = widest[place]
+    room = num_columns() - _GAP * (len(columns) - 1)
+    widths = [_widest(column) for column in columns]
+    least = [_least_width(column) for column in columns]
     while sum(widths) > room:
-        folded = _column_to_narrow(columns, widths)
-        if folded is None:
+        wider = [place for place, width in enumerate(widths) if width > least[place]]
+        if not wider:
             return None
-        widths[folded] -= 1
+
+        def cost(place: int) -> tuple[int, int]:
+            _, *cells = columns[place]
+            num_folded = sum(cell_len(cell) >= widths[place] for cell in cells)
+            return num_folded, -widths[place]
+
+        widths[min(wider, key=cost)] -= 1
     return widths
 
 
-def _column_to_narrow(
-    columns: Sequence[Sequence[str]], widths: Sequence[int]
-) -> int | None:
-    """The column of text in which the fewest cells are folded when it gets narrower, or else the widest."""
-    best = None
-    least_cost = (math.inf, 0)
-    for place, (column, width) in enumerate(zip(columns, widths, strict=True)):
-        _, *cells = column
-        if width <= _LEAST_TEXT or all(map(_FIGURE.fullmatch, cells)):
-            continue
-        num_folded = sum(cell_len(cell) >= width for cell in column)
-        cost = (num_folded, -width)
-        if cost < least_cost:
-            best = place
-            least_cost = cost
-    return best
+def _least_width(column: Column) -> int:
+    """The width down to which a column may be folded: a header between words, and text, but no figure."""
+    header, *cells = column
+    words = _widest([*header.split(), ""])
+    text = _widest([*cells, ""])
+    if not all(map(_FIGURE.fullmatch, cells)):
+        text = min(text, _LEAST_TEXT)
+    return max(words, text)
 
 
-def _lay_out(
-    columns: Sequence[Sequence[str]], width: int, right_columns: range
-) -> Text:
-    widths = _widths(columns, width)
+def _lay_out(columns: Sequence[Column], num_left: int) -> Table:
+    """One table, the first of its columns aligned to the left and the others to the right."""
+    grid = Table.grid(padding=(0, _GAP, 0, 0))
+    widths = _widths(columns)
     if widths is None:
-        even = max((width + _GAP) // len(columns) - _GAP, 1)
+        even = max((num_columns() + _GAP) // len(columns) - _GAP, 1)
         widths = [min(even, _widest(column)) for column in columns]
+    for width in widths:
+        grid.add_column(width=width, overflow="fold")
+    for column in grid.columns[num_left:]:
+        column.justify = "right"
     header, *rows = zip(*columns, strict=True)
-    lines = _row_lines([Text(cell, "bold") for cell in header], widths, right_columns)
-    lines += _row_lines(
-        [Text("-" * width, "dim") for width in widths], widths, right_columns
-    )
+    grid.add_row(*(Text(cell, "bold") for cell in header))
+    grid.add_row(*(Rule(characters="-", style="dim") for _ in header))
     for row in rows:
-        lines += _row_lines(
-            [Text(cell, _STYLES.get(cell, "")) for cell in row], widths, right_columns
-        )
-    return Text("\n").join(lines)
+        grid.add_row(*(Text(cell, _STYLES.get(cell, "")) for cell in row))
+    return grid
 
 
-def _row_lines(
-    row: Sequence[Text], widths: Sequence[int], right_columns: range
-) -> list[Text]:
-    """A row as lines, as many as its longest cell is folded into."""
-    console = Console()
-    folded = [
-        cell.wrap(console, width, overflow="fold")
-        for cell, width in zip(row, widths, strict=True)
-    ]
-    lines = []
-    for parts in itertools.zip_longest(*folded):
-        line = Text()
-        for place, (part, width) in enumerate(zip(parts, widths, strict=True)):
-            line += _padded(part, width, is_right=place in right_columns)
-        line.rstrip()
-        lines.append(line)
-    return lines
-
-
-def _padded(part: Text | None, width: int, *, is_right: bool) -> Text:
-    """A line of a cell, or an empty one, with the gap after it."""
-    text = Text() if part is None else part
-    text.rstrip()
-    space = Text(" " * (width - text.cell_len))
-    gap = Text(" " * _GAP)
-    return space + text + gap if is_right else text + space + gap
+def figure(num_bytes: int, unit: int, digits: int = 3) -> str:
+    """Bytes in a unit; a number above zero is never shown as zero."""
+    return "0" if num_bytes == 0 else f"{max(num_bytes / unit, 0.001):,.{digits}f}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -12,16 +12,6 @@ from .console import InputError
 NUM_BYTES = 256
 _HELD_OUT_EVERY = 8  # every eighth topic is for evaluation alone
 _MAX_CHARACTERS = 400_000
-
-
-class Tokens(Protocol):
-    """A tokenizer: turns text into tokens and back."""
-
-    def encode(self, text: str) -> list[int]:
-        """Text as token ids, without special tokens."""
-
-    def decode(self, ids: list[int]) -> str:
-        """Token ids as text."""
 
 
 class ByteTokens:
@@ -59,6 +49,10 @@ class TokenizerTokens:
         return text
 
 
+Tokens = ByteTokens | TokenizerTokens
+"""What turns text into tokens and back."""
+
+
 @dataclass(frozen=True)
 class Blocks:
     """Text as blocks of tokens.
@@ -91,9 +85,7 @@ def read_blocks(tokens: Tokens, *, length: int, num_held_out: int, seed: int) ->
 
     texts = [topics[name] for name in sorted(topics)]
     held_out_texts = texts[::_HELD_OUT_EVERY]
-    training_texts = [
-        text for number, text in enumerate(texts) if number % _HELD_OUT_EVERY
-    ]
+    del texts[::_HELD_OUT_EVERY]
     generator = torch.Generator().manual_seed(seed)
 
     def cut(texts: list[str]) -> torch.Tensor:
@@ -107,6 +99,6 @@ def read_blocks(tokens: Tokens, *, length: int, num_held_out: int, seed: int) ->
         blocks = torch.tensor(ids[: num_blocks * length]).view(num_blocks, length)
         return blocks[torch.randperm(num_blocks, generator=generator)]
 
-    training = cut(training_texts)
+    training = cut(texts)
     held_out = cut(held_out_texts)
     return Blocks(training, held_out[:num_held_out])

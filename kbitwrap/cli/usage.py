@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,26 +43,6 @@ Parser = Callable[[Any], Any]
 # ----------------------------------------------------------------------------------------------------
 # Values. A parser takes what was typed, or a default, which it returns as it is.
 # ----------------------------------------------------------------------------------------------------
-
-
-def one_of(choices: Iterable[str]) -> Parser:
-    """Make a parser of one of a few words.
-
-    Args:
-        choices: The words.
-
-    Returns:
-        The parser.
-    """
-
-    def parse(text: str) -> str:
-        if text in choices:
-            return text
-        raise typer.BadParameter(
-            f"expected one of {', '.join(choices)}, found {text!r}{_meant(text, choices)}"
-        )
-
-    return parse
 
 
 def integer(least: int, most: int | None = None) -> Parser:
@@ -149,63 +128,91 @@ def path(text: str | Path) -> Path:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Options of several commands.
+# Options.
 # ----------------------------------------------------------------------------------------------------
 
 
-def choice(*names: str, choices: Iterable[str], help: str, **fields: Any) -> Any:
+def argument(metavar: str, parser: Parser, help: str) -> Any:
+    """Make an argument."""
+    return typer.Argument(metavar=metavar, parser=parser, help=help)
+
+
+def value(
+    name: str, metavar: str, parser: Parser, help: str, panel: str | None = None
+) -> Any:
+    """Make an option that takes a value; those of one panel stand together in the help."""
+    return typer.Option(
+        name, metavar=metavar, parser=parser, help=help, rich_help_panel=panel
+    )
+
+
+def flag(name: str, help: str, panel: str | None = None) -> Any:
+    """Make an option that takes no value."""
+    return typer.Option(name, help=help, rich_help_panel=panel)
+
+
+def choice(
+    name: str,
+    choices: Iterable[str],
+    help: str,
+    panel: str | None = None,
+    metavar: str | None = None,
+) -> Any:
     """Make an option whose value is one of a few words, which a shell completes.
 
     Args:
-        *names: Its names.
+        name: Its name.
         choices: The words.
         help: What it is for.
-        **fields: Further fields of ``typer.Option``.
+        panel: The options that it stands with in the help.
+        metavar: What stands for its value there; the words, if left out.
 
     Returns:
         The option.
     """
 
+    def parse(text: str) -> str:
+        if text in choices:
+            return text
+        raise typer.BadParameter(
+            f"expected one of {', '.join(choices)}, found {text!r}{_meant(text, choices)}"
+        )
+
     def complete(incomplete: str) -> list[str]:
         return [word for word in choices if word.startswith(incomplete)]
 
-    metavar = fields.pop("metavar", "|".join(choices))
     return typer.Option(
-        *names,
-        parser=one_of(choices),
-        metavar=metavar,
+        name,
+        parser=parse,
+        metavar=metavar or "|".join(choices),
         help=help,
         autocompletion=complete,
-        **fields,
+        rich_help_panel=panel,
     )
 
 
-Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object in place of text.")
-]
-Out = Annotated[
-    Path, typer.Option("--out", metavar="DST", parser=path, help="The folder to make.")
-]
+Json = Annotated[bool, flag("--json", "Print one JSON object in place of text.")]
+Out = Annotated[Path, value("--out", "DST", path, "The folder to make.")]
 Overwrite = Annotated[
     bool,
-    typer.Option(
-        "--overwrite",
-        help="Replace the files of a checkpoint at DST, and no other files.",
+    flag(
+        "--overwrite", "Replace the files of a checkpoint at DST, and no other files."
     ),
 ]
 TrustRemoteCode = Annotated[
     bool,
-    typer.Option(
+    flag(
         "--trust-remote-code",
-        help="Run the code that the model's folder brings along; without it, none is run.",
+        "Run the code that the model's folder brings along; without it, none is run.",
     ),
 ]
 
 
-def at_most_one(**given: object) -> None:
+def at_most_one(context: typer.Context, **given: object) -> None:
     """Refuse options that exclude one another.
 
     Args:
+        context: The command's.
         **given: Their values by name; those that are false were not given.
 
     Raises:
@@ -215,19 +222,13 @@ def at_most_one(**given: object) -> None:
     named = [name for name, value in options.items() if value]
     if len(named) > 1:
         raise typer.BadParameter(
-            f"expected at most one of {', '.join(options)}, found {' and '.join(named)}"
+            f"expected at most one of {', '.join(options)}, found {' and '.join(named)}",
+            context,
         )
 
 
 def option(name: str) -> str:
-    """The option that gives an argument.
-
-    Args:
-        name: The argument's name.
-
-    Returns:
-        The option's.
-    """
+    """The option that gives an argument of a name."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -245,43 +246,23 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Parse what was typed after the command's name."""
-        with _told_of(ctx):
-            return self._parse(ctx, args)
-
-    def _parse(self, ctx: typer.Context, args: list[str]) -> list[str]:
         ctx.allow_extra_args = True  # they get a line of ours
         if ctx.resilient_parsing:  # to complete what is being typed
             return super().parse_args(ctx, args)
-        rest = super().parse_args(ctx, _repeated(ctx, args, self._several()))
-        if ctx.args:
-            found = ctx.args[0]
-            raise typer.BadParameter(
-                f"unexpected argument {found!r}{_meant(found, _options(ctx))}"
-            )
-        return rest
-
-    def _several(self) -> dict[str, Any]:
-        """The options that may be repeated, by each of their names."""
-        found = {}
+        several: dict[str, Any] = {}
         for parameter in self.params:
             if getattr(parameter, "multiple", False):  # which arguments lack
-                found.update(dict.fromkeys(parameter.opts, parameter))
-        return found
-
-    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
-        """Run the command."""
-        with _told_of(ctx):
-            return super().invoke(ctx)
-
-
-@contextlib.contextmanager
-def _told_of(ctx: typer.Context) -> Iterator[None]:
-    """Let what is refused name the command."""
-    try:
-        yield
-    except UsageError as error:
-        vars(error).update(ctx=ctx)
-        raise
+                several.update(dict.fromkeys(parameter.opts, parameter))
+        try:
+            rest = super().parse_args(ctx, _repeated(ctx, args, several))
+        except UsageError as error:
+            vars(error)["ctx"] = ctx  # which the parser leaves out of some
+            raise
+        if ctx.args:
+            found = ctx.args[0]
+            meant = _meant(found, _options(ctx))
+            raise typer.BadParameter(f"unexpected argument {found!r}{meant}", ctx)
+        return rest
 
 
 class Group(TyperGroup):
@@ -311,8 +292,7 @@ def line(error: Any) -> str:
     Returns:
         The line: what was expected, what was found, what to do.
     """
-    context = error.ctx
-    program = context.command_path if context else "kbitwrap"
+    program = error.ctx.command_path
     what = " ".join(_what(error).split())
     if not what.isprintable():
         what = ascii(what)
@@ -322,16 +302,17 @@ def line(error: Any) -> str:
 def _what(error: Any) -> str:
     """What was wrong, in our words for the errors of Typer's parser."""
     context = error.ctx
-    parameter = getattr(error, "param", None)  # only some kinds have it
+    parameter: Any = getattr(error, "param", None)  # only some kinds have it
     message = str(error.message)
     match type(error).__name__:
         case "NoSuchOption":
             return f"no option {error.option_name!r}{_meant(error.option_name, _options(context))}"
         case "MissingParameter":
-            # arguments of click have none
-            about = str(getattr(parameter, "help", None) or "").rstrip(".")
-            about = f" ({about[:1].lower()}{about[1:]})" if about else ""
-            return f"{_name(parameter, with_metavar=True)} is missing{about}"
+            name = _name(parameter)
+            if name.startswith("-"):
+                name = f"{name} {parameter.metavar}"
+            about = parameter.help.rstrip(".")
+            return f"{name} is missing ({about[:1].lower()}{about[1:]})"
         case "BadOptionUsage":
             (option,) = [
                 one for one in context.command.params if error.option_name in one.opts
@@ -345,12 +326,9 @@ def _what(error: Any) -> str:
     return message
 
 
-def _name(parameter: Any, *, with_metavar: bool = False) -> str:
-    metavar = parameter.metavar or parameter.name.upper()
-    if parameter.param_type_name == "argument":
-        return str(metavar)
-    name = str(parameter.opts[0])
-    return f"{name} {metavar}" if with_metavar else name
+def _name(parameter: Any) -> str:
+    is_argument = parameter.param_type_name == "argument"
+    return str(parameter.metavar if is_argument else parameter.opts[0])
 
 
 def _options(context: Any) -> list[str]:

@@ -227,14 +227,15 @@ def test_pefts_way_is_measured_beside_ours(one_step: dict[str, Any]) -> None:
 def test_a_number_that_is_not_pefts_fails_a_check(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure = demo_run.measure_peft
+    measure = demo_run.measure
 
-    def measured(subject: Any) -> Any:
-        side = measure(subject)
-        side.loss += 1e-6
+    def measured(name: str, subject: Any) -> Any:
+        side = measure(name, subject)
+        if name == "peft":
+            side.loss += 1e-6
         return side
 
-    monkeypatch.setattr(demo_run, "measure_peft", measured)
+    monkeypatch.setattr(demo_run, "measure", measured)
     status, result = run_json(capsys, "--steps", "1")
     assert status == 1
     assert '"compute": PEFT\'s loss' in failed(result)

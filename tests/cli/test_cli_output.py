@@ -13,7 +13,7 @@ from rich.cells import cell_len
 
 from kbitwrap import KbitPreparedModel
 from kbitwrap.cli import main
-from kbitwrap.cli.console import as_text, hanging, progress, show
+from kbitwrap.cli.console import Doing, as_text, hanging, show
 from kbitwrap.cli.tables import table
 from support import zoo
 
@@ -133,8 +133,8 @@ def test_color_is_for_terminals(no_color: bool) -> None:
 
 
 PROGRESS = (
-    "import time\nfrom kbitwrap.cli.console import progress\n"
-    "with progress('planning [b]m[/b]') as doing:\n    time.sleep(0.3); doing.now('merging'); doing.written(5 << 20)\n"
+    "import time\nfrom kbitwrap.cli.console import Doing\n"
+    "with Doing('planning [b]m[/b]') as doing:\n    time.sleep(0.3); doing.now('merging'); doing.written(5 << 20)\n"
     "    time.sleep(0.3)\n    with doing.aside(): print('seen')\n"
 )
 
@@ -145,7 +145,7 @@ def test_a_line_of_progress_is_for_terminals(capsys: pytest.CaptureFixture[str])
     assert "planning [b]m[/b]" in out
     assert "merging: 5 MiB written" in out
     assert "seen" in out
-    with progress("planning") as doing, doing.aside():
+    with Doing("planning") as doing, doing.aside():
         doing.now("more")
         doing.written(3)
     assert capsys.readouterr() == ("", "")

@@ -16,7 +16,7 @@ from kbitwrap import StepTracker, build_plan
 from kbitwrap.bench.memory import live_bytes
 from kbitwrap.cli import main, plan, plot, step
 from kbitwrap.cli.console import as_text
-from kbitwrap.cli.tables import table, with_bars
+from kbitwrap.cli.tables import Bars, table
 from support import zoo
 
 
@@ -84,28 +84,29 @@ def test_where_nothing_is_added_that_is_said_once(
 def test_a_bar_is_as_long_as_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     rows = [["role", "bytes"], ["a", "100"], ["b", "50"], ["c", "1"], ["d", "0"]]
-    drawn, left = with_bars(rows, "bytes", [[50, 50], [25, 25], [1], [0]], mark=75)
-    full, half, least, none = (row[-1] for row in drawn[1:])
-    assert (len(full), left) == (27, 1)
+    bars = Bars("bytes", [[50, 50], [25, 25], [1], [0]], mark=75)
+    drawn = bars.drawn(27)
+    assert drawn is not None
+    full, half, least, none = drawn[1:]
     assert full == "█" * 14 + "░" * 6 + "│" + "░" * 6
     assert half == "█" * 7 + "░" * 7 + " " * 6 + "│" + " " * 6
     assert least == "█" + " " * 19 + "│" + " " * 6
     assert none == " " * 20 + "│" + " " * 6
-    lines = as_text(table(drawn, right=True, left=left)).splitlines()
+    lines = as_text(table(rows, right=True, bars=bars)).splitlines()
     assert lines[2:4] == [f"a       100  {full}", f"b        50  {half.rstrip()}"]
 
 
 def test_without_room_there_are_no_bars(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "20")
     rows = [["role", "bytes"], ["embeddings", "100"]]
-    assert with_bars(rows, "bytes", [[100]]) == (rows, 0)
+    assert as_text(table(rows, bars=Bars("bytes", [[100]]))) == as_text(table(rows))
 
 
 def test_bars_are_of_characters_that_the_output_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-    drawn, _ = with_bars([["role", "bytes"], ["a", "100"]], "bytes", [[50, 50]], mark=50)
-    assert set(drawn[1][-1]) == {"#", "+", "|"}
+    drawn = Bars("bytes", [[50, 50]], mark=50).drawn(20)
+    assert drawn is not None
+    assert set(drawn[1]) == {"#", "+", "|"}
 
 
 @pytest.mark.parametrize("suffix", plot.PLOT_SUFFIXES)
@@ -138,7 +139,7 @@ def test_a_step_is_drawn(precisions: list[str], tmp_path: Path) -> None:
 def test_what_is_the_same_for_every_precision_is_said_once_and_what_comes_on_top_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(step, "_predict", lambda request, precision, say: predict(request, precision))
+    monkeypatch.setattr(step, "_predict", lambda request, precision, *_: predict(request, precision))
     arguments = ["--step", "--seq", "8", "--budget", "8GiB", "--precision", "norms", "none"]
     assert main(["plan", str(zoo.checkpoint("llama")), *arguments]) == 0
     out = capsys.readouterr().out
