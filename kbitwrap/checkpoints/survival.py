@@ -94,7 +94,6 @@ def _weight_and_delta(fqn: str, layer: Any) -> tuple[torch.Tensor, torch.Tensor]
         {"weight": before.clone()},
     )
     active = active_adapters(layer, None)
-    merger = Merger(fqn, [(layer, active)], source.weight, [...])
-    after = parameter_of(merger(plain, ...), "weight")
-    merger.check()
+    merger = Merger(fqn, [(layer, active)], is_quantized=True)
+    after = parameter_of(merger.merge(plain, ...), "weight")
     return before, after.double() - before

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import importlib
 import math
 import re
@@ -50,7 +49,11 @@ _ROWS = {
     "vera.Linear": {"vera_B": 0, "vera_lambda_b": 0},
 }
 _VARIANTS_WITH_ROWS = {"DoraLinearVariant"}  # of LoRA
-_Cut = tuple[torch.Tensor, Callable[[Any], torch.Tensor]]
+_PLAIN_FORWARDS = (nn.Linear.forward, nn.Embedding.forward)
+_MOST_LOOKED_UP = 4096  # rows of an embedding in which a merge is compared
+Layers = list[tuple[Any, tuple[str, ...]]]
+"""PEFT's layers around a module, the innermost first, each with the names of its active adapters."""
+_Cut = tuple[torch.Tensor, Callable[[slice], torch.Tensor]]
 
 
 def refusal(
@@ -74,12 +77,11 @@ def is_tuner_layer(wrapper: nn.Module) -> bool:
     return isinstance(wrapper, BaseTunerLayer)
 
 
-def adapters_of(wrapper: Any) -> Sequence[str]:
+def adapters_of(wrapper: Any) -> list[str]:
     """The names of the adapters that one of PEFT's layers, or of its ``modules_to_save`` wrappers, holds."""
-    copies = wrapper._modules.get("modules_to_save", ())
-    return (
-        wrapper._all_available_adapter_names() if is_tuner_layer(wrapper) else [*copies]
-    )
+    if is_tuner_layer(wrapper):
+        return list(wrapper._all_available_adapter_names())
+    return [*wrapper._modules.get("modules_to_save", ())]
 
 
 def active_adapters(wrapper: Any, chosen: Sequence[str] | None) -> tuple[str, ...]:
@@ -94,22 +96,15 @@ def trained_copy(
     fqn: str, wrapper: Any, chosen: Sequence[str] | None
 ) -> nn.Module | None:
     """The copy that one of PEFT's ``modules_to_save`` wrappers runs instead of the original, if it runs one."""
-    active = (
-        active_adapters(wrapper, chosen)
-        if "modules_to_save" in wrapper._modules
-        else ()
-    )
+    copies = wrapper._modules.get("modules_to_save")
+    active = () if copies is None else active_adapters(wrapper, chosen)
     if len(active) > 1:
-        raise refusal(
-            fqn,
-            wrapper,
-            active,
-            "each has a trained copy of the module, which only one can replace",
-        )
-    trained: nn.Module | None = (
-        wrapper._modules["modules_to_save"][active[0]] if active else None
-    )
-    return trained
+        why = "each has a trained copy of the module, which only one can replace"
+        raise refusal(fqn, wrapper, active, why)
+    for name in active:
+        trained: nn.Module = copies[name]
+        return trained
+    return None
 
 
 def refuse_unmergeable(fqn: str, wrapper: Any, chosen: Sequence[str] | None) -> None:
@@ -119,112 +114,91 @@ def refuse_unmergeable(fqn: str, wrapper: Any, chosen: Sequence[str] | None) -> 
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     if isinstance(wrapper, (PeftModel, PeftMixedModel)):
-        found: str | list[str] = wrapper.active_adapter
-        active = (
-            chosen
-            if chosen is not None
-            else [found]
-            if isinstance(found, str)
-            else found
-        )
-        for config in [
-            wrapper.peft_config[name] for name in active if name in wrapper.peft_config
-        ]:
-            if config.is_prompt_learning:
+        if chosen is None:
+            found: str | list[str] = wrapper.active_adapter
+            chosen = [found] if isinstance(found, str) else found
+        for name in chosen:
+            config = wrapper.peft_config.get(name)
+            if config is not None and config.is_prompt_learning:
                 method = str(getattr(config.peft_type, "value", config.peft_type))
-                raise refusal(fqn, wrapper, active, f"{method} adds to the input")
+                raise refusal(fqn, wrapper, chosen, f"{method} adds to the input")
     elif type(wrapper).__name__ == "XLoraModel":
-        raise refusal(
-            fqn, wrapper, (), "the weights of its adapters depend on the input"
-        )
+        why = "the weights of its adapters depend on the input"
+        raise refusal(fqn, wrapper, (), why)
     elif not isinstance(wrapper, (BaseTuner, AuxiliaryTrainingWrapper)):
         raise refusal(fqn, wrapper, (), "it has no method that merges")
 
 
 class Merger:
-    """Merges the active adapters of a module's layers into float32 rows of its base, of one block after the other."""
+    """Merges the active adapters of a module's layers into float32 blocks of its base."""
 
-    def __init__(
-        self,
-        fqn: str,
-        layers: Sequence[tuple[Any, tuple[str, ...]]],
-        stored: torch.Tensor | None,
-        blocks: list[Rows],
-    ) -> None:
-        self._stored = stored  # a quantized base's storage, which some methods read
+    def __init__(self, fqn: str, layers: Layers, *, is_quantized: bool) -> None:
         self._layers = [_LayerMerge(fqn, layer, active) for layer, active in layers]
-        # Rows from all blocks: what is merged in them must compute what the layers did.
-        # ``None`` compares nothing: a parameter that is adapted by name is not that of
-        # a layer that could be run by itself.
-        self.sampled: Any = (
-            None if any(parameter_name(layer) for layer, _ in layers) else blocks[0]
-        )
-        if isinstance(self.sampled, slice):
-            trained = [
-                row
-                for layer, active in layers
-                for name in active
-                for row in _token_indices(layer, name)
-            ]
-            firsts = (
-                [
-                    _numbers(rows)[0],
-                    *[row for row in trained if row in _numbers(rows)][:1],
-                ]
-                for rows in blocks
-            )
-            self.sampled = sorted({row for rows in firsts for row in rows})
+        # A parameter that is adapted by name is not that of a layer that could be run
+        # by itself.
+        self._is_compared = not any(parameter_name(layer) for layer, _ in layers)
+        # PEFT lets such a layer take the quantized storage for the weight's values.
+        innermost = self._layers[0].layer
+        self._reads_storage = is_quantized and not _dequantizes(innermost)
 
-    def run(self, plain: nn.Module) -> None:
-        """Compute what the layers do over the sampled rows of a plain base; merged ones take the place of these."""
-        adapted, layer = plain, self._layers[0].layer
-        # not in every version of PEFT
-        backend = getattr(layer, "quantization_backend", None)
-        knows_it = backend is not None or type(layer).__module__.endswith(
-            _QUANTIZED_MODULES
-        )
-        if self._stored is not None and not knows_it:
-            adapted = _as_stored(plain, self._stored, self.sampled)
-        with self._layers[-1].refusing():
-            for one in self._layers:
-                adapted = one.over(adapted, self.sampled)
-            self._merged, self._probe = plain, _probe(plain)
-            self._outputs = plain(self._probe), adapted(self._probe)
+    def merge(self, plain: nn.Module, rows: Rows) -> nn.Module:
+        """Merge into ``rows`` of a plain base, which may be changed; what is merged computes what the layers did."""
+        if not self._is_compared:
+            return self._merged(plain, rows)
+        refusing = self._layers[-1].refusing
+        with refusing():
+            probe = _probe(plain)
+            unadapted = plain(probe)
+            expected = self._adapted(plain, rows)(probe)
+        merged = self._merged(plain, rows)
+        with refusing():
+            found = merged(probe)
+            # The caller refuses weights that are not finite.
+            if bool(torch.isfinite(found).all()):
+                _compare(found, expected, unadapted)
+        return merged
 
-    def __call__(self, plain: nn.Module, rows: Any) -> nn.Module:
-        """Merge into ``rows`` of a plain base, which may be changed."""
-        if self.sampled is ...:
-            self.run(plain)
+    def _adapted(self, plain: nn.Module, rows: Rows) -> nn.Module:
+        """The layers in float32, one over the other."""
+        adapted = _without_values(plain) if self._reads_storage else plain
+        for layer in self._layers:
+            adapted = layer.over(adapted, rows)
+        return adapted
+
+    def _merged(self, plain: nn.Module, rows: Rows) -> nn.Module:
         for layer in self._layers:
             plain = layer.merge(plain, rows)
-        if self.sampled is ...:
-            self._merged = plain
-        elif self.sampled is not None:
-            places = _positions(self.sampled, rows)
-            for name, parameter in plain.named_parameters():
-                picked = parameter[
-                    [self.sampled[place] - rows.start for place in places]
-                ]
-                self._merged.get_parameter(name)[places] = picked
         return plain
 
-    def check(self) -> None:
-        """Raise unless the sampled rows, merged, compute what the layers did."""
-        if self.sampled is None:
-            return
-        unadapted, expected = self._outputs
-        with self._layers[-1].refusing():
-            found = self._merged(self._probe)
-            difference = float((found - expected).abs().max())
-            largest = max(float(output.abs().max()) for output in (unadapted, expected))
-            # The caller refuses weights that are not finite.
-            if (
-                bool(torch.isfinite(found).all())
-                and not difference <= _TOLERANCE * largest
-            ):
-                raise ValueError(
-                    f"the merged layer computes another output (off by {difference:.1e}, the largest is {largest:.1e})"
-                )
+
+def _dequantizes(layer: Any) -> bool:
+    """Whether one of PEFT's layers computes the values of a quantized base."""
+    is_for_quantized = type(layer).__module__.endswith(_QUANTIZED_MODULES)
+    # not in every version of PEFT
+    has_backend = getattr(layer, "quantization_backend", None) is not None
+    return is_for_quantized or has_backend
+
+
+def _without_values(plain: nn.Module) -> nn.Module:
+    """A base that computes what ``plain`` does, while whoever reads its weight gets no numbers."""
+    made = shallow_copy(plain)
+    weight = plain.get_parameter("weight")
+    unknown = weight.new_full((1,), math.nan).expand(weight.shape)
+    made._parameters["weight"] = nn.Parameter(unknown, requires_grad=False)
+    vars(made)["forward"] = plain.forward
+    return made
+
+
+def _compare(
+    found: torch.Tensor, expected: torch.Tensor, unadapted: torch.Tensor
+) -> None:
+    """Raise unless two outputs are the same but for rounding."""
+    difference = float((found - expected).abs().max())
+    largest = float(max(unadapted.abs().max(), expected.abs().max()))
+    if not difference <= _TOLERANCE * largest:
+        raise ValueError(
+            f"the merged layer computes another output (off by {difference:.1e}, the largest is {largest:.1e})"
+        )
 
 
 @dataclass
@@ -234,7 +208,8 @@ class _LayerMerge:
     fqn: str
     layer: Any
     active: tuple[str, ...]
-    _copy: Any = None  # of the layer, in float32, over the rows that are merged
+    _copy: Any = None  # of the layer, in float32
+    # the copy's tensors that have rows
     _cuts: Sequence[_Cut] = ()
 
     @contextlib.contextmanager
@@ -250,61 +225,42 @@ class _LayerMerge:
         """Merge into ``rows`` of a plain base, which may be changed."""
         with self.refusing():
             adapted = self.over(plain, rows)
-            if adapted is not plain:
-                adapted.merge(safe_merge=False, adapter_names=adapted._active_adapter)
-                plain = adapted.get_base_layer()
-        return plain
+            adapted.merge(safe_merge=False, adapter_names=adapted._active_adapter)
+            merged: nn.Module = adapted.get_base_layer()
+            return merged
 
     def over(self, plain: nn.Module, rows: Rows) -> Any:
-        """The float32 copy of the layer, over some rows of a plain base; the base where it adapts none of these."""
-        active = [*self.active]
-        if rows is not ... and "token_indices" in vars(self.layer):
-            active = [
-                name
-                for name in active
-                if _positions(self.layer.token_indices[name], rows)
-            ]
-        if not active:
-            return plain
+        """The float32 copy of the layer, over some rows of a plain base."""
         if self._copy is None:
-            if (
-                plain._modules
-                and not is_tuner_layer(plain)
-                and parameter_name(self.layer) is None
-            ):
-                raise ValueError(
-                    f"it adapts several modules of {type(plain).__name__} at once"
-                )
-            if vars(plain).get("max_norm") is not None:
-                raise ValueError(
-                    "the embedding renormalizes the rows that it looks up (max_norm)"
-                )
+            _refuse_base(plain, self.layer)
             self._copy = _float32_layer(self.layer, plain)
             self._copy._modules["base_layer"] = None  # it would be held
-            self._cuts = () if rows is ... else _cuts(self._copy, self.active)
-        if rows is not ...:
-            self._cut(rows)
+            if rows is not ...:
+                self._cuts = _cuts(self._copy, self.active)
         # a merge may leave values of these rows on it
         adapted: Any = shallow_copy(self._copy)
         adapted._modules["base_layer"] = plain
-        adapted._active_adapter, adapted._disable_adapters, adapted.merged_adapters = (
-            active,
-            False,
-            [],
-        )
+        adapted._active_adapter = [*self.active]
+        adapted._disable_adapters = False
+        adapted.merged_adapters = []
+        if rows is not ...:
+            for tensor, cut in self._cuts:
+                tensor.data = cut(rows).clone()
+            if "token_indices" in vars(adapted):
+                _renumber_tokens(adapted, rows)
         for magnitude in adapted._modules.get("lora_magnitude_vector", {}).values():
             vars(magnitude).get("_dora_cache", {}).clear()
         return adapted
 
-    def _cut(self, rows: Rows) -> None:
-        """Put some rows in the place of the copy's tensors."""
-        for tensor, pick in self._cuts:
-            tensor.data = pick(rows).clone()
-        for name, indices in vars(self.layer).get("token_indices", {}).items():
-            found = [indices[position] for position in _positions(indices, rows)]
-            self._copy.token_indices[name] = [
-                _numbers(rows).index(index) for index in found
-            ]
+
+def _refuse_base(plain: nn.Module, layer: nn.Module) -> None:
+    is_inner = is_tuner_layer(plain)
+    if plain._modules and not is_inner and parameter_name(layer) is None:
+        raise ValueError(f"it adapts several modules of {type(plain).__name__} at once")
+    if vars(plain).get("max_norm") is not None:
+        raise ValueError(
+            "the embedding renormalizes the rows that it looks up (max_norm)"
+        )
 
 
 def parameter_name(layer: nn.Module) -> str | None:
@@ -319,107 +275,165 @@ def _kind(layer: Any) -> str:
     return ".".join(found.groups()) if found else ""
 
 
-def merges_by_rows(source: nn.Module, layer: Any, active: Sequence[str]) -> bool:
+# ----------------------------------------------------------------------------------------------------
+# Row by row.
+# ----------------------------------------------------------------------------------------------------
+
+
+def merges_by_rows(
+    source: nn.Module, num_rows: int, layer: Any, active: Sequence[str]
+) -> bool:
     """Whether each row of the merged weight depends on that row of the base's weight alone, and on no other row."""
     if parameter_name(layer) is not None:
         return _kind(layer) == "lora.ParamWrapper" and layer.num_experts > 1
-    if not is_quantized_layer(source) and type(source).forward not in (
-        nn.Linear.forward,
-        nn.Embedding.forward,
-    ):
+    forward = type(source).forward
+    if not is_quantized_layer(source) and forward not in _PLAIN_FORWARDS:
         return False  # it may do anything with what it computes
-    num_rows = vars(source).get("num_embeddings", vars(source).get("out_features", 0))
-    indices = [index for name in active for index in _token_indices(layer, name)]
     variants = vars(layer).get("lora_variant", {})
-    return (
-        _kind(layer) in _ROWS
-        and {type(variants[name]).__name__ for name in active if name in variants}
-        <= _VARIANTS_WITH_ROWS
-        # PEFT refuses others when it merges the whole
-        and all(0 <= index < num_rows for index in indices)
-    )
+    kinds = {type(variants[name]).__name__ for name in active if name in variants}
+    if _kind(layer) not in _ROWS or kinds - _VARIANTS_WITH_ROWS:
+        return False
+    tokens = vars(layer).get("token_indices", {})
+    trained = [index for name in active for index in tokens.get(name, ())]
+    # PEFT refuses others when it merges the whole
+    return all(0 <= index < num_rows for index in trained)
 
 
-def _token_indices(layer: Any, name: str) -> Sequence[int]:
-    """The rows that an adapter trains, where it does not train all."""
-    found: Sequence[int] = vars(layer).get("token_indices", {}).get(name, ())
-    return found
-
-
-def _numbers(rows: Any) -> Sequence[int]:
-    return range(rows.start, rows.stop) if isinstance(rows, slice) else rows
-
-
-def _positions(indices: Sequence[int], rows: Rows) -> list[int]:
-    """The positions in a list of indices of those that are among some rows."""
-    numbers = _numbers(rows)
-    return [position for position, index in enumerate(indices) if index in numbers]
-
-
-def _select(whole: torch.Tensor, dim: int, rows: Rows) -> torch.Tensor:
-    return whole[(slice(None),) * dim + (rows,)]
-
-
-def _trained(delta: torch.Tensor, indices: Sequence[int], rows: Rows) -> torch.Tensor:
-    return delta[_positions(indices, rows)]
-
-
-def of_expert(
-    factors: torch.Tensor, dim: int | None, height: int, rows: slice
-) -> torch.Tensor:
-    """One expert's factor, in ``dim`` some rows of it; a stack's rows are those of its matrices, ``height`` each."""
-    expert, start = divmod(rows.start, height)
-    return (
-        factors[expert]
-        if dim is None
-        else factors[expert].narrow(dim, start, rows.stop - rows.start)
-    )
+def rows_of(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Some rows of a tensor; a stack has those of its matrices, one after the other, and no block has rows of two."""
+    if rows is ... or tensor.dim() < 3:
+        return tensor[rows]
+    number, start = divmod(rows.start, tensor.shape[1])
+    return tensor[number].narrow(0, start, rows.stop - rows.start)
 
 
 def _cuts(copied: Any, active: Sequence[str]) -> list[_Cut]:
     """The tensors of a layer's copy that have rows, each with a function that picks rows of its whole value."""
-    cuts: list[_Cut] = []
-    for container, dim in _ROWS.get(_kind(copied), {}).items():
+    if parameter_name(copied) is not None:
+        num_experts, copied.num_experts = copied.num_experts, 1
+        # PEFT takes a single expert for a matrix, (out, in), which it transposes where
+        # it is told to.
+        is_swapped = getattr(copied, "_did_swap_in_out_features", False)
+        copied.fan_in_fan_out = not is_swapped
+        cuts = []
+        for name in active:
+            a, b = copied.lora_A[name].weight, copied.lora_B[name].weight
+            cuts += _cuts_of_experts(a, b, num_experts, copied.fan_in_fan_out)
+        return cuts
+    cuts = []
+    for container, dim in _ROWS[_kind(copied)].items():
         holder = getattr(copied, container)
         for tensor in (*holder.parameters(), *holder.buffers()):
             # A tensor with a single row, as IA3's that scales the input, has it for
             # all.
             if tensor.shape[dim] > 1:
-                cuts.append((tensor, functools.partial(_select, tensor.data, dim)))
+                cuts.append(_cut_of_matrix(tensor, dim))
     for name in active if "token_indices" in vars(copied) else ():
         delta = copied.trainable_tokens_delta[name]
-        cuts.append(
-            (delta, functools.partial(_trained, delta.data, copied.token_indices[name]))
-        )
-    if parameter_name(copied) is not None:
-        num_experts, copied.num_experts = copied.num_experts, 1
-        # PEFT takes a single expert for a matrix, (out, in), which it transposes where
-        # it is told to.
-        is_transposed = copied.fan_in_fan_out = not getattr(
-            copied, "_did_swap_in_out_features", False
-        )
-        for name in active:
-            a, b = copied.lora_A[name].weight, copied.lora_B[name].weight
-            height = a.shape[1] if is_transposed else b.shape[0]
-            of_a = a.data.reshape(num_experts, -1, a.shape[1])
-            of_b = b.data.reshape(b.shape[0], -1, num_experts).permute(2, 0, 1)
-            cuts.append(
-                (
-                    a,
-                    functools.partial(
-                        of_expert, of_a, 1 if is_transposed else None, height
-                    ),
-                )
-            )
-            cuts.append(
-                (
-                    b,
-                    functools.partial(
-                        of_expert, of_b, None if is_transposed else 0, height
-                    ),
-                )
-            )
+        cuts.append(_cut_of_tokens(delta, copied.token_indices[name]))
     return cuts
+
+
+def _cut_of_matrix(tensor: torch.Tensor, dim: int) -> _Cut:
+    whole = tensor.data
+    return tensor, lambda rows: whole.narrow(dim, rows.start, rows.stop - rows.start)
+
+
+def _cut_of_tokens(tensor: torch.Tensor, indices: Sequence[int]) -> _Cut:
+    whole = tensor.data
+    return tensor, lambda rows: whole[
+        [
+            place
+            for place, index in enumerate(indices)
+            if rows.start <= index < rows.stop
+        ]
+    ]
+
+
+def _cuts_of_experts(
+    a: torch.Tensor, b: torch.Tensor, num_experts: int, is_transposed: bool
+) -> list[_Cut]:
+    """The two factors of all experts, of which a block has those of one; its rows are in only one of the two."""
+    stack_a = a.data.reshape(num_experts, -1, a.shape[1])
+    stack_b = b.data.reshape(b.shape[0], -1, num_experts).permute(2, 0, 1)
+    if is_transposed:
+        height = a.shape[1]
+        return [
+            (a, lambda rows: rows_of(stack_a.mT, rows).mT),
+            (b, lambda rows: stack_b[rows.start // height]),
+        ]
+    height = b.shape[0]
+    return [
+        (a, lambda rows: stack_a[rows.start // height]),
+        (b, lambda rows: rows_of(stack_b, rows)),
+    ]
+
+
+def _renumber_tokens(adapted: Any, rows: slice) -> None:
+    """Count the rows that adapters train from the first of a block; those that train none of it are not active."""
+    numbered = {}
+    for name, indices in adapted.token_indices.items():
+        found = [index for index in indices if rows.start <= index < rows.stop]
+        numbered[name] = [index - rows.start for index in found]
+    adapted.token_indices = numbered
+    adapted._active_adapter = [
+        name for name in adapted._active_adapter if numbered[name]
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------
+# A layer in float32, and what it is given.
+# ----------------------------------------------------------------------------------------------------
+
+
+def _float32_layer(layer: Any, plain: nn.Module) -> Any:
+    """A copy of one of PEFT's layers in float32, over a plain base."""
+    fields = vars(layer)
+    if "forward" in fields and "_hf_hook" not in fields:
+        raise TypeError(
+            "its forward was replaced, and may depend on the input in any way"
+        )
+    base = layer._modules["base_layer"]
+    memo: dict[int, Any] = {id(base): plain}
+    # Hooks, accelerate's forward and tied adapters refer to objects far outside the
+    # layer.
+    for name in HOOKED_FORWARD:
+        if name in fields:
+            memo[id(fields[name])] = None
+    if "_tied_adapter" in fields:
+        memo[id(fields["_tied_adapter"])] = []
+    for _, module in layer.named_modules(memo={base}):
+        for name, value in vars(module).items():
+            if name.endswith("_hooks"):
+                memo[id(value)] = OrderedDict()
+            # Views with a history, which a layer keeps of tied adapters, cannot be
+            # copied.
+            for leaf in tree_leaves(value):
+                if isinstance(leaf, torch.Tensor) and not leaf.is_leaf:
+                    memo[id(leaf)] = leaf.detach().clone()
+    copied = copy.deepcopy(layer, memo)
+    for name in HOOKED_FORWARD:
+        vars(copied).pop(name, None)
+    for magnitude in copied._modules.get("lora_magnitude_vector", {}).values():
+        if type(magnitude).__name__ == "DoraLinearLayer":
+            vars(magnitude)["get_lora_weight"] = _product
+    _let_base_be_plain(copied)
+    device = next(plain.parameters()).device
+    return copied.to(device=device, dtype=torch.float32).eval().requires_grad_(False)
+
+
+def _let_base_be_plain(copied: Any) -> None:
+    """Make a layer for a quantized base one for a plain base."""
+    copied.quantization_backend = None
+    if not type(copied).__module__.endswith(_QUANTIZED_MODULES):
+        return
+    method, _, name = _kind(copied).partition(".")
+    copied.__class__ = getattr(
+        importlib.import_module(f"peft.tuners.{method}.layer"), name
+    )
+    # A layer for bitsandbytes may lack this field: its weights are stored as those of
+    # ``nn.Linear``.
+    vars(copied).setdefault("fan_in_fan_out", False)
 
 
 def _product(
@@ -431,92 +445,23 @@ def _product(
     return lora_B.weight @ lora_A.weight
 
 
-def _float32_layer(layer: Any, plain: nn.Module) -> Any:
-    """A copy of one of PEFT's layers in float32, over a plain base."""
-    if "forward" in vars(layer) and "_hf_hook" not in vars(layer):
-        raise TypeError(
-            "its forward was replaced, and may depend on the input in any way"
-        )
-    base = layer._modules["base_layer"]
-    memo: dict[int, Any] = {id(base): plain}
-    # Hooks, accelerate's forward and tied adapters refer to objects far outside the
-    # layer.
-    memo |= {
-        id(vars(layer)[name]): None for name in HOOKED_FORWARD if name in vars(layer)
-    }
-    memo |= {
-        id(tied): [] for name, tied in vars(layer).items() if name == "_tied_adapter"
-    }
-    for _, module in layer.named_modules(memo={base}):
-        memo |= {
-            id(hooks): OrderedDict()
-            for name, hooks in vars(module).items()
-            if name.endswith("_hooks")
-        }
-        # A layer keeps views with a history of tied adapters, which ``deepcopy``
-        # refuses.
-        tensors = [
-            value
-            for value in tree_leaves(dict(vars(module)))
-            if isinstance(value, torch.Tensor)
-        ]
-        memo |= {
-            id(tensor): tensor.detach().clone()
-            for tensor in tensors
-            if not tensor.is_leaf
-        }
-    copied = copy.deepcopy(layer, memo)
-    for magnitude in copied._modules.get("lora_magnitude_vector", {}).values():
-        if type(magnitude).__name__ == "DoraLinearLayer":
-            vars(magnitude)["get_lora_weight"] = _product
-    for name in HOOKED_FORWARD:
-        vars(copied).pop(name, None)
-    if type(copied).__module__.endswith(_QUANTIZED_MODULES):
-        method, _, name = _kind(copied).partition(".")
-        copied.__class__ = getattr(
-            importlib.import_module(f"peft.tuners.{method}.layer"), name
-        )
-        # A layer for bitsandbytes may lack this field: its weights are stored as those
-        # of ``nn.Linear``.
-        vars(copied).setdefault("fan_in_fan_out", False)
-    copied.quantization_backend = None
-    device = next(plain.parameters()).device
-    return copied.to(device=device, dtype=torch.float32).eval().requires_grad_(False)
-
-
-def _as_stored(plain: nn.Module, stored: torch.Tensor, rows: Rows) -> nn.Module:
-    """A base that computes what ``plain`` does, while its weight reads as the quantized storage."""
-    made = shallow_copy(plain)
-    values = stored.detach().as_subclass(torch.Tensor)
-    # 4-bit storage has no rows
-    if values.shape[1:] == plain.get_parameter("weight").shape[1:]:
-        values = values[rows]
-    vars(made)["_parameters"]["weight"] = nn.Parameter(values, requires_grad=False)
-    vars(made)["forward"] = plain.forward
-    return made
-
-
 def _probe(plain: nn.Module) -> torch.Tensor:
     """An input for a plain module, always the same; torch's global generators are not used."""
     weight = plain.get_parameter("weight")
-    drawn: dict[str, Any] = {
-        "generator": torch.Generator().manual_seed(0),
-        "device": "cpu",
-    }
-    if isinstance(plain, nn.Embedding):
-        return torch.arange(
-            0,
-            plain.num_embeddings,
-            math.ceil(plain.num_embeddings / 64),
-            device=weight.device,
-        )[None]
     fields = vars(plain)
-    # ``nx`` is the width of transformers' ``Conv1D``; a norm's is the last dimension of
-    # its weight.
-    shape = [8, fields.get("in_features", fields.get("nx", weight.shape[-1]))]
+    if isinstance(plain, nn.Embedding):
+        step = math.ceil(plain.num_embeddings / _MOST_LOOKED_UP)
+        return torch.arange(0, plain.num_embeddings, step, device=weight.device)[None]
     if "kernel_size" in fields:
-        shape = [
-            fields["in_channels"],
-            *(2 * size + 1 for size in fields["kernel_size"]),
-        ]
-    return torch.randn(2, *shape, dtype=torch.float32, **drawn).to(weight.device)
+        sizes = [2 * size + 1 for size in fields["kernel_size"]]
+        shape = [fields["in_channels"], *sizes]
+    else:
+        # ``nx`` is the width of transformers' ``Conv1D``; a norm's is the last
+        # dimension of its weight.
+        width = fields.get("in_features", fields.get("nx", weight.shape[-1]))
+        shape = [2, width]
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(
+        2, *shape, generator=generator, dtype=torch.float32, device="cpu"
+    )
+    return drawn.to(weight.device)

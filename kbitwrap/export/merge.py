@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,75 +24,62 @@ from ..model.wrappers import is_adapter_class
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import LazyTensor, values_of
 from .adapters import (
+    Layers,
     Merger,
     active_adapters,
     adapters_of,
     is_tuner_layer,
     merges_by_rows,
-    of_expert,
     parameter_name,
     refusal,
     refuse_unmergeable,
+    rows_of,
     trained_copy,
 )
-from .plain import dequantized, float32_module, is_transposed, parameter_of, plain_layer
+from .plain import (
+    dequantize,
+    float32_module,
+    is_transposed,
+    parameter_of,
+    plain_layer,
+)
 from .ties import configs_of_all, settle_ties
 from .twin import Twin
 
 # The attributes that a quantized load leaves on a model, and on its configs.
 _MODEL_ATTRIBUTES = (
-    *("hf_quantizer", "is_quantized", "quantization_method", "hqq_quantized"),
-    *(
-        "is_loaded_in_4bit",
-        "is_loaded_in_8bit",
-        "is_4bit_serializable",
-        "is_8bit_serializable",
-    ),
-)
+    "hf_quantizer", "is_quantized", "quantization_method", "hqq_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit",
+    "is_4bit_serializable", "is_8bit_serializable",
+)  # fmt: skip
 _CONFIG_ATTRIBUTES = ("quantization_config", "_pre_quantization_dtype")
 
-# A layer that merges by rows is merged in this number of blocks, each within these
-# bytes of float32 values: merging a block takes several times its bytes, and some time
-# whatever its size.
-_NUM_BLOCKS = 32
-_MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 1 << 20, 4 << 20
+# The float32 values of a block of rows. Merging it takes several times these bytes, and
+# some time whatever its size.
+_BLOCK_BYTES = 2 << 20
 
-_Reader = Callable[[Rows], torch.Tensor]
-_Layers = list[tuple[Any, tuple[str, ...]]]
+_Readers = Mapping[str, Callable[[Rows], torch.Tensor]]
 
 
 def merge_into(twin: Twin, adapters: Sequence[str] | None = None) -> tuple[str, ...]:
     """Make a twin, in place, the plain model; return the names of the modules that an adapter or a copy changed."""
     chosen = None if adapters is None else tuple(dict.fromkeys(adapters))
-    there = {
-        name
-        for one in twin.peeled
-        for wrapper in one.wrappers
-        for name in adapters_of(wrapper)
-    }
-    for name in chosen or ():
-        if name not in there:
-            raise ConfigError(
-                f"adapters: expected names out of {sorted(there)}, found {name!r}"
-            )
+    _refuse_unknown(twin, chosen)
     tree = ModelTree(twin.model)
     if not tree.quantization.can_dequantize:
         raise ExportError(
             f"the model is quantized with {tree.quantization.method}, whose weights cannot be dequantized here, and so "
             "not merged; export without merging"
         )
-    shared = [
-        places for tensor in tree.tensors if len(places := tree.places(tensor)) > 1
-    ]
+    places = [tree.places(tensor) for tensor in tree.tensors]
     dtype = _half_dtype(twin.model)
-    twin, rounded = dequantized(twin, dtype)
+    rounded = dequantize(twin, dtype)
     merges = _plan(twin, dtype, rounded, chosen)
     # Refusals come before anything is written: one layer of each kind is tried out.
     for merge in {merge.kind: merge for merge in reversed(merges)}.values():
         merge.try_out()
     for merge in merges:
         merge.replace_tensors()
-    settle_ties(twin.model, shared)
+    settle_ties(twin.model, [shared for shared in places if len(shared) > 1])
     for _, module in twin.model.named_modules():
         for name in _MODEL_ATTRIBUTES:
             vars(module).pop(name, None)
@@ -102,6 +87,18 @@ def merge_into(twin: Twin, adapters: Sequence[str] | None = None) -> tuple[str, 
         for name in _CONFIG_ATTRIBUTES:
             vars(config).pop(name, None)
     return tuple(merge.fqn for merge in merges if merge.is_adapted)
+
+
+def _refuse_unknown(twin: Twin, chosen: Sequence[str] | None) -> None:
+    there: set[str] = set()
+    for peeled in twin.peeled:
+        for wrapper in peeled.wrappers:
+            there.update(adapters_of(wrapper))
+    for name in chosen or ():
+        if name not in there:
+            raise ConfigError(
+                f"adapters: expected names out of {sorted(there)}, found {name!r}"
+            )
 
 
 @dataclass
@@ -116,8 +113,7 @@ class _Merge:
     is_rounded: bool = False
     # the active copy of ``modules_to_save``, which runs instead of the original
     copy: nn.Module | None = None
-    # PEFT's around the module, the innermost first, and active adapters
-    layers: _Layers = field(default_factory=list)
+    layers: Layers = field(default_factory=list)
 
     @property
     def source(self) -> nn.Module:
@@ -127,11 +123,9 @@ class _Merge:
     @functools.cached_property
     def _plain(self) -> nn.Module:
         """The module that computes in float32 what the source does, without its values where it is quantized."""
-        return (
-            plain_layer(self.source, as_linear=True)
-            if is_quantized_layer(self.source)
-            else self.source
-        )
+        if is_quantized_layer(self.source):
+            return plain_layer(self.source, as_linear=True)
+        return self.source
 
     @property
     def is_adapted(self) -> bool:
@@ -141,28 +135,20 @@ class _Merge:
     @property
     def kind(self) -> Any:
         """The key of modules that are alike: if one of them can be merged, all can."""
-        variants = [
-            tuple(map(type, getattr(layer, "lora_variant", {}).values()))
-            for layer, _ in self.layers
-        ]
-        return (
-            type(self.source),
-            tuple((type(layer), active) for layer, active in self.layers),
-            tuple(variants),
-        )
+        kinds: list[Any] = [type(self.source)]
+        for layer, active in self.layers:
+            variants = getattr(layer, "lora_variant", {}).values()
+            kinds += [type(layer), active, *map(type, variants)]
+        return tuple(kinds)
 
     def try_out(self) -> None:
         """Merge the first block and throw the result away; raise `ExportError` where that is not exact."""
         for layer, active in self.layers:
             name = parameter_name(layer) or "weight"
             if self.source._parameters.get(name) is None:
-                raise refusal(
-                    self.fqn,
-                    layer,
-                    active,
-                    f"{type(self.source).__name__} has no parameter {name!r}",
-                )
-            next(self.blocks(name, self._readers(name), is_tried=True))
+                why = f"{type(self.source).__name__} has no parameter {name!r}"
+                raise refusal(self.fqn, layer, active, why)
+            next(self._blocks(name, self._readers(name)))
 
     def replace_tensors(self) -> None:
         """Replace the shell's tensors by lazy ones; a quantized layer becomes a plain one."""
@@ -172,34 +158,32 @@ class _Merge:
             self.shell.__class__ = type(plain)
             vars(self.shell).clear()
             vars(self.shell).update(vars(plain), training=is_training)
-        parameters, buffers = (
-            vars(self.shell)["_parameters"],
-            vars(self.shell)["_buffers"],
-        )
         for name, value in self.source._parameters.items():
-            if value is None:
-                continue
-            is_computed = is_quantized_parameter(value) or self._is_rounded(name)
-            if self.copy is None and not self._layers_of(name) and not is_computed:
-                parameters[name] = value
-                continue
-            shape = (
-                parameters[name].shape if is_quantized_parameter(value) else value.shape
-            )
-            pieces = (
-                None
-                if self._is_transposed(name)
-                else functools.partial(self._pieces, name)
-            )
-            compute = functools.partial(self.compute, name)
-            parameters[name] = LazyTensor(
-                shape, self._dtype(name), compute, pieces, is_own=True
-            )
+            if value is not None:
+                vars(self.shell)["_parameters"][name] = self._replacement(name, value)
         for name, buffer in self.source._buffers.items():
             before = self.original._buffers.get(name)
-            buffers[name] = (
-                buffer if buffer is None or before is None else buffer.to(before.dtype)
-            )
+            if buffer is not None and before is not None:
+                buffer = buffer.to(before.dtype)
+            self.shell._buffers[name] = buffer
+
+    def _replacement(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """The tensor that the merged model has for a parameter of the source."""
+        is_quantized = is_quantized_parameter(value)
+        is_changed = self.copy is not None or self._layers_of(name)
+        if not (is_changed or is_quantized or self._is_rounded(name)):
+            return value
+        # by now that of the plain layer
+        shape = parameter_of(self.shell, name).shape if is_quantized else value.shape
+        compute = functools.partial(self._compute, name)
+        pieces = functools.partial(self._pieces, name)
+        return LazyTensor(
+            shape,
+            self._dtype(name),
+            compute,
+            None if self._is_transposed(name) else pieces,
+            is_own=True,
+        )
 
     def _dtype(self, name: str) -> torch.dtype:
         """The original's dtype, which is rounded to."""
@@ -219,148 +203,121 @@ class _Merge:
     def _is_rounded(self, name: str) -> bool:
         return self.is_rounded and name == "weight"
 
-    def _layers_of(self, name: str) -> _Layers:
+    def _is_transposed(self, name: str) -> bool:
+        return name == "weight" and is_transposed(self.source)
+
+    def _layers_of(self, name: str) -> Layers:
         """The layers that adapt a parameter: those of the whole module and those of this parameter."""
-        return [
-            (layer, active)
-            for layer, active in self.layers
-            if parameter_name(layer) in (None, name)
-        ]
+        return [one for one in self.layers if parameter_name(one[0]) in (None, name)]
 
     @torch.no_grad()
-    def compute(self, name: str) -> torch.Tensor:
+    def _compute(self, name: str) -> torch.Tensor:
         """A parameter of the plain model, in the plain module's layout and its original dtype, in memory of its own."""
-        value, readers = parameter_of(self.source, name), self._readers(name)
-        # 4-bit weights are dequantized whole: each block takes the place of what it is
-        # computed from.
-        is_four_bit = (
-            is_quantized_parameter(value)
-            and quant_state_of(self.source, value) is not None
-        )
-        whole = (
-            readers[name](...).contiguous()
-            if getattr(value, "is_own", is_four_bit)
-            else None
-        )
-        for rows, block in self.blocks(name, readers):
-            whole = (
-                block.new_empty(parameter_of(self._plain, name).shape)
-                if whole is None
-                else whole
-            )
-            _rows_of(whole, rows).copy_(block)
+        source, readers = parameter_of(self.source, name), self._readers(name)
+        whole = None
+        # These are read whole: each block takes the place of what it is computed from.
+        if _is_four_bit(self.source, source) or getattr(source, "is_own", False):
+            whole = readers[name](...).contiguous()
+        for rows, block in self._blocks(name, readers):
+            if whole is None:
+                whole = block.new_empty(parameter_of(self._plain, name).shape)
+            rows_of(whole, rows).copy_(block)
         assert whole is not None
         return whole.t() if self._is_transposed(name) else whole
 
     def _pieces(self, name: str) -> Iterator[torch.Tensor]:
-        return (block for _, block in self.blocks(name, self._readers(name)))
+        for _, block in self._blocks(name, self._readers(name)):
+            yield block
 
     @torch.no_grad()
-    def blocks(
-        self, name: str, readers: Mapping[str, _Reader], *, is_tried: bool = False
+    def _blocks(
+        self, name: str, readers: _Readers
     ) -> Iterator[tuple[Rows, torch.Tensor]]:
         """Compute a parameter in its original dtype, a few rows (of a transposed one, columns) at a time, or whole."""
         dtype, layers = self._dtype(name), self._layers_of(name)
-        stored = (
-            self.source._parameters["weight"]
-            if is_quantized_layer(self.source)
-            else None
-        )
-        every = self._blocks_of_rows([*readers], layers)[: 1 if is_tried else None]
-        merge = Merger(self.fqn, layers, stored, every) if layers else None
-        if merge is not None and isinstance(merge.sampled, list):
-            merge.run(
-                self._float32({n: read(merge.sampled) for n, read in readers.items()})
-            )
-        for rows in every:
-            values = {n: read(rows) for n, read in readers.items()}
-            value = values[name]
-            if merge is not None:
-                value = parameter_of(merge(self._float32(values), rows), name)
-                if rows is every[-1]:
-                    merge.check()
+        merger = None
+        if layers:
+            is_quantized = is_quantized_layer(self.source)
+            merger = Merger(self.fqn, layers, is_quantized=is_quantized)
+        for rows in self._blocks_of_rows([*readers], layers):
+            if merger is None:
+                value = readers[name](rows)
+            else:
+                plain = self._float32(readers, rows)
+                value = parameter_of(merger.merge(plain, rows), name)
+                del plain
             rounded = value.detach().to(dtype)
-            # A sum is finite only if everything in it is, and takes a fraction of the
-            # time of looking at each.
-            if self.is_adapted and not torch.isfinite(rounded.sum(dtype=torch.float32)):
+            if self.is_adapted:
                 self._refuse_infinite(name, value, rounded)
-            del values, value
+            del value
             yield rows, rounded
 
     def _refuse_infinite(
         self, name: str, value: torch.Tensor, rounded: torch.Tensor
     ) -> None:
         """Raise where a rounded value is not finite."""
-        if torch.isfinite(rounded).all():
+        # A sum is finite only if everything in it is, and takes a fraction of the time
+        # of looking at each.
+        is_sum_finite = torch.isfinite(rounded.sum(dtype=torch.float32))
+        if is_sum_finite or torch.isfinite(rounded).all():
             return
-        what = (
-            f"beyond the range of {rounded.dtype}"
-            if torch.isfinite(value).all()
-            else "not finite"
-        )
+        what = "not finite"
+        if torch.isfinite(value).all():
+            what = f"beyond the range of {rounded.dtype}"
         raise ExportError(
             f"{self.fqn}.{name}: merged with its adapters, it has values that are {what}; export without merging, or "
             "disable these adapters",
             fqn=self.fqn,
         )
 
-    def _is_transposed(self, name: str) -> bool:
-        return name == "weight" and is_transposed(self.source)
-
-    def _blocks_of_rows(self, names: list[str], layers: _Layers) -> list[Rows]:
+    def _blocks_of_rows(self, names: Sequence[str], layers: Layers) -> list[Rows]:
         """The rows of each block; a single block where rows cannot be merged by themselves."""
         shapes = [parameter_of(self._plain, name).shape for name in names]
-        heights = {shape[:1] for shape in shapes}
         num_bytes = torch.float32.itemsize * sum(shape.numel() for shape in shapes)
-        num_blocks = math.ceil(
-            num_bytes
-            / max(_MIN_BLOCK_BYTES, min(num_bytes // _NUM_BLOCKS, _MAX_BLOCK_BYTES))
-        )
-        is_whole = num_blocks <= 1 or len(heights) > 1 or () in heights
-        if is_whole or not all(merges_by_rows(self.source, *layer) for layer in layers):
+        heights = {shape[:1] for shape in shapes}
+        if num_bytes <= _BLOCK_BYTES or len(heights) > 1 or () in heights:
             return [...]
-        # A stack has the rows of its matrices, one after the other, and no block has
-        # rows of two.
-        (num_rows,) = {
-            math.prod(shape[:2]) if len(shape) == 3 else shape[0] for shape in shapes
-        }
-        height = shapes[0][1] if len(shapes[0]) == 3 else num_rows
-        num_blocks = min(math.ceil(num_blocks * height / num_rows), height)
-        cuts = [
-            first + height * i // num_blocks
-            for first in range(0, num_rows, height)
-            for i in range(num_blocks)
-        ]
-        return [
-            slice(start, stop) for start, stop in itertools.pairwise([*cuts, num_rows])
-        ]
+        # A stack, which is by itself, has the rows of its matrices, one after the
+        # other, and no block has rows of two.
+        *numbers, height = shapes[0][:-1] if shapes[0][2:] else shapes[0][:1]
+        for layer, active in layers:
+            if not merges_by_rows(self.source, height, layer, active):
+                return [...]
+        num_rows = height * (numbers[0] if numbers else 1)
+        step = max(_BLOCK_BYTES * num_rows // num_bytes, 1)
+        blocks: list[Rows] = []
+        for first in range(0, num_rows, height):
+            end = first + height
+            for start in range(first, end, step):
+                blocks.append(slice(start, min(start + step, end)))
+        return blocks
 
-    def _readers(self, name: str) -> dict[str, _Reader]:
+    def _readers(self, name: str) -> _Readers:
         """By name, functions that read rows of a parameter, and of those it is merged with, without adapters."""
         is_by_name = all(parameter_name(layer) for layer, _ in self._layers_of(name))
-        return {
-            n: dequantizer(self.source)
-            if is_quantized_parameter(p)
-            else functools.partial(_rows_of, values_of(p))
-            for n, p in self.source._parameters.items()
-            if p is not None and (n == name or not is_by_name)
-        }
+        readers: dict[str, Callable[[Rows], torch.Tensor]] = {}
+        for other, parameter in self.source._parameters.items():
+            if parameter is None or (is_by_name and other != name):
+                continue
+            if is_quantized_parameter(parameter):
+                readers[other] = dequantizer(self.source)
+            else:
+                readers[other] = functools.partial(rows_of, values_of(parameter))
+        return readers
 
-    def _float32(self, values: Mapping[str, torch.Tensor]) -> nn.Module:
+    def _float32(self, readers: _Readers, rows: Rows) -> nn.Module:
         # Copied even if float32 already: it is merged in place.
-        return float32_module(
-            self._plain,
-            {n: value.to(torch.float32, copy=True) for n, value in values.items()},
-        )
+        values = {
+            name: read(rows).to(torch.float32, copy=True)
+            for name, read in readers.items()
+        }
+        return float32_module(self._plain, values)
 
 
-def _rows_of(tensor: torch.Tensor, rows: Any) -> torch.Tensor:
-    """Some rows of a tensor; a stack has those of its matrices, one after the other."""
-    return (
-        tensor[rows]
-        if rows is ... or tensor.dim() < 3
-        else of_expert(tensor, 0, tensor.shape[1], rows)
-    )
+def _is_four_bit(module: nn.Module, parameter: torch.Tensor) -> bool:
+    if not is_quantized_parameter(parameter):
+        return False
+    return quant_state_of(module, parameter) is not None
 
 
 def _plan(
@@ -381,19 +338,17 @@ def _plan(
                 # A shared module is peeled once for each of its places.
                 if active and all(layer is not wrapper for layer, _ in merge.layers):
                     merge.layers.append((wrapper, active))
-            elif (trained := trained_copy(peeled.fqn, wrapper, chosen)) is not None:
-                for name, module in trained.named_modules():
-                    if is_adapter_class(type(module)):
-                        raise refusal(
-                            peeled.fqn,
-                            module,
-                            (),
-                            "it is inside a module of modules_to_save",
-                        )
-                    fqn = ".".join(part for part in (peeled.fqn, name) if part)
-                    merge_of(fqn, peeled.shell.get_submodule(name)).copy = module
-            else:
+                continue
+            trained = trained_copy(peeled.fqn, wrapper, chosen)
+            if trained is None:
                 refuse_unmergeable(peeled.fqn, wrapper, chosen)
+                continue
+            for name, module in trained.named_modules():
+                if is_adapter_class(type(module)):
+                    why = "it is inside a module of modules_to_save"
+                    raise refusal(peeled.fqn, module, (), why)
+                fqn = join(peeled.fqn, name) if name else peeled.fqn
+                merge_of(fqn, peeled.shell.get_submodule(name)).copy = module
     for fqn, module in twin.model.named_modules():
         if is_quantized_layer(module) or id(module) in rounded:
             merge_of(fqn, module)
@@ -403,42 +358,27 @@ def _plan(
 
 def _refuse_partly_adapted(twin: Twin, merges: Mapping[int, _Merge]) -> None:
     """Raise where a module has several places and an adapter only some of them: merged, it would be in all."""
-    # of each shell: where it lies, with its name there
-    places: dict[int, dict[tuple[int, str], str]] = {}
-    for fqn, parent in twin.model.named_modules():
+    adapted = {peeled.fqn for peeled in twin.peeled}
+    wrappers = {id(peeled.shell): peeled.wrappers for peeled in twin.peeled}
+    for prefix, parent in twin.model.named_modules():
         for name, child in parent._modules.items():
-            places.setdefault(id(child), {})[id(parent), name] = join(fqn, name)
-    for peeled in twin.peeled:
-        parent_fqn, _, name = peeled.fqn.rpartition(".")
-        places.get(id(peeled.shell), {}).pop(
-            (id(twin.model.get_submodule(parent_fqn)), name), None
-        )
-    for peeled in twin.peeled:
-        merge = merges.get(id(peeled.shell))
-        others = places.get(id(peeled.shell))
-        if merge is not None and merge.is_adapted and others:
-            other = next(iter(others.values()))
-            raise refusal(
-                peeled.fqn,
-                peeled.wrappers[0],
-                (),
-                f"the module is {other} too, and is not adapted there",
-            )
+            place = join(prefix, name)
+            if id(child) not in wrappers or place in adapted:
+                continue
+            merge = merges.get(id(child))
+            if merge is not None and merge.is_adapted:
+                why = f"the module is {place} too, and is not adapted there"
+                raise refusal(merge.fqn, wrappers[id(child)][0], (), why)
 
 
 def _half_dtype(model: nn.Module) -> torch.dtype:
     """The half dtype of most parameters outside quantized layers; float32 where there are none."""
     # The config's dtype does not tell: ``save_pretrained`` sets it to float32 while a
     # model is prepared.
-    parameters = [
-        p
-        for _, module in model.named_modules()
-        for p in module._parameters.values()
-        if p is not None
-    ]
     votes = Counter(
-        p.dtype
-        for p in parameters
-        if p.dtype in HALF_DTYPES and not is_quantized_parameter(p)
+        tensor.parameter.dtype
+        for tensor in ModelTree(model).all_tensors
+        if not is_quantized_parameter(tensor.parameter)
     )
-    return votes.most_common(1)[0][0] if votes else torch.float32
+    halves = [dtype for dtype in votes if dtype in HALF_DTYPES]
+    return max(halves, key=votes.__getitem__, default=torch.float32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,10 +24,10 @@ from .twin import Twin
 HOOKED_FORWARD = ("forward", "_old_forward", "_hf_hook")
 
 
-def dequantized(twin: Twin, dtype: torch.dtype) -> tuple[Twin, set[int]]:
-    """A twin, changed in place, with other libraries' weights dequantized, and the ``id`` of modules to be rounded."""
+def dequantize(twin: Twin, dtype: torch.dtype) -> set[int]:
+    """Dequantize other libraries' weights in a twin; return the ``id`` of modules to be rounded to ``dtype``."""
     # what takes the place of a shell whose class is of the library
-    plains: dict[int, nn.Module] = {}
+    plains: dict[nn.Module, nn.Module] = {}
     # of dequantized weights, by the classes of layer and weight
     dtypes: dict[tuple[type, type], torch.dtype] = {}
     rounded: set[int] = set()
@@ -45,19 +44,17 @@ def dequantized(twin: Twin, dtype: torch.dtype) -> tuple[Twin, set[int]]:
         if is_made_plain(shell):
             plain = plain_layer(shell).train(shell.training)
             plain._parameters["bias"] = _bias_of(shell, dtype)
-            plains[id(shell)] = plain
+            plains[shell] = plain
         if weight is None and dtypes[kind] != dtype:
             rounded.add(id(plain))
         shape = parameter_of(plain, "weight").shape
         vars(plain)["_parameters"]["weight"] = LazyTensor(shape, dtypes[kind], compute)
-    for _, module in twin.model.named_modules():
+    for module in twin.model.modules():
         for name, child in module._modules.items():
-            module._modules[name] = plains.get(id(child), child)
-    peeled = [
-        dataclasses.replace(one, shell=plains.get(id(one.shell), one.shell))
-        for one in twin.peeled
-    ]
-    return dataclasses.replace(twin, peeled=tuple(peeled)), rounded
+            module._modules[name] = plains.get(child, child)  # type: ignore[arg-type]
+    for peeled in twin.peeled:
+        peeled.shell = plains.get(peeled.shell, peeled.shell)
+    return rounded
 
 
 def _dequantized_dtype(fqn: str, compute: Callable[[], torch.Tensor]) -> torch.dtype:
@@ -74,7 +71,9 @@ def _dequantized_dtype(fqn: str, compute: Callable[[], torch.Tensor]) -> torch.d
 def _bias_of(shell: nn.Module, dtype: torch.dtype) -> Any:
     """The bias of a layer; one that is a buffer may have the dtype of the weight, which is not the model's."""
     bias = getattr(shell, "bias", None)
-    return bias.to(dtype) if bias is not None and "bias" in shell._buffers else bias
+    if bias is not None and "bias" in shell._buffers:
+        return bias.to(dtype)
+    return bias
 
 
 def _dequantize_stacks(fqn: str, shell: nn.Module) -> None:

@@ -45,7 +45,7 @@ _STAND_INS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Peeled:
     """A module of the base that PEFT wrapped."""
 
@@ -55,7 +55,7 @@ class Peeled:
     wrappers: tuple[nn.Module, ...]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Twin:
     """A model's base before it was prepared. Its modules and configs may be changed; its tensors may only be read."""
 
@@ -70,49 +70,42 @@ class _Copier:
     """Copies modules as shells with the original tensors and configs."""
 
     # the twin's tensor, by the ``id`` of the live parameter
-    promised: dict[int, torch.Tensor]
-    held: _Held
-    original: Original | None  # of a model that was prepared
+    promised: dict[int, torch.Tensor] = field(default_factory=dict)
+    held: _Held = field(default_factory=dict)
+    original: Original | None = None  # of a model that was prepared
     rewritten: Sequence[KeptChange] = ()
-    # ids of the twin's tensors of another dtype than the live ones
-    converted: set[int] = field(default_factory=set)
     # of configs, for ``copy.deepcopy``
     memo: dict[int, Any] = field(default_factory=dict)
     shells: dict[int, nn.Module] = field(default_factory=dict)
     peeled: list[Peeled] = field(default_factory=list)
 
-    def twin_of(self, model: nn.Module) -> Twin:
+    def twin_of(self, tree: ModelTree) -> Twin:
         """The twin of a model, which this copies once."""
-        twin = self.copy("", model)
+        model = self.copy("", tree.model)
+        stored = {tensor.fqn: tensor.parameter.dtype for tensor in tree.base_tensors}
         converted = [
             fqn
-            for fqn, parameter in twin.named_parameters()
-            if id(parameter) in self.converted
+            for fqn, parameter in model.named_parameters()
+            if parameter.dtype != stored[fqn]
         ]
-        return Twin(twin, tuple(self.peeled), tuple(converted))
+        return Twin(model, tuple(self.peeled), tuple(converted))
 
     def copy(self, fqn: str, module: nn.Module) -> nn.Module:
         """The shell of what a module wraps, and of all below it; a module that is there twice has one shell."""
         base, wrappers = unwrap(module)
         _refuse_merged(fqn, wrappers)
-        shell = self.shells.get(id(base))
-        if shell is not None:
-            self._note_peeled(fqn, shell, wrappers)
-            return shell
-        _refuse_without_scales(fqn, base)
-        shell = self._shell(base)
-        self.shells[id(base)] = shell
-        self._note_peeled(fqn, shell, wrappers)
-        for name, child in shell._modules.items():
-            if child is not None:
-                shell._modules[name] = self.copy(join(fqn, name), child)
-        return shell
-
-    def _note_peeled(
-        self, fqn: str, shell: nn.Module, wrappers: tuple[nn.Module, ...]
-    ) -> None:
+        is_new = id(base) not in self.shells
+        if is_new:
+            _refuse_without_scales(fqn, base)
+            self.shells[id(base)] = self._shell(base)
+        shell = self.shells[id(base)]
         if wrappers:
             self.peeled.append(Peeled(fqn, shell, wrappers))
+        if is_new:
+            for name, child in shell._modules.items():
+                if child is not None:
+                    shell._modules[name] = self.copy(join(fqn, name), child)
+        return shell
 
     def _shell(self, module: nn.Module) -> nn.Module:
         """The copy of one module: its class, attributes and configs from before, with the original tensors."""
@@ -131,28 +124,23 @@ class _Copier:
             if self.original is not None and self.original.is_alias(module, name):
                 del fields["_parameters"][name]
             elif parameter is not None:
-                fields["_parameters"][name] = self._original(module, name, parameter)
+                # the same tensor at each of its places
+                if id(parameter) not in self.promised:
+                    value = self._value_of(module, name, parameter)
+                    self.promised[id(parameter)] = value
+                fields["_parameters"][name] = self.promised[id(parameter)]
         return shell
-
-    def _original(
-        self, module: nn.Module, name: str, parameter: nn.Parameter
-    ) -> torch.Tensor:
-        """The original value of a parameter, the same tensor at each of its places."""
-        if id(parameter) not in self.promised:
-            self.promised[id(parameter)] = self._value_of(module, name, parameter)
-        value = self.promised[id(parameter)]
-        if value.dtype != parameter.dtype:
-            self.converted.add(id(value))
-        return value
 
     def _value_of(
         self, module: nn.Module, name: str, parameter: nn.Parameter
     ) -> torch.Tensor:
+        """The original value of a parameter."""
         held = self.held.get((id(module), name))
         if held is not None:
             return held.read(parameter)
-        is_rewritten = name == "weight" and has_runtime_state(module)
-        return unpacked_copy(parameter) if is_rewritten else parameter
+        if name == "weight" and has_runtime_state(module):
+            return unpacked_copy(parameter)
+        return parameter
 
 
 def build_twin(
@@ -162,26 +150,25 @@ def build_twin(
 ) -> Twin:
     """Copy a live model's base as it was; raise `ExportError` where that cannot be told. ``gathering`` gets shards."""
     lay_as_stored(tree)
+    copier = _Copier()
     if preparation is None:
-        copier = _Copier(promised={}, held={}, original=None)
-        return copier.twin_of(tree.model)
-    held = _held_by_place(tree, preparation)
-    promised: dict[int, torch.Tensor] = {}
-    original, drifted = None, list[str]()
-    prepared = preparation.original.model()
+        return copier.twin_of(tree)
+    copier.held = _held_by_place(tree, preparation)
+    copier.rewritten = preparation.journal.parts(KeptChange)
+    copier.promised = _sharing_memory(copier.held)
+    original = preparation.original
+    prepared = original.model()
     # and no part or container of it
-    if prepared is not None and unwrap(prepared)[0] is unwrap(tree.model)[0]:
-        original = preparation.original
-        changes = preparation.changes(tree)
-        _refuse_replaced(changes)
-        drifted = changes.drifted
-        if gathering is not None:
-            promised |= _gathered(tree, original, held, gathering)
-    promised |= _sharing_memory(held)
-    copier = _Copier(promised, held, original, preparation.journal.parts(KeptChange))
-    twin = copier.twin_of(tree.model)
-    if drifted:
-        raise ExportError(drift_of(drifted[0]), fqn=drifted[0])
+    if prepared is None or unwrap(prepared)[0] is not unwrap(tree.model)[0]:
+        return copier.twin_of(tree)
+    changes = preparation.changes(tree)
+    _refuse_replaced(changes)
+    copier.original = original
+    if gathering is not None:
+        copier.promised |= _gathered(tree, original, copier.held, gathering)
+    twin = copier.twin_of(tree)
+    for fqn in changes.drifted:
+        raise ExportError(drift_of(fqn), fqn=fqn)
     return twin
 
 
@@ -216,16 +203,13 @@ def _refuse_without_scales(fqn: str, module: nn.Module) -> None:
 
 def _refuse_replaced(changes: Changes) -> None:
     for fqn, what in changes.replaced.items():
+        cause = " (by a merge, resized embeddings or unloaded modules_to_save)"
+        remedy = "export before that, or load the base again"
         if what == DECOMPRESSED:
-            cause, remedy = (
-                "",
-                "; run the model before it is prepared, or load it with dequantize=True in its config",
-            )
-        else:
-            cause = " (by a merge, resized embeddings or unloaded modules_to_save)"
-            remedy = "; export before that, or load the base again"
+            cause = ""
+            remedy = "run the model before it is prepared, or load it with dequantize=True in its config"
         raise ExportError(
-            f"{fqn or 'the model'} {what} since the model was prepared{cause}, so the exact base is gone{remedy}",
+            f"{fqn or 'the model'} {what} since the model was prepared{cause}, so the exact base is gone; {remedy}",
             fqn=fqn,
         )
 
@@ -240,12 +224,12 @@ def _gathered(
         if not is_sharded_tensor(parameter) or id(parameter) in found:
             continue
         was = original.base.get(fqn)
-        if was is None or was in original.sharing_memory:
-            why = (
-                "shared its memory with another parameter"
-                if was
-                else "was added after the model was prepared"
-            )
+        why = ""
+        if was is None:
+            why = "was added after the model was prepared"
+        elif was in original.sharing_memory:
+            why = "shared its memory with another parameter"
+        if was is None or why:
             raise ExportError(
                 f"{fqn}: it {why}, so its original cannot be written from shards; export before sharding",
                 fqn=fqn,
@@ -258,31 +242,19 @@ def _gathered(
 def _sharing_memory(held: _Held) -> dict[int, torch.Tensor]:
     """Copies of parameters that lay in one memory, in one storage, unless trained apart: lazy tensors cannot share."""
     found: dict[int, torch.Tensor] = {}
-    groups = {
-        one.group
-        for one in held.values()
-        if isinstance(one, StorageChange) and one.group is not None
-    }
-    for group in groups:
-        placed = []
+    storages = [one for one in held.values() if isinstance(one, StorageChange)]
+    for group in {one.group for one in storages if one.group is not None}:
+        parameters, values, originals = [], [], []
         for change in group.changes:
             parameter = change.record.live()
             if parameter is not None and change.converts(parameter):
-                placed.append((change, parameter))
-        originals = [
-            (change.original_of(parameter.data), change.layout)
-            for change, parameter in placed
-        ]
-        if len(originals) < 2:
+                value = change.original_of(parameter.data)
+                parameters.append(parameter)
+                values.append(value)
+                originals.append((value, change.layout))
+        if len(parameters) < 2:
             continue
         views = Layout.place(originals)
-        were_trained_apart = any(
-            differ(view, value)
-            for view, (value, _) in zip(views, originals, strict=True)
-        )
-        if not were_trained_apart:
-            found |= {
-                id(parameter): view
-                for (_, parameter), view in zip(placed, views, strict=True)
-            }
+        if not any(map(differ, views, values)):
+            found.update(zip(map(id, parameters), views, strict=True))
     return found

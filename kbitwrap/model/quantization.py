@@ -27,7 +27,7 @@ DISTRIBUTIONS = (
     "bitsandbytes", "torchao", "hqq", "gptqmodel", "aqlm", "eetq", "optimum-quanto", "compressed-tensors",
 )  # fmt: skip
 """The libraries that quantize, as package indexes call them."""
-Rows = slice | list[int] | types.EllipsisType
+Rows = slice | types.EllipsisType
 """Some rows of a tensor, or the whole of it, of whatever shape."""
 _SELF_MANAGED_IN_PEFT = ("gptq", "aqlm", "eetq", "hqq", "torchao")
 _DEQUANTIZED_BY_LIBRARY = (

@@ -48,14 +48,13 @@ ARCHITECTURES = list(zoo.ARCHITECTURES)
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Merge layers as small as these by rows too, in a few blocks."""
-    monkeypatch.setattr(merge_module, "_MIN_BLOCK_BYTES", 1)
-    monkeypatch.setattr(merge_module, "_NUM_BLOCKS", 5)
+    monkeypatch.setattr(merge_module, "_BLOCK_BYTES", 3000)
 
 
 @pytest.fixture
 def whole_layers(small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Merge small layers whole, as they are outside of these tests."""
-    monkeypatch.setattr(merge_module, "_MIN_BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr(merge_module, "_BLOCK_BYTES", 1 << 20)
 
 
 def export(model: nn.Module, folder: Path, *, base: nn.Module | None = None, **options: Any) -> ExportReport:
@@ -824,22 +823,23 @@ def test_what_cannot_be_merged_exactly_is_refused_by_name(case: str, tmp_path: P
     assert before.diff(Snapshot(adapted)) == []
 
 
-def exported_by_rows(config: peft.PeftConfig, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
-    """Export what is merged in four blocks a layer; the modules that were run to compare what a merge computes."""
-    run: list[nn.Module] = []
-    monkeypatch.setattr(merge_module, "_NUM_BLOCKS", 4)
+def exported_by_rows(config: peft.PeftConfig, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Export what is merged in several blocks a layer; the rows of each module in which a merge was compared."""
+    compared: list[int] = []
+    monkeypatch.setattr(merge_module, "_BLOCK_BYTES", 16 * 64 * 4)
     probe = adapters_module._probe
-    monkeypatch.setattr(adapters_module, "_probe", lambda plain: [run.append(plain), probe(plain)][1])
+    monkeypatch.setattr(
+        adapters_module, "_probe", lambda plain: [compared.append(plain.weight.shape[0]), probe(plain)][1]
+    )
     adapted = adapted_llama(config)
     jitter(adapted)
     export(adapted, folder)
-    return run
+    return compared
 
 
-def test_a_merge_is_compared_once_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compared = exported_by_rows(peft.LoraConfig(target_modules=TARGETS), tmp_path / "merged", monkeypatch)
-    assert len(compared) == 4 + 1  # one of the kind was tried out before
-    assert [plain.weight.shape[0] for plain in compared[1:]] == [4] * 4  # a row of each block
+def test_a_merge_is_compared_in_all_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = exported_by_rows(peft.LoraConfig(target_modules=["q_proj"]), tmp_path / "merged", monkeypatch)
+    assert compared == [16] * 9  # two layers of 64 rows; a block of the kind was tried out before
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -1061,7 +1061,7 @@ def test_two_tensors_are_in_memory_at_most(
 ) -> None:
     width, tensor = 1024, 2 * 1024 * 1024
     # In as many blocks as a layer of 4096 times 4096 elements.
-    monkeypatch.setattr(merge_module, "_NUM_BLOCKS", 32)
+    monkeypatch.setattr(merge_module, "_BLOCK_BYTES", 4 * width * width // 32)
     wrapper = KbitPreparedModel(adapted_layers(kind, width, **options), gradient_checkpointing=False)
     reports: list[ExportReport] = []
     sizes = allocations(lambda: reports.append(wrapper.export(tmp_path / "merged", merge_adapters=True)))

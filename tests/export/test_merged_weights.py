@@ -116,14 +116,14 @@ def test_stacks_of_adapted_experts_are_in_order_and_computed_twice_at_most(
     config = peft.LoraConfig(target_modules=[], target_parameters=stacks, init_lora_weights=False)
     peft.get_peft_model(wrapper.model, config)
     computed: list[str] = []
-    compute = merge_module._Merge.compute
+    compute = merge_module._Merge._compute
 
     def counting(merge: Any, parameter: str) -> torch.Tensor:
         computed.append(f"{merge.fqn}.{parameter}")
         return compute(merge, parameter)
 
     with monkeypatch.context() as patch:
-        patch.setattr(merge_module._Merge, "compute", counting)
+        patch.setattr(merge_module._Merge, "_compute", counting)
         for _ in wrapper.merged_weights():
             pass
     assert {*stacks} <= {*computed}
@@ -221,7 +221,8 @@ def test_two_tensors_are_in_memory_at_most_beside_the_last(
     kind: str, options: dict[str, Any], precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     width, tensor = 1024, 2 * 1024 * 1024
-    monkeypatch.setattr(merge_module, "_MIN_BLOCK_BYTES", 1)  # as many blocks as a layer of 4096 times 4096 elements
+    # as many blocks as a layer of 4096 times 4096 elements
+    monkeypatch.setattr(merge_module, "_BLOCK_BYTES", 4 * 1024 * 1024 // 32)
     model = test_merge.adapted_layers(kind, width, **options).get_base_model()
     wrapper = KbitPreparedModel(model, gradient_checkpointing=False, precision=precision).prepare()
     sizes: list[int] = []
