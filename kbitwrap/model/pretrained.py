@@ -49,17 +49,17 @@ def meta_model(
     if dtype is None or dtype == "auto":
         # A composite config has its dtype in its parts; of two text parts the decoder's
         # counts.
-        dtype = getattr(config, "dtype", None) or getattr(
-            config.get_text_config(decoder=True), "dtype", None
-        )
-    chosen = parse_dtype(torch.bfloat16 if dtype is None else dtype, is_floating=True)
+        text_config = config.get_text_config(decoder=True)
+        dtype = config.dtype or text_config.dtype or torch.bfloat16
+    chosen = parse_dtype(dtype, is_floating=True)
     try:
         model = _build(config, quantization_config, chosen, assumed)
     except ConfigError:
         raise
     except Exception as error:  # whatever an architecture raises for a config that it cannot be built from
-        is_path = isinstance(name_or_path, (str, os.PathLike))
-        name = repr(os.fspath(name_or_path)) if is_path else type(name_or_path).__name__
+        name = type(name_or_path).__name__
+        if isinstance(name_or_path, (str, os.PathLike)):
+            name = repr(os.fspath(name_or_path))
         raise ConfigError(
             f"no model can be built from the config of {name}: {_reason(error)}"
         ) from error
@@ -69,23 +69,19 @@ def meta_model(
 
 def _left_to_defaults(config: Any, content: Mapping[str, Any]) -> list[str]:
     """Name the sizes that a file leaves to the defaults of its class; those of nested configs may be left out."""
-    aliases = getattr(config, "attribute_map", {})
-    given = {aliases.get(name, name) for name in content}
+    if not content:
+        return []
+    given = {config.attribute_map.get(name, name) for name in content}
     left = []
-    for name, parameter in (
-        inspect.signature(type(config)).parameters.items() if content else ()
-    ):
+    for name, parameter in inspect.signature(type(config)).parameters.items():
         default = parameter.default
-        is_size = (
-            type(default) is int and default > 1 and _SIZES.search(name) is not None
-        )
+        is_size = type(default) is int and default > 1 and _SIZES.search(name)
         if is_size and name not in given and getattr(config, name, None) == default:
             left.append(f"{name} {default}")
     if not left:
         return []
-    return [
-        f"sizes that its config lacks are the defaults of {type(config).__name__}: {', '.join(left)}"
-    ]
+    defaults = f"the defaults of {type(config).__name__}: {', '.join(left)}"
+    return [f"sizes that its config lacks are {defaults}"]
 
 
 def load_pretrained(
@@ -98,44 +94,42 @@ def load_pretrained(
     num_labels: int | None = None,
 ) -> tuple[Any, set[str]]:
     """Load a model on one device, of the class named or the config's; with the names of what its files lack."""
-    import transformers
-
     config = read_config(name_or_path, trust_remote_code)
-    config.architectures = config.architectures if class_name is None else [class_name]
-    own = [
-        name
-        for name in _AUTO_CLASSES
-        if name in (getattr(config, "auto_map", None) or ())
-    ]
-    cls: Any = (
-        getattr(transformers, own[0])
-        if own and trust_remote_code
-        else _model_class(config)
-    )
+    if class_name is not None:
+        config.architectures = [class_name]
     if os.path.isdir(name_or_path) and not trust_remote_code:
         _refuse_larger(Path(name_or_path))
-    is_quantized = getattr(config, "quantization_config", None) is not None
-    options = (
-        {}
-        if is_quantized or not quantization_config
-        else {"quantization_config": quantization_config}
-    )
-    options |= {"trust_remote_code": True} if trust_remote_code else {}
-    options |= {} if num_labels is None else {"num_labels": num_labels}
-    options |= {
+    options: dict[str, Any] = {
         "dtype": dtype or "auto",
         "device_map": {"": device},
         "output_loading_info": True,
     }
+    is_quantized = getattr(config, "quantization_config", None) is not None
+    if quantization_config and not is_quantized:
+        options["quantization_config"] = quantization_config
+    if trust_remote_code:
+        options["trust_remote_code"] = True
+    if num_labels is not None:
+        options["num_labels"] = num_labels
+    cls = _loading_class(config, trust_remote_code)
     try:
         model, info = cls.from_pretrained(name_or_path, **options)
-    except (
-        Exception
-    ) as error:  # whatever transformers, safetensors and the quantization library raise
+    except Exception as error:  # of transformers, safetensors and quantizers
         raise ConfigError(
             f"cannot load a model from {os.fspath(name_or_path)!r}: {_reason(error)}"
         ) from error
     return model, {*info["missing_keys"]}
+
+
+def _loading_class(config: Any, trust_remote_code: bool) -> Any:
+    """The Auto class for which a repository has code of its own, where that may run, or the model's class."""
+    import transformers
+
+    own = getattr(config, "auto_map", None) or ()
+    for name in _AUTO_CLASSES:
+        if trust_remote_code and name in own:
+            return getattr(transformers, name)
+    return _model_class(config)
 
 
 def _refuse_larger(folder: Path) -> None:
@@ -189,37 +183,31 @@ def _read(
     name = str(os.fspath(name_or_path))
     path = Path(name)
     # What cannot be a name on the hub is not looked up there.
-    is_local = (
-        isinstance(name_or_path, os.PathLike)
-        or path.is_absolute()
-        or name.startswith((".", "~"))
-    )
-    if is_local and not path.exists():
+    is_path = isinstance(name_or_path, os.PathLike) or path.is_absolute()
+    if (is_path or name.startswith((".", "~"))) and not path.exists():
         raise ConfigError(f"there is no model at {name!r}")
     if path.is_dir() and not (path / "config.json").is_file():
         raise ConfigError(f"there is no config.json in {name!r}")
     try:
-        content = PretrainedConfig.get_config_dict(name)[0]
+        content, _ = PretrainedConfig.get_config_dict(name)
         _refuse_countless(content)
         # Without `trust_remote_code=False` it would ask, on the terminal, whether to
         # run the code of the repository.
-        return AutoConfig.from_pretrained(
-            name, trust_remote_code=trust_remote_code
-        ), content
-    except (
-        Exception
-    ) as error:  # whatever transformers, the JSON parser and the network raise
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:  # of transformers, the JSON parser and the network
         raise ConfigError(
             f"cannot read a config from {name!r}: {_reason(error)}"
         ) from error
+    return config, content
 
 
 def _model_class(config: Any) -> Any:
     """The class that the config names, or the first Auto class that knows the config."""
     import transformers
 
-    names = getattr(config, "architectures", None)
-    for name in names if isinstance(names, (list, tuple)) else ():
+    names = config.architectures
+    # a file may hold anything
+    for name in names if isinstance(names, list) else ():
         found = getattr(transformers, str(name), None)
         if inspect.isclass(found) and issubclass(found, transformers.PreTrainedModel):
             return found
@@ -229,7 +217,7 @@ def _model_class(config: Any) -> Any:
             return classes[0]
     raise ConfigError(
         f"transformers has no model class for {type(config).__name__} with architectures "
-        f"{getattr(config, 'architectures', None)!r}; build the model on the meta device and give it to build_plan"
+        f"{names!r}; build the model on the meta device and give it to build_plan"
     )
 
 
@@ -254,24 +242,19 @@ def _quantizer(config: Any, quantization_config: Any) -> Any:
             "quantization_config: expected None or a config of transformers such as BitsAndBytesConfig, "
             f"found {quantization_config!r}"
         )
-    own = getattr(config, "quantization_config", None)
-    if own is None:
-        own = getattr(config.get_text_config(decoder=True), "quantization_config", None)
+    configs = (config, config.get_text_config(decoder=True))
+    found = [getattr(one, "quantization_config", None) for one in configs]
+    own = next((one for one in found if one is not None), None)
     # The config of a loaded model holds an object.
-    if own is not None and not AutoHfQuantizer.supports_quant_method(
-        own if isinstance(own, dict) else own.to_dict()
-    ):
-        own = None
-    if own is None and quantization_config is None:
+    as_dict = own if own is None or isinstance(own, dict) else own.to_dict()
+    settings: Any = copy.deepcopy(quantization_config)
+    is_quantized = own is not None and AutoHfQuantizer.supports_quant_method(as_dict)
+    if is_quantized:
+        settings = AutoHfQuantizer.merge_quantization_configs(own, settings)
+    if settings is None:
         return None
-    wanted: Any = copy.deepcopy(quantization_config)
-    settings = (
-        wanted
-        if own is None
-        else AutoHfQuantizer.merge_quantization_configs(own, wanted)
-    )
     config.quantization_config = settings
-    return AutoHfQuantizer.from_config(settings, pre_quantized=own is not None)
+    return AutoHfQuantizer.from_config(settings, pre_quantized=is_quantized)
 
 
 def _dequantized_by(quantizer: Any, dtype: torch.dtype) -> list[str]:
@@ -282,10 +265,8 @@ def _dequantized_by(quantizer: Any, dtype: torch.dtype) -> list[str]:
     if not quantizer.pre_quantized or is_dequantized is None:
         return []
     if is_dequantized:
-        to = dtype_name(dtype)
-        return [
-            f"the model's weights, quantized by {method}, are dequantized to {to} when it is loaded"
-        ]
+        told = f"are dequantized to {dtype_name(dtype)} when it is loaded"
+        return [f"the model's weights, quantized by {method}, {told}"]
     if not quantizer.is_trainable:
         raise ConfigError(
             f"the model's weights are quantized by {method}, in which transformers trains nothing: plan for "
@@ -302,10 +283,9 @@ def _build(
     if quantizer is not None:
         dtype = quantizer.update_dtype(dtype)
         assumed += _dequantized_by(quantizer, dtype)
-    config.dtype = dtype
-    for name in getattr(config, "sub_configs", {}):
-        if getattr(config, name, None) is not None:
-            getattr(config, name).dtype = dtype
+    for part in (config, *[getattr(config, name) for name in config.sub_configs]):
+        if part is not None:
+            part.dtype = dtype
     with _loading(model_class, dtype):
         model: Any = model_class(config)
         if quantizer is not None:
@@ -336,7 +316,7 @@ def _loading(model_class: Any, dtype: torch.dtype) -> Iterator[None]:
     }
     # Which of these it takes depends on the version of transformers.
     names = inspect.signature(model_class.get_init_context).parameters
-    default = torch.get_default_dtype()
+    given = {name: values[name] for name in names}
     count = itertools.count()
 
     def refuse(*_: object) -> None:
@@ -347,36 +327,27 @@ def _loading(model_class: Any, dtype: torch.dtype) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.callback(register_module_module_registration_hook(refuse).remove)
-        stack.callback(torch.set_default_dtype, default)
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(dtype)
-        for context in model_class.get_init_context(
-            **{name: values[name] for name in names}
-        ):
+        for context in (*model_class.get_init_context(**given), no_init_weights()):
             stack.enter_context(context)
-        stack.enter_context(no_init_weights())
         yield
 
 
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
     """Cast what the architecture keeps in float32: some of it from any half dtype, some from float16 alone."""
-    patterns = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    names = ["_keep_in_fp32_modules_strict"]
     if dtype == torch.float16:
-        patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+        names.append("_keep_in_fp32_modules")
+    patterns = [one for name in names for one in getattr(model, name, None) or ()]
     if not patterns or dtype not in HALF_DTYPES:
         return
     # As in transformers, a pattern matches anywhere in the name.
-    kept = re.compile(
-        "|".join(pattern.replace("*", ".*") for pattern in sorted(patterns))
-    )
-    for name, tensor in (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(),
-    ):
-        if (
-            tensor.dtype in HALF_DTYPES
-            and not is_quantized_parameter(tensor)
-            and kept.search(name)
-        ):
+    kept = re.compile("|".join(patterns).replace("*", ".*"))
+    parameters = model.named_parameters(remove_duplicate=False)
+    for name, tensor in (*parameters, *model.named_buffers()):
+        is_half = tensor.dtype in HALF_DTYPES and not is_quantized_parameter(tensor)
+        if is_half and kept.search(name):
             tensor.data = tensor.data.to(torch.float32)
 
 
