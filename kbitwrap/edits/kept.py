@@ -258,9 +258,11 @@ class KeptChange(ChangeBase):
 
 def lay_as_stored(tree: ModelTree) -> None:
     """Lay codes as a checkpoint has them that layers of aqlm transposed; a layer does it again when it next runs."""
-    for layer, codes in transposed_codes([node.module for node in tree.modules]):
-        vars(layer)["gemv_op"] = None
-        codes.data = codes.data.transpose(0, 1).contiguous()
+    for node in tree.modules:
+        codes = transposed_codes(node.module)
+        if codes is not None:
+            vars(node.module)["gemv_op"] = None
+            codes.data = codes.data.transpose(0, 1).contiguous()
 
 
 def _is_cache(child: nn.Module | None) -> bool:

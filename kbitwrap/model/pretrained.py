@@ -244,7 +244,7 @@ def _quantizer(config: Any, quantization_config: Any) -> Any:
         )
     configs = (config, config.get_text_config(decoder=True))
     found = [getattr(one, "quantization_config", None) for one in configs]
-    own = next((one for one in found if one is not None), None)
+    own: Any = next((one for one in found if one is not None), None)
     # The config of a loaded model holds an object.
     as_dict = own if own is None or isinstance(own, dict) else own.to_dict()
     settings: Any = copy.deepcopy(quantization_config)

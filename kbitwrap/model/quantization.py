@@ -51,13 +51,21 @@ class Quantization:
     """How a model is quantized."""
 
     method: str | None  # "bitsandbytes_4bit", "bitsandbytes_8bit" or another one's name
-    is_quantized: bool
-    casts: bool  # whether half parameters outside the quantized layers may be cast
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether it is quantized at all."""
+        return self.method is not None
+
+    @property
+    def casts(self) -> bool:
+        """Whether half parameters outside the quantized layers may be cast."""
+        return self.method is None or self.method.startswith("bitsandbytes_")
 
     @property
     def is_known_to_peft(self) -> bool:
         """Whether PEFT's function leaves the weights of the method alone, wherever its attributes tell it."""
-        return self.method is None or self.method in _SELF_MANAGED_IN_PEFT or self.casts
+        return self.casts or self.method in _SELF_MANAGED_IN_PEFT
 
     @property
     def can_dequantize(self) -> bool:
@@ -92,10 +100,12 @@ STACKS_QUANTIZED_BY = "bitsandbytes.nn.parametrize.replace_parameter_4bit"
 
 def quantized_stacks(module: nn.Module) -> dict[str, tuple[nn.Module, Any]]:
     """The parameters that `STACKS_QUANTIZED_BY` quantized: by name, what computes each and its 4-bit statistics."""
+    parametrized = module._modules.get("parametrizations")
+    if parametrized is None:
+        return {}
     cls = loaded_class("bitsandbytes.nn.parametrize", "Bnb4bitParametrization")
-    parametrized = module._modules.get("parametrizations") if cls else None
     found = {}
-    for name, computes in () if parametrized is None else parametrized._modules.items():
+    for name, computes in parametrized._modules.items():
         first = None if computes is None else computes._modules.get("0")
         if computes is not None and isinstance(first, cls):
             found[name] = computes, vars(first)["quant_state"]
@@ -134,63 +144,54 @@ def detect(model: nn.Module, modules: Sequence[nn.Module]) -> Quantization:
     if peft.is_quantized:
         return peft
     # Inside a container, too, a model says how it is quantized.
-    methods = (
-        _method_of(module)
-        for module in modules
-        if "quantization_method" in vars(module)
-    )
-    method = next(
-        (method for method in methods if method not in (None, "bitsandbytes")), None
-    )
-    if method is not None:
-        return Quantization(method, is_quantized=True, casts=False)
+    for module in modules:
+        method = _method_of(module) if "quantization_method" in vars(module) else None
+        if method not in (None, "bitsandbytes"):
+            return Quantization(method)
     for module in modules:
         if is_quantized_layer(module) or quantized_stacks(module):
             cls: Any = type(module)
-            bits = (
-                "8bit"
-                if _is_of_bitsandbytes(cls, "Linear8bitLt", "Embedding8bit")
-                else "4bit"
-            )
-            return Quantization(f"bitsandbytes_{bits}", is_quantized=True, casts=True)
-    library = next(
-        (found for module in modules if (found := _library_of(module))), None
-    )
-    return (
-        peft
-        if library is None
-        else Quantization(library, is_quantized=True, casts=False)
-    )
+            is_8bit = _is_of_bitsandbytes(cls, "Linear8bitLt", "Embedding8bit")
+            return Quantization(f"bitsandbytes_{'8bit' if is_8bit else '4bit'}")
+    for module in modules:
+        library = _library_of(module)
+        if library is not None:
+            return Quantization(library)
+    return peft
 
 
 def _library_of(module: nn.Module) -> str | None:
     """The library that quantized a layer: its class is the library's, or its weight is one made of narrow parts."""
     if _compressed_tensors_status(module) is not None:
         return "compressed-tensors"
-    holder: Any = module if is_made_plain(module) else module._parameters.get("weight")
-    if holder is not module:
-        cls: Any = type(holder)
-        dtypes = [part.dtype for part in parts_of(holder)] if is_composed(cls) else []
+    if is_made_plain(module):
+        return _library_named_by(type(module))
+    weight = module._parameters.get("weight")
+    if weight is None or not is_composed(type(weight)):
+        return None
+    for part in parts_of(weight):
         # The parts of no unquantized weight hold integers or numbers of one byte.
-        if not any(
-            dtype.itemsize == 1 or not dtype.is_floating_point for dtype in dtypes
-        ):
-            return None
-    root, *inner = type(holder).__module__.split(".")
+        if part.itemsize == 1 or not part.is_floating_point():
+            return _library_named_by(type(weight))
+    return None
+
+
+def _library_named_by(cls: type) -> str:
+    root, *inner = cls.__module__.split(".")
     return inner[0] if root == "optimum" else root
 
 
 def detect_as_peft(model: nn.Module) -> Quantization:
     """Find out how a model is quantized by the attributes that PEFT's function reads, and by nothing else."""
-    method = _method_of(model)
     if getattr(model, "hqq_quantized", False):
-        method = "hqq"
+        return Quantization("hqq")
+    method = _method_of(model)
     if method in _SELF_MANAGED_IN_PEFT:
-        return Quantization(method, is_quantized=True, casts=False)
+        return Quantization(method)
     for bits in ("8bit", "4bit"):
         if getattr(model, f"is_loaded_in_{bits}", False):
-            return Quantization(f"bitsandbytes_{bits}", is_quantized=True, casts=True)
-    return Quantization(None, is_quantized=False, casts=True)
+            return Quantization(f"bitsandbytes_{bits}")
+    return Quantization(None)
 
 
 def dequantizer(module: nn.Module) -> Callable[[Rows], torch.Tensor]:
@@ -222,12 +223,10 @@ def is_made_plain(module: nn.Module) -> bool:
 
 
 def _compressed_tensors_status(module: nn.Module) -> str | None:
-    found = (
-        vars(module).get("quantization_status")
-        if "quantization_scheme" in vars(module)
-        else None
-    )
-    return getattr(found, "value", None)
+    fields = vars(module)
+    if "quantization_scheme" not in fields:
+        return None
+    return getattr(fields.get("quantization_status"), "value", None)
 
 
 def was_decompressed(module: nn.Module) -> bool:
@@ -242,10 +241,9 @@ def _weight_by_compressed_tensors(module: Any) -> torch.Tensor:
     compressors: Any = sys.modules["compressed_tensors.compressors"]
     scheme = vars(module)["quantization_scheme"]
     compressor = compressors.BaseCompressor.get_value_from_registry(scheme.format.value)
+    tensors = {**module._parameters, **module._buffers}
     with torch.no_grad():
-        return compressor.decompress({**module._parameters, **module._buffers}, scheme)[  # type: ignore[no-any-return]
-            "weight"
-        ]
+        return compressor.decompress(tensors, scheme)["weight"]  # type: ignore[no-any-return]
 
 
 def _gptqmodel_class() -> type | tuple[()]:
@@ -289,17 +287,14 @@ def library_dequantizer(module: nn.Module) -> Callable[[], torch.Tensor] | None:
 
 def rounds_activations(module: nn.Module) -> bool:
     """Whether a layer of transformers, for BitNet or Gemma, rounds its input or output, which has no gradient."""
-    if isinstance(
-        module, loaded_class("transformers.integrations.bitnet", "BitLinear")
-    ):
+    integrations = "transformers.integrations"
+    if isinstance(module, loaded_class(f"{integrations}.bitnet", "BitLinear")):
         return True
-    if not isinstance(
-        module, loaded_class("transformers.integrations.gemma_quant", "QuantizedLinear")
-    ):
+    gemma = loaded_class(f"{integrations}.gemma_quant", "QuantizedLinear")
+    if not isinstance(module, gemma):
         return False
-    steps = [
-        module.get_parameter(f"{side}_activation_scale") for side in ("input", "output")
-    ]
+    names = ("input_activation_scale", "output_activation_scale")
+    steps = [module.get_parameter(name) for name in names]
     # a step of zero rounds nothing
     return any(not step.is_meta and bool(step) for step in steps)
 
@@ -313,22 +308,15 @@ def has_runtime_state(module: nn.Module) -> bool:
     return _is_of_bitsandbytes(cls, "Linear4bit", "Linear8bitLt")
 
 
-def transposed_codes(
-    modules: Sequence[nn.Module],
-) -> list[tuple[nn.Module, torch.Tensor]]:
-    """The layers of aqlm with codebooks of 256 entries, and their codes, that were transposed by a run on a CPU."""
-    cls = loaded_class("aqlm.inference", "QuantizedLinear")
-    layers = (
-        [(m, vars(m), m._parameters["codes"]) for m in modules if isinstance(m, cls)]
-        if cls
-        else []
-    )
-    ran = [
-        (m, codes)
-        for m, fields, codes in layers
-        if fields.get("gemv_op") and fields.get("codebook_size") == 256
-    ]
-    return [(m, codes) for m, codes in ran if codes is not None and codes.is_cpu]
+def transposed_codes(module: nn.Module) -> torch.Tensor | None:
+    """The codes of a layer of aqlm with codebooks of 256 entries, if a run on a CPU transposed them."""
+    if not isinstance(module, loaded_class("aqlm.inference", "QuantizedLinear")):
+        return None
+    codes = module._parameters["codes"]
+    is_on_cpu = codes is not None and codes.is_cpu
+    has_run = vars(module).get("gemv_op") is not None
+    is_transposed = has_run and vars(module).get("codebook_size") == 256
+    return codes if is_transposed and is_on_cpu else None
 
 
 def is_of_a_quantizer(conversion: Any) -> bool:
@@ -378,13 +366,10 @@ def lacks_statistics(module: nn.Module) -> bool:
     if weight is None or not is_quantized_parameter(weight):
         return False
     if weight.dtype == torch.int8:
-        return (
-            getattr(weight, "SCB", None) is None
-            and getattr(vars(module).get("state"), "SCB", None) is None
-        )
-    return (
-        type(weight).__name__ == "Params4bit" and quant_state_of(module, weight) is None
-    )
+        owners = (weight, vars(module).get("state"))
+        return all(getattr(owner, "SCB", None) is None for owner in owners)
+    is_four_bit = type(weight).__name__ == "Params4bit"
+    return is_four_bit and quant_state_of(module, weight) is None
 
 
 def is_repacked(fields: Mapping[str, Any]) -> bool:
@@ -405,10 +390,8 @@ def in_other_layout(weight: torch.Tensor, quant_state: Any) -> torch.Tensor:
     # and would compute statistics that nobody reads
     state.nested = state.original_nested = False
     inverse = "_inverse" if is_repacked(vars(state)) else ""
-    data: torch.Tensor = getattr(
-        functional, f"_convert_weight_packed_for_cpu{inverse}"
-    )(weight.data, state)[0]
-    return data
+    convert = getattr(functional, f"_convert_weight_packed_for_cpu{inverse}")
+    return convert(weight.data, state)[0]  # type: ignore[no-any-return]
 
 
 def unpack_statistics(state: Any) -> None:
@@ -420,19 +403,17 @@ def unpack_statistics(state: Any) -> None:
         absmax, state.state2 = functional.quantize_blockwise(
             absmax - state.offset, blocksize=256
         )
-    state.absmax, state.nested, state.dtype = (
-        absmax,
-        state.original_nested,
-        state.original_dtype,
-    )
+    state.absmax = absmax
+    state.nested = state.original_nested
+    state.dtype = state.original_dtype
     for name in (
         "packing_format_for_cpu",
         "original_dtype",
         "original_nested",
         "original_qshape",
+        "original_storage_type",
     ):
-        vars(state).pop(name)
-    vars(state).pop("original_storage_type", None)
+        vars(state).pop(name, None)
 
 
 Settle = Callable[[dict[str, Any]], None]
@@ -456,13 +437,10 @@ def unpacked_copy(weight: torch.Tensor, settle: Settle | None = None) -> torch.T
     quant_state = getattr(weight, "quant_state", None)
     if not was_ever_repacked(quant_state):
         return weight
-    data = (
-        in_other_layout(weight, quant_state)
-        if is_repacked(vars(quant_state))
-        else weight.data
-    )
+    data = weight.data
+    if is_repacked(vars(quant_state)):
+        data = in_other_layout(weight, quant_state)
     copied = torch.Tensor._make_subclass(type(weight), data)
-    vars(copied).update(
-        {**vars(weight), "quant_state": unpacked_state(quant_state, settle)}
-    )
+    vars(copied).update(vars(weight))
+    vars(copied)["quant_state"] = unpacked_state(quant_state, settle)
     return copied

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import copy
-import functools
 import re
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
 from ..tensors.dtypes import HALF_DTYPES
 from .quantization import is_quantized_parameter
-from .tree import ModelTree, NamedTensor, Node, shallow_copy
+from .tree import ModelTree, NamedTensor, Node
 
 _EXPERT = re.compile(r"(?:^|[._])experts?(?:[._]|$)")
 
@@ -31,24 +30,19 @@ class Role(str, Enum):
     OTHER = "other"
 
     __str__ = str.__str__
-    __hash__ = str.__hash__  # in a tenth of the time
 
 
 def is_norm(module: nn.Module, norm_modules: tuple[type | str, ...] = ()) -> bool:
     """Whether a module is one of ``norm_modules``, or a leaf of a class named a norm whose parameters are vectors."""
-    parameters = [
-        parameter for parameter in module._parameters.values() if parameter is not None
-    ]
+    parameters = [*module.parameters(recurse=False)]
     if not parameters:
         return False
     cls: Any = type(module)
     if any(_is_wanted(cls, wanted) for wanted in norm_modules):
         return True
-    if not _is_named_norm(cls) or any(
-        child is not None for child in module._modules.values()
-    ):
-        return False
-    return all(parameter.dim() <= 1 for parameter in parameters)
+    is_leaf = next(module.children(), None) is None
+    is_of_vectors = all(parameter.dim() <= 1 for parameter in parameters)
+    return is_leaf and is_of_vectors and _is_named_norm(cls)
 
 
 def _is_wanted(cls: type, wanted: type | str) -> bool:
@@ -59,7 +53,6 @@ def _is_wanted(cls: type, wanted: type | str) -> bool:
     return any(re.fullmatch(wanted, name) for name in names)
 
 
-@functools.cache
 def _is_named_norm(cls: Any) -> bool:
     """Whether a class, or a base of it, is named a norm, and it keeps no statistics: these are buffers, never cast."""
     is_named = any("norm" in base.__name__.lower() for base in cls.__mro__)
@@ -70,9 +63,8 @@ def _embeddings(tree: ModelTree, getter: str) -> list[nn.Module]:
     """The modules that ``getter`` returns of the model and of every model inside it, with the modules in them."""
     found: list[nn.Module] = []
     for node in tree.of_class(lambda cls: hasattr(cls, getter)):
-        get = getattr(node.module, getter)
         try:
-            embeddings = get()
+            embeddings = getattr(node.module, getter)()
         except (NotImplementedError, AttributeError):
             continue  # transformers' way to say that this model has none
         if isinstance(embeddings, nn.Module):
@@ -81,9 +73,7 @@ def _embeddings(tree: ModelTree, getter: str) -> list[nn.Module]:
 
 
 def _parameter_ids(modules: list[nn.Module]) -> set[int]:
-    return {
-        id(parameter) for module in modules for parameter in module._parameters.values()
-    }
+    return {id(p) for module in modules for p in module.parameters(recurse=False)}
 
 
 def parameter_roles(
@@ -128,84 +118,47 @@ def heads(tree: ModelTree) -> list[Node]:
 
 def loses_gradients(weight: torch.Tensor) -> bool:
     """Whether a linear layer's output has no gradient for its input, tried on zeros; false where it refuses these."""
-    # plans disable the last
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
-        torch._C._EnableTorchFunction(),
+        torch._C._EnableTorchFunction(),  # which plans disable
     ):
-        row = torch.zeros(
-            1,
-            weight.shape[1],
-            dtype=weight.dtype,
-            device=weight.device,
-            requires_grad=True,
-        )
+        row = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device)
         try:
-            return not nn.functional.linear(row, weight).requires_grad
+            output = nn.functional.linear(row.requires_grad_(), weight)
         except (RuntimeError, AssertionError):
             return False
+    return not output.requires_grad
 
 
-class _AsItsInput(nn.Linear):
+class _AsItsInput(nn.Module):
     """A layer that returns the dtype of its input, as quantized ones do."""
 
-    def reset_parameters(self) -> None:
-        """Draw no values."""
+    def __init__(self, out_features: int) -> None:
+        super().__init__()
+        self.out_features = out_features
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute nothing."""
         return x.new_empty(*x.shape[:-1], self.out_features)
 
 
-class _OnMeta(TorchFunctionMode):
-    """Runs what is called without values: a forward computes dtypes and shapes, and draws no random numbers."""
+def returns_float32(adapter: Any, dtype: torch.dtype) -> bool:
+    """Whether PEFT's layer makes float32 of a half input.
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Call a function on tensors without memory in place of those that have some."""
-        return func(
-            *_to_meta(args),
-            **{name: _to_meta(value) for name, value in (kwargs or {}).items()},
-        )
-
-
-def _to_meta(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.as_subclass(torch.Tensor).to("meta")
-    if type(value) in (list, tuple):
-        return type(value)(map(_to_meta, value))
-    return value
-
-
-def _copied(module: nn.Module, base: nn.Module, plain: nn.Module) -> nn.Module:
-    """A copy that shares its tensors, with another base: a forward may set attributes, and fill lists and dicts."""
-    if module is base:
-        return plain
-    made = shallow_copy(module)
-    fields = vars(made)
-    for name, value in fields.items():
-        if type(value) in (list, dict, set):
-            fields[name] = copy.copy(value)
-    for name, child in module._modules.items():
-        if child is not None:
-            made._modules[name] = _copied(child, base, plain)
-    return made
-
-
-def returns_float32(adapter: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether PEFT's layer makes float32 of a half input: a copy of it is run, without values, as it may write them."""
-    width = getattr(adapter, "in_features", 0)
+    A copy of it on fake tensors is run, which have no values and draw no random
+    numbers.
+    """
+    fakes = FakeTensorMode()
+    base = adapter.get_submodule("base_layer")
     try:
-        # inside, the mode would see how no_grad ends, where an interrupt leaves it on
-        with torch.no_grad(), _OnMeta():
-            plain = _AsItsInput(width, adapter.out_features, False, "meta", dtype)  # type: ignore[arg-type]
-            copied = _copied(adapter, adapter.get_submodule("base_layer"), plain)
-            row = torch.empty(1, 1, width, dtype=dtype, device="meta")
+        plain = _AsItsInput(adapter.out_features)
+        with FakeCopyMode(fakes):
+            copied = copy.deepcopy(adapter, {id(base): plain})
+        device = next(copied.parameters()).device
+        with fakes, torch.no_grad():
+            row = torch.empty(1, 1, adapter.in_features, dtype=dtype, device=device)
             output: torch.Tensor = type(copied).forward(copied, row)
-            return output.dtype == torch.float32
-    except (
-        Exception
-    ):  # a layer that is not linear, or does not run so: of that nothing is said
+    except Exception:  # a layer that is not linear, or does not run so
         return False
+    return output.dtype == torch.float32

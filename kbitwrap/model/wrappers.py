@@ -72,7 +72,6 @@ def loaded_class(module_name: str, attribute: str) -> type | tuple[()]:
     return found
 
 
-@functools.cache
 def is_d_tensor(cls: Any) -> bool:
     """Whether a class is ``DTensor`` or made from it: then that was loaded when the class was made."""
     return issubclass(cls, loaded_class("torch.distributed.tensor", "DTensor"))
@@ -80,8 +79,7 @@ def is_d_tensor(cls: Any) -> bool:
 
 def is_sharded_tensor(tensor: Any) -> bool:
     """Whether a tensor is a ``DTensor``, or one that FSDP1 laid out flat: only a part of it need be on this rank."""
-    cls: Any = type(tensor)
-    return is_flattened(tensor) or is_d_tensor(cls)
+    return is_flattened(tensor) or is_d_tensor(type(tensor))
 
 
 def is_flattened(tensor: Any) -> bool:
@@ -105,14 +103,8 @@ def is_adapter_class(cls: Any) -> bool:
 
 def class_before_sharding(module: nn.Module) -> Any:
     """A module's class, or the one that it had before ``fully_shard`` put one that it made in its place."""
-    cls: Any = type(module)
-    return _before_sharding(cls)
-
-
-@functools.cache
-def _before_sharding(cls: Any) -> Any:
     made = loaded_class("torch.distributed.fsdp", "FSDPModule")
-    return next(base for base in cls.__mro__ if not issubclass(base, made))
+    return next(base for base in type(module).__mro__ if not issubclass(base, made))
 
 
 def wrapped_children(module: nn.Module) -> tuple[str, ...]:
