@@ -56,6 +56,7 @@ def read_adapter(folder: Path) -> SavedAdapter:
         raise ConfigError(
             f"there is no adapter_config.json with adapter_model.safetensors in {os.fspath(folder)!r}"
         )
+
     saved = SavedAdapter(folder, read_json(path), read_tensors(file))
     _refuse_large_ranks(saved)
     _refuse_unknown_keys(saved)
@@ -69,9 +70,11 @@ def _refuse_large_ranks(saved: SavedAdapter) -> None:
     by_layer = saved.config.get("rank_pattern")
     if isinstance(by_layer, dict):
         ranks += by_layer.values()
+
     largest = _MOST_RANKS
     for stored in saved.tensors.values():
         largest = max([largest, *stored.shape])
+
     for rank in ranks:
         if isinstance(rank, (int, float)) and rank > largest:
             raise ConfigError(
@@ -89,6 +92,7 @@ def _refuse_unknown_keys(saved: SavedAdapter) -> None:
         raise ConfigError(
             f"{saved.name} is of the type {shown(peft_type)}, which PEFT {peft.__version__} does not know"
         )
+
     known = {field.name for field in dataclasses.fields(config_class)}
     known.update(["peft_version", _LAYOUT, _DETAIL])
     unknown = [key for key in saved.config if key not in known]
@@ -122,10 +126,12 @@ def _layout_of(saved: SavedAdapter, parameter: str) -> str:
         of_b = fields.get(_LAYOUT, _BY_RANK)
     except AttributeError:
         of_a, of_b = detail, _BY_RANK
+
     if of_a != _BY_EXPERT:
         raise _unknown_layout(saved, "lora_A_layout", of_a, repr(_BY_EXPERT))
     if of_b not in (_BY_RANK, _BY_EXPERT):
         raise _unknown_layout(saved, _LAYOUT, of_b, f"{_BY_RANK!r} or {_BY_EXPERT!r}")
+
     return str(of_b)
 
 
@@ -156,6 +162,7 @@ def with_adapter(model: nn.Module, saved: SavedAdapter) -> nn.Module:
             # torch's second line names a tensor
             why = " ".join(map(str.strip, str(error).split("\n")[:2]))
             raise ConfigError(f"{saved.name} does not fit the base: {why}") from error
+
     unknown = [
         name
         for name in saved.tensors
@@ -165,13 +172,16 @@ def with_adapter(model: nn.Module, saved: SavedAdapter) -> nn.Module:
         raise ConfigError(
             f"{saved.name} has tensors that the base has no place for: {first_of(sorted(unknown))}"
         )
+
     absent = sorted(set(places) - set(saved.tensors))
     if absent:
         raise ConfigError(f"{saved.name} lacks tensors: {first_of(absent)}")
+
     for layer in adapted.modules():
         name = parameter_name(layer)
         if name is not None and _layout_of(saved, name) == _BY_EXPERT:
             _lay_by_rank(layer)
+
     return adapted  # type: ignore[no-any-return]
 
 
@@ -214,6 +224,7 @@ def _adapted_stacks(
     targets = saved.config.get("target_parameters")
     if not isinstance(targets, list):
         return
+
     ends = tuple(f".{target}" for target in targets)
     for fqn, parameter in model.named_parameters():
         if parameter.dim() == 3 and f".{fqn}".endswith(ends):

@@ -58,6 +58,7 @@ def load_base(
             shapes[canonical_fqn(name)] = stored.shape
     if manifest is not None:
         shapes.update(recorded_shapes(manifest))
+
     config = read_config(name_or_path, trust_remote_code)
     class_name = _class_name(config, saved, manifest)
     if class_name is not None:
@@ -86,6 +87,7 @@ def load_base(
         tensor = _tensor(model, fqn)
         if tensor.is_floating_point():
             tensor.data[start:] = torch.nan
+
     return TrainedBase(os.fspath(name_or_path), model, unknown)
 
 
@@ -110,6 +112,7 @@ def adapted_base(base: TrainedBase, saved: SavedAdapter) -> nn.Module:
         raise ConfigError(
             f"the base {base.source!r} lacks weights that {saved.name} does not hold: {first_of(absent)}"
         )
+
     marked = [(_tensor(base.model, fqn), start) for fqn, start in base.unknown.items()]
     adapted = with_adapter(base.model, saved)
     for tensor, start in marked:
@@ -117,6 +120,7 @@ def adapted_base(base: TrainedBase, saved: SavedAdapter) -> nn.Module:
         if rows.isnan().any():  # they were not loaded since
             _refuse_in_use(tensor, start, adapted, base, saved)
             rows.zero_()
+
     return adapted
 
 
@@ -153,10 +157,12 @@ def _is_replaced(adapted: nn.Module, name: str, rows: range) -> bool:
     wrapper_path, _, child = path.rpartition(".")
     if child != "base_layer":
         return child == "original_module"
+
     trained: set[int] = set()
     wrapper = adapted.get_submodule(wrapper_path)
     for indices in vars(wrapper).get("token_indices", {}).values():
         trained.update(indices)
+
     return trained.issuperset(rows)
 
 
@@ -171,9 +177,11 @@ def _class_name(
         return recorded if hasattr(transformers, recorded) else None
     if saved is None:
         return None
+
     auto_class = _TASKS.get(str(saved.config.get("task_type")))
     if auto_class is None:
         return None
+
     names = [cls.__name__ for cls in classes_of(auto_class, config)]
     own = [name for name in names if name in (config.architectures or ())]
     return next(iter(own + names), None)
@@ -189,6 +197,7 @@ def _num_labels(meta: Any, shapes: _Shapes) -> int | None:
             continue
         if found[:1] == (num_labels,) and wanted[0] != num_labels:
             return wanted[0]
+
     return None
 
 
@@ -203,6 +212,7 @@ def _skipping(
     ]
     if not trained:
         return quantization_config
+
     skipped = meta.hf_quantizer.modules_to_not_convert or []
     return {**(quantization_config or {}), SKIPPED_LAYERS: [*skipped, *trained]}
 
@@ -216,9 +226,11 @@ def _resize(model: Any, shapes: _Shapes) -> dict[str, int]:
         shape = shapes.get(fqn, parameter.shape)
         if shape[1:] == parameter.shape[1:]:
             wanted.add(shape[0])
+
     changed = wanted - sizes
     if len(changed) != 1:
         return {}
+
     size = changed.pop()
     num_rows = min(sizes)
     if not 0 < size <= num_rows + _MAX_NEW_ROWS:
@@ -227,6 +239,7 @@ def _resize(model: Any, shapes: _Shapes) -> dict[str, int]:
             f"{num_rows}: expected at least one, and at most {_MAX_NEW_ROWS} new ones; give the base and the adapter "
             "of one run"
         )
+
     model.resize_token_embeddings(size, mean_resizing=False)
     layers = _vocabulary(model)
     return {fqn: num_rows for fqn in layers if len(layers[fqn]) > num_rows}
@@ -238,10 +251,12 @@ def _vocabulary(model: Any) -> dict[str, nn.Parameter]:
         layers = [model.get_input_embeddings(), model.get_output_embeddings()]
     except (AttributeError, NotImplementedError):  # it has no vocabulary
         return {}
+
     held: set[nn.Parameter] = set()
     for layer in layers:
         if isinstance(layer, nn.Module):
             held.update(layer.parameters(recurse=False))
+
     return {
         fqn: parameter
         for fqn, parameter in model.named_parameters(remove_duplicate=False)

@@ -38,6 +38,7 @@ def devices(folder: Folder) -> Result | None:
     manifest = folder.manifest
     if manifest is None:
         return None
+
     evidence = f"world_size is {manifest.world_size}, and {manifest.visible_devices} devices were visible"
     if manifest.world_size == 1 and manifest.visible_devices > 1:
         return fault(
@@ -45,6 +46,7 @@ def devices(folder: Folder) -> Result | None:
             evidence,
             "start the script by torchrun or accelerate launch",
         )
+
     return fine(evidence)
 
 
@@ -60,21 +62,25 @@ def recorded_base(folder: Folder) -> Result | None:
         if folder.adapters or is_base_alone:
             return not_measured(_THE_BASE, _NO_MANIFEST)
         return None
+
     base = given.base
     own = folder.base
     if base is None and own is not None and own.is_quantized and manifest.config.freeze:
         base = folder.path
+
     device = manifest.device_type  # others may quantize otherwise
     if base is None or device not in ("cpu", accelerator_type()):
         return not_measured(
             _THE_BASE, f"give base (--base), on a machine with {device}"
         )
+
     recorded = manifest.model
     if isinstance(base, nn.Module):
         trained = TrainedBase("", base, {})
     else:
         settings = recorded_quantization(manifest)
         trained = load_base(base, None, settings, recorded.dtype, device, manifest)
+
     try:
         check_base(manifest, trained)
     except ManifestMismatchError as error:
@@ -83,6 +89,7 @@ def recorded_base(folder: Folder) -> Result | None:
             str(error),
             f"load the base that was trained on, {recorded.name_or_path!r}, as it was",
         )
+
     return fine(f"its {len(manifest.rows)} tensors have the digests of the manifest")
 
 
@@ -99,6 +106,7 @@ def drift(live: LiveModel) -> Result | None:
             "whether the base has the values that it was loaded with",
             "the model is not prepared by kbitwrap, which records them",
         )
+
     changes = live.preparation.changes(live.tree)
     replaced = [fqn for fqn, how in changes.replaced.items() if how != DECOMPRESSED]
     if changes.drifted or replaced:
@@ -107,6 +115,7 @@ def drift(live: LiveModel) -> Result | None:
             shown([*changes.drifted, *replaced]),
             f"load the base again; {_EXPORT}",
         )
+
     return fine("it has the values that were prepared")
 
 
@@ -127,9 +136,11 @@ def dtypes(base: Base) -> Result | None:
         )
     if not base.is_all_float32:
         return fine("no float32 that the architecture does not load")
+
     told = "and no config says otherwise"
     if base.dtype == torch.float32:
         told = "as the config says"
+
     return not_measured(
         "whether a preparation left float32",
         f"all is float32, {told}; if the original was half: `kbitwrap convert --dtype bfloat16`",
@@ -140,6 +151,7 @@ def generation_config(base: Base) -> Result | None:
     """Whether a model that generates does so with its cache, which trainers turn off and leave off."""
     if not base.use_cache or base.meta is None or not base.meta.can_generate():
         return None
+
     off = [name for name, value in base.use_cache.items() if value is False]
     if off:
         return fault(
@@ -147,6 +159,7 @@ def generation_config(base: Base) -> Result | None:
             f"the config says false: {', '.join(off)}",
             "set it to true: generation is slow without the cache",
         )
+
     return fine("use_cache is not off")
 
 
@@ -155,6 +168,7 @@ def ties(base: Base) -> Result | None:
     ties = base.ties
     if not ties:
         return None
+
     apart = [names for names in ties if _came_apart(names, base.tensors)]
     if apart:
         evidence = [
@@ -165,6 +179,7 @@ def ties(base: Base) -> Result | None:
             "; ".join(evidence),
             "save one of them, or set tie_word_embeddings to false",
         )
+
     return fine("; ".join(" = ".join(names) for names in ties))
 
 
@@ -186,6 +201,7 @@ def experts(base: Base) -> Result | None:
         return None
     if any("expert" in key for key in _skip_list(base)):
         matrices = []
+
     return _quantized("experts", [fqn for fqn in matrices if _EXPERTS.search(fqn)])
 
 
@@ -198,11 +214,13 @@ def layers(base: Base) -> Result | None:
     matrices = _unquantized(base)
     if matrices is None:
         return None
+
     derived = set()
     for fqn, module in base.meta.named_modules():
         is_torchs = type(module).__module__.startswith("torch.")
         if isinstance(module, nn.Linear) and not is_torchs:
             derived.add(f"{fqn}.weight")
+
     return _quantized("layers", [fqn for fqn in matrices if fqn in derived])
 
 
@@ -210,12 +228,14 @@ def _unquantized(base: Base) -> list[str] | None:
     """The matrices that are not quantized, nor skipped by name; ``None`` where nothing should be quantized."""
     if not base.is_quantized or not base.quantization.casts:
         return None
+
     skipped = [f".{key}." for key in _skip_list(base)]
     matrices = []
     for fqn, tensor in base.tensors.items():
         is_matrix = tensor.is_floating_point() and tensor.dim() > 1
         if is_matrix and not any(key in f".{fqn}." for key in skipped):
             matrices.append(fqn)
+
     return matrices
 
 
@@ -243,9 +263,11 @@ def merge(subject: Folder | LiveModel) -> Result | None:
     base, given = subject.base, subject.given
     if base is None or not base.sources:
         return None
+
     is_named = given.base is not None and not isinstance(given.base, nn.Module)
     if is_named and given.adapter is not None:
         return _survival(subject, base, given)
+
     sources = base.sources.items()
     requantized = [fqn for fqn, dtype in sources if dtype == torch.float32]
     originals = [base.dtype, *base.sources.values()]
@@ -256,6 +278,7 @@ def merge(subject: Folder | LiveModel) -> Result | None:
             f"quantized from float32: {shown(requantized)}; how much survived: not measured",
             _EXPORT,
         )
+
     return not_measured(
         "how much of an adapter 4-bit weights hold, if merged",
         "give the folders of both (--base, --adapter)",
@@ -267,6 +290,7 @@ def _survival(subject: Folder | LiveModel, base: Base, given: Given) -> Result:
     found = measure_merge(weights, base.dtype, given.base, given.adapter)
     if not found.layers:
         return fine("they are the base's: nothing was merged into them")
+
     return fault(
         _MERGED,
         f"{found.kept:.0%} of the delta survived, with an error of {found.error:.0%} of it: {shown(found.layers)}",

@@ -25,7 +25,6 @@ from ..reports import Differences, ExportReport, first_of
 from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype, parse_dtype
 from .reader import (
     SavedCheckpoint,
-    config_dtype,
     has_weights,
     is_beside,
     is_trained_copy,
@@ -119,8 +118,9 @@ def convert_checkpoint(
     files = _as_safetensors(checkpoint)
     if max_shard_size is not None:
         files = split_into_files(tensors, max_shard_size)
+
     # Files that keep their names keep the index's name too.
-    index_name = checkpoint.index if files.keys() == checkpoint.files.keys() else None
+    index_name = checkpoint.index if set(files) == set(checkpoint.files) else None
     index = {}
     if checkpoint.index is not None:
         index = read_json(checkpoint.folder / checkpoint.index)
@@ -138,6 +138,7 @@ def convert_checkpoint(
             _copy_rest(checkpoint, writer.folder)
             _write_config(checkpoint, writer.folder, chosen)
         writer.save(tensors, files, checkpoint.metadata, index_name, index)
+
     return ExportReport(
         Path(dst),
         writer.files,
@@ -151,10 +152,14 @@ def convert_checkpoint(
 
 def _as_safetensors(checkpoint: SavedCheckpoint) -> dict[str, list[str]]:
     """The names of the tensors in each file; those of ``torch.save`` become safetensors files."""
-    files = {}
-    for file, tensors in checkpoint.files.items():
-        renamed = re.sub(r"^(?:pytorch_)?(.*)\.bin$", r"\1.safetensors", file)
-        files[renamed] = list(tensors)
+    names = {
+        file: re.sub(r"^(?:pytorch_)?(.*)\.bin$", r"\1.safetensors", file)
+        for file in checkpoint.files
+    }
+    files: dict[str, list[str]] = {name: [] for name in names.values()}
+    for name, stored in checkpoint.tensors.items():
+        files[names[stored.path.name]].append(name)
+
     return files
 
 
@@ -166,6 +171,7 @@ def _is_replaced(
         return True
     if checkpoint.path.is_file():
         return False
+
     source = checkpoint.folder / found.name
     is_copy = source.is_file() and filecmp.cmp(found, source, shallow=False)
     return is_copy or is_of_a_model(found)
@@ -194,6 +200,7 @@ def _casts(
         return _casts_to(checkpoint, originals, None), find_dtype(record.model.dtype)
     if like is not None:
         return _casts_by_reference(checkpoint, Path(like))
+
     chosen = checkpoint.dtype if dtype is None else parse_dtype(dtype)
     if chosen not in HALF_DTYPES:
         found = "its config names none" if chosen is None else f"found {chosen}"
@@ -201,6 +208,7 @@ def _casts(
             f"{checkpoint.path}: the original dtype is not known: expected float16 or bfloat16, {found}; give a "
             "manifest, a reference checkpoint, or a dtype"
         )
+
     return casts_by_dtype(checkpoint, chosen), chosen
 
 
@@ -216,16 +224,16 @@ def _casts_by_reference(
     config_path = path / _CONFIG
     if os.path.isdir(path) and not has_weights(path) and config_path.is_file():
         path = config_path
-    known: _Originals = {}
     if path.suffix == ".json":
-        chosen = config_dtype(read_json(path))
+        reference = SavedCheckpoint(path, path.parent, [], {}, None, read_json(path))
     else:
         reference = open_checkpoint(path)
-        chosen = reference.dtype
-        for name, stored in reference.tensors.items():
-            known[canonical_fqn(name)] = stored
-    chosen = chosen or checkpoint.dtype
-    originals = {**_loaded(checkpoint, chosen), **known}
+
+    chosen = reference.dtype or checkpoint.dtype
+    originals = _loaded(checkpoint, chosen)
+    for name, stored in reference.tensors.items():
+        originals[canonical_fqn(name)] = stored
+
     return _casts_to(checkpoint, originals, chosen), chosen
 
 
@@ -239,6 +247,7 @@ def _casts_to(
     stored_names = {canonical_fqn(name) for name in checkpoint.tensors}
     if is_of_another_library(checkpoint.config.get("quantization_config")):
         dtype = None
+
     casts = {}
     for name, stored in checkpoint.tensors.items():
         original = _original(name, originals)
@@ -250,6 +259,7 @@ def _casts_to(
             wanted = dtype
         if stored.dtype == torch.float32 and wanted in HALF_DTYPES:
             casts[name] = wanted
+
     return casts
 
 
@@ -269,8 +279,10 @@ def _loaded(checkpoint: SavedCheckpoint, dtype: torch.dtype | None) -> _Original
     model = checkpoint.meta_model(dtype)
     if model is None:
         return {}
+
     for buffer in model.buffers():
         buffer.data = buffer.data.float()  # no preparation casts buffers
+
     tensors = dict(model.named_buffers())
     tensors |= model.named_parameters(remove_duplicate=False)
     return {**_renamed(model, tensors), **tensors}
@@ -284,6 +296,7 @@ def _recorded(checkpoint: SavedCheckpoint, manifest: Manifest) -> _Originals:
     }
     if _unknown(checkpoint, originals):  # they may be saved under other names
         originals = {**_renamed(checkpoint.meta_model(), originals), **originals}
+
     unexpected = _unknown(checkpoint, originals)
     different: dict[str, dict[str, tuple[Any, Any]]] = {}
     for name, stored in checkpoint.tensors.items():
@@ -297,6 +310,7 @@ def _recorded(checkpoint: SavedCheckpoint, manifest: Manifest) -> _Originals:
             different[name] = {"shape": (tuple(original.shape), stored.shape)}
         elif stored.dtype not in dtypes:
             different[name] = {"dtype": (original.dtype, stored.dtype)}
+
     if unexpected or different:
         lines = Differences(different).lines()
         lines += [f"{name}: the manifest has no such tensor" for name in unexpected]
@@ -306,6 +320,7 @@ def _recorded(checkpoint: SavedCheckpoint, manifest: Manifest) -> _Originals:
             unexpected=unexpected,
             different=different,
         )
+
     return originals
 
 
@@ -326,8 +341,10 @@ def _renamed(model: Any, tensors: _Originals) -> _Originals:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # before version 5, under their own names
         return {}
+
     if model is None:
         return {}
+
     plain = {
         fqn: _meta_tensor(tensor.shape, tensor.dtype) for fqn, tensor in tensors.items()
     }
@@ -350,6 +367,7 @@ def _write_config(
     keys = [key for key in ("dtype", "torch_dtype") if key in checkpoint.config]
     if dtype is None or checkpoint.dtype == dtype or not keys:
         return
+
     config = {**checkpoint.config, keys[0]: dtype_name(dtype)}
     text = json.dumps(config, indent=2) + "\n"
     (folder / _CONFIG).write_text(text, encoding="utf-8")
@@ -361,6 +379,7 @@ def _copy_rest(checkpoint: SavedCheckpoint, target: Path) -> None:
     weights = [home / file for file in checkpoint.files]
     if checkpoint.index is not None:
         weights.append(home / checkpoint.index)
+
     for place, folders, files in os.walk(home):
         folders[:] = [name for name in folders if not _NOT_COPIED.fullmatch(name)]
         copies = target / Path(place).relative_to(home)

@@ -95,6 +95,7 @@ def doctor(
             folders = read_run(Path(path_or_model), given)
             subject = str(folders[0].path)
             _examine_run(examination, folders)
+
     return examination.report(subject)
 
 
@@ -113,6 +114,7 @@ def _examine_run(examination: Examination, folders: Sequence[Folder]) -> None:
             examination.make(_OF_A_SAVED_ADAPTER, adapter, adapter.where)
         if folder.base is not None:
             examination.make(_OF_A_BASE, folder.base, where)
+
     # The manifests of one run agree: the base is compared, and may be loaded, once.
     recorded = [folder for folder in folders if folder.manifest is not None]
     adapted = [folder for folder in folders if folder.adapters]

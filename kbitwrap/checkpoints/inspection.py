@@ -136,11 +136,13 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
         for name in casts_by_dtype(checkpoint, half or torch.bfloat16):
             wasted = checkpoint.tensors[name].num_bytes // 2
             leftovers.setdefault(_kind(name), {})[name] = wasted
+
     dtypes: dict[str, dict[str, int]] = {}
     for stored in checkpoint.tensors.values():
         row = dtypes.setdefault(dtype_name(stored.dtype), {"count": 0, "bytes": 0})
         row["count"] += 1
         row["bytes"] += stored.num_bytes
+
     use_cache = checkpoint.config.get("use_cache")
     return CheckpointReport(
         path=checkpoint.path,
@@ -173,13 +175,16 @@ def _half_dtype(checkpoint: SavedCheckpoint, beside: set[str]) -> torch.dtype | 
     """The half dtype of the config, or else of most base tensors, or else that quantized layers compute in."""
     if checkpoint.dtype in HALF_DTYPES:
         return checkpoint.dtype
+
     tensors = checkpoint.tensors.items()
     stored = [tensor.dtype for name, tensor in tensors if name not in beside]
     most = max(HALF_DTYPES, key=stored.count)
     if most in stored:
         return most
+
     settings = checkpoint.config.get("quantization_config")
     if not isinstance(settings, dict):
         return None
+
     found = find_dtype(settings.get("bnb_4bit_compute_dtype"))
     return found if found in HALF_DTYPES else None

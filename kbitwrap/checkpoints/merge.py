@@ -129,6 +129,7 @@ def merge_checkpoint(
     split_into_files({}, max_shard_size)
     if device is None:
         device = accelerator_type() or "cpu"
+
     writing = checkpoint_writer(
         dst,
         "merge",
@@ -160,6 +161,7 @@ def merge_checkpoint(
             said = "as the merge was told, which no record of the training confirms,"
         card = _card(base, saved, _how(trained.model, said), device)
         (writer.folder / "README.md").write_text(card, encoding="utf-8")
+
     return ExportReport(
         Path(dst),
         writer.files,
@@ -183,6 +185,7 @@ def _quantization(
             "quantization_config: expected a config of transformers such as BitsAndBytesConfig, False for none, or "
             f"None, found {given!r}"
         )
+
     own = getattr(read_config(base, trust_remote_code), "quantization_config", None)
     if own is not None:  # loading takes this one, whatever else is given
         _refuse_other_quantization(base, own, given)
@@ -194,6 +197,7 @@ def _quantization(
             f"it is not known how the base {os.fspath(base)!r} was quantized in training: its config says nothing; "
             "give the manifest (manifest), or the quantization (quantization_config; False for none)"
         )
+
     return recorded_quantization(manifest)
 
 
@@ -251,12 +255,14 @@ def _how(model: Any, said: str) -> str:
     method = ModelTree(model).quantization.method
     if method is None:
         return f"unquantized, {said}"
+
     settings = model.config.quantization_config
     four_bit = ""
     if getattr(settings, "load_in_4bit", False):
         double = "with" if settings.bnb_4bit_use_double_quant else "without"
         kind = settings.bnb_4bit_quant_type
         four_bit = f" ({kind}, {double} double quantization)"
+
     return f"quantized with {method}{four_bit} {said} and dequantized exactly"
 
 
@@ -267,6 +273,7 @@ def _card(
     name = str(adapter.config.get("base_model_name_or_path") or os.fspath(base))
     if os.path.isabs(name) or os.path.isdir(name):
         name = Path(name).name
+
     version = versions().get("kbitwrap", "")
     return _CARD.format(
         name=name,

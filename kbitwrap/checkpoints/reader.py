@@ -10,7 +10,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -89,6 +89,7 @@ class StoredTensor:
                 f"{self.name}: a value is too large for {dtype}, whose largest is 65504; convert to bfloat16",
                 fqn=self.name,
             )
+
         return rounded
 
 
@@ -98,19 +99,12 @@ class SavedCheckpoint:
 
     path: Path  # the folder or the file that was opened
     folder: Path
-    # by file and name, without those that loading ties to others
-    files: Mapping[str, Mapping[str, StoredTensor]]
+    files: Sequence[str]  # the names of those that hold the tensors
+    # by name, without those that loading ties to others
+    tensors: Mapping[str, StoredTensor]
     index: str | None  # the name of the index file
     # the content of ``config.json``; empty where there is none
     config: Mapping[str, Any]
-
-    @functools.cached_property
-    def tensors(self) -> dict[str, StoredTensor]:
-        """All tensors by name."""
-        found: dict[str, StoredTensor] = {}
-        for tensors in self.files.values():
-            found.update(tensors)
-        return found
 
     @property
     def num_bytes(self) -> int:
@@ -120,7 +114,7 @@ class SavedCheckpoint:
     @property
     def metadata(self) -> dict[str, str] | None:
         """The metadata of its first file."""
-        path = self.folder / next(iter(self.files))
+        path = self.folder / self.files[0]
         if path.suffix == _PICKLED:
             return {"format": "pt"}
         header, _ = read_header(path)
@@ -129,7 +123,8 @@ class SavedCheckpoint:
     @property
     def dtype(self) -> torch.dtype | None:
         """The dtype that the config names; ``None`` where it names none."""
-        return config_dtype(self.config)
+        found = find_dtype(self.config.get("dtype"))
+        return found or find_dtype(self.config.get("torch_dtype"))
 
     def meta_model(self, dtype: torch.dtype | None = None) -> Any:
         """The model that the config describes, on the meta device; ``None`` where transformers knows no such model."""
@@ -137,11 +132,6 @@ class SavedCheckpoint:
             return meta_model(self.folder, dtype=dtype) if self.config else None
         except ConfigError:
             return None
-
-
-def config_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
-    """The dtype that the content of a ``config.json`` names; ``None`` where it names none."""
-    return find_dtype(config.get("dtype")) or find_dtype(config.get("torch_dtype"))
 
 
 def open_checkpoint(path: Source) -> SavedCheckpoint:
@@ -166,19 +156,27 @@ def open_checkpoint(path: Source) -> SavedCheckpoint:
             _refuse_without_weights(folder)
     else:
         raise ConfigError(f"there is no checkpoint at {str(found)!r}")
-    files = {name: read_tensors(folder / name) for name in names}
+
+    tensors: dict[str, StoredTensor] = {}
+    for name in names:
+        more = read_tensors(folder / name)
+        twice = more.keys() & tensors.keys()
+        if twice:
+            raise ConfigError(
+                f"{found}: {len(twice)} tensors are in more than one file"
+            )
+        tensors.update(more)
+
     config_path = folder / "config.json"
     config = read_json(config_path) if config_path.is_file() else {}
-    checkpoint = SavedCheckpoint(found, folder, files, index, config)
-    num_twice = sum(map(len, files.values())) - len(checkpoint.tensors)
-    if num_twice:
-        raise ConfigError(f"{found}: {num_twice} tensors are in more than one file")
     if index is not None:
         for name in read_json(folder / index)["weight_map"]:
-            if name not in checkpoint.tensors:
+            if name not in tensors:
                 raise ConfigError(
                     f"{folder / index}: names the tensor {name!r}, which none of its files holds"
                 )
+
+    checkpoint = SavedCheckpoint(found, folder, names, tensors, index, config)
     return _without_ties(checkpoint)
 
 
@@ -192,18 +190,18 @@ def _without_ties(checkpoint: SavedCheckpoint) -> SavedCheckpoint:
     model = checkpoint.meta_model() if is_shared else None
     if model is None:  # its ties are not known
         return checkpoint
+
     tied: set[str] = set()
     for first, *others in tied_names(model):
         place = places.get(first)
         tied.update(fqn for fqn in others if places.get(fqn) == place)
-    files = {}
-    for file, tensors in checkpoint.files.items():
-        files[file] = {
-            name: stored
-            for name, stored in tensors.items()
-            if canonical_fqn(name) not in tied
-        }
-    return dataclasses.replace(checkpoint, files=files)
+
+    tensors = {
+        name: stored
+        for name, stored in checkpoint.tensors.items()
+        if canonical_fqn(name) not in tied
+    }
+    return dataclasses.replace(checkpoint, tensors=tensors)
 
 
 def tied_names(model: Any) -> list[list[str]]:
@@ -245,6 +243,7 @@ def recorded_quantization(manifest: Manifest) -> dict[str, Any] | None:
     config = manifest.model.quantization.config
     if not config:
         return None
+
     # The tensors, and not the config, tell which layers stayed as they are.
     plain = [
         fqn.removesuffix(".weight")
@@ -274,6 +273,7 @@ def _weight_files(folder: Path) -> tuple[list[str], str | None]:
         ]
         if names:
             return sorted(names), None
+
     return [], None
 
 
@@ -287,6 +287,7 @@ def _files_in_index(path: Path) -> list[str]:
         raise ConfigError(f"{path}: expected a weight_map of file names")
     if not isinstance(content.get("metadata", {}), dict):
         raise ConfigError(f"{path}: expected an object as its metadata")
+
     names = sorted(set(weight_map.values()))
     for name in names:
         if Path(name).name != name:
@@ -295,6 +296,7 @@ def _files_in_index(path: Path) -> list[str]:
             )
         if not os.path.isfile(path.parent / name):
             raise ConfigError(f"{path}: names the file {name!r}, which does not exist")
+
     return names
 
 
@@ -304,6 +306,7 @@ def _refuse_without_weights(folder: Path) -> NoReturn:
         raise ConfigError(
             f"{folder}: expected model weights, found only an adapter ({adapters[0]!r}); give the folder of its base"
         )
+
     raise ConfigError(
         f"{folder}: expected model weights (model.safetensors, pytorch_model.bin, an index of either, or other "
         ".safetensors files), found none"
@@ -317,10 +320,12 @@ def read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read as JSON: {error}") from error
+
     if not isinstance(found, dict):
         raise ConfigError(
             f"{path}: expected a JSON object, found a {type(found).__name__}"
         )
+
     return found
 
 
@@ -342,6 +347,7 @@ def _read_safetensors(path: Path) -> list[StoredTensor]:
         header, beginning = read_header(path)
     except (OSError, SafetensorError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as safetensors: {error}") from error
+
     header.pop("__metadata__", None)
     tensors = []
     for name, entry in header.items():
@@ -359,6 +365,7 @@ def _read_safetensors(path: Path) -> list[StoredTensor]:
             name, path, dtype, tuple(shape), beginning + start, end - start
         )
         tensors.append(stored)
+
     return tensors
 
 
@@ -377,12 +384,14 @@ def load_pickled(path: Path) -> dict[str, Any]:
             f"{path}: expected a file of tensors, found a damaged one or other objects ({type(error).__name__}); "
             "no code in it was run"
         ) from error
+
     if not isinstance(content, dict) or not all(
         isinstance(key, str) for key in content
     ):
         raise ConfigError(
             f"{path}: expected tensors by name, found a {type(content).__name__}"
         )
+
     return content
 
 
@@ -410,6 +419,7 @@ def _read_pickled(path: Path) -> list[StoredTensor]:
         shape = tuple(tensor.shape)
         stored = StoredTensor(name, path, tensor.dtype, shape, start, tensor.nbytes)
         tensors.append(stored)
+
     return tensors
 
 

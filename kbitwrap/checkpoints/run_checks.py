@@ -23,6 +23,7 @@ from .subjects import (
     Optimizer,
     checkpoint_before,
     numbered_folders,
+    tensors_of,
 )
 
 _STATE_NAME = "trainer_state.json"
@@ -56,6 +57,7 @@ def adapter_config(adapter: Adapter) -> Result | None:
             f"{path}: {error!r}",
             "take that of another checkpoint of the run",
         )
+
     return fine(f"PEFT reads it: {shown(method)}")
 
 
@@ -76,6 +78,7 @@ def adapter_values(adapter: Adapter) -> Result:
             without,
             "gather sharded parameters before they are saved",
         )
+
     broken = [name for name, tensor in tensors if not _is_finite(tensor)]
     if broken:
         return fault(
@@ -83,6 +86,7 @@ def adapter_values(adapter: Adapter) -> Result:
             shown(broken),
             "go back to a checkpoint from before the loss diverged",
         )
+
     return fine(f"{len(tensors)} tensors are finite")
 
 
@@ -96,12 +100,14 @@ def adapter_dtypes(adapter: Adapter) -> Result | None:
     tensors = adapter.tensors
     if not tensors:
         return None
+
     dtypes = adapter.dtypes
     others = []
     for name, tensor in tensors.items():
         inner = tensors.get(name.replace(".lora_B.", ".lora_A."), tensor)
         if tensor.dtype != inner.dtype:
             others.append(name)
+
     if adapter.trained and adapter.trained.isdisjoint(dtypes):
         others = list(tensors)
     if others:
@@ -110,12 +116,14 @@ def adapter_dtypes(adapter: Adapter) -> Result | None:
             shown(others),
             "save it in the dtype of its training",
         )
+
     names = ", ".join(dtypes)
     if not adapter.trained and names != "float32":  # of which no training has more
         return not_measured(
             "the dtype in which the adapter was trained",
             f"it is saved in {names}, and neither kbitwrap.json nor {OPTIMIZER_NAME} tells",
         )
+
     return fine(names)
 
 
@@ -126,17 +134,19 @@ def lora_b(subject: Folder | LiveModel) -> Result | None:
     reference. A head that was trained beside it does not excuse it: LoRA got no
     gradients.
     """
-    tensors = [pair for adapter in subject.adapters for pair in adapter.tensors.items()]
+    tensors = tensors_of(subject.adapters)
     outer = [(name, tensor) for name, tensor in tensors if _ZERO_AT_FIRST.search(name)]
     if not outer:
         return None
     if any(materialize(tensor).any() for _, tensor in outer):
         return fine(f"not all of {len(outer)} are zero")
+
     names = [name for name, _ in outer]
     evidence = f"LoRA adds nothing: {shown(names)}"
     beside = [name for name, _ in tensors if ".lora_" not in name]
     if beside:
         evidence += f"; saved beside it, and not compared: {shown(beside)}"
+
     return fault(
         "lora_B is zero in every layer",
         evidence,
@@ -191,6 +201,7 @@ def optimizer(folder: Folder) -> Result | None:
         return None
     if _has_optimizer(folder):
         return not_measured(_WHAT_WAS_TRAINED, "it was saved in shards")
+
     names = [path.name for path in folder.path.iterdir()]
     later = [name for name in names if name.startswith(("scheduler", "rng_state"))]
     if later or _STATE_NAME not in names:
@@ -198,6 +209,7 @@ def optimizer(folder: Folder) -> Result | None:
             folder,
             f"no {OPTIMIZER_NAME}; of what a Trainer saves after it there is {shown(later)}",
         )
+
     return not_measured(
         _WHAT_WAS_TRAINED, f"no {OPTIMIZER_NAME}, as save_only_model leaves it out"
     )
@@ -217,12 +229,13 @@ def _has_optimizer(folder: Folder) -> bool:
 
 
 def _states(folder: Folder, optimizer: Optimizer) -> Result:
-    saved = [pair for adapter in folder.adapters for pair in adapter.tensors.items()]
+    saved = tensors_of(folder.adapters)
     # what computes prompts is not saved
     is_prompt = any(name.startswith("prompt_") for name, _ in saved)
     counts = f"{optimizer.num_states} states, {len(saved)} saved tensors"
     if not saved or is_prompt or optimizer.num_states <= len(saved):
         return fine(counts)
+
     trained = {tuple(moment.shape) for moment in optimizer.moments}
     unsaved = trained.difference(tuple(tensor.shape) for _, tensor in saved)
     return fault(
@@ -238,11 +251,13 @@ def trainer_state(folder: Folder) -> Result | None:
     is_expected = folder.is_numbered and _has_optimizer(folder)
     if not is_expected and not os.path.lexists(path):
         return None
+
     try:
         state = read_json(path)
         step, last = state["global_step"], state["max_steps"]
     except (ConfigError, KeyError) as error:
         return _interrupted(folder, f"{path}: {error!r}")
+
     return fine(f"step {shown(step)} of {shown(last)}")
 
 
@@ -255,16 +270,19 @@ def tokenizer(folder: Folder) -> Result | None:
     path = folder.path / "tokenizer.json"
     if not path.is_file():
         return None
+
     try:
         ids = _token_ids(path)
     except ConfigError as error:
         return _interrupted(folder, str(error))
+
     embedding = folder.embedding()
     if embedding is None:
         return not_measured(
             "whether the embeddings have a row for each id of the tokenizer",
             "give base (--base): they are not known from what is saved here",
         )
+
     fqn, num_rows = embedding
     beyond = [
         f"{token} ({number})" for token, number in ids.items() if number >= num_rows
@@ -275,6 +293,7 @@ def tokenizer(folder: Folder) -> Result | None:
             f"{fqn} has {num_rows} rows; ids without one: {shown(beyond)}",
             "save the model that was resized for this tokenizer, or the model's own tokenizer",
         )
+
     return fine(f"{len(ids)} ids, and {fqn} has {num_rows} rows")
 
 

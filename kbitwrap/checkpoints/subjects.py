@@ -187,13 +187,16 @@ class Folder:
         shapes: dict[str, Sequence[int]] = _shapes(groups)
         if self.manifest is not None:
             shapes.update(recorded_shapes(self.manifest))
+
         saved = [adapter.tensors for adapter in self.adapters]
         if self.base is not None:
             saved.insert(0, self.base.tensors)
+
         shapes.update(_shapes(saved))
         names = [fqn for fqn in shapes if fqn.endswith("embed_tokens.weight")]
         if model is not None:
             names = _embedding_names(model)
+
         return (names[0], shapes[names[0]][0]) if names else None
 
 
@@ -237,6 +240,14 @@ class LiveModel:
     preparation: Preparation | None
 
 
+def tensors_of(adapters: Iterable[Adapter]) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of all adapters, with their names."""
+    found: list[tuple[str, torch.Tensor]] = []
+    for adapter in adapters:
+        found += adapter.tensors.items()
+    return found
+
+
 def dtype_names(tensors: Iterable[torch.Tensor]) -> frozenset[str]:
     """The names of the dtypes of tensors."""
     return frozenset(dtype_name(tensor.dtype) for tensor in tensors)
@@ -256,11 +267,13 @@ def read_run(path: Path, given: Given) -> list[Folder]:
     recorded = None
     for checkpoint in checkpoints:
         recorded = checkpoint.manifest or recorded  # those of one run agree
+
     folders = [_read_folder(first, given, recorded), *checkpoints]
     if not any(folder.adapters or folder.base or folder.damaged for folder in folders):
         raise ConfigError(
             f"{str(path)!r}: expected a checkpoint, an adapter or a Trainer's output, found neither"
         )
+
     return folders
 
 
@@ -289,10 +302,12 @@ def _read_folder(path: Path, given: Given, recorded: Manifest | None) -> Folder:
         with _noting(damaged):
             found = read_tensors(file).items()
             stored[file.parent] = {name: tensor.lazy() for name, tensor in found}
+
     base = None
     with _noting(damaged):
         if has_weights(path):
             base = _saved_base(path)
+
     optimizer = None
     unknown_optimizer: list[str] = []
     with _noting(unknown_optimizer):
@@ -307,6 +322,7 @@ def _read_folder(path: Path, given: Given, recorded: Manifest | None) -> Folder:
         name = "default" if place == path else place.name
         dtypes = _trained_dtypes(name, manifest, trained)
         adapters.append(Adapter(str(place), tensors, dtypes))
+
     why = "".join(unknown_optimizer)
     return Folder(path, given, adapters, base, manifest, optimizer, damaged, why)
 
@@ -340,6 +356,7 @@ def _read_optimizer(path: Path) -> Optimizer:
         raise ConfigError(
             f"{path}: expected the state of an optimizer: {error!r}"
         ) from error
+
     tensors = [moment for moment in moments if isinstance(moment, torch.Tensor)]
     return Optimizer(len(states), tensors, is_torchs)
 
@@ -354,6 +371,7 @@ def _trained_dtypes(
                 return frozenset(record.dtypes)
     if optimizer is None or not optimizer.is_torchs:
         return frozenset()
+
     return dtype_names(optimizer.moments)
 
 
@@ -375,15 +393,18 @@ def _saved_base(path: Path) -> Base:
     generation = checkpoint.folder / "generation_config.json"
     if generation.is_file():
         use_cache[generation.name] = read_json(generation).get("use_cache")
+
     left: list[str] = []
     if set(sources.values()) != {torch.float32}:
         for tensors in report.leftovers.values():
             left += tensors
+
     is_float32 = report.half_dtype is None and report.dtypes.keys() == {"float32"}
     meta = checkpoint.meta_model()
     ties = []
     if meta is not None and checkpoint.config.get("tie_word_embeddings") is not False:
         ties = tied_names(meta)
+
     return Base(
         plain,
         meta,
@@ -409,6 +430,7 @@ def _saved_sources(stored: Tensors) -> _Sources:
             if tensor.nbytes < _MAX_STATE_BYTES:
                 content = bytes(materialize(tensor).tolist())
                 found[fqn] = find_dtype(json.loads(content)["dtype"])
+
     return found
 
 
@@ -431,6 +453,7 @@ def walk_live(model: nn.Module, given: Given) -> LiveModel:
     if own:
         dtypes = dtype_names(own.values())
         adapters.append(Adapter(type(model).__name__, own, dtypes))
+
     return LiveModel(model, given, adapters, base, tree, preparation)
 
 
@@ -440,6 +463,7 @@ def _live_base(tree: ModelTree, *, is_prepared: bool) -> Base:
     meta = None
     with contextlib.suppress(ConfigError):  # the model is none of transformers
         meta = meta_model(config)
+
     plain: dict[str, torch.Tensor] = {}
     sources: _Sources = {}
     for tensor in tree.base_tensors:
@@ -450,12 +474,14 @@ def _live_base(tree: ModelTree, *, is_prepared: bool) -> Base:
         if state is not None:
             # of a prepared one, the original dtype
             sources[tensor.fqn] = vars(state).get("original_dtype", state.dtype)
+
     left = None
     use_cache = {}
     if not is_prepared:
         left = None if meta is None else _left_in_float32(plain, meta)
         for name in CONFIG_ATTRIBUTES:
             use_cache[name] = getattr(getattr(bare, name, None), "use_cache", None)
+
     ties = [] if meta is None else tied_names(meta)
     dtype = getattr(config, "dtype", None)
     return Base(plain, meta, ties, dtype, sources, left, use_cache)

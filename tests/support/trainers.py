@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from kbitwrap.integrations import KbitTrainerCallback
 from support import zoo
 from support.snapshot import tensor_digest
 
@@ -83,3 +84,12 @@ def trained_weights(model: nn.Module) -> dict[str, object]:
     """What an adapter holds, and what `modules_to_save` does."""
     kinds = ("lora_", "modules_to_save")
     return {fqn: tensor_digest(p) for fqn, p in model.named_parameters() if any(kind in fqn for kind in kinds)}
+
+
+def save_run(model: nn.Module, folder: Path, **options: Any) -> RecordingTrainer:
+    """Train with the callback that saves manifests, with two checkpoints and the adapter itself in the folder."""
+    settings = {"save_strategy": "steps", "save_steps": 2, **options}
+    trainer = trainer_for(model, folder, callbacks=[KbitTrainerCallback()], **settings)
+    trainer.train()
+    trainer.save_model(str(folder))
+    return trainer
