@@ -24,6 +24,7 @@ from .preparation.original import signature
 from .preparation.plan import Plan, plan_as_detected, write_plan
 from .preparation.planner import Planner
 from .preparation.preparation import Preparation, changing, refuse_held
+from .preparation.restoring import Restoring
 from .reports import ExportReport, LifecycleState, RestoreReport, StateDiff
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class KbitPreparedModel:
     _preparation: Preparation | None = None
     _suspension: Journal | None = None
     _report: RestoreReport | None = None
-    _planned_for: int | None = None
+    _planned_for: Any = None  # the signature of what was planned for
 
     def __init__(
         self, model: nn.Module, config: PrepareConfig | None = None, **fields: Any
@@ -100,15 +101,12 @@ class KbitPreparedModel:
     def _settle_plan(self, tree: ModelTree) -> None:
         """Refuse a model that another wrapper holds, and refuse and plan one that is not as it was planned for."""
         with only_reading():
-            is_planned = (
-                self._planned_for is not None and signature(tree) == self._planned_for
-            )
-            if not is_planned:
-                refuse_unsupported_tensors(tree, allow_meta=False)
+            refuse_unsupported_tensors(tree, allow_meta=False)
             refuse_held(tree)
-            if not is_planned:
+            found = signature(tree)
+            if found != self._planned_for:
                 self.plan = plan_as_detected(tree, self.config)
-                self._planned_for = signature(tree)
+                self._planned_for = found
 
     def __repr__(self) -> str:
         return f"KbitPreparedModel({type(self.model).__name__}, precision={str(self.config.precision)!r}, {self.state})"
@@ -233,16 +231,13 @@ class KbitPreparedModel:
         with changing:
             if self.state is LifecycleState.RESTORED and self._report is not None:
                 return self._report
-            preparation = self._expect_prepared("restore")
-            return finish(self._settle, preparation, preparation.undoing(trained))
+            restoring = Restoring(self._expect_prepared("restore"), trained)
+            return finish(self._settle, restoring)
 
-    def _settle(
-        self, preparation: Preparation, undo: Callable[[], RestoreReport]
-    ) -> RestoreReport:
+    def _settle(self, restoring: Restoring) -> RestoreReport:
         """Undo, and be restored; interrupted, it may be called again."""
-        report = self._report = undo()
+        report = self._report = restoring()
         self.state, self._preparation = LifecycleState.RESTORED, None
-        preparation.warn_of_training_on()
         return report
 
     def __enter__(self) -> KbitPreparedModel:

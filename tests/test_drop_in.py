@@ -100,7 +100,12 @@ def test_returns_the_same_object_and_casts(prepare: Callable[..., nn.Module]) ->
 @BOTH
 @pytest.mark.parametrize("clears", [True, False])
 def test_empty_cache_is_called_once_or_never(prepare: Callable[..., nn.Module], clears: bool) -> None:
-    with mock.patch("torch.cuda.is_available", return_value=True), mock.patch("torch.cuda.empty_cache") as empty_cache:
+    with (
+        mock.patch("torch.accelerator.is_available", return_value=True),
+        mock.patch("torch.accelerator.current_accelerator", return_value=torch.device("cuda")),
+        mock.patch("torch.cuda.is_available", return_value=True),
+        mock.patch("torch.cuda.empty_cache") as empty_cache,
+    ):
         prepare(linears(), use_gradient_checkpointing=False, auto_clear_cache=clears)
         uncast = linears()
         uncast.quantization_method = "gptq"

@@ -488,7 +488,7 @@ def test_suspended_resumes_after_an_exception() -> None:
 
 def test_no_bar_is_made_where_none_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bar of tqdm starts a thread that stays, even a bar that is not shown."""
-    monkeypatch.setattr("kbitwrap.preparation.preparation.tqdm", None)
+    monkeypatch.setattr("kbitwrap.preparation.process.tqdm", None)
     model = zoo.load("llama")
     KbitPreparedModel(model).prepare().restore()
     with pytest.raises(EditError, match="NoneType"):
@@ -532,7 +532,7 @@ def test_a_fault_anywhere_in_prepare_leaves_the_model_as_it_was(
                         yield edit
                     count += 1
 
-            monkeypatch.setattr("kbitwrap.preparation.preparation.tqdm", lambda edits, **_: faulty(edits))
+            monkeypatch.setattr("kbitwrap.preparation.process.tqdm", lambda edits, **_: faulty(edits))
             expected = EditError if kind is FaultError else kind
             with pytest.raises(expected) as caught:
                 prepared.prepare()

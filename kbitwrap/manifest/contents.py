@@ -99,15 +99,13 @@ def _read(
     progress: bool,
 ) -> Contents:
     """Read the contents of a twin of a live model."""
-    places: dict[str, tuple[nn.Module, str]] = {}
     live: dict[str, torch.Tensor | None] = {}
     for node in tree.base:
         for name, held in (
             *node.module._parameters.items(),
             *node.module._buffers.items(),
         ):
-            fqn = join(node.fqn, name)
-            places[fqn], live[fqn] = (node.module, name), held
+            live[join(node.fqn, name)] = held
     state = {
         fqn: t
         for fqn, t in twin.model.state_dict(keep_vars=True).items()
@@ -123,18 +121,13 @@ def _read(
         state.items(), desc="digest", unit="tensor", disable=not progress, leave=False
     ):
         current = live.get(fqn)
-        before = (
-            None
-            if preparation is None or fqn not in live
-            else preparation.original.buffer(*places[fqn])
-        )
-        if before is None and id(tensor) not in digests:
-            digests[id(tensor)] = _digest(fqn, tensor)
-        dtype, shape, digest = before or (
-            tensor.dtype,
-            tensor.shape,
-            digests[id(tensor)],
-        )
+        buffer = None if preparation is None else preparation.original.buffers.get(fqn)
+        if buffer is not None:
+            dtype, shape, digest = buffer.dtype, buffer.shape, buffer.digest()
+        else:
+            if id(tensor) not in digests:
+                digests[id(tensor)] = _digest(fqn, tensor)
+            dtype, shape, digest = tensor.dtype, tensor.shape, digests[id(tensor)]
         prepared_dtype, prepared_flag, flag = dtype, False, False
         kind = "quantization" if current is None else "buffer"
         if isinstance(current, nn.Parameter):
@@ -143,10 +136,9 @@ def _read(
             record = known.get(id(current))
             if preparation is not None and record is not None:
                 flag = preparation.original.flags[record]
-                prepared_dtype, prepared_flag = preparation.left.of(record) or (
-                    dtype,
-                    prepared_flag,
-                )
+                left = preparation.left.of(record)
+                if left is not None:
+                    prepared_dtype, prepared_flag = left["dtype"], left["requires_grad"]
         tensors[fqn] = TensorRecord(
             fqn=fqn,
             type=kind,

@@ -189,12 +189,8 @@ class Manifest(Report, Record):
                 "model": contents.model,
                 "config": ConfigRecord.of(plan.config),
                 "adapters": contents.adapters,
-                "before": MomentRecord.model_validate(
-                    preparation.original.before, from_attributes=True
-                ),
-                "after": MomentRecord.model_validate(
-                    preparation.after, from_attributes=True
-                ),
+                "before": preparation.original.before,
+                "after": preparation.after,
                 "plan": PlanRecord.model_validate(plan, from_attributes=True),
                 "kinds": [
                     Kind(**dict(zip(Kind.model_fields, kind, strict=True)))

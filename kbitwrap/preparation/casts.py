@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections import defaultdict
 
 import torch
 from torch import nn
 
 from ..config import Precision, PrepareConfig
+from ..edits.flags import prepared_tensors
 from ..edits.stand_ins import UpcastAtUse, can_stand_in
 from ..edits.storage import Store
 from ..errors import UnsupportedModelError
@@ -21,38 +22,49 @@ from ..model.tree import ModelTree, NamedTensor
 from ..tensors.bits import is_composed
 from ..tensors.dtypes import HALF_DTYPES
 
+_Tensors = list[NamedTensor]
+
 
 class Casts:
-    """Finds what is cast of the parameters ``base`` of a model that is quantized as ``quantization`` says."""
+    """Finds what is cast; ``freeze_adapters`` treats adapters as the base, as PEFT's function does."""
 
     def __init__(
         self,
         tree: ModelTree,
-        base: Sequence[NamedTensor],
         config: PrepareConfig,
         quantization: Quantization,
+        freeze_adapters: bool = False,
     ) -> None:
         self.tree = tree
-        self.base = base
         self.config = config
         self.quantization = quantization
+        # all but adapters', unless these are to be treated alike
+        self.base = prepared_tensors(tree, freeze_adapters)
 
     @functools.cached_property
     def roles(self) -> dict[int, Role]:
         """The role of every parameter, by ``id``."""
         return parameter_roles(self.tree, self.config.norm_modules)
 
+    def role(self, tensor: NamedTensor) -> Role:
+        """The role of a parameter."""
+        return self.roles[id(tensor.parameter)]
+
     @functools.cached_property
-    def castable(self) -> list[NamedTensor]:
-        """The half parameters outside the quantized storage, where the method permits a cast; none made of others."""
-        if not self.quantization.casts:
-            return []
+    def half(self) -> _Tensors:
+        """The half parameters outside the quantized storage."""
+        return [
+            tensor
+            for tensor in self.base
+            if tensor.parameter.dtype in HALF_DTYPES
+            and not is_quantized_parameter(tensor.parameter)
+        ]
+
+    @functools.cached_property
+    def castable(self) -> _Tensors:
+        """The half parameters, where the method permits a cast; none made of others."""
         found = []
-        for tensor in self.base:
-            if tensor.parameter.dtype not in HALF_DTYPES or is_quantized_parameter(
-                tensor.parameter
-            ):
-                continue
+        for tensor in self.half if self.quantization.casts else ():
             # Assigning to ``.data`` leaves what a composed tensor is made of as it is.
             if is_composed(type(tensor.parameter)):
                 self._refuse_unknown_to_peft(tensor)
@@ -70,143 +82,106 @@ class Casts:
                 fqn=tensor.path,
             )
 
-    def upcast_at_use(self) -> list[UpcastAtUse]:
+    @property
+    def upcasts(self) -> list[UpcastAtUse]:
         """The edits by which weights are float32 where they are used, one for each role."""
+        by_role: defaultdict[Role, _Tensors] = defaultdict(list)
+        for tensor in self._upcast:
+            by_role[self.role(tensor)].append(tensor)
         edits = []
         for role in Role:
-            found = [
-                tensor
-                for tensor in self._upcast
-                if self.roles[id(tensor.parameter)] is role
-            ]
-            if not found:
+            if role not in by_role:
                 continue
             # A tied weight is seen as float32 from each of its modules.
-            places = [place for tensor in found for place in self.tree.places(tensor)]
-            edits.append(
-                UpcastAtUse(
-                    "upcast",
-                    tuple(tensor.fqn for tensor in found),
-                    role=role,
-                    weights=tuple(
-                        TensorRef(weakref.ref(module), name) for module, name in places
-                    ),
-                    chunk_bytes=self.config.head_chunk_bytes,
-                )
+            weights = [
+                TensorRef(weakref.ref(module), name)
+                for tensor in by_role[role]
+                for module, name in self.tree.places(tensor)
+            ]
+            edit = UpcastAtUse(
+                "upcast",
+                _fqns(by_role[role]),
+                role=role,
+                weights=tuple(weights),
+                chunk_bytes=self.config.head_chunk_bytes,
             )
+            edits.append(edit)
         return edits
 
     @functools.cached_property
-    def _upcast(self) -> list[NamedTensor]:
+    def _upcast(self) -> _Tensors:
         """The weights that precision ``"compute"`` upcasts as they are used."""
         if self.config.precision is not Precision.COMPUTE:
             return []
         stored = {
-            key_of(t.parameter)
-            for t in self.castable
-            if self._stored_because(t) is not None
+            key_of(tensor.parameter)
+            for tensor in self.castable
+            if self._stored_because(tensor)
         }
         return [t for t in self.castable if key_of(t.parameter) not in stored]
 
-    def _stored_because(self, tensor: NamedTensor) -> str | None:
-        """Why a half parameter is stored in float32 under ``"compute"``; ``None`` where it is upcast at use."""
+    def _stored_because(self, tensor: NamedTensor) -> str:
+        """Why a half parameter is stored in float32 under ``"compute"``; empty where it is upcast at use."""
         parameter = tensor.parameter
-        is_expert = self.roles[id(parameter)] is Role.EXPERT and parameter.dim() >= 2
-        is_weight = (
-            isinstance(tensor.module, (nn.Linear, nn.Embedding))
-            and tensor.name == "weight"
-        )
-        if not is_weight and not is_expert:
+        is_layers = isinstance(tensor.module, (nn.Linear, nn.Embedding))
+        is_weight = is_layers and tensor.name == "weight"
+        is_expert = self.role(tensor) is Role.EXPERT and parameter.dim() >= 2
+        if not (is_weight or is_expert):
             return "not the weight of an embedding or of a linear layer"
-        if not self.config.freeze and parameter.requires_grad:
+        if parameter.requires_grad and not self.config.freeze:
             return "trained"
-        if not all(
-            can_stand_in(module, name) for module, name in self.tree.places(tensor)
-        ):
+        if not all(can_stand_in(*place) for place in self.tree.places(tensor)):
             return (
                 "its module does not compute with the parameter itself, or writes to it"
             )
-        return None
+        return ""
 
     @functools.cached_property
     def stores(self) -> list[Store]:
         """Casts to float32, largest first: so the peak is what stays plus the last, small, originals."""
         upcast = {id(tensor.parameter) for tensor in self._upcast}
-        groups: dict[int, list[NamedTensor]] = {}  # of parameters that share memory
+        # of parameters that share memory
+        groups: defaultdict[int, _Tensors] = defaultdict(list)
         for tensor in self.castable:
-            is_cast = (
-                self.config.precision.upcasts_all and id(tensor.parameter) not in upcast
-            )
+            is_stored = id(tensor.parameter) not in upcast
+            is_cast = is_stored and self.config.precision.upcasts_all
             if is_cast or is_rewritten(tensor.module, tensor.name):
-                groups.setdefault(key_of(tensor.parameter), []).append(tensor)
+                groups[key_of(tensor.parameter)].append(tensor)
         stores = [self._store(group) for group in groups.values()]
         return sorted(stores, key=lambda edit: -edit.transient_bytes)
 
-    def _store(self, group: list[NamedTensor]) -> Store:
+    def _store(self, group: _Tensors) -> Store:
         """The edit that casts parameters of one memory, or only records what their layers rewrite when they run."""
-        first = group[0].parameter
-        role = self.roles[id(first)]
-        fqns = tuple(tensor.fqn for tensor in group)
-        refs = tuple(
-            TensorRef(weakref.ref(tensor.module), tensor.name) for tensor in group
+        parameters = [tensor.parameter for tensor in group]
+        refs = [TensorRef(weakref.ref(tensor.module), tensor.name) for tensor in group]
+        record = Store(
+            "record",
+            _fqns(group),
+            role=self.role(group[0]),
+            refs=tuple(refs),
+            is_rewritten=any(is_rewritten(t.module, t.name) for t in group),
+            is_seen=key_of(parameters[0]) in self._seen,
         )
-        rewrites = any(is_rewritten(tensor.module, tensor.name) for tensor in group)
-        is_seen = key_of(first) in self._seen
         if not self.config.precision.upcasts_all:
-            return Store(
-                "record",
-                fqns,
-                role=role,
-                refs=refs,
-                is_rewritten=rewrites,
-                is_seen=is_seen,
-            )
+            return record
         keep = self.config.keep_originals
-        figures = self._bytes_of(
-            group, keeps_host_copy=keep, rewrites=rewrites, is_seen=is_seen
-        )
-        reason = (
-            self._stored_because(group[0])
-            if self.config.precision is Precision.COMPUTE
-            else None
-        )
-        return Store(
-            "store",
-            fqns,
-            role=role,
-            added_bytes=figures.cast - figures.freed,
-            transient_bytes=figures.cast,
-            reason=reason or "",
-            refs=refs,
+        cast_bytes = sum(p.numel() for p in parameters) * torch.float32.itemsize
+        # On the CPU a kept original is the original itself.
+        stays = record.is_seen or (keep and parameters[0].device.type == "cpu")
+        freed_bytes = 0
+        if not stays:
+            of_each = sum(parameter.nbytes for parameter in parameters)
+            freed_bytes = min(of_each, parameters[0].untyped_storage().nbytes())
+        is_compute = self.config.precision is Precision.COMPUTE
+        return dataclasses.replace(
+            record,
+            action="store",
+            added_bytes=cast_bytes - freed_bytes,
+            transient_bytes=cast_bytes,
+            reason=self._stored_because(group[0]) if is_compute else "",
             dtype=torch.float32,
             keep=keep,
-            is_rewritten=rewrites,
-            is_seen=is_seen,
-            record_bytes=figures.recorded,
-        )
-
-    def _bytes_of(
-        self,
-        group: list[NamedTensor],
-        *,
-        keeps_host_copy: bool,
-        rewrites: bool,
-        is_seen: bool,
-    ) -> _CastBytes:
-        parameters = [tensor.parameter for tensor in group]
-        of_each = sum(parameter.nbytes for parameter in parameters)
-        original = min(of_each, parameters[0].untyped_storage().nbytes())
-        cast = (
-            sum(parameter.numel() for parameter in parameters) * torch.float32.itemsize
-        )
-        # On the CPU a kept original is the original itself, which is then not freed.
-        is_kept_in_place = keeps_host_copy and parameters[0].device.type == "cpu"
-        if is_seen or is_kept_in_place:
-            return _CastBytes(cast, freed=0, recorded=0)
-        return _CastBytes(
-            cast,
-            freed=original,
-            recorded=original if keeps_host_copy or rewrites else 0,
+            record_bytes=freed_bytes if keep or record.is_rewritten else 0,
         )
 
     @functools.cached_property
@@ -220,12 +195,8 @@ class Casts:
         return found
 
 
-class _CastBytes(NamedTuple):
-    """The bytes of one cast."""
-
-    cast: int  # of the float32 storage
-    freed: int  # of the original
-    recorded: int  # of the original where a copy of it is kept
+def _fqns(tensors: _Tensors) -> tuple[str, ...]:
+    return tuple(tensor.fqn for tensor in tensors)
 
 
 def peak_bytes(stores: list[Store]) -> int:

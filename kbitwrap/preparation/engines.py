@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -118,55 +116,58 @@ def notes_on(
 def _outcome(
     tree: ModelTree, precision: Precision, engine: str, param_dtype: torch.dtype | None
 ) -> ShardingOutcome:
+    config = PrepareConfig(precision=precision, gradient_checkpointing=False)
     try:
-        plan = build_plan(
-            tree.model, PrepareConfig(precision=precision, gradient_checkpointing=False)
-        )
+        plan = build_plan(tree.model, config)
     except UnsupportedModelError as error:
         return ShardingOutcome(False, False, False, (f"cannot be prepared: {error}",))
     is_retyped = precision.upcasts_all and plan.casts
-    failures, notes = [] if engine == "ddp" else _packed(tree, param_dtype), []
+    restores = exports = engine != "zero3"
+    failures = [] if engine == "ddp" else _packed(tree, param_dtype)
+    notes = []
     if is_retyped and param_dtype in HALF_DTYPES:
         notes.append(
             f"{dtype_name(param_dtype)} is what the engine computes in, whatever is stored: take 'norms' or 'none'"
         )
-    if engine in ("ddp", "zero2"):
-        if is_retyped:
-            notes.append(
-                "suspended() is refused while a trained copy (modules_to_save) is stored in float32"
-            )
-        if engine == "zero2":
-            notes.append("parameters stay whole, as under DDP")
-        return ShardingOutcome(not failures, True, True, (*failures, *notes))
-    if engine == "zero3":
+    if is_retyped and engine in ("ddp", "zero2"):
+        notes.append(
+            "suspended() is refused while a trained copy (modules_to_save) is stored in float32"
+        )
+    if engine == "zero2":
+        notes.append("parameters stay whole, as under DDP")
+    elif engine == "zero3":
         notes.append(
             "a ZeRO-3 partition holds no values: restore(), suspended(), export() and manifest() come before "
             "deepspeed.initialize()"
         )
-        return ShardingOutcome(not failures, False, False, (*failures, *notes))
-    exports = True
-    if is_retyped:
-        notes.append(
-            "no dtype of a sharded parameter can be changed back: export() the base, or take another precision"
-        )
-    if engine == "fsdp2":
-        if any(isinstance(edit, UpcastAtUse) for edit in plan.edits):
-            failures.append(
-                "FSDP2 takes what stands in front of a weight for the weight: the first forward raises"
-            )
-        if any(t.parameter.dtype == torch.int8 for t in tree.tensors):
+    elif engine != "ddp":
+        if is_retyped:
+            restores = False
             notes.append(
-                "8-bit weights lose their scales in shards: fully_shard(..., ignored_params={every Int8Params})"
+                "no dtype of a sharded parameter can be changed back: export() the base, or take another precision"
             )
-    else:
-        failures += _not_uniform(tree, plan)
-        exports = not failures
-        notes.append("needs use_orig_params=True")
-    if exports:
-        notes.append("export() and manifest() are called on every rank")
-    return ShardingOutcome(
-        not failures, exports and not is_retyped, exports, (*failures, *notes)
-    )
+        if engine == "fsdp1":
+            failures += _not_uniform(tree, plan)
+            exports = not failures
+            notes.append("needs use_orig_params=True")
+        else:
+            if _uses_stand_ins(plan):
+                failures.append(
+                    "FSDP2 takes what stands in front of a weight for the weight: the first forward raises"
+                )
+            if any(t.parameter.dtype == torch.int8 for t in tree.tensors):
+                notes.append(
+                    "8-bit weights lose their scales in shards: fully_shard(..., ignored_params={every Int8Params})"
+                )
+        if exports:
+            notes.append("export() and manifest() are called on every rank")
+    trains = not failures
+    notes = [*failures, *notes]
+    return ShardingOutcome(trains, restores and exports, exports, tuple(notes))
+
+
+def _uses_stand_ins(plan: Plan) -> bool:
+    return any(isinstance(edit, UpcastAtUse) for edit in plan.edits)
 
 
 def _packed(tree: ModelTree, param_dtype: torch.dtype | None) -> list[str]:
@@ -185,17 +186,13 @@ def _packed(tree: ModelTree, param_dtype: torch.dtype | None) -> list[str]:
 
 def _not_uniform(tree: ModelTree, plan: Plan) -> list[str]:
     """Why FSDP1, which lays parameters out flat, refuses those of a prepared model."""
-    stored = {
-        id(ref()): edit.dtype
-        for edit in plan.edits
-        if isinstance(edit, Store) and edit.dtype
-        for ref in edit.refs
-    }
-    first: dict[Any, str] = {}
+    dtypes = {id(tensor.parameter): tensor.parameter.dtype for tensor in tree.tensors}
+    for edit in plan.edits:
+        if isinstance(edit, Store) and edit.dtype is not None:
+            dtypes.update({id(ref()): edit.dtype for ref in edit.refs})
+    first: dict[torch.dtype, str] = {}
     for tensor in tree.tensors:
-        first.setdefault(
-            stored.get(id(tensor.parameter), tensor.parameter.dtype), tensor.path
-        )
+        first.setdefault(dtypes[id(tensor.parameter)], tensor.path)
     for dtype, path in first.items():
         if not dtype.is_floating_point:
             return [
@@ -203,14 +200,13 @@ def _not_uniform(tree: ModelTree, plan: Plan) -> list[str]:
                 "bnb_4bit_quant_storage set to the dtype of the model"
             ]
     if len(first) > 1:
-        found = ", ".join(
-            f"{path} in {dtype_name(dtype)}" for dtype, path in first.items()
-        )
+        found = [f"{path} in {dtype_name(dtype)}" for dtype, path in first.items()]
         return [
-            f"FSDP1 lays out parameters of one dtype together, and would find {found}: take a precision that stores no "
-            "other dtype, get_peft_model(..., autocast_adapter_dtype=False), or wrap what differs by itself"
+            f"FSDP1 lays out parameters of one dtype together, and would find {', '.join(found)}: take a precision "
+            "that stores no other dtype, get_peft_model(..., autocast_adapter_dtype=False), or wrap what differs by "
+            "itself"
         ]
-    if any(isinstance(edit, UpcastAtUse) for edit in plan.edits):
+    if _uses_stand_ins(plan):
         return [
             "FSDP1 takes weights off their modules, and what stands in front of them would not be used"
         ]

@@ -7,8 +7,8 @@ It holds no parameter, and no value but samples: see ``ParameterRecord`` and
 from __future__ import annotations
 
 import copy
-import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from ..edits.base import HeldOriginal
-from ..edits.checkpointing import input_gradient_hooks
 from ..edits.storage import CopyChange, StorageChange
 from ..model.quantization import (
     is_quantized_parameter,
@@ -29,18 +28,12 @@ from ..model.records import ParameterRecord, TensorRef, key_of
 from ..model.tree import CONFIG_ATTRIBUTES, ModelTree, NamedTensor, join, only_reading
 from ..model.wrappers import is_flattened, is_sharded_tensor
 from ..tensors.bits import begin_digest, content_digest, is_dense
-from ..tensors.devices import accelerators, function_of
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import values_of
 from .fingerprints import Fingerprints
-from .moments import Memory, Moment, State
+from .moments import read_moment
 
-# its digest, begun when recorded, is read when asked for
-Buffer = tuple[torch.dtype, torch.Size, Callable[[], int]]
-REPLACED, DECOMPRESSED = (
-    "was replaced or resized",
-    "was decompressed by its library when the model ran",
-)
+DECOMPRESSED = "was decompressed by its library when the model ran"
 _FEW = 1 << 16  # elements of a buffer that is compared
 _HOOK_DICTS = (
     "_forward_pre_hooks",
@@ -50,90 +43,32 @@ _HOOK_DICTS = (
 )
 
 
-def signature(tree: ModelTree) -> int:
-    """A hash, good in this process, of what a plan depends on: modules, parameters, and what these are and where."""
-    # flat: hundreds of tuples would be work for the garbage collector
-    parts: list[Any] = []
-    for node in tree.nodes:
-        parts += node.path, id(node.module), type(node.module), len(vars(node.module))
-    try:
-        for tensor in tree.all_tensors:
-            p = tensor.parameter
-            parts += (
-                tensor.name,
-                id(p),
-                p.dtype,
-                p.shape,
-                p.device,
-                p.requires_grad,
-                p.data_ptr(),
-            )
-    except RuntimeError:
-        return 0  # as of no model that can be planned
-    return hash(tuple(parts))
-
-
-def read_moment(tree: ModelTree) -> Moment:
-    """Read a model as it is now."""
-    with only_reading():
-        return Moment(_state(tree), _memory(tree))
-
-
-def _state(tree: ModelTree) -> State:
-    modules: dict[nn.Module, str] = {}
-    for node in tree.base:
-        modules.setdefault(node.module, node.fqn)
-    use_cache = getattr(getattr(tree.model, "config", None), "use_cache", None)
-    return State(
-        input_gradient_hooks={
-            fqn: len(keys)
-            for m, fqn in modules.items()
-            if (keys := input_gradient_hooks(m))
-        },
-        checkpointing=tuple(
-            [
-                fqn
-                for m, fqn in modules.items()
-                if vars(m).get("gradient_checkpointing") is True
-            ]
-        ),
-        use_cache=use_cache if isinstance(use_cache, bool) else None,
-        num_modules=len(modules),
-        num_training=sum([module.training for module in modules]),
-    )
-
-
-def _memory(tree: ModelTree) -> Memory:
-    parameters = [tensor.parameter for tensor in tree.tensors]
-    storages = [parameter.untyped_storage() for parameter in parameters]
-    devices = accelerators(parameters)
-    return Memory(
-        parameter_bytes=sum(
-            {storage._cdata: storage.nbytes() for storage in storages}.values()
-        ),
-        allocated_bytes=_on_devices(devices, "memory_allocated"),
-        reserved_bytes=_on_devices(devices, "memory_reserved"),
-    )
-
-
-def _on_devices(devices: Collection[torch.device], function: str) -> int | None:
-    """The sum of what a function of each device's module counts; ``None`` where there is none to ask."""
-    counts = [(function_of(device.type, function), device) for device in devices]
-    found = [count(device) for count, device in counts if count is not None]
-    return sum(found) if found else None
+def signature(tree: ModelTree) -> tuple[list[Any], list[Any]]:
+    """What a plan depends on: the modules, and the parameters, what these are and where. It holds none of them."""
+    modules = [
+        (n.path, id(n.module), type(n.module), len(vars(n.module))) for n in tree.nodes
+    ]
+    parameters = []
+    for tensor in tree.all_tensors:
+        p = tensor.parameter
+        place = tensor.path, id(p), p.data_ptr(), p.device
+        parameters.append((*place, p.dtype, p.shape, p.requires_grad))
+    return modules, parameters
 
 
 def configs_of(module: nn.Module) -> list[tuple[str, Any]]:
     """The configs of a module that are saved with a checkpoint, each with its attribute's name."""
     found = [(name, vars(module).get(name)) for name in CONFIG_ATTRIBUTES]
-    return [(name, config) for name, config in found if _is_saved(config)]
+    return [one for one in found if hasattr(one[1], "save_pretrained")]
 
 
-def _is_saved(config: Any) -> bool:
-    # Of the class first: asking a config of transformers takes many times as long.
-    return hasattr(type(config), "save_pretrained") or hasattr(
-        config, "save_pretrained"
-    )
+@dataclass(frozen=True)
+class Buffer:
+    """A persistent buffer as it was; its digest, begun when it was recorded, is read when it is asked for."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    digest: Callable[[], int]
 
 
 @dataclass
@@ -157,130 +92,77 @@ class Original:
         self.model = weakref.ref(tree.model)
         self.records = tree.records
         self.before = read_moment(tree)
+        # Of one name, or at two places, there may be two.
+        self.base: dict[str, ParameterRecord] = {}
+        parameters: dict[ParameterRecord, nn.Parameter] = {}
         with only_reading():
-            self._modules = {
-                node.fqn: weakref.ref(node.module) for node in tree.plain_base
-            }
-            self.base = dict(
-                zip(
-                    [tensor.fqn for tensor in tree.base_tensors],
-                    tree.base_records,
-                    strict=True,
-                )
-            )
-            once = dict(
-                zip(
-                    tree.base_records,
-                    [tensor.parameter for tensor in tree.base_tensors],
-                    strict=True,
-                )
-            )
-            self._records = list(once)
-            self._fingerprints = Fingerprints(once.items(), audit)
+            for tensor, record in zip(
+                tree.base_tensors, tree.base_records, strict=True
+            ):
+                self.base[tensor.fqn] = record
+                parameters[record] = tensor.parameter
+            self._owners = {t.fqn: weakref.ref(t.module) for t in tree.base_tensors}
             # Those of adapters that were there before, too.
-            adapters = (
-                [t for t in tree.tensors if id(t.parameter) in tree.adapter_ids]
-                if tree.adapter_ids
-                else []
-            )
             self.flags = {
-                record: parameter.requires_grad for record, parameter in once.items()
+                tree.record(tensor): tensor.parameter.requires_grad
+                for tensor in tree.tensors
             }
-            self.flags.update(
-                {tree.record(t): t.parameter.requires_grad for t in adapters}
-            )
-        # by ``id``; the memo of ``deepcopy`` holds the configs
-        self._configs: dict[int, Any] = {}
-        self._buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, Buffer]] = (
-            weakref.WeakKeyDictionary()
-        )
+            self._fingerprints = Fingerprints(parameters.items(), audit)
+        self._records = list(parameters)
+        counts = Counter([record.memory for record in self._records])
+        self.sharing_memory = {r for r in self._records if counts[r.memory] > 1}
+        self.buffers = _buffers_of(tree)  # that a checkpoint holds, by fqn
         self._hooks = _hooks_of(tree)
-        for m in [node.module for node in tree.modules]:
-            saved = [
-                (n, b)
-                for n, b in m._buffers.items()
-                if b is not None and n not in m._non_persistent_buffers_set
-            ]
-            # Training writes them, and they are small.
-            self._buffers[m] = {
-                n: (b.dtype, b.shape, begin_digest(b)) for n, b in saved if is_dense(b)
-            }
+        # The memo of ``deepcopy``: the copies by ``id``, and the configs, held.
+        self._configs: dict[int, Any] = {}
         for config in tree.configs:
-            if _is_saved(config):
+            if hasattr(config, "save_pretrained"):
                 copy.deepcopy(config, self._configs)
-        first: dict[Any, ParameterRecord] = {}
-        others = [
-            record
-            for record in once
-            if first.setdefault(record.memory, record) is not record
-        ]
-        self.sharing_memory = {
-            one for record in others for one in (record, first[record.memory])
-        }
-
-    @functools.cached_property
-    def _inside(self) -> dict[str, dict[str, ParameterRecord]]:
-        """The records of the base by their names in the modules that hold them, by these modules' fqns."""
-        found: dict[str, dict[str, ParameterRecord]] = {}
-        for fqn, record in self.base.items():
-            owner, _, name = fqn.rpartition(".")
-            found.setdefault(owner, {})[name] = record
-        return found
 
     @property
     def sample_bytes(self) -> int:
         """The bytes of the samples that are held."""
-        return self._fingerprints.num_bytes
+        return sum(one.nbytes for one in self._fingerprints.samples.values())
 
     def config(self, config: Any) -> Any:
         """A config as it was recorded; one that is new, as it is."""
         return self._configs.get(id(config), config)
 
-    def buffer(
-        self, module: nn.Module, name: str
-    ) -> tuple[torch.dtype, torch.Size, int] | None:
-        """The recorded dtype, shape and digest of a persistent buffer; ``None`` where it was not there."""
-        found = self._buffers.get(module, {}).get(name)
-        return None if found is None else (*found[:2], found[2]())
-
     def changed_buffers(self, tree: ModelTree) -> list[str]:
         """The names of small buffers of the checkpoint, as running statistics, that hold other values than before."""
+        live = {
+            join(node.fqn, name): buffer
+            for node in tree.base
+            for name, buffer in node.module._buffers.items()
+        }
         found = []
-        for node in tree.base:
-            for name, (_, _, digest) in self._buffers.get(node.module, {}).items():
-                buffer = node.module._buffers.get(name)
-                is_compared = (
-                    buffer is not None and buffer.numel() <= _FEW and is_dense(buffer)
-                )
-                if buffer is None or (
-                    is_compared and content_digest(buffer) != digest()
-                ):
-                    found.append(join(node.fqn, name))
+        for fqn, recorded in self.buffers.items():
+            buffer = live.get(fqn)
+            if buffer is None:
+                found.append(fqn)
+            elif buffer.numel() > _FEW or not is_dense(buffer):
+                continue
+            elif content_digest(buffer) != recorded.digest():
+                found.append(fqn)
         return found
 
     def turned_on(self, tree: ModelTree) -> list[TensorRef]:
         """The places of base parameters that a restore makes trainable under a live adapter."""
-        if not tree.adapter_ids:
-            return []
         found = []
-        for record in self._records:
+        for record in self._records if tree.adapter_ids else ():
             parameter = record.there()
-            if (
-                self.flags[record]
-                and parameter is not None
-                and not parameter.requires_grad
-            ):
+            is_frozen = parameter is not None and not parameter.requires_grad
+            if is_frozen and self.flags[record]:
                 found.append(record.refs[0])
         return found
 
     def is_alias(self, module: nn.Module, name: str) -> bool:
         """Whether a new name has a parameter that the module had under another: PEFT names AQLM's codes ``qweight``."""
-        parameter, at = module._parameters[name], self.records.at
-        had = parameter is not None and at(module, name) is None
-        return had and any(
-            p is parameter and at(module, other) is not None
-            for other, p in module._parameters.items()
-        )
+        parameter = module._parameters[name]
+        if parameter is None or self.records.at(module, name) is not None:
+            return False
+        names = [n for n, p in module._parameters.items() if p is parameter]
+        return any(self.records.at(module, other) is not None for other in names)
 
     def follow(self, tree: ModelTree) -> None:
         """Find every parameter again, wherever others put it."""
@@ -302,62 +184,48 @@ class Original:
         self, tree: ModelTree, lost: list[ParameterRecord]
     ) -> list[ParameterRecord]:
         """Find parameters at places that they did not have, and return the records of the others."""
-        new = [
-            tensor for tensor in tree.tensors if id(tensor.parameter) not in tree.known
-        ]
-        by_memory = {key_of(tensor.parameter): tensor for tensor in new}
+        by_memory = {
+            key_of(tensor.parameter): tensor
+            for tensor in tree.tensors
+            if id(tensor.parameter) not in tree.known
+        }
         still_lost = []
         for record in lost:
-            tensor = next(
-                (by_memory[key] for key in record.memory if key and key in by_memory),
-                None,
-            )
-            if tensor is None or tensor.parameter.shape != record.shape:
+            tensors = [by_memory[key] for key in record.memory if key in by_memory]
+            if tensors and tensors[0].parameter.shape == record.shape:
+                record.moved(tree.places(tensors[0]))
+                tree.known[id(tensors[0].parameter)] = record
+            else:
                 still_lost.append(record)
-                continue
-            record.moved(tree.places(tensor))
-            tree.known[id(tensor.parameter)] = record
         return still_lost
 
     def _find_by_value(self, tree: ModelTree, lost: list[ParameterRecord]) -> None:
         """Find parameters that got other memory: what is at their place, or has their name, holds their values."""
-        new = [
-            tensor
-            for tensor in tree.base_tensors
-            if id(tensor.parameter) not in tree.known
-        ]
-        # neither marked as copies of the base's modules, nor there in a suspension before
-        unknown = [
-            tensor
-            for tensor in new
-            if self.records.mark_of(tensor.module) is None
-            and self.records.at(tensor.module, tensor.name) is None
-        ]
-        named = {tensor.fqn: tensor for tensor in unknown}
+        named = {}
+        for tensor in tree.base_tensors:
+            # Neither marked as a copy of the base's, nor there in a suspension before.
+            is_copy = self.records.mark_of(tensor.module) is not None
+            was_there = self.records.at(tensor.module, tensor.name) is not None
+            if not (id(tensor.parameter) in tree.known or is_copy or was_there):
+                named[tensor.fqn] = tensor
         elsewhere: dict[ParameterRecord, NamedTensor] = {}
-        candidates = []
+        candidates: list[tuple[ParameterRecord, nn.Parameter]] = []
         for record in lost:
-            there: torch.Tensor | None = next(iter(tree.at_places(record)), None)
-            tensor = named.get(record.fqn)
-            if (
-                there is None
-                and tensor is not None
-                and tensor.parameter.requires_grad <= self.flags[record]
-            ):
-                elsewhere[record] = tensor
-                there = tensor.parameter
-            if (
-                there is not None
-                and there.shape == record.shape
-                and self._fingerprints.has(record)
-            ):
+            there = next(iter(tree.at_places(record)), None)
+            other = named.get(record.fqn)
+            if there is None and other is not None:
+                is_trained_since = other.parameter.requires_grad > self.flags[record]
+                if not is_trained_since:
+                    elsewhere[record] = other
+                    there = other.parameter
+            if there is None or there.shape != record.shape:
+                continue
+            if record in self._fingerprints.samples:
                 candidates.append((record, there))
-        changed = self._fingerprints.changed(candidates) if candidates else set()
+        changed = self._fingerprints.changed(candidates)
         for record, there in candidates:
             # A layer that rewrites a parameter moves it before training changes it.
-            if record in changed and not any(
-                (m := ref.owner()) and is_rewritten(m, ref.name) for ref in record.refs
-            ):
+            if record in changed and not _is_rewritten(record):
                 continue
             if record in elsewhere:
                 record.moved(tree.places(elsewhere[record]))
@@ -366,9 +234,10 @@ class Original:
 
     def differs(self, record: ParameterRecord, value: torch.Tensor) -> bool:
         """Whether a value is not the recorded one, as far as was recorded."""
-        return bool(
-            self._fingerprints.changed([(record, value)], lambda _, found: found)
-        )
+        if self._fingerprints.changed([(record, value)]):
+            return True
+        digest = self._fingerprints.digests.get(record)
+        return digest is not None and content_digest(value) != digest()
 
     def changes(
         self,
@@ -381,86 +250,85 @@ class Original:
         ``trainable`` are the records of what may be trained; ``None``: what may be now.
         """
         found = Changes()
-        live = {node.fqn: node.module for node in tree.plain_base}
-        holders = {id(one.record): one for one in held}
-        compared: dict[ParameterRecord, torch.Tensor] = {}
-        for fqn, reference in self._modules.items():
-            module, inside = live.pop(fqn, None), self._inside.get(fqn, {})
-            if module is not None and not (inside or module._parameters):
+        there = self._compare_places(tree, found)
+        values = {r: p for r, p in there.items() if r.quantized_class is None}
+        changed = self._changed_values(values, held)
+        for record, parameter in values.items():
+            if record not in changed:
                 continue
-            if module is None:
-                if any(name.startswith(f"{fqn}.") for name in self.base):
-                    found.replaced[fqn] = "is gone"
-                continue
-            if inside and module is not reference():
-                found.replaced[fqn] = "was replaced"
-                continue
-            for name, current in module._parameters.items():
-                record = inside.get(name)
-                if current is None and record is None:
-                    continue
-                if (
-                    current is None
-                    or record is None
-                    or not _is_recorded(record, module, current, tree)
-                ):
-                    if not self.is_alias(module, name):
-                        found.replaced[join(fqn, name)] = (
-                            DECOMPRESSED if was_decompressed(module) else REPLACED
-                        )
-                elif id(current) in tree.known:
-                    compared[record] = current
-                else:
-                    found.not_compared.append(record.fqn)
-            if not inside.keys() <= module._parameters.keys():
-                what = DECOMPRESSED if was_decompressed(module) else REPLACED
-                found.replaced.update(
-                    {join(fqn, n): what for n in inside if n not in module._parameters}
-                )
-        for fqn, module in live.items():
-            if any(parameter is not None for parameter in module._parameters.values()):
-                found.replaced[fqn] = "was added"
-        unquantized = [(r, p) for r, p in compared.items() if r.quantized_class is None]
-        kept = {}
-        for record, value in unquantized:
-            holder = holders.get(id(record))
-            if (
-                isinstance(holder, StorageChange)
-                and holder.kept is not None
-                and holder.converts(value)
-            ):
-                kept[record] = holder
-
-        def original_of(
-            record: ParameterRecord, parameter: torch.Tensor
-        ) -> torch.Tensor:
-            holder = holders.get(id(record))
-            return values_of(parameter if holder is None else holder.read(parameter))
-
-        whole = {
-            r: holder.against_kept(compared[r].data)[0] for r, holder in kept.items()
-        }
-        changed = self._fingerprints.changed(
-            [(r, p) for r, p in unquantized if r not in kept], original_of, whole
-        )
-        for record, parameter in compared.items():
-            if record in changed:
-                is_trained = (
-                    parameter.requires_grad
-                    if trainable is None
-                    else record in trainable
-                )
-                (found.trained if is_trained else found.drifted).append(record.fqn)
+            is_trainable = parameter.requires_grad
+            if trainable is not None:
+                is_trainable = record in trainable
+            (found.trained if is_trainable else found.drifted).append(record.fqn)
         return found
 
-    def gone(self, changes: Changes) -> list[str]:
-        """The names of the parameters of the base that are not there any more."""
-        inside = [
-            join(fqn, name)
-            for fqn in changes.replaced
-            for name in self._inside.get(fqn, {})
-        ]
-        return [fqn for fqn in (*changes.replaced, *inside) if fqn in self.base]
+    def _compare_places(
+        self, tree: ModelTree, found: Changes
+    ) -> dict[ParameterRecord, nn.Parameter]:
+        """Note what is at the places of the base instead of what was, and return what is there and can be compared."""
+        there: dict[ParameterRecord, nn.Parameter] = {}
+        live = {tensor.fqn: tensor for tensor in tree.base_tensors}
+        for fqn, record in self.base.items():
+            tensor = live.pop(fqn, None)
+            if tensor is None:
+                found.replaced[fqn] = _what_happened(record.refs[0].owner(), "is gone")
+            elif not self._is_recorded(record, tensor, tree):
+                what = _what_happened(tensor.module, "was replaced or resized")
+                found.replaced[fqn] = what
+            elif id(tensor.parameter) in tree.known:
+                there[record] = tensor.parameter
+            else:
+                found.not_compared.append(record.fqn)
+        for fqn, tensor in live.items():
+            if not self.is_alias(tensor.module, tensor.name):
+                found.replaced[fqn] = _what_happened(tensor.module, "was added")
+        return there
+
+    def _is_recorded(
+        self, record: ParameterRecord, tensor: NamedTensor, tree: ModelTree
+    ) -> bool:
+        """Whether a parameter and its module are those recorded, or, as far as can be told, these sharded."""
+        parameter = tensor.parameter
+        if self._owners[tensor.fqn]() is not tensor.module:
+            return False
+        # Not by shape: a 4-bit layer that repacks its weight for the CPU gives it
+        # another of as many elements.
+        is_whole = not is_flattened(parameter)
+        if is_whole and parameter.numel() != record.shape.numel():
+            return False
+        if tree.known.get(id(parameter)) is record:
+            return True
+        if tree.sharded.get(id(parameter)) is not record:
+            return False
+        if record.quant_state is None:
+            return True
+        return record.quant_state() is quant_state_of(tensor.module, parameter)
+
+    def _changed_values(
+        self,
+        parameters: dict[ParameterRecord, nn.Parameter],
+        held: Sequence[HeldOriginal],
+    ) -> set[ParameterRecord]:
+        """The parameters whose originals are other values than before: by what is kept of them, or else by samples."""
+        holders = {one.record: one for one in held}
+        answers: dict[ParameterRecord, torch.Tensor] = {}
+        for record, parameter in parameters.items():
+            holder = holders.get(record)
+            if not isinstance(holder, StorageChange) or holder.kept is None:
+                continue
+            if holder.converts(parameter):
+                answers[record] = holder.against_kept(parameter.data)[0]
+        sampled = [(r, p) for r, p in parameters.items() if r not in answers]
+        changed = self._fingerprints.changed(sampled, answers)
+        for record, digest in self._fingerprints.digests.items():
+            if record in answers or record not in parameters:
+                continue
+            holder, original = holders.get(record), values_of(parameters[record])
+            if holder is not None:
+                original = values_of(holder.read(parameters[record]))
+            if content_digest(original) != digest():
+                changed.add(record)
+        return changed
 
     def copies(
         self, tree: ModelTree, cast: Iterable[ParameterRecord]
@@ -480,35 +348,25 @@ class Original:
             # free the one it is known by.
             if own in ours and self.records.at(tensor.module, tensor.name) is own:
                 continue
-            original = (
-                own or resized.get(id(parameter)) or self._cast_original(tree, tensor)
-            )
-            dtype = (
-                self.records.dtype_before(tensor.module, tensor.name)
-                if original is None
-                else original.dtype
-            )
-            if (
-                dtype is None
-                or dtype == parameter.dtype
-                or (own is None and dtype not in HALF_DTYPES)
-            ):
+            original = own or resized.get(id(parameter))
+            original = original or self._cast_original(tree, tensor)
+            dtype = self._dtype_before(tensor, original)
+            if dtype is None or dtype == parameter.dtype:
                 continue
-            if original is not None and original.quantized_class is not None:
+            if own is None and dtype not in HALF_DTYPES:
                 continue
             if not (parameter.is_floating_point() and dtype.is_floating_point):
                 continue
-            record = own or tree.record(tensor)
-            is_base = own is not None or not (
-                parameter.requires_grad or id(parameter) in tree.adapter_ids
-            )
+            is_adapters = parameter.requires_grad or id(parameter) in tree.adapter_ids
             named = original or self.base.get(tensor.fqn)
-            is_resized = named is not None and parameter.shape != named.shape
-            found.append(
-                CopyChange(
-                    record, parameter, dtype, is_base=is_base, is_resized=is_resized
-                )
+            change = CopyChange(
+                own or tree.record(tensor),
+                parameter,
+                dtype,
+                is_base=own is not None or not is_adapters,
+                is_resized=named is not None and parameter.shape != named.shape,
             )
+            found.append(change)
         return found
 
     def _cast_original(
@@ -528,21 +386,24 @@ class Original:
         is_gone = named not in tree.sharded.values()
         return named if is_copy and is_gone and not is_adapter else None
 
+    def _dtype_before(
+        self, tensor: NamedTensor, original: ParameterRecord | None
+    ) -> torch.dtype | None:
+        """The dtype of what a parameter is, or is a copy of; ``None`` where that was not cast."""
+        if original is None:
+            return self.records.dtype_before(tensor.module, tensor.name)
+        return original.dtype if original.quantized_class is None else None
+
     def half_copies(self, tree: ModelTree) -> list[NamedTensor]:
         """The parameters that stand, by name, for a half one of the base, and are stored in half as that was."""
         found = []
         for tensor in tree.tensors:
             original, parameter = self.base.get(tensor.fqn), tensor.parameter
-            is_half = (
-                parameter.dtype in HALF_DTYPES
-                and original is not None
-                and original.dtype in HALF_DTYPES
-            )
-            if (
-                is_half
-                and id(parameter) not in tree.known
-                and not is_quantized_parameter(parameter)
-            ):
+            if original is None or original.dtype not in HALF_DTYPES:
+                continue
+            if id(parameter) in tree.known or parameter.dtype not in HALF_DTYPES:
+                continue
+            if not is_quantized_parameter(parameter):
                 found.append(tensor)
         return found
 
@@ -560,48 +421,54 @@ class Original:
             if not is_base or is_beside:
                 foreign.append(tensor.path)
         hooks = _hooks_of(tree)
-        foreign += [line for key, line in hooks.items() if key not in self._hooks]
-        foreign += [
-            f"{line} was removed"
-            for key, line in self._hooks.items()
-            if key not in hooks
-        ]
+        foreign += [hooks[key] for key in hooks if key not in self._hooks]
+        removed = [self._hooks[key] for key in self._hooks if key not in hooks]
+        foreign += [f"{line} was removed" for line in removed]
         return replaced, foreign
 
     def _is_other(self, record: ParameterRecord, parameter: torch.Tensor) -> bool:
         """Whether a parameter has another flag, dtype or shape than it had; a shard's shape says nothing."""
         if is_sharded_tensor(parameter):
             return False
-        is_reshaped = record.quantized_class is None and parameter.shape != record.shape
-        is_cast = parameter.dtype != record.dtype
-        return is_cast or is_reshaped or parameter.requires_grad != self.flags[record]
+        if parameter.dtype != record.dtype:
+            return True
+        if record.quantized_class is None and parameter.shape != record.shape:
+            return True
+        return parameter.requires_grad != self.flags[record]
+
+
+def _buffers_of(tree: ModelTree) -> dict[str, Buffer]:
+    """The base's buffers that a checkpoint holds and training writes, by fqn; they are small."""
+    found = {}
+    for node in tree.base:
+        for name, buffer in node.module._buffers.items():
+            if buffer is None or name in node.module._non_persistent_buffers_set:
+                continue
+            if is_dense(buffer):
+                recorded = Buffer(buffer.dtype, buffer.shape, begin_digest(buffer))
+                found[join(node.fqn, name)] = recorded
+    return found
 
 
 def _hooks_of(tree: ModelTree) -> dict[int, str]:
     """A model's hooks by their ids, each as a line of a report."""
     found = {}
     for node in tree.modules:
-        for name in _HOOK_DICTS:
-            kind = name.strip("_").replace("_", " ").removesuffix("s")
-            for key, hook in vars(node.module)[name].items():
-                found[key] = (
-                    f"{node.path}: {kind} {getattr(hook, '__name__', type(hook).__name__)}"
-                )
+        for attribute in _HOOK_DICTS:
+            for key, hook in vars(node.module)[attribute].items():
+                kind = attribute.strip("_").replace("_", " ").removesuffix("s")
+                name = getattr(hook, "__name__", type(hook).__name__)
+                found[key] = f"{node.path}: {kind} {name}"
     return found
 
 
-def _is_recorded(
-    record: ParameterRecord, module: nn.Module, parameter: torch.Tensor, tree: ModelTree
-) -> bool:
-    """Whether a live parameter of a module is the one recorded, or, as far as can be told, that one sharded."""
-    # Not by shape: a 4-bit layer that repacks its weight for the CPU gives it another
-    # of as many elements.
-    if parameter.numel() != record.shape.numel() and not is_flattened(parameter):
-        return False
-    if tree.known.get(id(parameter)) is record:
-        return True
-    if tree.sharded.get(id(parameter)) is not record:
-        return False
-    return record.quant_state is None or record.quant_state() is quant_state_of(
-        module, parameter
-    )
+def _is_rewritten(record: ParameterRecord) -> bool:
+    """Whether a layer that the parameter is in rewrites it when it runs."""
+    owners = [(ref.owner(), ref.name) for ref in record.refs]
+    return any(owner and is_rewritten(owner, name) for owner, name in owners)
+
+
+def _what_happened(module: nn.Module | None, otherwise: str) -> str:
+    """What became of a module's parameter."""
+    is_decompressed = module is not None and was_decompressed(module)
+    return DECOMPRESSED if is_decompressed else otherwise

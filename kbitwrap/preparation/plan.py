@@ -231,19 +231,20 @@ def plan_as_detected(tree: ModelTree, config: PrepareConfig) -> Plan:
 def write_plan(planner: Planner) -> Plan:
     """Make a plan of the edits that a planner finds."""
     edits = planner.edits()
-    stores = planner.casts.stores
+    casts, quantization = planner.casts, planner.quantization
     return Plan(
         config=planner.config,
-        quantization=planner.quantization.method,
+        quantization=quantization.method,
         edits=edits,
         by_role=planner.by_role(),
-        added_bytes=sum(edit.added_bytes for edit in stores),
-        peak_bytes=peak_bytes(stores),
-        cache_bytes=planner.cache_bytes(),
-        record_bytes=sum(edit.record_bytes for edit in stores),
-        warnings=tuple(planner.advice.warnings),
-        alarms=tuple(planner.advice.alarms),
-        is_quantized=planner.quantization.is_quantized,
-        casts=planner.quantization.casts,
+        added_bytes=sum(edit.added_bytes for edit in casts.stores),
+        peak_bytes=peak_bytes(casts.stores),
+        # of the half originals that PEFT's way frees, and an allocator keeps
+        cache_bytes=sum(tensor.parameter.nbytes for tensor in casts.castable),
+        record_bytes=sum(edit.record_bytes for edit in casts.stores),
+        warnings=tuple(planner.warnings),
+        alarms=tuple(planner.alarms),
+        is_quantized=quantization.is_quantized,
+        casts=quantization.casts,
         sample_bytes=planner.sample_bytes(),
     )

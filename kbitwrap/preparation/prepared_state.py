@@ -7,7 +7,6 @@ import functools
 from collections.abc import Collection
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..edits.checkpointing import CHECKPOINTING_ATTRIBUTES, input_gradient_hooks
@@ -18,161 +17,134 @@ from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, only_reading
 from ..reports import StateDiff
 from ..tensors.upcast import UpcastTensor
+from .process import is_distributed
 
-Differences = dict[str, dict[str, tuple[Any, Any]]]
+State = dict[str, Any]
+"""What is compared of a parameter or of a module, by the name that a difference gets."""
 
 
 class PreparedState:
-    """The state of every parameter and module of the base at the end of a preparation, by fqn."""
+    """The state of every parameter and of the base's modules at the end of a preparation."""
 
     def __init__(self, tree: ModelTree) -> None:
         with only_reading():
-            self._numbers = {
-                tree.record(tensor): number
-                for number, tensor in enumerate(tree.tensors)
+            self._parameters = {
+                tree.record(tensor): _state_of_parameter(tensor.parameter)
+                for tensor in tree.tensors
             }
-            self._columns = _read([tensor.parameter for tensor in tree.tensors])
-            # Two of them may have one fqn, or be one parameter.
-            self._base = tree.base_records, [tensor.fqn for tensor in tree.base_tensors]
-            self._modules = {node.fqn: _read_module(node.module) for node in tree.base}
+            self._modules = {
+                node.fqn: _state_of_module(node.module) for node in tree.base
+            }
 
-    def of(self, record: ParameterRecord) -> tuple[torch.dtype, bool] | None:
-        """The dtype and ``requires_grad`` that a parameter was left with; ``None`` of one that was not there."""
-        number = self._numbers.get(record)
-        return (
-            None
-            if number is None
-            else (
-                self._columns["dtype"][number],
-                self._columns["requires_grad"][number],
-            )
-        )
+    def of(self, record: ParameterRecord) -> State | None:
+        """The state that a parameter was left in; ``None`` of one that was not there."""
+        return self._parameters.get(record)
 
     def reread(self, tree: ModelTree, modules: Collection[nn.Module]) -> PreparedState:
         """This state, with modules read again that were edited since: their attributes now are the expected ones."""
-        state, edited = (
-            copy.copy(self),
-            [node for node in tree.base if node.module in modules],
-        )
-        state._modules = self._modules | {
-            node.fqn: _read_module(node.module) for node in edited
-        }
+        state = copy.copy(self)
+        state._modules = dict(self._modules)
+        for node in tree.base:
+            if node.module in modules:
+                state._modules[node.fqn] = _state_of_module(node.module)
         return state
 
-    def diff(self, tree: ModelTree, drifted: Collection[str]) -> StateDiff:
-        """Compare a live model with this state. Adapters do not count; frozen parameters that ``drifted`` are named."""
-        differences: Differences = {}
-        live: dict[str, list[nn.Parameter]] = {}
+    def diff(
+        self, tree: ModelTree, replaced: dict[str, str], drifted: Collection[str]
+    ) -> StateDiff:
+        """Compare a live model with this state. Adapters do not count.
+
+        The parameters that were found ``replaced`` and ``drifted`` are named too.
+        """
+        found = _Differences()
+        for fqn, what in replaced.items():
+            found.add(fqn, "parameter", "the prepared one", what)
+        may_be_written = _written_by_adapters(tree)
         for tensor in tree.base_tensors:
-            live.setdefault(tensor.fqn, []).append(tensor.parameter)
-        rewritten = {
-            id(t.parameter) for t in tree.all_tensors if is_rewritten(t.module, t.name)
-        }
-        adapting = [
-            node.module
-            for node in tree.adapters
-            if hasattr(node.module, "parameter_name")
-        ]
-        parametrized = {
-            id(p)
-            for lora in adapting
-            for p in lora.get_base_layer().parameters()  # type: ignore[operator]
-        }
-        is_distributed = (
-            torch.distributed.is_available() and torch.distributed.is_initialized()
-        )
-        for record, fqn in zip(*self._base, strict=True):
-            here = live.get(fqn, [])
-            found = next(
-                (p for p in here if record.is_seen(p)), here[-1] if here else None
-            )
-            is_sharded = tree.sharded.get(id(found)) is record
-            if found is None or not (is_sharded or record.is_seen(found)):
-                what = "none" if found is None else "another"
-                differences.setdefault(fqn, {})["parameter"] = (
-                    "the prepared one",
-                    what,
-                )
-            if found is not None:
+            parameter = tensor.parameter
+            is_sharded = id(parameter) in tree.sharded
+            record = tree.known.get(id(parameter)) or tree.sharded.get(id(parameter))
+            expected = None if record is None else self._parameters.get(record)
+            if expected is None:
+                continue
+            ignored = set()
+            if is_sharded:
+                ignored |= {"shape", "writes"}
+            if id(parameter) in may_be_written or is_distributed():
+                # DistributedDataParallel writes every parameter when it is made.
+                ignored.add("writes")
+            if is_rewritten(tensor.module, tensor.name):
                 # A quantized layer casts its bias to the dtype it computes in whenever
                 # it runs, in inference mode too.
-                is_bias = id(found) in rewritten
-                ignored = ["dtype"] if is_bias else []
-                if (
-                    is_distributed
-                    or id(found) in parametrized
-                    or (is_bias and found.is_inference())
-                ):
-                    # DistributedDataParallel writes every parameter when it is made,
-                    # with the value it has; a LoRA on a parameter
-                    # (``target_parameters``) writes it back after each forward.
-                    ignored.append("writes")
-                if is_sharded:
-                    ignored += ["shape", "writes"]
-                expected = {
-                    name: column[self._numbers[record]]
-                    for name, column in self._columns.items()
-                }
-                now = {name: value for name, (value,) in _read([found]).items()}
-                _compare(differences, fqn, expected, now, ignored)
+                ignored.add("dtype")
+                if parameter.is_inference():
+                    ignored.add("writes")
+            now = _state_of_parameter(parameter)
+            found.compare(tensor.fqn, expected, now, ignored)
         for fqn in drifted:
-            found_value = "another value, although the parameter is frozen"
-            differences.setdefault(fqn, {})["value"] = (
-                "the original value",
-                found_value,
-            )
-        modules = {node.fqn: node.module for node in tree.base}
-        for fqn, marks in self._modules.items():
-            if fqn in modules:
-                # A hook where none is needed changes nothing; transformers adds one
-                # whenever it enables checkpointing.
-                ignored = (
-                    [] if marks["input_gradient_hooks"] else ["input_gradient_hooks"]
-                )
-                _compare(differences, fqn, marks, _read_module(modules[fqn]), ignored)
-        return StateDiff(differences)
+            what = "another value, although the parameter is frozen"
+            found.add(fqn, "value", "the original value", what)
+        for node in tree.base:
+            expected = self._modules.get(node.fqn)
+            if expected is None:
+                continue
+            # A hook where none is needed changes nothing; transformers adds one
+            # whenever it enables checkpointing.
+            hook = "input_gradient_hooks"
+            ignored = set() if expected[hook] else {hook}
+            found.compare(node.fqn, expected, _state_of_module(node.module), ignored)
+        return StateDiff(found.by_fqn)
 
 
-def _read(parameters: list[nn.Parameter]) -> dict[str, list[Any]]:
-    """List each compared property of all parameters: one list for each parameter would slow the garbage collector."""
-    shapes: dict[torch.Size, tuple[int, ...]] = {}
+class _Differences:
+    """Gathers pairs of an expected and a found value, by fqn and name."""
+
+    def __init__(self) -> None:
+        self.by_fqn: dict[str, dict[str, tuple[Any, Any]]] = {}
+
+    def add(self, fqn: str, what: str, expected: Any, found: Any) -> None:
+        self.by_fqn.setdefault(fqn, {})[what] = (expected, found)
+
+    def compare(
+        self, fqn: str, expected: State, found: State, ignored: Collection[str]
+    ) -> None:
+        """Add the values that differ."""
+        for what, value in expected.items():
+            if what not in ignored and found[what] != value:
+                self.add(fqn, what, value, found[what])
+
+
+def _written_by_adapters(tree: ModelTree) -> set[int]:
+    """The ``id`` of each parameter that an adapter on it (``target_parameters``) writes back after each forward."""
+    found: set[int] = set()
+    for node in tree.adapters:
+        if hasattr(node.module, "parameter_name"):
+            layer: nn.Module = node.module.get_base_layer()  # type: ignore[operator]
+            found.update(id(parameter) for parameter in layer.parameters())
+    return found
+
+
+def _state_of_parameter(parameter: nn.Parameter) -> State:
     return {
-        "dtype": [p.dtype for p in parameters],
-        "shape": [
-            shapes.setdefault(shape := p.shape, tuple(shape)) for p in parameters
-        ],
-        "requires_grad": [p.requires_grad for p in parameters],
-        "writes": [None if p.is_inference() else p._version for p in parameters],
+        "dtype": parameter.dtype,
+        "shape": tuple(parameter.shape),
+        "requires_grad": parameter.requires_grad,
+        "writes": None if parameter.is_inference() else parameter._version,
     }
 
 
-_MARKS = {*CHECKPOINTING_ATTRIBUTES, "forward", "_old_forward", "__deepcopy__"}
-_UNMARKED: dict[str, Any] = {
-    **dict.fromkeys(CHECKPOINTING_ATTRIBUTES, MISSING),
-    "forward": None,
-    "upcast": frozenset(),
-    "input_gradient_hooks": False,
-}
-
-
-def _read_module(module: nn.Module) -> dict[str, Any]:
-    """The attributes that a preparation sets on a module; most modules have none of them."""
+def _state_of_module(module: nn.Module) -> State:
+    """The attributes that a preparation sets on a module."""
     fields = vars(module)
-    if not module._forward_hooks and fields.keys().isdisjoint(_MARKS):
-        return _UNMARKED
     forwards = [fields.get(slot) for slot in ("forward", "_old_forward")]
+    ours = [forward for forward in forwards if isinstance(forward, Float32Forward)]
     state = {
-        name: _plain(fields.get(name, MISSING)) for name in CHECKPOINTING_ATTRIBUTES
+        "forward": ours[0] if ours else None,
+        "upcast": {n for n, value in fields.items() if isinstance(value, UpcastTensor)},
+        "input_gradient_hooks": bool(input_gradient_hooks(module)),
     }
-    state["forward"] = next(
-        (f for f in forwards if isinstance(f, Float32Forward)), None
-    )
-    # A stand-in for a weight comes with a copier.
-    named = fields.items() if "__deepcopy__" in fields else ()
-    state["upcast"] = frozenset(
-        name for name, value in named if isinstance(value, UpcastTensor)
-    )
-    state["input_gradient_hooks"] = bool(input_gradient_hooks(module))
+    for name in CHECKPOINTING_ATTRIBUTES:
+        state[name] = _plain(fields.get(name, MISSING))
     return state
 
 
@@ -181,16 +153,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, functools.partial):
         return value.func.__qualname__, value.args, dict(value.keywords)
     return value
-
-
-def _compare(
-    differences: Differences,
-    fqn: str,
-    expected: dict[str, Any],
-    found: dict[str, Any],
-    ignored: Collection[str],
-) -> None:
-    """Add the values that differ from the expected ones."""
-    for what, value in expected.items():
-        if what not in ignored and found[what] is not value and found[what] != value:
-            differences.setdefault(fqn, {})[what] = (value, found[what])

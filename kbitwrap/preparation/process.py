@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from tqdm.auto import tqdm
 
 from ..edits.base import HeldOriginal
 from ..errors import StateError, UnsupportedModelError
@@ -43,54 +44,63 @@ def devices(tree: ModelTree) -> dict[str, Any]:
     With the type of those devices, where it is another than CUDA's.
     """
     used = devices_of(tree)
-    is_joined = torch.distributed.is_available() and torch.distributed.is_initialized()
-    world_size = (
-        torch.distributed.get_world_size()
-        if is_joined
-        else int(os.environ.get("WORLD_SIZE", 1))
-    )
-    visible = torch.accelerator.device_count() - max(len(used), 1) + 1
-    others = sorted({device.type for device in used} - {"cuda"})
-    accelerator = others[0] if others else None
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if is_distributed():
+        world_size = torch.distributed.get_world_size()
+    not_used = torch.accelerator.device_count() - max(len(used), 1)
+    others = {device.type for device in used} - {"cuda"}
     return {
         "world_size": world_size,
-        "visible_devices": max(visible, 1),
-        "accelerator": accelerator,
+        "visible_devices": max(not_used + 1, 1),
+        "accelerator": min(others, default=None),
     }
+
+
+def bar(items: Sequence[Any], what: str, *, is_shown: bool) -> Iterable[Any]:
+    """The items, with a progress bar on standard error; no bar is made where none is shown, as it starts a thread."""
+    if not is_shown:
+        return items
+    return cast("Iterable[Any]", tqdm(items, desc=what, unit="edit", leave=False))
+
+
+def is_distributed() -> bool:
+    """Whether this process trains together with others."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def reshard(tree: ModelTree) -> bool:
     """Shard again what FSDP2 left whole after a forward, by its own hooks; say whether it shards anything."""
-    wrapped = [
-        node for node in tree.modules if "_fsdp_use_orig_params" in vars(node.module)
-    ]
-    for path, name, p in [
-        (node.path, *item)
-        for node in wrapped
-        for item in node.module._parameters.items()
-    ]:
-        if p is not None and not isinstance(p, nn.Parameter):
-            raise UnsupportedModelError(
-                f"{join(path, name)} is whole, as a forward under autograd leaves it until its backward with "
-                "FSDP1's SHARD_GRAD_OP; call backward(), or run a forward under torch.no_grad(), first",
-                fqn=join(path, name),
-            )
+    _refuse_whole(tree)
     is_sharded = False
-    for module in [node.module for node in tree.modules]:
+    for node in tree.modules:
+        module = node.module
         for hook in list(module._state_dict_pre_hooks.values()):
-            if getattr(
-                hook, "__name__", ""
-            ) == "to_sharded_hook" and hook.__module__.startswith("torch.distributed."):
+            name = getattr(hook, "__name__", "")
+            is_torchs = hook.__module__.startswith("torch.distributed.")
+            if name == "to_sharded_hook" and is_torchs:
                 hook(module, "", False)
                 is_sharded = True
     return is_sharded
 
 
+def _refuse_whole(tree: ModelTree) -> None:
+    """Raise for what FSDP1 left whole."""
+    for node in tree.modules:
+        if "_fsdp_use_orig_params" not in vars(node.module):
+            continue
+        for name, parameter in node.module._parameters.items():
+            if parameter is None or isinstance(parameter, nn.Parameter):
+                continue
+            fqn = join(node.path, name)
+            raise UnsupportedModelError(
+                f"{fqn} is whole, as a forward under autograd leaves it until its backward with FSDP1's "
+                "SHARD_GRAD_OP; call backward(), or run a forward under torch.no_grad(), first",
+                fqn=fqn,
+            )
+
+
 def empty_cache() -> None:
     """Return the blocks that the caching allocator of the process's accelerator holds free."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        return
     device_type = accelerator_type()
     empty = None if device_type is None else function_of(device_type, "empty_cache")
     if empty is not None:
@@ -101,9 +111,7 @@ class MixedPrecision(NamedTuple):
     """A mixed-precision policy that this process trains under, as far as it is known yet."""
 
     dtype: str  # that it computes in: "bfloat16" or "float16"
-    # whether it casts every parameter (FSDP), and not only the operands of matrix
-    # products
-    casts_parameters: bool
+    casts_parameters: bool  # as FSDP's does; others cast operands of matrix products
 
 
 _HALF_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
@@ -111,25 +119,18 @@ _HALF_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 
 def mixed_precision(tensors: Sequence[NamedTensor]) -> MixedPrecision | None:
     """The mixed-precision policy that is known yet: accelerate's, its launcher's, or an autocast that is on."""
-    state: dict[str, Any] = getattr(
-        loaded_class("accelerate.state", "AcceleratorState"), "_shared_state", {}
-    )
-    fsdp = getattr(state.get("fsdp_plugin"), "mixed_precision_policy", None)
-    param_dtype = getattr(fsdp, "param_dtype", None)
+    shared = loaded_class("accelerate.state", "AcceleratorState")
+    state: dict[str, Any] = getattr(shared, "_shared_state", {})
+    policy = getattr(state.get("fsdp_plugin"), "mixed_precision_policy", None)
+    param_dtype = getattr(policy, "param_dtype", None)
     if param_dtype in HALF_DTYPES:
         return MixedPrecision(dtype_name(param_dtype), casts_parameters=True)
-    name = (
-        state.get("_mixed_precision")
-        or os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    )
+    name = state.get("_mixed_precision")
+    name = name or os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if name in _HALF_NAMES:
-        uses_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in (
-            "1",
-            "true",
-        )
-        return MixedPrecision(
-            _HALF_NAMES[name], casts_parameters=uses_fsdp and not state
-        )
+        uses_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower()
+        is_launched = uses_fsdp in ("1", "true") and not state
+        return MixedPrecision(_HALF_NAMES[name], casts_parameters=is_launched)
     device_type = tensors[0].parameter.device.type if tensors else "meta"
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
@@ -139,15 +140,11 @@ def mixed_precision(tensors: Sequence[NamedTensor]) -> MixedPrecision | None:
 
 def refuse_retyping_under_ddp(held: Sequence[HeldOriginal]) -> None:
     """Raise where a trained parameter would lose its gradient accumulator, which ``DistributedDataParallel`` hooks."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return
-    for one in held:
+    for one in held if is_distributed() else ():
         parameter = one.record.live()
-        if (
-            parameter is not None
-            and parameter.requires_grad
-            and parameter.dtype != one.dtype
-        ):
+        if parameter is None or parameter.dtype == one.dtype:
+            continue
+        if parameter.requires_grad:
             raise StateError(
                 f"suspended() would change the dtype of {one.record.fqn}, which is being trained, and "
                 "DistributedDataParallel would no longer synchronize it; use precision 'norms' or 'none', which "

@@ -1,0 +1,141 @@
+"""The restore of a model: what is read before anything is undone, the undoing, and the report."""
+
+from __future__ import annotations
+
+import functools
+
+from ..edits.base import HeldOriginal, TrainedPolicy
+from ..edits.kept import KeptChange
+from ..edits.storage import CopyChange, StorageChange, TrainedError
+from ..errors import ConfigError, RestoreError
+from ..model.checks import refuse_sharded_since
+from ..model.tree import only_reading
+from ..reports import RestoreReport
+from .preparation import Preparation
+from .process import bar, empty_cache, plain_mode
+from .training_on import warn_of_training_on
+
+
+class Restoring:
+    """One restore: reads the model as it is prepared. The call undoes all, and may be made again after a failure."""
+
+    def __init__(self, preparation: Preparation, trained: TrainedPolicy) -> None:
+        self._preparation = preparation
+        journal = preparation.journal
+        if trained == "discard":
+            _refuse_without_originals(preparation)
+        with plain_mode():
+            tree = self._tree = preparation.tree()
+            refuse_sharded_since(tree, changes_dtypes=preparation.upcasts_all)
+            changed: set[str] = set()
+            if trained == "error":
+                changes = preparation.changes(tree)
+                changed = {*changes.trained, *changes.drifted}
+            self._held = journal.parts(HeldOriginal)
+            # Some stayed where they were an error.
+            self._copies = [*journal.parts(CopyChange), *preparation.copies(tree)]
+            self._rewritten = journal.parts(KeptChange)
+            with only_reading():
+                training = [t for t in tree.tensors if t.parameter.requires_grad]
+                self._trainable = {
+                    tree.known.get(id(t.parameter), tree.records.at(t.module, t.name))
+                    for t in training
+                }
+                turned_on = preparation.original.turned_on(tree)
+                self._turned_on = preparation.turned_on + turned_on
+        # what is done with each value that changed
+        self._policies = [(one, trained) for one in self._held]
+        for copy in self._copies:
+            is_unchanged = copy.is_base and copy.fqn not in changed
+            self._policies.append((copy, "keep" if is_unchanged else trained))
+
+    def __call__(self) -> RestoreReport:
+        """Undo everything, even where something fails, and report what is otherwise than it was."""
+        preparation, journal = self._preparation, self._preparation.journal
+        with plain_mode():
+            preparation.turned_on = self._turned_on
+            for one, policy in self._policies:
+                one.decide(policy)
+            new = [copy for copy in self._copies if copy not in journal.changes]
+            journal.record(*new)
+            failures = self._undo()
+            for one, _ in self._policies:
+                one.decide("keep")
+            for kept in self._rewritten:
+                preparation.put_back += kept.put_back
+            if failures:
+                raise _error_of(failures)
+            journal.resume(self._tree)
+            report = self._report()
+            preparation.release()
+            if preparation.plan.config.empty_cache:
+                empty_cache()
+        warn_of_training_on(self._tree.model, self._turned_on)
+        return report
+
+    def _undo(self) -> dict[str, Exception]:
+        """Undo every change but the wrapper's hold on the model, and return the failures by name."""
+        is_shown = self._preparation.plan.config.progress
+        show = functools.partial(bar, what="restore", is_shown=is_shown)
+        failures: dict[str, Exception] = {}
+        found = self._preparation.journal.undo(self._tree, since=1, show=show)
+        for change, error in found:
+            if not isinstance(error, Exception):
+                raise error
+            if isinstance(error, TrainedError):
+                failures |= {fqn: TrainedError([fqn]) for fqn in error.fqns}
+            else:
+                failures[getattr(change, "fqn", type(change).__name__)] = error
+        return failures
+
+    def _report(self) -> RestoreReport:
+        """Compare the model, of which all was undone, with the record of what was there before."""
+        original, tree = self._preparation.original, self._tree
+        with only_reading():
+            changes = original.changes(tree, trainable=self._trainable)
+            replaced, foreign = original.added(tree)
+            buffers = original.changed_buffers(tree)
+        trained = []
+        put_back = list(self._preparation.put_back)
+        ours = {one.record for one in self._held}
+        for copy in self._copies:
+            if copy.is_resized:
+                continue
+            if not copy.is_base:
+                trained.append(copy.fqn)
+            elif copy.record not in ours:
+                put_back.append(copy.fqn)
+        trained += changes.trained
+        replaced += [fqn for fqn in changes.replaced if fqn in original.base]
+        replaced += changes.drifted
+        for one in self._held:
+            is_trainable = one.record in self._trainable
+            if one.was_trained and is_trainable:
+                trained.append(one.fqn)
+            if one.was_altered and not is_trainable:
+                replaced.append(one.fqn)
+        trained += buffers
+        lists = trained, replaced, foreign, changes.not_compared, put_back
+        return RestoreReport(*(tuple(dict.fromkeys(names)) for names in lists))
+
+
+def _refuse_without_originals(preparation: Preparation) -> None:
+    """Raise where the original bits of what was cast are not all held."""
+    is_asked_for = any(plan.config.keep_originals for plan in preparation.plans)
+    stored = preparation.journal.parts(StorageChange)
+    if not is_asked_for or any(one.kept is None for one in stored):
+        raise ConfigError(
+            "restore(trained='discard') needs a preparation with keep_originals=True"
+        )
+
+
+def _error_of(failures: dict[str, Exception]) -> RestoreError:
+    named = [
+        str(error) if isinstance(error, TrainedError) else f"{name}: {error}"
+        for name, error in failures.items()
+    ]
+    return RestoreError(
+        f"not restored: {'; '.join(named)}. Everything else was; restore(trained='keep') or "
+        "restore(trained='discard') settles what was trained",
+        failures=failures,
+    )
