@@ -48,14 +48,12 @@ class NanPayloads:
 
     def write(self, tensor: torch.Tensor) -> None:
         """Put the payloads back into the tensor rounded back to its dtype, where it still holds a NaN."""
-        flat = tensor.reshape(-1)
+        flat = tensor.flatten()
         positions = self.positions.to(tensor.device)
         bits = self.bits.to(tensor.device)
         is_nan = flat[positions].isnan()
         flat.view(torch.int16)[positions[is_nan]] = bits[is_nan]
-        is_copy = flat.data_ptr() != tensor.data_ptr()
-        if is_copy:
-            tensor.copy_(flat.view(tensor.shape))
+        tensor.copy_(flat.view(tensor.shape))
 
 
 def differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -127,15 +125,15 @@ class Layout:
         storage = first.new_empty(end - start)
         views = []
         for tensor, layout in tensors:
-            view = storage.as_strided(
-                layout.shape, layout.stride, layout.offset - start
-            )
-            # Along an expanded dimension all elements are one.
-            one_each = tuple(
-                slice(0, 1) if step == 0 else slice(None) for step in layout.stride
-            )
-            view[one_each].copy_(tensor[one_each])
+            offset = layout.offset - start
+            view = storage.as_strided(layout.shape, layout.stride, offset)
             views.append(view)
+            # Along an expanded dimension all elements are one.
+            for dim, step in enumerate(layout.stride):
+                if step == 0:
+                    view = view.narrow(dim, 0, min(1, view.shape[dim]))
+                    tensor = tensor.narrow(dim, 0, view.shape[dim])
+            view.copy_(tensor)
         return views
 
 
@@ -204,11 +202,13 @@ def sample(tensor: torch.Tensor, num_runs: int = RUNS) -> torch.Tensor:
     data = tensor.detach()
     if data.numel() == num_sampled(data, num_runs):
         return data.reshape(-1)
-    stride = data.numel() // num_runs
+    step = data.numel() // num_runs
     if data.is_contiguous():
-        return data.as_strided((num_runs, _RUN), (stride, 1)).reshape(-1)
-    starts = torch.arange(num_runs, device=data.device).view(-1, 1) * stride
-    return torch.take(data, starts + torch.arange(_RUN, device=data.device)).view(-1)
+        return data.as_strided((num_runs, _RUN), (step, 1)).reshape(-1)
+    starts = torch.arange(num_runs, device=data.device) * step
+    inside = torch.arange(_RUN, device=data.device)
+    positions = starts.unsqueeze(1) + inside
+    return data.take(positions).view(-1)
 
 
 def differs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -296,7 +296,8 @@ def _begin_plain(tensor: torch.Tensor) -> Callable[[], int]:
         for block in blocks.tolist():
             digest = _extended(digest, block)
         if len(tail):
-            digest = _extended(digest, int.from_bytes(bytes(tail.tolist()), "little"))
+            in_tail = bytes(tail.tolist())
+            digest = _extended(digest, int.from_bytes(in_tail, "little"))
         return _extended(digest, num_bytes)
 
     return read
@@ -314,16 +315,19 @@ def _block_sums(data: torch.Tensor) -> torch.Tensor:
             They are read piece by piece.
     """
     num_words = data.numel() // 8
-    factors = torch.arange(1, min(num_words, _BLOCK) + 1, device=data.device) * _GOLDEN
     is_aligned = data.storage_offset() % 8 == 0 and data.data_ptr() % 8 == 0
+    block_length = min(num_words, _BLOCK)
+    factors = torch.arange(1, block_length + 1, device=data.device) * _GOLDEN
     num_whole = data.numel() - data.numel() % (8 * _BLOCK)
+    whole = data[:num_whole].split(_PIECE)
+    last = data[num_whole:]
     sums = [factors[:0]]
-    for part in (data[:num_whole], data[num_whole:]):
-        for piece in part.split(_PIECE):
-            if piece.numel():
-                words = (piece if is_aligned else piece.clone()).view(torch.int64)
-                blocks = words.view(-1, min(words.numel(), _BLOCK))
-                sums.append(_mixed_sums(blocks, factors))
+    for piece in (*whole, last):
+        if not piece.numel():
+            continue
+        words = (piece if is_aligned else piece.clone()).view(torch.int64)
+        blocks = words.view(-1, min(words.numel(), _BLOCK))
+        sums.append(_mixed_sums(blocks, factors))
     return torch.cat(sums)
 
 

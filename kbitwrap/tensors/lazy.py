@@ -11,17 +11,22 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import (
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+)
 
 from .bits import without_storage
 
 # Tags of operations whose result's shape follows from values, or whose result differs
 # from call to call.
-_NEEDS_VALUES = (
+_NEEDS_VALUES = {
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
     torch.Tag.nondeterministic_seeded,
-)
+}
 _CPU = torch.device("cpu")
 Pieces = Callable[[], Iterator[torch.Tensor]]
 # No memory is mapped this high, so that no address given to a lazy tensor is also that
@@ -57,21 +62,20 @@ class _Mode(threading.local):
     kept: dict[LazyTensor, torch.Tensor] | None = None
     device: torch.device | None = _CPU
 
-    def find(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The values kept of a tensor."""
-        if self.kept is None:
-            return None
-        return self.kept.get(tensor)  # type: ignore[call-overload, no-any-return]
-
-    def keep_only(self, tensors: Sequence[LazyTensor]) -> None:
-        """Drop the values kept of all other tensors."""
-        if self.kept is None:
-            return
-        for tensor in self.kept.keys() - set(tensors):
-            del self.kept[tensor]
-
 
 _mode = _Mode()
+
+
+def _kept() -> dict[LazyTensor, torch.Tensor]:
+    """The values kept; what is added outside of ``keeping_last`` is kept no longer than the dictionary."""
+    return {} if _mode.kept is None else _mode.kept
+
+
+def _keep_only(tensors: Sequence[LazyTensor]) -> None:
+    """Drop the values kept of all other tensors."""
+    kept = _kept()
+    for tensor in kept.keys() - set(tensors):
+        del kept[tensor]
 
 
 @contextlib.contextmanager
@@ -173,12 +177,12 @@ class LazyTensor(torch.Tensor):
 
     def values(self) -> torch.Tensor:
         """Compute the values, in any layout, or take those that are kept; not to be written to."""
-        kept = _mode.find(self)
-        if kept is not None:
-            return kept
+        kept = _kept()
+        if self in kept:
+            return kept[self]
         is_whole = self._view_of is None
         if is_whole:
-            _mode.keep_only(self.lineage)  # before more is computed
+            _keep_only(self.lineage)  # before more is computed
         computed = self.compute()
         if _mode.device is not None:
             computed = computed.to(_mode.device)
@@ -187,8 +191,8 @@ class LazyTensor(torch.Tensor):
                 f"a lazy tensor of shape {tuple(self.shape)} and dtype {self.dtype} was computed with shape "
                 f"{tuple(computed.shape)} and dtype {computed.dtype}"
             )
-        if is_whole and _mode.kept is not None:
-            _mode.kept[self] = computed
+        if is_whole:
+            kept[self] = computed
         return computed
 
     def compute(self) -> torch.Tensor:
@@ -199,7 +203,7 @@ class LazyTensor(torch.Tensor):
         """Compute the values as a contiguous tensor in memory that nothing else refers to."""
         if not self.is_own:
             return self.values().clone(memory_format=torch.contiguous_format)
-        _mode.keep_only(self.lineage)
+        _keep_only(self.lineage)
         return self.lineage[-1].compute().contiguous()
 
     @classmethod
@@ -221,35 +225,32 @@ class LazyTensor(torch.Tensor):
         meta_kwargs = _metas(kwargs)
         if "device" in kwargs:
             meta_kwargs["device"] = "meta"
-        metas = func(*_metas(args), **meta_kwargs)
-        lazies = [
-            leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyTensor)
-        ]
-        bases = {_storage_key(lazy._meta): lazy.lineage[-1] for lazy in lazies}
-        parent = lazies[0].lineage[-1] if len(lazies) == 1 else None
+        metas, structure = tree_flatten(func(*_metas(args), **meta_kwargs))
+        leaves = tree_leaves((args, kwargs))
+        lazies = [leaf for leaf in leaves if isinstance(leaf, LazyTensor)]
+        sources = [lazy.lineage[-1] for lazy in lazies]
+        by_storage = {_storage_key(source._meta): source for source in sources}
+        parent = sources[0] if len(sources) == 1 else None
 
-        def compute(index: int | None = None) -> torch.Tensor:
-            results = func(*_values(args), **_values(kwargs))
-            result: torch.Tensor = results if index is None else results[index]
+        def compute(index: int) -> torch.Tensor:
+            results = tree_leaves(func(*_values(args), **_values(kwargs)))
+            result: torch.Tensor = results[index]
             return result
 
-        def promise(meta: torch.Tensor, index: int | None = None) -> LazyTensor:
-            base = bases.get(_storage_key(meta))
-            return cls._make(meta, functools.partial(compute, index), base, parent)
-
-        if not isinstance(metas, torch.Tensor):
-            return type(metas)(promise(meta, index) for index, meta in enumerate(metas))
-        made = promise(metas)
+        made = []
+        for index, meta in enumerate(metas):
+            base = by_storage.get(_storage_key(meta))
+            computes = functools.partial(compute, index)
+            made.append(cls._make(meta, computes, base, parent))
         if func is torch.ops.aten.detach.default:
-            made._pieces = lazies[0]._pieces
-            made.is_own = lazies[0].is_own
-        return made
+            made[0]._pieces = lazies[0]._pieces
+            made[0].is_own = lazies[0].is_own
+        return tree_unflatten(made, structure)
 
     def data_ptr(self) -> int:
         """An address that only tensors of the same lazy storage can have."""
-        return (
-            self._storage.data_ptr() + int(self.storage_offset()) * self.element_size()
-        )
+        offset = int(self.storage_offset()) * self.element_size()
+        return self._storage.data_ptr() + offset
 
     def untyped_storage(self) -> Any:
         """The storage, as far as others need it to tell which tensors share it."""
@@ -269,11 +270,12 @@ class LazyTensor(torch.Tensor):
 
 def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The values of any dense tensor, as consecutive contiguous CPU tensors, as few at a time as can be."""
-    is_kept = _mode.find(tensor) is not None
-    if not isinstance(tensor, LazyTensor) or tensor._pieces is None or is_kept:
+    is_lazy = isinstance(tensor, LazyTensor) and tensor not in _kept()
+    in_pieces = tensor._pieces if is_lazy else None  # type: ignore[attr-defined]
+    if in_pieces is None:
         yield materialize(tensor)
         return
-    for piece in tensor._pieces():
+    for piece in in_pieces():
         yield piece.detach().to(_CPU)
 
 
@@ -292,12 +294,13 @@ def materialize(tensor: torch.Tensor) -> torch.Tensor:
 
 def _needs_values(func: Any, kwargs: dict[str, Any]) -> bool:
     """Whether an operation's result cannot be described without its values."""
-    if not all("Tensor" in str(value.type) for value in func._schema.returns):
+    types = [str(value.type) for value in func._schema.returns]
+    if not all("Tensor" in name for name in types):
         return True
     device = torch.device(kwargs.get("device") or _CPU)
     if device.type != "cpu":
         return True
-    return any(tag in func.tags for tag in _NEEDS_VALUES)
+    return not _NEEDS_VALUES.isdisjoint(func.tags)
 
 
 def _values(arguments: Any) -> Any:

@@ -6,7 +6,6 @@ the tensor itself.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,34 +26,24 @@ _GATHERS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default
 _PRODUCTS = {aten.mm.default, aten.addmm.default}
 
 
-@functools.cache
-def _is_composite(func: Any) -> bool:
-    """Whether an operation is made of others; only in inference mode it arrives here whole."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(
-        func.name(), "CompositeImplicitAutograd"
-    )
-
-
-@functools.cache
 def _is_view(func: Any) -> bool:
     """Whether an operation returns views of its first argument: a view of the half storage serves."""
     if func is aten.view.dtype:
         return False  # it reads bytes, which are the upcast ones
-    if func is aten._unsafe_view.default:
-        return True
-    aliases = [value.alias_info for value in func._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in aliases)
+    return func.is_view or func is aten._unsafe_view.default
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[UpcastTensor]:
     """The upcast tensors that an operation writes to."""
     values = []
     for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            is_positional = position < len(args)
-            values.append(
-                args[position] if is_positional else kwargs.get(argument.name)
-            )
+        alias = argument.alias_info
+        if alias is None or not alias.is_write:
+            continue
+        if position < len(args):
+            values.append(args[position])
+        else:
+            values.append(kwargs.get(argument.name))
     return [value for value in tree_leaves(values) if isinstance(value, UpcastTensor)]
 
 
@@ -216,18 +205,15 @@ class UpcastTensor(torch.Tensor):
         return nn.Parameter(self.half_storage.float(), requires_grad=False)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if not self._is_state:
-            upcast = self.half_storage.detach().float()
-            if self._is_param:
-                upcast = nn.Parameter(upcast, requires_grad=False)
-            return upcast.__reduce_ex__(protocol)
-        # Shape and layout travel as an empty stand-in: when read back, the owner may
-        # not have its parameter yet.
-        half = self.parameter
-        empty = torch.empty_strided(
-            half.shape, half.stride(), dtype=half.dtype, device="meta"
-        )
-        return UpcastTensor, (empty, self.owner, self._chunk_bytes)
+        if self._is_state:
+            # Shape and layout travel as an empty stand-in: when read back, the owner
+            # may not have its parameter yet.
+            empty = torch.empty_like(self.parameter, device="meta")
+            return UpcastTensor, (empty, self.owner, self._chunk_bytes)
+        upcast = self.half_storage.detach().float()
+        if self._is_param:
+            upcast = nn.Parameter(upcast, requires_grad=False)
+        return upcast.__reduce_ex__(protocol)
 
     def as_state(self) -> UpcastTensor:
         """A copy for its module's state: it is pickled as a stand-in, and not as a float32 tensor."""
@@ -301,18 +287,20 @@ class UpcastTensor(torch.Tensor):
     ) -> Any:
         """Run one operation; see the module."""
         kwargs = kwargs or {}
-        if _is_composite(func):
-            return func.decompose(*args, **kwargs)
+        # of others: only in inference mode it arrives here whole
+        decomposed = func.decompose(*args, **kwargs)
+        if decomposed is not NotImplemented:
+            return decomposed
         if func._schema.is_mutable:
             written = _written(func, args, kwargs)
             if written:
                 return _write(func, args, kwargs, written)
-        first = args[0] if args else None
-        if isinstance(first, UpcastTensor):
+        if args and isinstance(args[0], UpcastTensor):
+            first, *others = args
             if _is_view(func):
-                return first._view(func, args[1:], kwargs)
+                return first._view(func, others, kwargs)
             if func in _GATHERS:
-                return func(first.half_storage, *args[1:], **kwargs).float()
+                return func(first.half_storage, *others, **kwargs).float()
             if func is aten._to_copy.default and kwargs.get("dtype") in HALF_DTYPES:
                 # float32 holds every half value, so the way through it changes nothing.
                 return func(first.half_storage, **kwargs)
@@ -350,12 +338,15 @@ def _write(func: Any, args: Any, kwargs: Any, written: list[UpcastTensor]) -> An
     for tensor, values in copies.items():
         before = tensor.half_storage.detach().float()
         # A model may clamp its weights in every forward, and change none.
-        is_changed = not torch.equal(values.view(torch.int32), before.view(torch.int32))
-        if is_changed:
+        if not torch.equal(_bits(values), _bits(before)):
             tensor._for_writing().copy_(values)
     # an operation returns what it wrote to
     tensors = {id(values): tensor for tensor, values in copies.items()}
     return tree_map_only(torch.Tensor, lambda one: tensors.get(id(one), one), results)
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.view(torch.int32)
 
 
 def multiplies_half(left: torch.Tensor, half: torch.Tensor) -> bool:
@@ -374,13 +365,16 @@ def _upcast(arguments: Any) -> Any:
 def _product(func: Any, args: Sequence[Any], weight: UpcastTensor) -> torch.Tensor:
     """A matrix product with an upcast right-hand side, in pieces of whole columns; no sum is split."""
     half = weight.half_storage
-    if func is aten.mm.default and weight.owner is None and args[0].dtype == half.dtype:
-        return aten.mm.dtype(*args, half, torch.float32)  # type: ignore[no-any-return]
+    left = args[-1]
+    is_head = func is aten.mm.default and weight.owner is None
+    if is_head and left.dtype == half.dtype:
+        return aten.mm.dtype(left, half, torch.float32)  # type: ignore[no-any-return]
     *biases, left = _upcast(list(args))
     num_rows, num_columns = half.shape
     step = num_columns
     if weight._chunk_bytes is not None:
-        step = max(1, weight._chunk_bytes // (num_rows * torch.float32.itemsize))
+        column_bytes = num_rows * torch.float32.itemsize
+        step = max(1, weight._chunk_bytes // column_bytes)
     if step >= num_columns:
         return func(*biases, left, half.float())  # type: ignore[no-any-return]
     output: torch.Tensor = left.new_empty(left.shape[0], num_columns)
@@ -388,5 +382,6 @@ def _product(func: Any, args: Sequence[Any], weight: UpcastTensor) -> torch.Tens
         piece = slice(start, start + step)
         # A bias of one column is broadcast.
         columns = [bias[..., piece] if bias.shape[-1] > 1 else bias for bias in biases]
-        output[:, piece] = func(*columns, left, half[:, piece].float())
+        right = half[:, piece].float()
+        output[:, piece] = func(*columns, left, right)
     return output
