@@ -16,6 +16,7 @@ from support.cuda_rules import CudaRules
 from support.files import SHARD, read, saved
 from support.pairwise import pairwise
 from support.snapshot import Snapshot
+from support.thorough import few
 from support.training import adapt, step
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -31,10 +32,17 @@ pytestmark = [
 ]
 
 
-def cases(quants: tuple[str | None, ...], last: tuple[object, ...]) -> list[tuple[object, ...]]:
-    """Every architecture in 4-bit bf16 with every last value; the core in all pairs of all values."""
+def cases(quants: tuple[str | None, ...], last: tuple[object, ...]) -> list[object]:
+    """Every architecture in 4-bit bf16 with every last value; the core in all pairs of all values.
+
+    By default each architecture has one last value, another one for the next with the same kind of input; and all pairs
+    of the other values meet, each on the next architecture of the core.
+    """
     every = [(name, "nf4", "bf16", value) for name in zoo.ARCHITECTURES for value in last]
-    return list(dict.fromkeys(every + pairwise(zoo.CORE, quants, tuple(DTYPES), last)))
+    chosen: list[tuple[object, ...]] = [(name, "nf4", "bf16", value) for name, value in zoo.in_turn(last)]
+    cover = [values for values in pairwise(quants, tuple(DTYPES), last) if values[:2] != ("nf4", "bf16")]
+    chosen += [(zoo.CORE[i % len(zoo.CORE)], *values) for i, values in enumerate(cover)]
+    return few(dict.fromkeys(every + chosen + pairwise(zoo.CORE, quants, tuple(DTYPES), last)), chosen)
 
 
 @pytest.mark.parametrize(("name", "quant", "dtype", "precision"), cases((*QUANTS, None), tuple(Precision)))

@@ -26,6 +26,7 @@ from kbitwrap.model.tree import ModelTree
 from kbitwrap.tensors.upcast import UpcastTensor
 from support import zoo
 from support.snapshot import Snapshot
+from support.thorough import few
 from support.training import adapt, step
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -445,17 +446,22 @@ WITHOUT_TOKENS = ("vit", "clip", "siglip", "convnext", "whisper", "wav2vec2")
 WITHOUT_AUTOCAST = ("deberta_v2",)
 
 
+def is_possible(name: str, mode: str) -> bool:
+    if mode == "reentrant":
+        return zoo.ARCHITECTURES[name].supports_gradient_checkpointing
+    return name not in {"tokens": WITHOUT_TOKENS, "autocast": WITHOUT_AUTOCAST}.get(mode, ())
+
+
 def compute_cases() -> list[object]:
-    return [
-        pytest.param(name, quant, dtype, mode, id=f"{name}-{quant}-{str(dtype)[6:]}-{mode}")
-        for name, architecture in zoo.ARCHITECTURES.items()
-        for quant, dtype in (("nf4", torch.bfloat16), ("int8", torch.float16))
-        for mode in MODES
-        if quant in architecture.quants and (quant == "nf4" or (name in zoo.CORE and mode == "plain"))
-        if mode != "reentrant" or architecture.supports_gradient_checkpointing
-        if mode != "tokens" or name not in WITHOUT_TOKENS
-        if mode != "autocast" or name not in WITHOUT_AUTOCAST
+    """Every architecture in every mode, by default in one of them; and the core in 8 bits, by default two of it."""
+    every = [
+        (name, "nf4", torch.bfloat16, mode) for name in zoo.ARCHITECTURES for mode in MODES if is_possible(name, mode)
     ]
+    chosen = [(name, "nf4", torch.bfloat16, mode) for name, mode in zoo.in_turn(MODES, is_possible)]
+    of_8_bits = [
+        (name, "int8", torch.float16, "plain") for name in zoo.CORE if "int8" in zoo.ARCHITECTURES[name].quants
+    ]
+    return few(every + of_8_bits, chosen + of_8_bits[:2])
 
 
 @pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning")

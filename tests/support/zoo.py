@@ -23,12 +23,13 @@ from __future__ import annotations
 import atexit
 import copy
 import functools
+import itertools
 import math
 import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -618,6 +619,19 @@ _ROWS = [
 
 ARCHITECTURES: dict[str, Architecture] = {row.name: row for row in _ROWS}
 CORE: tuple[str, ...] = tuple(ARCHITECTURES)[:12]
+
+
+def in_turn(
+    values: Sequence[Any], is_possible: Callable[[str, Any], bool] = lambda name, value: True
+) -> list[tuple[str, Any]]:
+    """Every architecture with one value that it can have: the next one after that of the last with the same inputs."""
+    turns: dict[object, Iterator[Any]] = {}
+    pairs = []
+    for index, (name, row) in enumerate(ARCHITECTURES.items()):
+        shifted = [*values[index % len(values) :], *values[: index % len(values)]]
+        turn = turns.setdefault(row.batch, itertools.cycle(shifted))
+        pairs.append((name, next(value for value in turn if is_possible(name, value))))
+    return pairs
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,26 @@
+"""Which cases of a test run by default, where others hold the same of another model or setting."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def few(every: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
+    """All cases for ``parametrize``; those that are not chosen run with ``-m thorough`` alone.
+
+    Raises:
+        ValueError: What is chosen is no case.
+    """
+    cases = list(every)
+    if unknown := [case for case in chosen if case not in cases]:
+        raise ValueError(f"no cases: {unknown}")
+    return [case if case in chosen else as_thorough(case) for case in cases]
+
+
+def as_thorough(case: Any) -> Any:
+    """A case that runs with ``-m thorough`` alone."""
+    values = case if isinstance(case, tuple) else (case,)
+    return pytest.param(*values, marks=pytest.mark.thorough)
