@@ -13,6 +13,7 @@ from torch import nn
 from campaign import faults, kills
 from kbitwrap.model.roles import returns_float32
 from support.failing import failing_at, line, primitive
+from support.thorough import few
 
 
 def hold(trials: Sequence[list[str]], at_least: int) -> None:
@@ -20,14 +21,18 @@ def hold(trials: Sequence[list[str]], at_least: int) -> None:
     assert len(trials) >= at_least
 
 
+@pytest.mark.parametrize(("stride", "at_least"), few([(805, 200), (3217, 50)], [(3217, 50)]))
 @pytest.mark.parametrize("precision", ["full", "compute", "norms"])
-def test_a_fault_at_any_step_on_a_plain_model_leaves_it_whole(precision: str) -> None:
-    hold([*faults.trials(0, [None], [precision], stride=805)], 200)
+def test_a_fault_at_any_step_on_a_plain_model_leaves_it_whole(precision: str, stride: int, at_least: int) -> None:
+    hold([*faults.trials(0, [None], [precision], stride=stride)], at_least)
 
 
+@pytest.mark.parametrize(("stride", "at_least"), few([(67, 40), (211, 13)], [(211, 13)]))
 @pytest.mark.parametrize(("name", "precision"), [("llama", "full"), ("gemma2", "compute")])
-def test_a_fault_at_any_step_on_a_quantized_model_leaves_it_whole(name: str, precision: str) -> None:
-    hold([*faults.trials(0, [name], [precision], stride=67)], 40)
+def test_a_fault_at_any_step_on_a_quantized_model_leaves_it_whole(
+    name: str, precision: str, stride: int, at_least: int
+) -> None:
+    hold([*faults.trials(0, [name], [precision], stride=stride)], at_least)
 
 
 def test_a_fault_at_the_last_lines_of_adopting_adopts_all_or_nothing() -> None:

@@ -15,6 +15,7 @@ from peft.tuners.lora import LoraLayer
 
 from support import zoo
 from support.pairwise import pairwise
+from support.thorough import few
 
 QUANTIZED = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
 CASES = [(name, "nf4", torch.bfloat16) for name in zoo.ARCHITECTURES]
@@ -66,10 +67,11 @@ def structure(value: Any, path: str, seen: dict[Any, str]) -> Iterator[tuple[obj
 
 # What a copy is made of depends on the architecture and, alone, on the quantization.
 OTHERS = pairwise(("llama", "gpt2", "mixtral"), ("nf4-double", "fp4", "int8", None), (torch.float16, torch.bfloat16))
+FOUR_BIT = ("nf4", torch.bfloat16)
 LOADS = [(name, "nf4", torch.bfloat16) for name in zoo.ARCHITECTURES] + OTHERS
 
 
-@pytest.mark.parametrize(("name", "quant", "dtype"), LOADS)
+@pytest.mark.parametrize(("name", "quant", "dtype"), few(LOADS, [(name, *FOUR_BIT) for name in zoo.CORE] + OTHERS))
 def test_a_copied_model_equals_one_loaded_from_the_checkpoint(name: str, quant: str | None, dtype: torch.dtype) -> None:
     loaded, copied = zoo.load(name, quant, dtype, use_safetensors=True), zoo.load(name, quant, dtype)
     expected, found = list(structure(loaded, "", {})), list(structure(copied, "", {}))
@@ -105,7 +107,7 @@ def test_model_is_quantized_and_sees_every_parameter(name: str, quant: str, dtyp
 
 
 @pytest.mark.parametrize("modules_to_save", [False, True], ids=["lora", "lora-and-head"])
-@pytest.mark.parametrize(("name", "quant", "dtype"), CASES)
+@pytest.mark.parametrize(("name", "quant", "dtype"), few(CASES, [("llama", *FOUR_BIT), ("bert", *FOUR_BIT)]))
 def test_first_step_reaches_every_adapter_weight(
     name: str, quant: str, dtype: torch.dtype, modules_to_save: bool
 ) -> None:

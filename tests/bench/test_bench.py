@@ -48,6 +48,7 @@ from kbitwrap.bench.settings import (
 )
 from kbitwrap.cli import main
 from support import forks
+from support.thorough import few
 from support.training import is_checkpointing
 
 HIDDEN, LAYERS, VOCAB = 256, 1, 2048  # the head, made in one piece, decides the peak of a step
@@ -59,6 +60,7 @@ TINY = Shape(
     intermediate_size=128,
     vocab_size=128,
 )
+
 NORM_BYTES = (2 * LAYERS + 1) * HIDDEN * 2  # bfloat16: what float32 adds to a weight is what it holds
 TABLE_BYTES = VOCAB * HIDDEN * 2  # the embeddings', and the head's
 
@@ -109,7 +111,7 @@ def compared() -> dict[str, Any]:
         return runner.run_identity(asked, ["compute"], lambda line: None)
 
 
-@pytest.mark.parametrize("precision", EXPORTED)
+@pytest.mark.parametrize("precision", few(EXPORTED, ["compute", "merged"]))
 def test_an_export_writes_the_librarys_bytes(precision: str, tmp_path: Path) -> None:
     # Large enough that what Python and the C library take on the way, some 20 MiB, does not decide.
     asked = settings(

@@ -35,6 +35,7 @@ from kbitwrap.tensors.dtypes import SAFETENSORS_DTYPES
 from kbitwrap.tensors.lazy import materialize
 from support import forks, zoo
 from support.files import tensors_of
+from support.thorough import few
 
 
 class Saved:
@@ -88,7 +89,7 @@ WAYS = ("manifest", "reference", "config", "dtype")
 # ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+@pytest.mark.parametrize("name", few(zoo.ARCHITECTURES, zoo.CORE))
 def test_every_architecture_gets_its_bytes_back(name: str, saved: Callable[..., Saved], tmp_path: Path) -> None:
     case = saved(name)
     assert differing(case.original, case.prepared) == ["config.json", "model.safetensors"]

@@ -16,6 +16,7 @@ from kbitwrap.cli import main
 from kbitwrap.cli.console import Doing, as_text, hanging, show
 from kbitwrap.cli.tables import table
 from support import zoo
+from support.thorough import few
 
 if sys.platform != "win32":
     import pty
@@ -194,7 +195,7 @@ def test_a_shell_completes(typed: str, words: list[str] | None) -> None:
     assert found.stdout.split() == (words or ["--memory-budget"])
 
 
-@pytest.mark.parametrize("columns", [80, 100])
+@pytest.mark.parametrize("columns", few([80, 100], [80]))
 def test_the_demonstration_fits_a_screen(
     columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

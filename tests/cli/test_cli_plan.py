@@ -18,6 +18,7 @@ from kbitwrap.cli import main, plan, plot, step
 from kbitwrap.cli.console import as_text
 from kbitwrap.cli.tables import Bars, table
 from support import zoo
+from support.thorough import few
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -245,18 +246,21 @@ def test_a_model_that_cannot_be_planned_for_as_asked_is_refused_with_the_whole_r
     assert said in err
 
 
-@pytest.mark.parametrize("step", [[], [*STEP, "--seq", "4"]])
+WARNED_OF = [
+    (GPT_OSS, ["--quant", "none"], DEQUANTIZED),
+    (
+        {key: value for key, value in LLAMA.items() if key not in ("vocab_size", "hidden_size")},
+        [],
+        "sizes that its config lacks are the defaults of LlamaConfig: vocab_size 32000, hidden_size 4096",
+    ),
+    (zoo.checkpoint("mixtral"), [], "4 stacks of experts are not quantized"),
+]
+WARNED_STEPS = [(*case, [*STEP, "--seq", "4"]) for case in WARNED_OF]
+
+
 @pytest.mark.parametrize(
-    ("config", "options", "said"),
-    [
-        (GPT_OSS, ["--quant", "none"], DEQUANTIZED),
-        (
-            {key: value for key, value in LLAMA.items() if key not in ("vocab_size", "hidden_size")},
-            [],
-            "sizes that its config lacks are the defaults of LlamaConfig: vocab_size 32000, hidden_size 4096",
-        ),
-        (zoo.checkpoint("mixtral"), [], "4 stacks of experts are not quantized"),
-    ],
+    ("config", "options", "said", "step"),
+    [*((*case, []) for case in WARNED_OF), *few(WARNED_STEPS, WARNED_STEPS[2:])],
 )
 def test_what_a_plan_warns_of_is_told_of_a_step_too(
     config: Any, options: list[str], said: str, step: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -76,8 +76,11 @@ def test_an_interrupt_has_the_scripts_traceback(tmp_path: Path) -> None:
     assert run("-m", "kbitwrap", "run", "script.py", folder=tmp_path) == (130, out, err)
 
 
-def test_peft_is_patched_when_the_script_imports_it(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(
+@pytest.fixture(scope="module")
+def patched(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, str]:
+    """A script that prepares, and runs a model that computes in another dtype than its input has."""
+    folder = tmp_path_factory.mktemp("patched")
+    (folder / "script.py").write_text(
         "import importlib.util, sys\n"
         "assert importlib.util.find_spec('peft').name == 'peft'\n"
         "assert not {'torch', 'peft', 'transformers'} & {*sys.modules}\n"
@@ -87,19 +90,22 @@ def test_peft_is_patched_when_the_script_imports_it(tmp_path: Path) -> None:
         "assert 'class LoraConfig' in inspect.getsource(peft.LoraConfig)\n"
         "import kbitwrap\n"
         "print(kbitwrap.prepared_of(prepare(torch.nn.LayerNorm(2).half())).config.precision)\n"
-    )
-    status, out, err = run("-m", "kbitwrap", "run", "--precision", "norms", "script.py", folder=tmp_path)
-    assert (status, out) == (0, "norms\n"), err
-
-
-def test_what_torch_raises_of_a_prepared_models_dtypes_is_explained_below_the_scripts_traceback(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(
-        "import peft, torch\n"
         "model = torch.nn.Sequential(torch.nn.Conv1d(4, 4, 1)).bfloat16()\n"
         "model = peft.prepare_model_for_kbit_training(model)\n"
         "model(torch.zeros(1, 4, 2))\n"
     )
-    status, _, err = run("-m", "kbitwrap", "run", "--precision", "norms", "script.py", folder=tmp_path)
+    return run("-m", "kbitwrap", "run", "--precision", "norms", "script.py", folder=folder)
+
+
+def test_peft_is_patched_when_the_script_imports_it(patched: tuple[int, str, str]) -> None:
+    _, out, err = patched
+    assert out == "norms\n", err
+
+
+def test_what_torch_raises_of_a_prepared_models_dtypes_is_explained_below_the_scripts_traceback(
+    patched: tuple[int, str, str],
+) -> None:
+    status, _, err = patched
     assert status == 1
     if sys.version_info >= (3, 11):
         assert re.search(r"RuntimeError: Input type .*\nthe model computes in the dtype .* autocast", err), err

@@ -46,6 +46,7 @@ from support import forks, zoo
 from support.files import SHARD, read, saved, tensors_of
 from support.killing import fork, lock_alone
 from support.snapshot import Snapshot
+from support.thorough import each_once
 from support.training import adapt, step
 
 pytestmark = [
@@ -147,9 +148,9 @@ WRAPS = [
 ]
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("precision", ["full", "compute", "norms"])
-@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize(
+    ("wrap", "precision", "when"), each_once(WRAPS, ["full", "compute", "norms"], ["before", "after"])
+)
 def test_wrappers_and_adapters_are_left_out_of_an_export(
     wrap: Callable[[nn.Module], nn.Module], precision: str, when: str, tmp_path: Path
 ) -> None:
@@ -651,8 +652,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("precision", ["full", "compute", "norms"])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("change", "precision"), each_once(CHANGES, ["full", "compute", "norms"]))
 def test_a_replaced_or_changed_base_is_refused_by_name(
     change: Callable[[nn.Module], str], precision: str, tmp_path: Path
 ) -> None:

@@ -40,6 +40,7 @@ from support.memory import allocations, peak
 from support.merging import HALF_ULP, assert_rounded_once, layers_of
 from support.pairwise import pairwise
 from support.snapshot import Snapshot
+from support.thorough import few
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 ARCHITECTURES = list(zoo.ARCHITECTURES)
@@ -115,7 +116,10 @@ QUANTIZED = [(name, "nf4") for name in ARCHITECTURES] + [
 TIED = ["gemma2", "gpt2", "t5", "opt", "bart", "whisper", "bloom", "paligemma", "blip_2"]
 
 
-@pytest.mark.parametrize(("name", "quant"), QUANTIZED)
+# By default each architecture is merged by one of the next two tests.
+@pytest.mark.parametrize(
+    ("name", "quant"), few(QUANTIZED, [*((name, "nf4") for name in zoo.CORE), ("gpt2", "int8"), ("mixtral", "int8")])
+)
 def test_adapted_weights_are_rounded_once_and_all_else_is_the_original(
     name: str, quant: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -186,7 +190,7 @@ def trained_modules(name: str, model: PreTrainedModel) -> dict[str, list[str]]:
 
 
 @pytest.mark.usefixtures("whole_layers")
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", few(ARCHITECTURES, ARCHITECTURES[len(zoo.CORE) :]))
 def test_the_plain_model_computes_what_the_adapted_one_does_whatever_is_trained(name: str, tmp_path: Path) -> None:
     # Everything in float32, so that nothing but the merge makes a difference.
     model = zoo.load(name, "nf4", FLOAT32)
@@ -1089,6 +1093,7 @@ print(status("VmHWM") - start)
 """
 
 
+@pytest.mark.thorough
 def test_the_process_grows_by_two_tensors_at_most(tmp_path: Path) -> None:
     folders = os.pathsep.join(map(str, (PAGE.parents[1], *Path(__file__).parents[:2])))
     # What is freed goes back to the system: which pieces the C library keeps is not measured.

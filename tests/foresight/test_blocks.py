@@ -11,6 +11,7 @@ from peft import LoraConfig
 from transformers import BitsAndBytesConfig
 
 from kbitwrap import StepMemory, predict_step
+from support.thorough import few
 
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 WIDTHS = {
@@ -42,7 +43,7 @@ MODELS = {
     ),
     "a few of one kind, then another": lambda: config(
         "Qwen2Moe",
-        num_hidden_layers=11,
+        num_hidden_layers=9,
         mlp_only_layers=[0, 1, 2],
         num_experts=4,
         num_experts_per_tok=2,
@@ -50,7 +51,7 @@ MODELS = {
         shared_expert_intermediate_size=32,
     ),
     "an encoder and a decoder": lambda: config(
-        "T5", num_layers=7, num_decoder_layers=7, d_model=32, d_kv=16, d_ff=64, num_heads=2, decoder_start_token_id=0
+        "T5", num_layers=6, num_decoder_layers=6, d_model=32, d_kv=16, d_ff=64, num_heads=2, decoder_start_token_id=0
     ),
 }
 
@@ -67,34 +68,37 @@ def figures(step: StepMemory) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(
     ("kind", "precision", "checkpointing"),
-    [
-        ("one kind", "compute", False),
-        ("two of one kind and one of another", "peft", True),
-        ("a few of one kind, then another", "none", False),
-        ("an encoder and a decoder", "full", True),
-    ],
+    few(
+        [
+            ("one kind", "compute", False),
+            ("two of one kind and one of another", "peft", True),
+            ("a few of one kind, then another", "none", False),
+            ("an encoder and a decoder", "full", True),
+        ],
+        [("a few of one kind, then another", "none", False), ("an encoder and a decoder", "full", True)],
+    ),
 )
 def test_a_few_blocks_of_each_kind_tell_the_bytes_of_all(kind: str, precision: str, checkpointing: bool) -> None:
-    few, all_ = both(MODELS[kind](), precision=precision, gradient_checkpointing=checkpointing)
-    assert few.traced_blocks < all_.traced_blocks == few.num_blocks == all_.num_blocks
-    assert figures(few) == figures(all_)
+    cut, all_ = both(MODELS[kind](), precision=precision, gradient_checkpointing=checkpointing)
+    assert cut.traced_blocks < all_.traced_blocks == cut.num_blocks == all_.num_blocks
+    assert figures(cut) == figures(all_)
 
 
 def test_all_blocks_are_run_where_something_grows_with_their_number() -> None:
     # Without checkpointing the model fills a cache, which allocates for each block with a sliding window beforehand.
-    few, all_ = both(MODELS["two kinds in turn"](), gradient_checkpointing=False)
-    assert few.traced_blocks == all_.traced_blocks == 8
-    assert figures(few) == figures(all_)
+    cut, all_ = both(MODELS["two kinds in turn"](), gradient_checkpointing=False)
+    assert cut.traced_blocks == all_.traced_blocks == 8
+    assert figures(cut) == figures(all_)
 
 
 def test_adapters_on_some_blocks_alone_make_kinds_of_their_own() -> None:
-    lora = LoraConfig(target_modules=["q_proj"], layers_to_transform=[3, 4, 5, 6, 7])
-    few, all_ = both(config("Llama", num_hidden_layers=14), lora=lora)
-    assert few.traced_blocks < all_.traced_blocks == 14
-    assert figures(few) == figures(all_)
+    lora = LoraConfig(target_modules=["q_proj"], layers_to_transform=[3, 4])
+    cut, all_ = both(config("Llama", num_hidden_layers=8), lora=lora)
+    assert cut.traced_blocks < all_.traced_blocks == 8
+    assert figures(cut) == figures(all_)
 
 
 def test_blocks_that_share_parameters_count_them_once() -> None:
     lora = LoraConfig(target_modules=["q_proj"], layer_replication=[[0, 4], [2, 5]])
-    few, all_ = both(config("Llama", num_hidden_layers=5), lora=lora)
-    assert figures(few) == figures(all_)
+    cut, all_ = both(config("Llama", num_hidden_layers=5), lora=lora)
+    assert figures(cut) == figures(all_)

@@ -10,6 +10,7 @@ from peft import AdaLoraConfig, LoraConfig, PromptTuningConfig, get_peft_model, 
 
 from kbitwrap import KbitPreparedModel, Precision, StepMemory, StepTracker, patched, predict_step
 from support import zoo
+from support.thorough import few
 
 REENTRANT = {"use_reentrant": True}  # as PEFT's function by default, and without its warning
 WAYS = (*(precision.value for precision in Precision), "peft")
@@ -41,7 +42,7 @@ def figures(memory: StepMemory | StepTracker) -> tuple[int, int, dict[str, int],
     return memory.static_bytes, memory.peak_bytes, memory.phases, memory.by_kind
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", few(WAYS, ["compute"]))  # test_cells.py has all of them
 @pytest.mark.parametrize("name", ["llama"])
 def test_a_predicted_step_equals_the_real_one_to_the_byte(name: str, way: str) -> None:
     model = zoo.load(name, quant="nf4")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import socket
@@ -26,7 +27,9 @@ from kbitwrap import (
 )
 from kbitwrap.integrations import KbitTrainerCallback, SuspendedEvaluation, prepared_trainer
 from support import forks, zoo
+from support.pairwise import pairwise
 from support.snapshot import Snapshot
+from support.thorough import each_once, few
 from support.trainers import NUM_STEPS, RecordingTrainer, adapt, dataset, trained_weights, trainer_for
 
 NAME = "kbitwrap.json"
@@ -45,6 +48,9 @@ def trainer_with_callback(
     return trainer_for(peft_model, folder, callbacks=[KbitTrainerCallback(prepared)], **kwargs)
 
 
+FEW, BOOLS = ("full", "norms"), (False, True)
+
+
 def every_run(test: Callable[..., None]) -> Callable[..., None]:
     """Each precision, with a trained head and without, under autocast and without."""
     runs = {
@@ -55,8 +61,9 @@ def every_run(test: Callable[..., None]) -> Callable[..., None]:
         for bf16 in (False, True)
         for head in (False, True)
     }
-    test = pytest.mark.parametrize("run", runs.values(), ids=runs.keys())(test)
-    return pytest.mark.parametrize("precision", ["full", "compute", "norms"])(test)
+    return pytest.mark.parametrize(("run", "precision"), each_once(list(runs.values()), ["full", "compute", "norms"]))(
+        test
+    )
 
 
 def outcome(trainer: RecordingTrainer) -> tuple[list[float], dict[str, object]]:
@@ -370,8 +377,7 @@ class Allocates:
 
 
 # Each step calls a block once in its forward and once in its backward; after the first step, there is an evaluation.
-@pytest.mark.parametrize("call", [1, 4], ids=["first-forward", "second-backward"])
-@pytest.mark.parametrize("precision", ["full", "compute", "adapted"])
+@pytest.mark.parametrize(("precision", "call"), each_once(["full", "compute", "adapted"], [1, 4]))
 def test_a_search_for_the_batch_size_goes_on_after_each_attempt(tmp_path: Path, precision: str, call: int) -> None:
     model = zoo.load("llama")
     before = Snapshot(model)
@@ -537,9 +543,9 @@ def test_adapters_are_adopted_when_the_trainer_is_made(tmp_path: Path, inject: b
     assert all("layers.1." in fqn for fqn in edit.fqns)
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["plain", "bf16"])
-@pytest.mark.parametrize("inject", [False, True], ids=["peft-model", "injected"])
-@pytest.mark.parametrize("precision", ["full", "norms"])
+@pytest.mark.parametrize(
+    ("precision", "inject", "bf16"), few(itertools.product(FEW, BOOLS, BOOLS), pairwise(FEW, BOOLS, BOOLS))
+)
 def test_what_accelerate_sets_is_taken_back(tmp_path: Path, precision: str, inject: bool, bf16: bool) -> None:
     base = zoo.load("llama")
     untrained = Snapshot(base)

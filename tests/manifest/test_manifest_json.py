@@ -82,6 +82,7 @@ def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
         Manifest.load(path)
 
 
+@pytest.mark.thorough
 def test_a_hundred_thousand_tensors_fit() -> None:
     data = json.loads(small_manifest().to_json())
     part = "down_proj.weight.quant_state.bitsandbytes__nf4"
@@ -415,7 +416,7 @@ JSON = st.recursive(
 
 
 @given(data=st.data())
-@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_json_anywhere_is_refused_or_harmless(data: Any, text: str) -> None:
     manifest = json.loads(text)
     for _ in range(data.draw(st.integers(1, 3))):
@@ -429,7 +430,7 @@ def test_any_json_anywhere_is_refused_or_harmless(data: Any, text: str) -> None:
 
 
 @given(JSON)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_json_is_no_manifest(value: Any) -> None:
     refuse(json.dumps(value))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import itertools
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -24,3 +25,10 @@ def as_thorough(case: Any) -> Any:
     """A case that runs with ``-m thorough`` alone."""
     values = case if isinstance(case, tuple) else (case,)
     return pytest.param(*values, marks=pytest.mark.thorough)
+
+
+def each_once(*axes: Sequence[Any]) -> list[Any]:
+    """All combinations of the axes' values; by default each value of the longest, with the next of every other."""
+    longest = max(map(len, axes))
+    chosen = [tuple(axis[i % len(axis)] for axis in axes) for i in range(longest)]
+    return few(itertools.product(*axes), chosen)
