@@ -34,7 +34,7 @@ def config(name: str, **fields: Any) -> Any:
 
 MODELS = {
     "one kind": lambda: config("Llama", num_hidden_layers=6),
-    "two kinds in turn": lambda: config("Gemma2", num_hidden_layers=8, sliding_window=8),
+    "two kinds in turn": lambda: config("Gemma2", num_hidden_layers=12, sliding_window=8),
     "two of one kind and one of another": lambda: config(
         "Gemma3Text",
         num_hidden_layers=12,
@@ -51,7 +51,7 @@ MODELS = {
         shared_expert_intermediate_size=32,
     ),
     "an encoder and a decoder": lambda: config(
-        "T5", num_layers=6, num_decoder_layers=6, d_model=32, d_kv=16, d_ff=64, num_heads=2, decoder_start_token_id=0
+        "T5", num_layers=7, num_decoder_layers=7, d_model=32, d_kv=16, d_ff=64, num_heads=2, decoder_start_token_id=0
     ),
 }
 
@@ -75,7 +75,7 @@ def figures(step: StepMemory) -> tuple[Any, ...]:
             ("a few of one kind, then another", "none", False),
             ("an encoder and a decoder", "full", True),
         ],
-        [("a few of one kind, then another", "none", False), ("an encoder and a decoder", "full", True)],
+        [("a few of one kind, then another", "none", False)],
     ),
 )
 def test_a_few_blocks_of_each_kind_tell_the_bytes_of_all(kind: str, precision: str, checkpointing: bool) -> None:
@@ -84,17 +84,18 @@ def test_a_few_blocks_of_each_kind_tell_the_bytes_of_all(kind: str, precision: s
     assert figures(cut) == figures(all_)
 
 
+@pytest.mark.thorough
 def test_all_blocks_are_run_where_something_grows_with_their_number() -> None:
     # Without checkpointing the model fills a cache, which allocates for each block with a sliding window beforehand.
     cut, all_ = both(MODELS["two kinds in turn"](), gradient_checkpointing=False)
-    assert cut.traced_blocks == all_.traced_blocks == 8
+    assert cut.traced_blocks == all_.traced_blocks == 12
     assert figures(cut) == figures(all_)
 
 
 def test_adapters_on_some_blocks_alone_make_kinds_of_their_own() -> None:
-    lora = LoraConfig(target_modules=["q_proj"], layers_to_transform=[3, 4])
-    cut, all_ = both(config("Llama", num_hidden_layers=8), lora=lora)
-    assert cut.traced_blocks < all_.traced_blocks == 8
+    lora = LoraConfig(target_modules=["q_proj"], layers_to_transform=[1, 2, 3, 4, 5, 6])
+    cut, all_ = both(config("Llama", num_hidden_layers=10), lora=lora)
+    assert cut.traced_blocks < all_.traced_blocks == 10
     assert figures(cut) == figures(all_)
 
 
