@@ -6,7 +6,6 @@ import dataclasses
 import errno
 import functools
 import json
-import math
 import os
 import re
 import warnings
@@ -32,7 +31,10 @@ from ..tensors.lazy import LazyTensor
 _WAYS = (("model.safetensors", ""), ("pytorch_model.bin", "pytorch_model"))
 _ADAPTER = "adapter_model"
 _PICKLED = ".bin"
-_PIECE = 1 << 20  # the number of values read at once
+# The bytes read and rounded at once: below the 32,768 float32 values from which torch
+# takes several threads, which cost more than they gain, and much more where other
+# processes want the cores.
+_PIECE = 96 << 10
 # PEFT's trained copies of a base tensor, which have its canonical name.
 _TRAINED_COPY = re.compile(
     r"\.(modules_to_save|ln_tuning_layers)\.|\.trainable_tokens_"
@@ -66,14 +68,14 @@ class StoredTensor:
         return LazyTensor(self.shape, kept, compute, pieces)
 
     def _pieces(self, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """Read a few mebibytes at a time; nothing is mapped, because a mapped file counts as memory in use."""
-        left = math.prod(self.shape)
+        """Read a little at a time; nothing is mapped, because a mapped file counts as memory in use."""
+        left = self.num_bytes
         with open(self.path, "rb") as file:
             file.seek(self.start)
             while left:
                 size = min(left, _PIECE)
-                data = np.fromfile(file, np.uint8, size * self.dtype.itemsize)
-                if len(data) < size * self.dtype.itemsize:
+                data = np.fromfile(file, np.uint8, size)
+                if len(data) < size:
                     why = "the file became shorter while it was read"
                     raise OSError(errno.EIO, why, str(self.path))
                 values = torch.from_numpy(data).view(self.dtype)
