@@ -82,11 +82,14 @@ class _Copier:
     def twin_of(self, tree: ModelTree) -> Twin:
         """The twin of a model, which this copies once."""
         model = self.copy("", tree.model)
-        stored = {tensor.fqn: tensor.parameter.dtype for tensor in tree.base_tensors}
+        stored: dict[str, torch.Tensor | None] = {}
+        for node in tree.base:
+            for name, parameter in node.module._parameters.items():
+                stored[join(node.fqn, name)] = parameter
         converted = [
             fqn
-            for fqn, parameter in model.named_parameters()
-            if parameter.dtype != stored[fqn]
+            for fqn, original in model.named_parameters()
+            if stored[fqn].dtype != original.dtype
         ]
         return Twin(model, tuple(self.peeled), tuple(converted))
 

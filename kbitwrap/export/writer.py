@@ -10,7 +10,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,22 +24,9 @@ from .staging import Owns, staged
 
 INDEX_NAME = "model.safetensors.index.json"
 TOKENIZER_FILES = (
-    *(
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "chat_template.jinja",
-    ),
-    *(
-        "vocab.json",
-        "vocab.txt",
-        "merges.txt",
-        "tokenizer.model",
-        "spiece.model",
-        "sentencepiece.bpe.model",
-    ),
-)
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
+)  # fmt: skip
 """What a tokenizer is saved as."""
 PROCESSOR_FILES = (
     "preprocessor_config.json",
@@ -48,38 +34,15 @@ PROCESSOR_FILES = (
     "video_preprocessor_config.json",
 )
 """What a processor adds to its tokenizer."""
-_RARE_TOKENIZER_FILES = (
-    *(
-        "bpe.codes",
-        "byte_maps.json",
-        "dict.txt",
-        "emoji.json",
-        "entity_vocab.json",
-        "normalizer.json",
-    ),
-    *(
-        "prophetnet.tokenizer",
-        "sentencepiece.model",
-        "source.spm",
-        "spm.model",
-        "spm_char.model",
-        "target.spm",
-    ),
-    *(
-        "target_vocab.json",
-        "vocab-src.json",
-        "vocab-tgt.json",
-        "word_pronunciation.json",
-        "word_shape.json",
-    ),
-)
-# What a checkpoint of a model consists of: the files that another one replaces.
-_NAMED = (
-    *("config.json", "generation_config.json", "audio_tokenizer_config.json"),
-    *TOKENIZER_FILES,
-    *PROCESSOR_FILES,
-    *_RARE_TOKENIZER_FILES,
-)
+# What a checkpoint of a model consists of besides: the files that another one replaces.
+_OTHER_FILES = (
+    "config.json", "generation_config.json", "audio_tokenizer_config.json",
+    # of rare tokenizers
+    "bpe.codes", "byte_maps.json", "dict.txt", "emoji.json", "entity_vocab.json", "normalizer.json",
+    "prophetnet.tokenizer", "sentencepiece.model", "source.spm", "spm.model", "spm_char.model", "target.spm",
+    "target_vocab.json", "vocab-src.json", "vocab-tgt.json", "word_pronunciation.json", "word_shape.json",
+)  # fmt: skip
+_NAMED = {*TOKENIZER_FILES, *PROCESSOR_FILES, *_OTHER_FILES}
 _WEIGHTS = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
     r"|pytorch_model(-\d{5}-of-\d{5})?\.bin|pytorch_model\.bin\.index\.json"
@@ -88,8 +51,6 @@ _CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
 _ORDER = {dtype: place for place, dtype in enumerate(_CODES)}
 _ALIGNMENT = 8  # of the first tensor's bytes, in bytes
 _PIECE = 16 << 20  # the most bytes in one write
-# fewer bytes take less time to write than to hand over to another thread
-_SMALL = 1 << 20
 
 Progress = Callable[[int], object]
 """Called with a number of bytes each time that as many were written."""
@@ -134,13 +95,11 @@ class CheckpointWriter:
             self.save_file(chosen, self.folder / file, metadata)
         if index_name is None and len(files) < 2:
             return
-        old = dict(index or {})
-        content = {
-            **old,
-            "metadata": {**old.get("metadata", {}), "total_size": self.num_bytes},
-            "weight_map": {
-                name: file for file, names in files.items() for name in names
-            },
+        content = dict(index or {})
+        old = content.get("metadata", {})
+        content["metadata"] = {**old, "total_size": self.num_bytes}
+        content["weight_map"] = {
+            name: file for file, names in files.items() for name in names
         }
         text = json.dumps(content, indent=2, sort_keys=True) + "\n"
         (self.folder / (index_name or INDEX_NAME)).write_text(text, encoding="utf-8")
@@ -173,16 +132,12 @@ def checkpoint_writer(
             disable=disable,
             leave=False,
         ) as bar:
-            writer = CheckpointWriter(
-                folder, progress if callable(progress) else bar.update
-            )
+            told = progress if callable(progress) else bar.update
+            writer = CheckpointWriter(folder, told)
             yield writer
+        files = [found for found in folder.rglob("*") if found.is_file()]
         writer.files = tuple(
-            sorted(
-                p.relative_to(folder).as_posix()
-                for p in folder.rglob("*")
-                if p.is_file()
-            )
+            sorted(found.relative_to(folder).as_posix() for found in files)
         )
 
 
@@ -192,9 +147,8 @@ def split_into_files(
     """The names of each file's tensors; raises `ConfigError` for a size that is neither bytes nor like ``"5GB"``."""
     from huggingface_hub import split_torch_state_dict_into_shards
 
-    if isinstance(max_shard_size, str) or (
-        type(max_shard_size) is int and max_shard_size > 0
-    ):
+    is_bytes = type(max_shard_size) is int and max_shard_size > 0
+    if is_bytes or isinstance(max_shard_size, str):
         with contextlib.suppress(ValueError):  # of the string
             split = split_torch_state_dict_into_shards(
                 dict(tensors), max_shard_size=max_shard_size
@@ -213,8 +167,7 @@ def write_safetensors(
     progress: Progress | None = None,
 ) -> int:
     """Write the file that ``safetensors.torch.save_file`` would, with sorted metadata; return the tensors' bytes."""
-    # At most two tensors' values are in memory, one being written and one computed; no
-    # file is left after an error.
+    # One tensor's values are in memory at a time; no file is left after an error.
     if sys.byteorder == "big":
         raise ExportError(
             "safetensors files can be written on little-endian machines only"
@@ -225,34 +178,10 @@ def write_safetensors(
     try:
         with open(path, "wb", buffering=0) as file, keeping_last():
             _reserve(file, len(header) + num_bytes)
-            _write_at(file, 0, [memoryview(header)], None)
-            with _in_background(file, progress) as write:
-                for name in by_lineage(tensors, offsets):
-                    offset = len(header) + offsets[name]
-                    dtype, shape = announced[name]
-                    left = shape.numel()
-                    is_as_announced = tensors[name].shape == shape
-                    for piece in pieces(tensors[name]):
-                        left -= piece.numel()
-                        is_as_announced &= piece.dtype == dtype and left >= 0
-                        # it would overwrite the next tensor, or be read as another
-                        # dtype
-                        if not is_as_announced:
-                            break
-                        write(
-                            offset,
-                            memoryview(
-                                piece.reshape(-1).view(torch.uint8).numpy().data
-                            ),
-                        )
-                        offset += piece.nbytes
-                        del piece  # its memory is free while the next one is computed
-                    if left or not is_as_announced:
-                        raise ExportError(
-                            f"{name}: expected {shape.numel()} values of {dtype} in the shape {tuple(shape)}, found "
-                            "others: the tensor changed while it was exported; export while nothing changes it",
-                            fqn=name,
-                        )
+            _write(file, header, None)
+            for name in by_lineage(tensors, offsets):
+                file.seek(len(header) + offsets[name])
+                _write_tensor(file, name, tensors[name], *announced[name], progress)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(path)
@@ -260,41 +189,81 @@ def write_safetensors(
     return num_bytes
 
 
+def _write_tensor(
+    file: io.FileIO,
+    name: str,
+    tensor: torch.Tensor,
+    dtype: torch.dtype,
+    shape: torch.Size,
+    progress: Progress | None,
+) -> None:
+    """Write a tensor's values; raise if they are others than announced, before they run into the next tensor's."""
+    changed = ExportError(
+        f"{name}: expected {shape.numel()} values of {dtype} in the shape {tuple(shape)}, found "
+        "others: the tensor changed while it was exported; export while nothing changes it",
+        fqn=name,
+    )
+    if tensor.shape != shape:
+        raise changed
+    left = shape.numel()
+    for piece in pieces(tensor):
+        left -= piece.numel()
+        if piece.dtype != dtype or left < 0:
+            raise changed
+        _write(file, piece.reshape(-1).view(torch.uint8).numpy().data, progress)
+        del piece  # its memory is free while the next one is computed
+    if left:
+        raise changed
+
+
+def _write(file: io.FileIO, data: Any, progress: Progress | None) -> None:
+    left = memoryview(data)
+    while left:
+        num_bytes = file.write(left[:_PIECE])
+        left = left[num_bytes:]
+        if progress is not None:
+            progress(num_bytes)
+
+
+def _refuse_unsupported(name: str, tensor: torch.Tensor) -> None:
+    code = _CODES.get(tensor.dtype)
+    found = ""
+    if tensor.layout != torch.strided:
+        found = f"layout {tensor.layout}"
+    elif code is None:
+        found = f"dtype {tensor.dtype}"
+    elif code == TWO_A_BYTE and not tensor.shape:
+        found = f"shape () and dtype {tensor.dtype}"
+    if found:
+        raise ExportError(
+            f"{name}: safetensors files cannot hold tensors of {found}; convert it first",
+            fqn=name,
+        )
+
+
 def _header(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
 ) -> tuple[bytes, dict[str, int]]:
     """The bytes before the tensors, and each tensor's offset after them, in the order of the file."""
     for name, tensor in tensors.items():
-        found = ""
-        if tensor.layout != torch.strided:
-            found = f"layout {tensor.layout}"
-        elif tensor.dtype not in _CODES:
-            found = f"dtype {tensor.dtype}"
-        elif _CODES[tensor.dtype] == TWO_A_BYTE and not tensor.shape:
-            found = f"shape () and dtype {tensor.dtype}"
-        if found:
-            raise ExportError(
-                f"{name}: safetensors files cannot hold tensors of {found}; convert it first",
-                fqn=name,
-            )
-    entries: dict[str, object] = (
-        {} if metadata is None else {"__metadata__": dict(sorted(metadata.items()))}
-    )
+        _refuse_unsupported(name, tensor)
+    entries: dict[str, object] = {}
+    if metadata is not None:
+        entries["__metadata__"] = dict(sorted(metadata.items()))
     offsets = {}
-    start = 0
+    end = 0
     for name in sorted(tensors, key=lambda name: (_ORDER[tensors[name].dtype], name)):
         tensor = tensors[name]
-        shape = list(tensor.shape)
-        code = _CODES[tensor.dtype]
+        offsets[name] = end
+        end += tensor.nbytes
+        code, shape = _CODES[tensor.dtype], [*tensor.shape]
         if code == TWO_A_BYTE:
             shape[-1] *= 2
         entries[name] = {
             "dtype": code,
             "shape": shape,
-            "data_offsets": [start, start + tensor.nbytes],
+            "data_offsets": [offsets[name], end],
         }
-        offsets[name] = start
-        start += tensor.nbytes
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text, offsets
@@ -328,39 +297,3 @@ def _reserve(file: io.FileIO, num_bytes: int) -> None:
         # from file systems that cannot
         if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
-
-
-@contextlib.contextmanager
-def _in_background(
-    file: io.FileIO, progress: Progress | None
-) -> Iterator[Callable[[int, memoryview], None]]:
-    """Yield a function that writes at an offset of a file in another thread, one call at a time."""
-    pending: list[Future[None]] = []
-
-    def wait() -> None:
-        while pending:
-            pending.pop().result()
-
-    def write(offset: int, data: memoryview) -> None:
-        wait()
-        if len(data) < _SMALL:
-            _write_at(file, offset, [data], progress)
-        else:
-            pending.append(thread.submit(_write_at, file, offset, [data], progress))
-
-    with ThreadPoolExecutor(1, thread_name_prefix="kbitwrap-write") as thread:
-        yield write
-        wait()
-
-
-def _write_at(
-    file: io.FileIO, offset: int, data: list[memoryview], progress: Progress | None
-) -> None:
-    """Write the bytes in a list, and take them out: a thread holds its arguments for a while after it has finished."""
-    left = data.pop()
-    file.seek(offset)
-    while left:
-        num_bytes = file.write(left[:_PIECE])
-        left = left[num_bytes:]
-        if progress is not None:
-            progress(num_bytes)

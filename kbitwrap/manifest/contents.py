@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import importlib.metadata
@@ -18,7 +19,7 @@ from tqdm.auto import tqdm
 
 from ..errors import ExportError, ManifestError
 from ..export.sharding import Gathering
-from ..export.twin import Twin, build_twin
+from ..export.twin import build_twin
 from ..model.checks import refuse_unreadable
 from ..model.quantization import DISTRIBUTIONS, is_quantized_parameter
 from ..model.tree import ModelTree, join
@@ -70,141 +71,153 @@ def read_contents(
     tree: ModelTree, preparation: Preparation | None, *, progress: bool = False
 ) -> Contents:
     """Read the contents of a model, prepared or not; of one that was sharded since, all ranks read it together."""
-    gathering = (
-        None
-        if preparation is None
-        else Gathering.of(tree, "make a manifest", ManifestError)
-    )
+    gathering = None
+    if preparation is not None:
+        gathering = Gathering.of(tree, "make a manifest", ManifestError)
     with plain_mode():
-        with contextlib.nullcontext() if gathering is None else gathering.agreeing():
-            try:
-                remedy = "Make or check a manifest while all of them are loaded"
-                refuse_unreadable(
-                    tree, allow_sharded=gathering is not None, remedy=remedy
-                )
-                twin = build_twin(tree, preparation, gathering)
-            except ExportError as error:
-                raise ManifestError(
-                    f"cannot determine the original base: {error}", fqn=error.fqn
-                ) from error
-        read = functools.partial(_read, twin, tree, preparation, gathering, progress)
-        return read() if gathering is None else gathering.lead(read)
+        if gathering is None:
+            twin = _twin(tree, preparation)
+            return _read(twin, tree, preparation, progress)
+        with gathering.agreeing():
+            twin = _twin(tree, preparation, gathering)
+        found = gathering.lead(lambda: _read(twin, tree, preparation, progress))
+        trained = (*found.trained, *gathering.trained)
+        return dataclasses.replace(found, trained=trained)
+
+
+def _twin(
+    tree: ModelTree,
+    preparation: Preparation | None,
+    gathering: Gathering | None = None,
+) -> nn.Module:
+    """The model of the twin, or a refusal of the manifest."""
+    allow_sharded = gathering is not None
+    remedy = "Make or check a manifest while all of them are loaded"
+    try:
+        refuse_unreadable(tree, allow_sharded=allow_sharded, remedy=remedy)
+        return build_twin(tree, preparation, gathering).model
+    except ExportError as error:
+        raise ManifestError(
+            f"cannot determine the original base: {error}", fqn=error.fqn
+        ) from error
 
 
 def _read(
-    twin: Twin,
-    tree: ModelTree,
-    preparation: Preparation | None,
-    gathering: Gathering | None,
-    progress: bool,
+    twin: nn.Module, tree: ModelTree, preparation: Preparation | None, progress: bool
 ) -> Contents:
     """Read the contents of a twin of a live model."""
     live: dict[str, torch.Tensor | None] = {}
     for node in tree.base:
-        for name, held in (
-            *node.module._parameters.items(),
-            *node.module._buffers.items(),
-        ):
-            live[join(node.fqn, name)] = held
-    state = {
-        fqn: t
-        for fqn, t in twin.model.state_dict(keep_vars=True).items()
-        if isinstance(t, torch.Tensor)
+        for held in (node.module._parameters, node.module._buffers):
+            live |= {join(node.fqn, name): tensor for name, tensor in held.items()}
+    parameters = {
+        fqn: tensor for fqn, tensor in live.items() if isinstance(tensor, nn.Parameter)
     }
-    ties = _ties(
-        {fqn: t for fqn, t in state.items() if isinstance(live.get(fqn), nn.Parameter)}
-    )
-    known = {} if preparation is None else {**tree.known, **tree.sharded}
+    state = {
+        fqn: tensor
+        for fqn, tensor in twin.state_dict(keep_vars=True).items()
+        if isinstance(tensor, torch.Tensor)
+    }
+    ties = _ties({fqn: state[fqn] for fqn in state if fqn in parameters})
+    buffers = {} if preparation is None else preparation.original.buffers
     digests: dict[int, int] = {}  # a tied tensor is read once
     tensors = {}
     for fqn, tensor in tqdm(
         state.items(), desc="digest", unit="tensor", disable=not progress, leave=False
     ):
-        current = live.get(fqn)
-        buffer = None if preparation is None else preparation.original.buffers.get(fqn)
-        if buffer is not None:
-            dtype, shape, digest = buffer.dtype, buffer.shape, buffer.digest()
+        if fqn in buffers:
+            was = buffers[fqn]
+            dtype, shape, digest = was.dtype, was.shape, was.digest()
         else:
             if id(tensor) not in digests:
                 digests[id(tensor)] = _digest(fqn, tensor)
             dtype, shape, digest = tensor.dtype, tensor.shape, digests[id(tensor)]
-        prepared_dtype, prepared_flag, flag = dtype, False, False
-        kind = "quantization" if current is None else "buffer"
-        if isinstance(current, nn.Parameter):
+        kind = "quantization" if live.get(fqn) is None else "buffer"
+        flag = False
+        left: Mapping[str, Any] = {"dtype": dtype, "requires_grad": False}
+        if fqn in parameters:
             kind = "parameter"
-            flag = prepared_flag = current.requires_grad
-            record = known.get(id(current))
-            if preparation is not None and record is not None:
-                flag = preparation.original.flags[record]
-                left = preparation.left.of(record)
-                if left is not None:
-                    prepared_dtype, prepared_flag = left["dtype"], left["requires_grad"]
+            flag, left = _flags(parameters[fqn], dtype, tree, preparation)
         tensors[fqn] = TensorRecord(
             fqn=fqn,
             type=kind,
             shape=tuple(shape),
             original_dtype=dtype_name(dtype),
-            prepared_dtype=dtype_name(prepared_dtype),
+            prepared_dtype=dtype_name(left["dtype"]),
             requires_grad=flag,
-            prepared_requires_grad=prepared_flag,
+            prepared_requires_grad=left["requires_grad"],
             digest=f"{digest:016x}",
             tie_group=ties.get(fqn),
         )
+    plain = [
+        tensors[fqn].original_dtype
+        for fqn in tensors
+        if fqn in parameters and _is_plain(parameters[fqn])
+    ]
+    model = _model_record(twin, plain[0] if plain else None)
     trained = [] if preparation is None else preparation.changes(tree).trained
-    trained += [] if gathering is None else gathering.trained
-    return Contents(
-        _model_record(twin.model, live, tensors),
-        tensors,
-        _adapters(tree),
-        tuple(trained),
-    )
+    return Contents(model, tensors, _adapters(tree), tuple(trained))
+
+
+def _flags(
+    parameter: nn.Parameter,
+    dtype: torch.dtype,
+    tree: ModelTree,
+    preparation: Preparation | None,
+) -> tuple[bool, Mapping[str, Any]]:
+    """``requires_grad`` as it was, and with the dtype, as a preparation left it."""
+    flag = parameter.requires_grad
+    left: Mapping[str, Any] | None = None
+    record = tree.known.get(id(parameter)) or tree.sharded.get(id(parameter))
+    if preparation is not None and record is not None:
+        flag = preparation.original.flags[record]
+        left = preparation.left.of(record)
+    if left is None:
+        left = {"dtype": dtype, "requires_grad": parameter.requires_grad}
+    return flag, left
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    return parameter.is_floating_point() and not is_quantized_parameter(parameter)
 
 
 def _adapters(tree: ModelTree) -> dict[str, AdapterRecord]:
     """The adapters that PEFT put into the base, by their names; in a part of the model, with the part's before."""
     # of what PEFT's modules hold under a name, copies of the base's not counted
     dtypes: dict[str, set[Any]] = {}
-    for key, container in (
-        child for node in tree.adapters for child in node.module._modules.items()
-    ):
-        for name, part in (
-            container.items()
-            if isinstance(container, (nn.ModuleDict, nn.ParameterDict))
-            else ()
-        ):
-            own = (
-                ()
-                if key in COPIES
-                else part.parameters()
-                if isinstance(part, nn.Module)
-                else (part,)
-            )
-            dtypes.setdefault(name, set()).update(
-                dtype_name(parameter.dtype) for parameter in own
-            )
-    return {
-        join(node.fqn, name): _adapter_record(config, dtypes[name])
-        for node in tree.base
-        if isinstance(configs := vars(node.module).get("peft_config"), dict)
-        for name, config in configs.items()
-        if name in dtypes and isinstance(config, loaded_class("peft", "PeftConfig"))
-    }
+    for node in tree.adapters:
+        for key, container in node.module._modules.items():
+            if not isinstance(container, (nn.ModuleDict, nn.ParameterDict)):
+                continue
+            for name in container:
+                dtypes.setdefault(name, set())
+            for path, parameter in container.named_parameters():
+                if key not in COPIES:
+                    dtypes[path.partition(".")[0]].add(dtype_name(parameter.dtype))
+    found = {}
+    config_class = loaded_class("peft", "PeftConfig")
+    for node in tree.base:
+        configs = vars(node.module).get("peft_config")
+        for name, config in configs.items() if isinstance(configs, dict) else ():
+            if name in dtypes and isinstance(config, config_class):
+                found[join(node.fqn, name)] = _adapter_record(config, dtypes[name])
+    return found
 
 
 def _adapter_record(config: Any, dtypes: set[Any]) -> AdapterRecord:
     """The record of an adapter, of its config what is no default of its class; lists of names have no order."""
-    given = {
-        key: {*value}
-        if isinstance(value, list) and all(isinstance(name, str) for name in value)
-        else value
-        for key, value in _as_dict(config).items()
-        if value != getattr(type(config), key, {})
-    }
+    given = {}
+    for key, value in _as_dict(config).items():
+        if value == getattr(type(config), key, {}):
+            continue
+        has_names = isinstance(value, list) and all(isinstance(v, str) for v in value)
+        given[key] = {*value} if has_names else value
     text = json.dumps(_settled(given, _VOLATILE_ADAPTER))
-    return AdapterRecord(
-        config_sha256=hashlib.sha256(text.encode()).hexdigest(),
-        dtypes=tuple(sorted(dtypes)),
-    )
+    return AdapterRecord(config_sha256=_sha256(text), dtypes=tuple(sorted(dtypes)))
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _digest(fqn: str, tensor: torch.Tensor) -> int:
@@ -220,56 +233,38 @@ def _ties(parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Number the groups of names that are the same memory with the same dtype, shape and stride."""
     groups: dict[Any, list[str]] = {}
     for fqn, parameter in parameters.items():
-        is_empty = parameter.numel() == 0
-        places = tuple(
-            (part.data_ptr(), part.dtype, part.shape, part.stride())
-            for part in parts_of(parameter)
-        )
-        groups.setdefault(id(parameter) if is_empty else places, []).append(fqn)
+        key: Any = id(parameter)
+        if parameter.numel():
+            key = tuple(
+                (part.data_ptr(), part.dtype, part.shape, part.stride())
+                for part in parts_of(parameter)
+            )
+        groups.setdefault(key, []).append(fqn)
     tied = [names for names in groups.values() if len(names) > 1]
     return {name: number for number, names in enumerate(tied) for name in names}
 
 
-def _model_record(
-    twin: nn.Module,
-    live: Mapping[str, torch.Tensor | None],
-    tensors: Mapping[str, TensorRecord],
-) -> ModelRecord:
+def _model_record(twin: nn.Module, dtype: str | None) -> ModelRecord:
     config = getattr(twin, "config", None)
     configs = {"": config} if config is not None else dict(_inner_configs(twin))
-    settled = {
-        fqn: _settled(_as_dict(found), _VOLATILE) for fqn, found in configs.items()
-    }
-    quantizations = {
-        fqn: _settled(_as_dict(quantization), _VOLATILE_QUANTIZATION)
-        for fqn, found in configs.items()
-        if (quantization := getattr(found, "quantization_config", None)) is not None
-    }
-    floating = {
-        n: p
-        for n, p in live.items()
-        if isinstance(p, nn.Parameter) and p.is_floating_point()
-    }
-    plain = {
-        fqn
-        for fqn, parameter in floating.items()
-        if not is_quantized_parameter(parameter)
-    }
-    method = ModelTree(twin).quantization.method
-    sha256 = hashlib.sha256(
-        json.dumps(settled.get("", settled), sort_keys=True).encode()
-    ).hexdigest()
+    settled: dict[str, Any] = {}
+    quantizations: dict[str, Any] = {}
+    for fqn, found in configs.items():
+        settled[fqn] = _settled(_as_dict(found), _VOLATILE)
+        own = getattr(found, "quantization_config", None)
+        if own is not None:
+            quantizations[fqn] = _settled(_as_dict(own), _VOLATILE_QUANTIZATION)
+    text = json.dumps(settled.get("", settled), sort_keys=True)
+    quantization = QuantizationRecord(
+        method=ModelTree(twin).quantization.method,
+        config=quantizations.get("", quantizations),
+    )
     data = {
         "class": type(twin).__name__,
         "name_or_path": str(getattr(config, "_name_or_path", "")),
-        "config_sha256": sha256 if settled else None,
-        "dtype": next(
-            (record.original_dtype for fqn, record in tensors.items() if fqn in plain),
-            None,
-        ),
-        "quantization": QuantizationRecord(
-            method=method, config=quantizations.get("", quantizations)
-        ),
+        "config_sha256": _sha256(text) if settled else None,
+        "dtype": dtype,
+        "quantization": quantization,
     }
     return ModelRecord.model_validate(data)
 
@@ -286,51 +281,42 @@ def _inner_configs(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, A
 
 def _as_dict(config: Any) -> dict[str, Any]:
     """A config as plain values, if possible without its class's defaults: versions of transformers add some."""
-    if config is None or isinstance(config, dict):
-        return dict(config or {})
-    convert = getattr(config, "to_diff_dict", None) or getattr(config, "to_dict", None)
-    if convert is not None:
-        return dict(convert())
-    return dict(vars(config)) if hasattr(config, "__dict__") else {"": config}
+    if isinstance(config, dict):
+        return config
+    for name in ("to_diff_dict", "to_dict"):
+        if hasattr(config, name):
+            return dict(getattr(config, name)())
+    return vars(config) if hasattr(config, "__dict__") else {"": config}
 
 
 def _settled(value: Any, volatile: tuple[str, ...]) -> Any:
     """A config's values as JSON values, without volatile keys, the same in every process."""
     if isinstance(value, Mapping):
         items = {str(key): item for key, item in value.items()}
-        kept = {
-            key: item
-            for key, item in items.items()
+        return {
+            key: _settled(items[key], volatile)
+            for key in sorted(items)
             if not key.startswith("_") and key not in volatile
         }
-        return {key: _settled(kept[key], volatile) for key in sorted(kept)}
-    if isinstance(value, (set, frozenset)):
-        return sorted((_settled(item, volatile) for item in value), key=json.dumps)
-    if isinstance(value, (list, tuple)):
-        return [_settled(item, volatile) for item in value]
+    if isinstance(value, (set, frozenset, list, tuple)):
+        found = [_settled(item, volatile) for item in value]
+        if isinstance(value, (set, frozenset)):
+            found.sort(key=json.dumps)
+        return found
     if isinstance(value, torch.dtype):
         return dtype_name(value)
     value = getattr(value, "value", value)  # of an enumeration
-    return (
-        value
-        if isinstance(value, (str, int, float, bool, type(None)))
-        else type(value).__name__
-    )
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    return type(value).__name__
 
 
 @functools.cache
 def versions() -> dict[str, str]:
     """The versions of Python and of the libraries involved, by distribution; none is imported."""
     found = {"python": platform.python_version()}
-    for name in (
-        "kbitwrap",
-        "torch",
-        "transformers",
-        "peft",
-        "accelerate",
-        "safetensors",
-        *DISTRIBUTIONS,
-    ):
+    libraries = ("torch", "transformers", "peft", "accelerate", "safetensors")
+    for name in ("kbitwrap", *libraries, *DISTRIBUTIONS):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     # the distribution's version may lack the build

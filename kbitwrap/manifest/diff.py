@@ -31,34 +31,30 @@ def compare(
 ) -> ManifestDiff:
     """Compare two sets of tensors, by the values that ``read`` gives of each, and two headers of nested values."""
     one, other = _flat(header), _flat(other_header)
-    pairs = {
+    whole = {
         key: (one.get(key), other.get(key))
         for key in (*one, *other)
         if key not in ignored
     }
-    different = {"": _unequal(pairs)}
+    pairs = {"": whole}
     ties, other_ties = _tied(first), _tied(second)
-    for fqn in (fqn for fqn in first if fqn in second):
-        values, others = read(first[fqn]), read(second[fqn])
-        pairs = {
-            name: (value, others[name])
-            for name, value in values.items()
-            if name in others
-        }
-        # a number that may differ where the group does not
-        pairs.pop("tie_group", None)
-        different[fqn] = _unequal(
-            {**pairs, "tied": (ties.get(fqn, ()), other_ties.get(fqn, ()))}
-        )
+    for fqn in first:
+        if fqn in second:
+            values, others = read(first[fqn]), read(second[fqn])
+            pairs[fqn] = {name: (values[name], others.get(name)) for name in values}
+            # a number that may differ where the group does not
+            pairs[fqn].pop("tie_group", None)
+            pairs[fqn]["tied"] = ties.get(fqn, ()), other_ties.get(fqn, ())
+    different = {}
+    for fqn, rows in pairs.items():
+        unequal = {name: pair for name, pair in rows.items() if pair[0] != pair[1]}
+        if unequal:
+            different[fqn] = unequal
     return ManifestDiff(
-        {fqn: rows for fqn, rows in different.items() if rows},
+        different,
         missing=tuple(fqn for fqn in first if fqn not in second),
         unexpected=tuple(fqn for fqn in second if fqn not in first),
     )
-
-
-def _unequal(pairs: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _tied(tensors: Mapping[str, TensorRecord]) -> dict[str, tuple[str, ...]]:
@@ -74,35 +70,29 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested mappings into one with dotted keys."""
     found: dict[str, Any] = {}
     for key, value in data.items():
-        found |= (
-            _flat(value, f"{prefix}{key}.")
-            if isinstance(value, Mapping)
-            else {f"{prefix}{key}": value}
-        )
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
     return found
+
+
+_AS_LOADED = ("type", "shape", "original_dtype", "digest")
+# The flag from before depends on whether the adapter or the preparation came first.
+_FOR_TRAINING = (
+    *("type", "shape", "original_dtype", "prepared_dtype", "prepared_requires_grad"),
+    "digest",
+)
 
 
 def as_loaded(tensor: TensorRecord) -> dict[str, Any]:
     """The values of a tensor to compare with a live model's."""
-    return {
-        name: getattr(tensor, name)
-        for name in ("type", "shape", "original_dtype", "digest")
-    }
+    return {name: getattr(tensor, name) for name in _AS_LOADED}
 
 
 def for_training(tensor: TensorRecord) -> dict[str, Any]:
     """The values of a tensor that training depends on, in the order in which an essence hashes them."""
-    # The flag from before depends on whether the adapter or the preparation came first,
-    # and training changes the content of what is trainable: neither is one of them.
-    names = [
-        "type",
-        "shape",
-        "original_dtype",
-        "prepared_dtype",
-        "prepared_requires_grad",
-        "digest",
-    ]
-    return {
-        name: getattr(tensor, name)
-        for name in names[: 5 if tensor.prepared_requires_grad else 6]
-    }
+    values = {name: getattr(tensor, name) for name in _FOR_TRAINING}
+    if tensor.prepared_requires_grad:
+        del values["digest"]  # training changes the content
+    return values

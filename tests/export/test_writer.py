@@ -6,10 +6,8 @@ import contextlib
 import errno
 import os
 import sys
-import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -120,12 +118,10 @@ def test_an_unsupported_layout_or_dtype_is_refused(tensor: torch.Tensor, tmp_pat
     assert names_in(tmp_path) == []
 
 
-@pytest.mark.parametrize("small", [1, 1 << 20], ids=["in the background", "at once"])
 def test_a_big_tensor_is_written_in_pieces_and_progress_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer_module, "_PIECE", 1000)
-    monkeypatch.setattr(writer_module, "_SMALL", small)
     told: list[int] = []
     tensors = {"a": values(torch.uint8, 5501), "b": values(torch.float32, 7)}
     write_safetensors(tmp_path / "file", tensors, progress=told.append)
@@ -139,27 +135,16 @@ def test_a_big_tensor_is_written_in_pieces_and_progress_is_told(
 # ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("small", "others"), [(1, 1), (1 << 20, 0)], ids=["in the background", "at once"])
-def test_one_tensor_is_computed_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: int, others: int
-) -> None:
-    monkeypatch.setattr(writer_module, "_SMALL", small)
+def test_one_tensor_is_computed_at_a_time(tmp_path: Path) -> None:
     alive: set[int] = set()
 
     def compute() -> torch.Tensor:
-        assert len(alive) <= others  # which are being written
+        assert not alive  # what is computed is written before the next one is computed
         array = numpy.ones(64, dtype=numpy.float32)
         alive.add(id(array))
         weakref.finalize(array, alive.remove, id(array))  # it lives as long as the tensor's storage
         return torch.from_numpy(array)
 
-    set_result = Future.set_result
-
-    def dawdle(future: Future[Any], result: Any) -> None:
-        set_result(future, result)
-        time.sleep(0.01)  # the writing thread is not done with what it was told to write
-
-    monkeypatch.setattr(Future, "set_result", dawdle)
     tensors = {f"t{i}": LazyTensor((64,), torch.float32, compute) for i in range(5)}
     write_safetensors(tmp_path / "file", tensors)
     assert not alive
@@ -188,7 +173,6 @@ def test_tensors_cut_from_one_compute_it_once(tmp_path: Path) -> None:
 
 
 def test_a_lazy_tensor_is_written_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer_module, "_SMALL", 100)
     whole = values(torch.bfloat16, 40, 25)
     lazy = LazyTensor((40, 25), torch.bfloat16, whole.clone, lambda: iter(whole.view(-1).split(33)))
     write_safetensors(tmp_path / "file", {"a": lazy, "b": torch.ones(3)})
@@ -221,17 +205,11 @@ def test_a_tensor_that_becomes_another_is_refused(
     assert names_in(tmp_path) == []
 
 
-def test_an_error_of_the_disk_in_the_background_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer_module, "_SMALL", 1)
+def test_an_error_of_the_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
 
-    write_at = writer_module._write_at
-
-    def fail(file: Any, offset: int, *arguments: Any) -> None:
-        if offset:  # not of the header
-            raise OSError(28, "No space left on device")
-        write_at(file, offset, *arguments)
-
-    monkeypatch.setattr(writer_module, "_write_at", fail)
+    monkeypatch.setattr(writer_module, "_write_tensor", fail)
     with pytest.raises(OSError, match="No space left"):
         write_safetensors(tmp_path / "file", {"a": torch.ones(3), "b": torch.ones(5)})
     assert names_in(tmp_path) == []
