@@ -82,14 +82,15 @@ class _Copier:
     def twin_of(self, tree: ModelTree) -> Twin:
         """The twin of a model, which this copies once."""
         model = self.copy("", tree.model)
-        stored: dict[str, torch.Tensor | None] = {}
+        stored = {}
         for node in tree.base:
             for name, parameter in node.module._parameters.items():
-                stored[join(node.fqn, name)] = parameter
+                if parameter is not None:
+                    stored[join(node.fqn, name)] = parameter.dtype
         converted = [
             fqn
             for fqn, original in model.named_parameters()
-            if stored[fqn].dtype != original.dtype
+            if original.dtype != stored[fqn]
         ]
         return Twin(model, tuple(self.peeled), tuple(converted))
 
