@@ -17,6 +17,7 @@ from campaign import sequences
 from kbitwrap import KbitPreparedModel, RestoreError
 from support import zoo
 from support.snapshot import Snapshot
+from support.thorough import few
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 PRECISIONS = ("full", "compute", "norms", "none")
@@ -59,8 +60,9 @@ AnyOrder.TestCase.settings = settings(
 TestAnyOrder = AnyOrder.TestCase
 
 
-def test_a_hundred_sequences_of_a_seed_leave_everything_as_it_was() -> None:
-    assert [line for violations in sequences.trials(17, 100) for line in violations] == []
+@pytest.mark.parametrize("number", few([30, 100], [30]))
+def test_sequences_of_a_seed_leave_everything_as_it_was(number: int) -> None:
+    assert [line for violations in sequences.trials(17, number) for line in violations] == []
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import pytest
 
 import kbitwrap
 from kbitwrap import errors
+from support.thorough import few
 
 PACKAGE = Path(kbitwrap.__file__).parent
 # Each room, a folder or a file, imports only from rooms to its left; "" is the package's own `__init__`.
@@ -351,7 +352,8 @@ def test_every_argument_of_a_public_function_is_described(name: str) -> None:
 # ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", modules())
+# The example of a prediction takes as long as all others: by default the tests of predictions do for it.
+@pytest.mark.parametrize("name", few(modules(), [name for name in modules() if name != "kbitwrap.foresight.predict"]))
 def test_the_examples_are_true(name: str) -> None:
     # Examples may set warning filters, as a reader's own session would.
     with warnings.catch_warnings():

@@ -37,6 +37,7 @@ from kbitwrap.integrations import KbitTrainerCallback
 from support import forks, zoo
 from support.files import SHARD, read, saved
 from support.snapshot import Snapshot
+from support.thorough import few
 from support.trainers import dataset
 from support.training import step
 
@@ -185,7 +186,7 @@ def live_on(rank: int, join: forks.Join, engine: str, folder: Path) -> None:
             lives_on(rank, engine, precision, model, plain, folder, expected)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", few(ENGINES, ["fsdp1"]))
 def test_what_stores_no_other_dtype_is_suspended_and_restored_while_sharded(engine: str, tmp_path: Path) -> None:
     forks.run_ranks(live_on, engine, tmp_path)
 
@@ -314,7 +315,7 @@ def see_what_changed(rank: int, join: forks.Join, engine: str, folder: Path) -> 
         trains_with_the_callback(rank, engine, models[2], folder / f"{rank}")
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", few(ENGINES, ["fsdp2"]))
 def test_all_ranks_read_what_changed_and_the_callbacks_manifest(engine: str, tmp_path: Path) -> None:
     forks.run_ranks(see_what_changed, engine, tmp_path)
 

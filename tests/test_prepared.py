@@ -36,6 +36,7 @@ from kbitwrap import (
 from support import zoo
 from support.plain import Shadowed
 from support.snapshot import Snapshot
+from support.thorough import each_once
 from support.training import adapt, is_checkpointing, step
 
 PRECISIONS = list(Precision)
@@ -72,8 +73,7 @@ def test_constructing_and_planning_change_nothing(precision: Precision) -> None:
     assert before.diff(Snapshot(model)) == []
 
 
-@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
-@pytest.mark.parametrize("name", ["llama", "opt", "bart", "gemma2"])
+@pytest.mark.parametrize(("precision", "name"), each_once(PRECISIONS, ["llama", "opt", "bart", "gemma2"]))
 def test_suspended_is_the_original_state_and_ends_as_before(name: str, precision: Precision) -> None:
     model = zoo.load(name, "int8" if name == "opt" else "nf4", torch.float16)
     original = Snapshot(model)
@@ -96,8 +96,7 @@ def test_suspended_is_the_original_state_and_ends_as_before(name: str, precision
     assert original.diff(Snapshot(model), moved=precision.upcasts_all) == []
 
 
-@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize(("precision", "dropout"), each_once(PRECISIONS, [0.0, 0.2]))
 def test_training_with_a_suspended_generate_is_training_without(precision: Precision, dropout: float) -> None:
     losses: dict[bool, list[torch.Tensor]] = {}
     for suspends in (False, True):
@@ -130,8 +129,7 @@ def test_training_with_a_suspended_generate_is_training_without(precision: Preci
 # ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
-@pytest.mark.parametrize("name", ["ctrl", "qwen2_vl"])
+@pytest.mark.parametrize(("precision", "name"), each_once(PRECISIONS, ["ctrl", "qwen2_vl"]))
 def test_a_suspended_forward_leaves_training_as_it_is(name: str, precision: Precision) -> None:
     """CTRL casts its position encodings to the dtype of its input, for good; Qwen2-VL keeps offsets of its input."""
     found = {}
@@ -499,8 +497,7 @@ class FaultError(Exception):
     """Raised on purpose."""
 
 
-@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
-@pytest.mark.parametrize("kind", [FaultError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize(("precision", "kind"), each_once(PRECISIONS, [FaultError, KeyboardInterrupt, SystemExit]))
 def test_a_fault_anywhere_in_prepare_leaves_the_model_as_it_was(
     precision: Precision, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -685,8 +682,9 @@ def test_bitsandbytes_layers_without_an_attribute_are_recognised() -> None:
         assert is_checkpointing(model)
 
 
-@pytest.mark.parametrize("method", ["gptq", "aqlm", "eetq", "hqq", "torchao", "awq", "fp8"])
-@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+@pytest.mark.parametrize(
+    ("method", "precision"), each_once(["gptq", "aqlm", "eetq", "hqq", "torchao", "awq", "fp8"], PRECISIONS)
+)
 def test_methods_that_manage_their_own_precision_are_never_cast(method: str, precision: Precision) -> None:
     model = zoo.load("llama", None)  # stands in for layers whose kernels do not run here; only detection is tested
     model.quantization_method = method

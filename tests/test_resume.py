@@ -11,6 +11,7 @@ import torch
 
 from kbitwrap import KbitPreparedModel
 from support import forks, zoo
+from support.thorough import few
 from support.training import adapt
 
 QUANTS = ("nf4", "int8")
@@ -97,7 +98,7 @@ def resumed(folder: Path, quant: str) -> dict[str, dict[str, list[float]]]:
 
 # bitsandbytes' 8-bit kernel computes in float16, and says so on every bf16 model.
 @pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning")
-@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("quant", few(QUANTS, QUANTS[:1]))
 def test_resuming_in_a_new_process_gives_the_same_losses(quant: str, tmp_path: Path) -> None:
     for precision, losses in resumed(tmp_path, quant).items():
         uninterrupted = losses.pop("uninterrupted")

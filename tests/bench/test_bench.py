@@ -130,6 +130,7 @@ def test_an_export_writes_the_librarys_bytes(precision: str, tmp_path: Path) -> 
     assert (row[0], *row[5:7], row[-1]) == (precision, *["2.00" if merged else "1.00"] * 2, "identical")
 
 
+@pytest.mark.thorough
 def test_a_case_is_measured_by_an_interpreter_of_its_own(tmp_path: Path) -> None:
     case = runner._run_case("none", settings(step=False, repeats=0), tmp_path)
     assert case["case"] == "none"

@@ -35,7 +35,7 @@ from kbitwrap.tensors.dtypes import SAFETENSORS_DTYPES
 from kbitwrap.tensors.lazy import materialize
 from support import forks, zoo
 from support.files import tensors_of
-from support.thorough import few
+from support.thorough import each_once, few
 
 
 class Saved:
@@ -212,26 +212,26 @@ def pickled(folder: Path, model_class: str, target: Path) -> None:
             shutil.copy(path, target)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    ("name", "quant", "options"),
-    [
-        ("llama", "nf4", {}),
-        ("llama", "int8", {"max_shard_size": "100KB"}),
-        ("gpt2", "nf4-double", {}),
-        ("t5", "nf4", {}),
-        ("bert", "int8", {}),
-        ("gemma2", "nf4", {}),
-    ],
-)
+PICKLED = [
+    ("llama", "nf4", {}),
+    ("llama", "int8", {"max_shard_size": "100KB"}),
+    ("gpt2", "nf4-double", {}),
+    ("t5", "nf4", {}),
+    ("bert", "int8", {}),
+    ("gemma2", "nf4", {}),
+]
+
+
+@pytest.mark.parametrize(("case", "way"), each_once(PICKLED, WAYS))
 def test_pickled_checkpoints_become_the_same_safetensors_files(
-    name: str, quant: str, options: dict[str, Any], way: str, saved: Callable[..., Saved], tmp_path: Path
+    case: tuple[str, str, dict[str, Any]], way: str, saved: Callable[..., Saved], tmp_path: Path
 ) -> None:
-    case = saved(name, quant, **options)
-    pickled(case.prepared, zoo.ARCHITECTURES[name].model_class, tmp_path / "old")
-    assert inspect_checkpoint(tmp_path / "old").leftovers == inspect_checkpoint(case.prepared).leftovers
-    report = convert_checkpoint(tmp_path / "old", tmp_path / "out", **ways(case)[way])
-    expected = convert_checkpoint(case.prepared, tmp_path / "expected", **ways(case)[way])
+    name, quant, options = case
+    run = saved(name, quant, **options)
+    pickled(run.prepared, zoo.ARCHITECTURES[name].model_class, tmp_path / "old")
+    assert inspect_checkpoint(tmp_path / "old").leftovers == inspect_checkpoint(run.prepared).leftovers
+    report = convert_checkpoint(tmp_path / "old", tmp_path / "out", **ways(run)[way])
+    expected = convert_checkpoint(run.prepared, tmp_path / "expected", **ways(run)[way])
     assert differing(tmp_path / "expected", tmp_path / "out") == []
     assert {*report.converted} == {*expected.converted}
     assert (report.num_bytes, report.saved_bytes) == (expected.num_bytes, expected.saved_bytes)

@@ -19,6 +19,7 @@ from kbitwrap.edits.stand_ins import HeadForward
 from support import zoo
 from support.memory import allocations
 from support.snapshot import Snapshot
+from support.thorough import each_once
 from support.training import adapt, step
 
 AUTOCAST = pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
@@ -44,8 +45,9 @@ def stored_head(head: nn.Module, hidden: torch.Tensor, dtype: torch.dtype = torc
 
 # Not tied, tied, tied under another name, a forward of its own, an encoder before it.
 @AUTOCAST
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["llama", "gemma2", "whisper", "falcon", "bart"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), each_once(["llama", "gemma2", "whisper", "falcon", "bart"], [torch.bfloat16, torch.float16])
+)
 @pytest.mark.filterwarnings("ignore:.*has neither a quantization attribute:UserWarning")
 def test_the_logits_are_those_of_a_head_stored_in_float32(name: str, dtype: torch.dtype, autocast: bool) -> None:
     model = zoo.load(name, "nf4" if zoo.ARCHITECTURES[name].is_quantized else None, dtype=dtype)
@@ -106,8 +108,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tenso
 
 
 @AUTOCAST
-@pytest.mark.parametrize("precision", ["norms", "adapted", "none"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("precision", "dtype"), each_once(["norms", "adapted", "none"], [torch.bfloat16, torch.float16])
+)
 def test_the_log_probabilities_come_to_those_of_an_engine_with_a_float32_head(
     trained: tuple[Path, torch.Tensor], dtype: torch.dtype, precision: str, autocast: bool
 ) -> None:
@@ -283,6 +286,7 @@ def test_a_model_without_a_half_head_is_told_so() -> None:
     assert not any("head=" in w for w in build_plan(zoo.load("llama"), head="float32").warnings)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning")
 def test_the_whole_model_is_compiled_in_one_graph() -> None:
     steps = []

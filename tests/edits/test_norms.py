@@ -30,6 +30,7 @@ from kbitwrap.edits.norms import ComputeChange, Float32Forward, can_rebind_forwa
 from kbitwrap.model.tree import ModelTree
 from support import forks
 from support.strategies import HALF_DTYPES, RMSNorm
+from support.thorough import each_once
 
 WIDTH = 8
 
@@ -366,9 +367,10 @@ def by_torch_save(module: nn.Module) -> nn.Module:
     return torch.load(file, weights_only=False)
 
 
-@every_norm
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, by_pickle, by_torch_save])
-@pytest.mark.parametrize("own_forward", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "duplicate", "own_forward"),
+    each_once(list(NORMS), [copy.deepcopy, by_pickle, by_torch_save], [False, True]),
+)
 def test_a_copy_computes_with_its_own_weight(
     kind: str, duplicate: Callable[[nn.Module], nn.Module], own_forward: bool
 ) -> None:
@@ -410,9 +412,9 @@ def fresh_compiler() -> Iterator[None]:
     torch.set_grad_enabled(True)
 
 
-@every_norm
-@every_input
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    ("kind", "input_dtype", "backend"), each_once(list(NORMS), ["half", torch.float32], ["eager", "aot_eager"])
+)
 def test_it_compiles_without_a_break(kind: str, input_dtype: Any, backend: str, fresh_compiler: None) -> None:
     norm = make(kind).requires_grad_(True)
     inputs = make_inputs(kind, torch.bfloat16 if input_dtype == "half" else input_dtype)

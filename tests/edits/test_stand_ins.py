@@ -26,7 +26,7 @@ from kbitwrap.model.tree import ModelTree
 from kbitwrap.tensors.upcast import UpcastTensor
 from support import zoo
 from support.snapshot import Snapshot
-from support.thorough import few
+from support.thorough import each_once, few
 from support.training import adapt, step
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -497,7 +497,7 @@ def first_dtypes(model: nn.Module) -> dict[str, list[torch.dtype]]:
 
 
 @pytest.mark.filterwarnings("ignore:.*neither a quantization attribute nor a quantized layer:UserWarning")
-@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+@pytest.mark.parametrize("name", few(zoo.ARCHITECTURES, zoo.CORE))
 def test_a_module_takes_the_dtype_of_full_for_its_own(name: str) -> None:
     """Models cast masks, images and caches to the dtype of their first parameter."""
     dtypes = []
@@ -789,8 +789,7 @@ AS_PARAMETERS = {
 }
 
 
-@pytest.mark.parametrize("mode", ["plain", "reentrant", "autocast"])
-@pytest.mark.parametrize("name", AS_PARAMETERS)
+@pytest.mark.parametrize(("name", "mode"), each_once(list(AS_PARAMETERS), ["plain", "reentrant", "autocast"]))
 def test_lora_on_a_parameter_gives_the_numbers_of_full(name: str, mode: str) -> None:
     steps = []
     for precision in ("full", "compute"):

@@ -18,6 +18,7 @@ from kbitwrap import KbitPreparedModel, Manifest
 from kbitwrap.integrations import KbitTrainerCallback
 from support import forks, zoo
 from support.snapshot import Snapshot
+from support.thorough import few
 from support.trainers import NUM_STEPS, adapt, dataset, trainer_for
 
 BLOCKS = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
@@ -71,11 +72,11 @@ def train_each(cases: list[tuple[str, str]], folder: Path) -> int:
     return distributed.get_rank()
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [[("full", "none"), ("norms", "none")], [("norms", "fsdp2"), ("norms", "fsdp1")]],
-    ids=["ddp", "what accelerate makes of FSDP on a CPU: DDP"],
-)
+OF_DDP = [("full", "none"), ("norms", "none")]
+OF_FSDP = [("norms", "fsdp2"), ("norms", "fsdp1")]  # of which accelerate makes DDP on a CPU
+
+
+@pytest.mark.parametrize("cases", few([OF_DDP, OF_FSDP], [OF_DDP]), ids=["ddp", "fsdp"])
 def test_trainer_under_torchrun_trains_and_gives_the_base_back(cases: list[tuple[str, str]], tmp_path: Path) -> None:
     forks.context()
     config = LaunchConfig(

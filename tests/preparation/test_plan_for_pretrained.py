@@ -28,6 +28,7 @@ from kbitwrap import (
 )
 from kbitwrap.cli import main
 from support import zoo
+from support.thorough import few
 
 FIGURES = ("quantization", "added_bytes", "peak_bytes", "cache_bytes", "record_bytes", "by_role", "warnings")
 FURTHER = ("falcon", "gemma3", "gpt_oss", "mamba", "deepseek_v3")
@@ -78,7 +79,7 @@ def llama() -> LlamaConfig:
 # ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "quant"), CASES)
+@pytest.mark.parametrize(("name", "quant"), few(CASES, CASES[::3]))
 def test_the_plan_is_that_of_the_loaded_model(name: str, quant: str) -> None:
     model = zoo.load(name, quant)
     for precision in Precision:
