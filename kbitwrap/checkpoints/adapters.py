@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import ConfigError
 from ..export.adapters import parameter_name
 from ..model.wrappers import canonical_fqn
-from ..reports import first_of, shown
+from ..reports import first_of, first_sentence, shown
 from .reader import StoredTensor, adapter_file, read_json, read_tensors
 
 _RANKS = ("r", "init_r", "num_virtual_tokens")
@@ -96,11 +96,10 @@ def _refuse_unknown_keys(saved: SavedAdapter) -> None:
     known = {field.name for field in dataclasses.fields(config_class)}
     known.update(["peft_version", _LAYOUT, _DETAIL])
     unknown = [key for key in saved.config if key not in known]
-    values = [saved.config[key] for key in unknown]
     said = [
-        f"{key}: {shown(value)}"
-        for key, value in zip(unknown, values, strict=True)
-        if value not in _NO_VALUES
+        f"{key}: {shown(saved.config[key])}"
+        for key in unknown
+        if saved.config[key] not in _NO_VALUES
     ]
     if said:
         raise ConfigError(
@@ -159,9 +158,9 @@ def with_adapter(model: nn.Module, saved: SavedAdapter) -> nn.Module:
             adapted: Any = PeftModel.from_pretrained(model, os.fspath(saved.folder))
             places = get_peft_model_state_dict(adapted, save_embedding_layers=False)
         except Exception as error:  # whatever PEFT raises, the adapter does not fit
-            # torch's second line names a tensor
-            why = " ".join(map(str.strip, str(error).split("\n")[:2]))
-            raise ConfigError(f"{saved.name} does not fit the base: {why}") from error
+            raise ConfigError(
+                f"{saved.name} does not fit the base: {first_sentence(error)}"
+            ) from error
 
     unknown = [
         name

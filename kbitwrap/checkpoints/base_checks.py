@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from ..errors import ManifestMismatchError
+from ..model.pretrained import load_pretrained
+from ..model.wrappers import unwrap
 from ..preparation.original import DECOMPRESSED
 from ..reports import shown
 from ..tensors.bits import content_digest
@@ -286,8 +288,11 @@ def merge(subject: Folder | LiveModel) -> Result | None:
 
 
 def _survival(subject: Folder | LiveModel, base: Base, given: Given) -> Result:
-    weights = subject.path if isinstance(subject, Folder) else subject.model
-    found = measure_merge(weights, base.dtype, given.base, given.adapter)
+    if isinstance(subject, LiveModel):
+        merged, _ = unwrap(subject.model)
+    else:
+        merged, _ = load_pretrained(subject.path, None, base.dtype)
+    found = measure_merge(merged, base.dtype, given.base, given.adapter)
     if not found.layers:
         return fine("they are the base's: nothing was merged into them")
 

@@ -26,7 +26,6 @@ from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype, parse_dtype
 from .reader import (
     SavedCheckpoint,
     has_weights,
-    is_beside,
     is_trained_copy,
     load_manifest,
     open_checkpoint,
@@ -244,7 +243,6 @@ def _casts_to(
 
     Adapters, trained copies and the state of quantized weights stay as they are.
     """
-    stored_names = {canonical_fqn(name) for name in checkpoint.tensors}
     if is_of_another_library(checkpoint.config.get("quantization_config")):
         dtype = None
 
@@ -253,7 +251,7 @@ def _casts_to(
         original = _original(name, originals)
         if original is not None:
             wanted = original.dtype
-        elif is_trained_copy(name) or is_beside(name, stored_names):
+        elif name in checkpoint.beside:
             continue
         else:
             wanted = dtype
@@ -326,13 +324,8 @@ def _recorded(checkpoint: SavedCheckpoint, manifest: Manifest) -> _Originals:
 
 def _unknown(checkpoint: SavedCheckpoint, originals: _Originals) -> tuple[str, ...]:
     """The names of the tensors that have no original, and are neither an adapter's nor quantization state."""
-    return tuple(
-        name
-        for name in checkpoint.tensors
-        if _original(name, originals) is None
-        and not is_trained_copy(name)
-        and not is_beside(name, originals)
-    )
+    own = [name for name in checkpoint.tensors if name not in checkpoint.beside]
+    return tuple(name for name in own if _original(name, originals) is None)
 
 
 def _renamed(model: Any, tensors: _Originals) -> _Originals:

@@ -18,8 +18,6 @@ from .convert import casts_by_dtype
 from .reader import (
     EIGHT_BIT_STATE,
     SavedCheckpoint,
-    is_beside,
-    is_trained_copy,
     open_checkpoint,
 )
 
@@ -122,15 +120,10 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
         ({'norms': {'norm.weight': 8}}, 'bfloat16')
     """
     checkpoint = open_checkpoint(path)
-    names = {canonical_fqn(name) for name in checkpoint.tensors}
-    beside = {
-        name
-        for name in checkpoint.tensors
-        if is_trained_copy(name) or is_beside(name, names)
-    }
+    beside = checkpoint.beside
     quantization = {name for name in beside if _QUANTIZATION_STATE.search(name)}
     adapters = [file.name for file in checkpoint.folder.glob("adapter_model.*")]
-    half = _half_dtype(checkpoint, beside)
+    half = _half_dtype(checkpoint)
     leftovers: dict[str, dict[str, int]] = {}
     if half is not None or quantization:
         for name in casts_by_dtype(checkpoint, half or torch.bfloat16):
@@ -171,15 +164,15 @@ def _name(dtype: torch.dtype | None) -> str | None:
     return None if dtype is None else dtype_name(dtype)
 
 
-def _half_dtype(checkpoint: SavedCheckpoint, beside: set[str]) -> torch.dtype | None:
+def _half_dtype(checkpoint: SavedCheckpoint) -> torch.dtype | None:
     """The half dtype of the config, or else of most base tensors, or else that quantized layers compute in."""
     if checkpoint.dtype in HALF_DTYPES:
         return checkpoint.dtype
 
     tensors = checkpoint.tensors.items()
-    stored = [tensor.dtype for name, tensor in tensors if name not in beside]
-    most = max(HALF_DTYPES, key=stored.count)
-    if most in stored:
+    own = [tensor.dtype for name, tensor in tensors if name not in checkpoint.beside]
+    most = max(HALF_DTYPES, key=own.count)
+    if most in own:
         return most
 
     settings = checkpoint.config.get("quantization_config")

@@ -108,6 +108,16 @@ class SavedCheckpoint:
     # the content of ``config.json``; empty where there is none
     config: Mapping[str, Any]
 
+    @functools.cached_property
+    def beside(self) -> set[str]:
+        """The names of what is not the base's own: adapters, trained copies and the state of quantized weights."""
+        fqns = {canonical_fqn(name) for name in self.tensors}
+        return {
+            name
+            for name in self.tensors
+            if is_trained_copy(name) or _is_beside(name, fqns)
+        }
+
     @property
     def num_bytes(self) -> int:
         """The size of all tensors, in bytes."""
@@ -430,7 +440,7 @@ def is_trained_copy(name: str) -> bool:
     return _TRAINED_COPY.search(f".{name}") is not None
 
 
-def is_beside(name: str, known: Collection[str]) -> bool:
+def _is_beside(name: str, known: Collection[str]) -> bool:
     """Whether a tensor is an adapter's or quantization state: its name is below a known tensor's, or its module's."""
     owner, _, last = canonical_fqn(name).rpartition(".")
     owners = [f"{owner}.weight" if last in EIGHT_BIT_STATE else owner]

@@ -22,6 +22,7 @@ from .subjects import (
     LiveModel,
     Optimizer,
     checkpoint_before,
+    dtype_names,
     numbered_folders,
     tensors_of,
 )
@@ -101,7 +102,7 @@ def adapter_dtypes(adapter: Adapter) -> Result | None:
     if not tensors:
         return None
 
-    dtypes = adapter.dtypes
+    dtypes = sorted(dtype_names(tensors.values()))
     others = []
     for name, tensor in tensors.items():
         inner = tensors.get(name.replace(".lora_B.", ".lora_A."), tensor)

@@ -26,10 +26,9 @@ from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype
 from ..tensors.lazy import materialize
 from .inspection import inspect_checkpoint
 from .reader import (
+    StoredTensor,
     adapter_file,
     has_weights,
-    is_beside,
-    is_trained_copy,
     load_pickled,
     open_checkpoint,
     read_json,
@@ -102,11 +101,6 @@ class Adapter:
     where: str
     tensors: Tensors
     trained: frozenset[str]
-
-    @property
-    def dtypes(self) -> list[str]:
-        """The names of its dtypes, sorted."""
-        return sorted(dtype_names(self.tensors.values()))
 
 
 @dataclass(frozen=True)
@@ -181,32 +175,21 @@ class Folder:
         resized or trained.
         """
         model = self.given.model if self.base is None else self.base.meta
-        groups: list[Tensors] = (
-            [] if model is None else [dict(model.named_parameters())]
-        )
-        shapes: dict[str, Sequence[int]] = _shapes(groups)
+        described = [] if model is None else [*model.named_parameters()]
+        own = [] if self.base is None else [*self.base.tensors.items()]
+        saved = own + tensors_of(self.adapters)
+        shapes = {canonical_fqn(name): tensor.shape for name, tensor in described}
         if self.manifest is not None:
             shapes.update(recorded_shapes(self.manifest))
+        shapes.update({canonical_fqn(name): tensor.shape for name, tensor in saved})
 
-        saved = [adapter.tensors for adapter in self.adapters]
-        if self.base is not None:
-            saved.insert(0, self.base.tensors)
-
-        shapes.update(_shapes(saved))
         names = [fqn for fqn in shapes if fqn.endswith("embed_tokens.weight")]
         if model is not None:
             names = _embedding_names(model)
-
-        return (names[0], shapes[names[0]][0]) if names else None
-
-
-def _shapes(groups: Iterable[Tensors]) -> dict[str, Sequence[int]]:
-    """The shapes of tensors by their canonical names; of one that is in several groups, that in the last."""
-    shapes: dict[str, Sequence[int]] = {}
-    for tensors in groups:
-        for name, tensor in tensors.items():
-            shapes[canonical_fqn(name)] = tensor.shape
-    return shapes
+        if not names:
+            return None
+        fqn = names[0]
+        return fqn, shapes[fqn][0]
 
 
 def _embedding_names(model: Any) -> list[str]:
@@ -378,17 +361,13 @@ def _trained_dtypes(
 def _saved_base(path: Path) -> Base:
     checkpoint = open_checkpoint(path)
     report = inspect_checkpoint(path)
-    stored = {
-        canonical_fqn(name): tensor.lazy()
-        for name, tensor in checkpoint.tensors.items()
-        if not is_trained_copy(name)
+    sources = _saved_sources(checkpoint.tensors)
+    own = {
+        canonical_fqn(name): stored.lazy()
+        for name, stored in checkpoint.tensors.items()
+        if name not in checkpoint.beside
     }
-    sources = _saved_sources(stored)
-    plain = {
-        fqn: tensor
-        for fqn, tensor in stored.items()
-        if fqn not in sources and not is_beside(fqn, stored)
-    }
+    plain = {fqn: tensor for fqn, tensor in own.items() if fqn not in sources}
     use_cache = {"config.json": checkpoint.config.get("use_cache")}
     generation = checkpoint.folder / "generation_config.json"
     if generation.is_file():
@@ -417,18 +396,18 @@ def _saved_base(path: Path) -> Base:
     )
 
 
-def _saved_sources(stored: Tensors) -> _Sources:
+def _saved_sources(tensors: Mapping[str, StoredTensor]) -> _Sources:
     """The dtype from which each 4-bit weight was quantized, as the statistics beside it say."""
     found: _Sources = {}
-    for name, tensor in stored.items():
-        fqn, is_state, _ = name.partition(".quant_state.")
+    for name, stored in tensors.items():
+        fqn, is_state, _ = canonical_fqn(name).partition(".quant_state.")
         if not is_state:
             continue
         found[fqn] = None
         # damaged, it tells nothing
         with contextlib.suppress(ValueError, LookupError, TypeError):
-            if tensor.nbytes < _MAX_STATE_BYTES:
-                content = bytes(materialize(tensor).tolist())
+            if stored.num_bytes < _MAX_STATE_BYTES:
+                content = bytes(materialize(stored.lazy()).tolist())
                 found[fqn] = find_dtype(json.loads(content)["dtype"])
 
     return found

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..export.adapters import Merger, active_adapters, is_tuner_layer
 from ..export.plain import float32_module, parameter_of, plain_layer
-from ..model.pretrained import load_pretrained
+from ..export.staging import Source
 from ..model.quantization import dequantizer, is_quantized_layer
 from ..model.tree import ModelTree
-from ..model.wrappers import unwrap
 from .adapters import read_adapter
 from .base import adapted_base, load_base
 from .reader import saved_manifest
@@ -38,19 +35,14 @@ class Survival:
 
 
 def measure_merge(
-    subject: Any,
-    dtype: torch.dtype | None,
-    base: Any,
-    adapter: str | os.PathLike[str],
+    merged: Any, dtype: torch.dtype | None, base: Source, adapter: Source
 ) -> Survival:
-    """Compare quantized weights, live or in a folder, with those of the base and with what the adapter adds to them."""
-    merged = _quantized_model(subject, dtype)
+    """Compare the quantized weights of a model with those of a base and with what an adapter adds to them."""
     layers = {
         node.fqn: node.module
         for node in ModelTree(merged).base
         if is_quantized_layer(node.module)
     }
-
     saved = read_adapter(Path(adapter))
     manifest = saved_manifest(saved.folder)
     settings = merged.config.quantization_config.to_dict()
@@ -58,7 +50,7 @@ def measure_merge(
     adapted = adapted_base(trained, saved)
 
     changed: list[str] = []
-    sums = torch.zeros(3, dtype=torch.float64)
+    wanted, done, overlap = 0.0, 0.0, 0.0  # squares of lengths, and a product
     for node in ModelTree(adapted).nodes:
         if node.fqn not in layers or not is_tuner_layer(node.module):
             continue
@@ -67,23 +59,14 @@ def measure_merge(
         change = after.double() - before
         if change.any():
             changed.append(node.fqn)
-        overlap = (change * delta).sum()
-        sums += torch.stack([overlap, delta.square().sum(), change.square().sum()])
+        wanted += delta.square().sum().item()
+        done += change.square().sum().item()
+        overlap += (change * delta).sum().item()
 
-    overlap, wanted, done = sums.tolist()
     if not wanted:
         return Survival([], 0.0, 0.0)
-
     off = max(done - 2 * overlap + wanted, 0)  # the square of their difference
     return Survival(changed, overlap / wanted, (off / wanted) ** 0.5)
-
-
-def _quantized_model(subject: Any, dtype: torch.dtype | None) -> Any:
-    if isinstance(subject, nn.Module):
-        bare, _ = unwrap(subject)
-        return bare
-    model, _ = load_pretrained(subject, None, dtype)
-    return model
 
 
 def _weight_and_delta(fqn: str, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
