@@ -71,9 +71,10 @@ def _refuse_large_ranks(saved: SavedAdapter) -> None:
     if isinstance(by_layer, dict):
         ranks += by_layer.values()
 
-    largest = _MOST_RANKS
+    sizes = [_MOST_RANKS]
     for stored in saved.tensors.values():
-        largest = max([largest, *stored.shape])
+        sizes += stored.shape
+    largest = max(sizes)
 
     for rank in ranks:
         if isinstance(rank, (int, float)) and rank > largest:

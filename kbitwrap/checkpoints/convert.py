@@ -229,7 +229,7 @@ def _casts_by_reference(
         reference = open_checkpoint(path)
 
     chosen = reference.dtype or checkpoint.dtype
-    originals = _loaded(checkpoint, chosen)
+    originals = _loaded(checkpoint, chosen) if chosen in HALF_DTYPES else {}
     for name, stored in reference.tensors.items():
         originals[canonical_fqn(name)] = stored
 
@@ -272,7 +272,7 @@ def _original(name: str, originals: _Originals) -> Any:
     return originals.get(fqn)
 
 
-def _loaded(checkpoint: SavedCheckpoint, dtype: torch.dtype | None) -> _Originals:
+def _loaded(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> _Originals:
     """The tensors of the model that the config describes, as loaded in a dtype; none where it is not known."""
     model = checkpoint.meta_model(dtype)
     if model is None:

@@ -270,10 +270,11 @@ def numbered_folders(path: Path) -> list[Path]:
 
 def checkpoint_before(path: Path) -> Path | None:
     """The newest checkpoint that a ``Trainer`` saved before a folder was written."""
-    older = numbered_folders(path)
-    beside = numbered_folders(path.parent)
-    if path in beside:
-        older = beside[: beside.index(path)]
+    if not _CHECKPOINT.fullmatch(path.name):
+        older = numbered_folders(path)
+    else:
+        siblings = numbered_folders(path.parent)
+        older = siblings[: siblings.index(path)]
     return older[-1] if older else None
 
 

@@ -309,6 +309,14 @@ def test_what_the_reference_has_in_float32_stays(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"dtype": "float16"}
 
 
+def test_a_reference_that_names_no_dtype_changes_nothing(tmp_path: Path) -> None:
+    zoo.load("llama", quant=None, dtype=torch.float32).save_pretrained(tmp_path / "in")
+    path = tmp_path / "in" / "config.json"
+    config = {key: value for key, value in json.loads(path.read_text()).items() if "dtype" not in key}
+    path.write_text(json.dumps(config))
+    assert convert_checkpoint(tmp_path / "in", tmp_path / "out", like=path).converted == ()
+
+
 def test_shapes_are_kept_for_empty_tensors_too(tmp_path: Path) -> None:
     shapes = [(0, 4), (2, 0), (0,), (), (3, 2)]
     source = checkpoint(tmp_path / "in", {str(shape): torch.ones(shape) for shape in shapes})
