@@ -220,12 +220,11 @@ class PrepareConfig:
             )
         names = [f.name for f in dataclasses.fields(cls)]
         for name in fields:
-            if name not in names:
-                close = difflib.get_close_matches(name, names, n=1)
-                hint = (
-                    f"did you mean {close[0]!r}?"
-                    if close
-                    else f"the fields are {', '.join(names)}"
-                )
-                raise ConfigError(f"unknown field {name!r}; {hint}")
+            if name in names:
+                continue
+            hint = f"the fields are {', '.join(names)}"
+            close = difflib.get_close_matches(name, names, n=1)
+            if close:
+                hint = f"did you mean {close[0]!r}?"
+            raise ConfigError(f"unknown field {name!r}; {hint}")
         return dataclasses.replace(config or cls(), **fields)

@@ -39,9 +39,9 @@ def prepared_of(model: nn.Module) -> KbitPreparedModel | None:
         >>> kbitwrap.prepared_of(torch.nn.Linear(2, 2)) is None
         True
     """
-    preparation = (
-        Preparation.find(ModelTree(model)) if isinstance(model, nn.Module) else None
-    )
+    if not isinstance(model, nn.Module):
+        return None
+    preparation = Preparation.find(ModelTree(model))
     holder = None if preparation is None else preparation.holder()
     return holder if isinstance(holder, KbitPreparedModel) else None
 
@@ -108,25 +108,20 @@ def prepare_model_for_kbit_training(
     # TRL takes local variables for parameters too, so there are none.
     _prepare(
         model,
-        precision,
-        bool(use_gradient_checkpointing),
-        gradient_checkpointing_kwargs,
+        PrepareConfig(
+            precision=precision,  # type: ignore[arg-type]
+            empty_cache=False,
+            gradient_checkpointing=bool(use_gradient_checkpointing),
+            gradient_checkpointing_kwargs=gradient_checkpointing_kwargs or {},
+        ),
         auto_clear_cache,
     )
     return model
 
 
-def _prepare(
-    model: nn.Module, precision: Any, checkpoints: bool, kwargs: Any, clears_cache: bool
-) -> None:
-    fields: dict[str, Any] = {
-        "gradient_checkpointing": checkpoints,
-        "gradient_checkpointing_kwargs": kwargs or {},
-    }
+def _prepare(model: nn.Module, config: PrepareConfig, clears_cache: bool) -> None:
     with changing:
-        wrapper = KbitPreparedModel.as_peft(
-            model, PrepareConfig(precision=precision, empty_cache=False, **fields)
-        )
+        wrapper = KbitPreparedModel.as_peft(model, config)
     if clears_cache and detect_as_peft(model).casts:
         empty_cache()
     if not wrapper.plan.is_quantized:
@@ -235,15 +230,12 @@ def _replacements(precision: Precision | str) -> list[tuple[Any, Any]]:
 def _replace(functions: list[tuple[Any, Any]], places: list[dict[str, Any]]) -> None:
     """Put each second for its first in ``places`` and in the names of all modules, loading none; note these places."""
     new = {id(old): replacement for old, replacement in functions}
-    modules = [
-        module
-        for module in tuple(sys.modules.values())
-        if issubclass(type(module), types.ModuleType)
-    ]
-    for names in (
-        *places,
-        *(object.__getattribute__(module, "__dict__") for module in modules),
-    ):
+    all_names = [*places]
+    for module in tuple(sys.modules.values()):
+        # others put objects there that are loaded when they are looked at
+        if issubclass(type(module), types.ModuleType):
+            all_names.append(object.__getattribute__(module, "__dict__"))
+    for names in all_names:
         for name, value in tuple(names.items()):
             if id(value) in new:
                 names[name] = new[id(value)]

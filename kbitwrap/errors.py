@@ -2,14 +2,15 @@
 
 ::
 
-    KbitWrapError(Exception) ├ ConfigError(ValueError)            an invalid setting ├
-    UnsupportedModelError(TypeError)   .fqn  what was found where, and what to do
-    instead ├ MemoryBudgetError(MemoryError)     .plan .budget_bytes .fitting  the
-    precisions that would fit ├ StateError(RuntimeError)           .state .expected ├
-    EditError(RuntimeError)            .edit  the model is unchanged; __cause__ is the
-    reason ├ RestoreError(RuntimeError)         .failures  everything else was restored
-    ├ ExportError(RuntimeError)          .fqn  nothing was left at the destination └
-    ManifestError(ValueError)          .fqn  an invalid manifest, or none can be made
+    KbitWrapError(Exception)
+    ├ ConfigError(ValueError)            an invalid setting
+    ├ UnsupportedModelError(TypeError)   .fqn  what was found where, and what to do
+    ├ MemoryBudgetError(MemoryError)     .plan .budget_bytes .fitting  what would fit
+    ├ StateError(RuntimeError)           .state .expected
+    ├ EditError(RuntimeError)            .edit  the model is unchanged
+    ├ RestoreError(RuntimeError)         .failures  everything else was restored
+    ├ ExportError(RuntimeError)          .fqn  nothing was left at the destination
+    └ ManifestError(ValueError)          .fqn  invalid, or none can be made
       ├ ManifestVersionError             .found .supported
       └ ManifestMismatchError            .missing .unexpected .different
 
@@ -36,13 +37,8 @@ class KbitWrapError(Exception):
 
     def __reduce__(self) -> Any:
         """Copy and unpickle by the fields: an exception's own way passes ``args`` alone."""
-        return (
-            functools.partial(
-                type(self), **{f.name: vars(self)[f.name] for f in fields(self)}
-            ),
-            (),
-            vars(self),
-        )
+        given = {f.name: vars(self)[f.name] for f in fields(self)}
+        return functools.partial(type(self), **given), (), vars(self)
 
 
 class ConfigError(KbitWrapError, ValueError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import json
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -37,10 +37,11 @@ def first_sentence(error: BaseException) -> str:
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Write rows as aligned columns, the first to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
-        for row in rows
-    )
+    lines = []
+    for first, *others in rows:
+        cells = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
+        lines.append("  ".join(cells))
+    return "\n".join(lines)
 
 
 def first_of(texts: Sequence[str], limit: int = 3, separator: str = ", ") -> str:
@@ -52,10 +53,22 @@ def first_of(texts: Sequence[str], limit: int = 3, separator: str = ", ") -> str
 
 def few(texts: Sequence[str], limit: int = 12) -> list[str]:
     """The first of many texts, and how many more there are."""
-    return [
-        *texts[:limit],
-        *([f"... and {len(texts) - limit:,} more"] if len(texts) > limit else []),
-    ]
+    num_left = len(texts) - limit
+    more = [f"... and {num_left:,} more"] if num_left > 0 else []
+    return [*texts[:limit], *more]
+
+
+Bar = tuple[str, tuple[int, ...], str]
+"""A row of a report in a notebook: its name, the lengths of its bar's parts, and the text beside it."""
+
+
+def counted(found: Mapping[str, Sequence[str]]) -> list[Bar]:
+    """A bar for each kind of what was found, as long as there are names."""
+    bars: list[Bar] = []
+    for name, names in found.items():
+        if names:
+            bars.append((name, (len(names),), ", ".join(few(names))))
+    return bars
 
 
 class Report:
@@ -68,13 +81,10 @@ class Report:
         return json.loads(json.dumps(asdict(self), default=str))  # type: ignore[call-overload, no-any-return]
 
     def _brief(self) -> str:
-        return (
-            ", ".join(f"{sum(sizes)} {name}" for name, sizes, _ in self._bars())
-            or self._empty
-        )
+        counts = [f"{sum(sizes)} {name}" for name, sizes, _ in self._bars()]
+        return ", ".join(counts) or self._empty
 
-    def _bars(self) -> list[tuple[str, tuple[int, ...], str]]:
-        """For each row its name, the lengths of its bar's parts, and the text beside it."""
+    def _bars(self) -> list[Bar]:
         return []
 
     def _lines(self) -> Sequence[str]:
@@ -82,25 +92,29 @@ class Report:
 
     def __repr__(self) -> str:
         brief = self._brief()
-        brief = brief if brief.isprintable() else ascii(brief)
-        return f"{type(self).__name__}({brief if len(brief) <= 100 else brief[:97] + '...'})"
+        if not brief.isprintable():
+            brief = ascii(brief)
+        if len(brief) > 100:
+            brief = f"{brief[:97]}..."
+        return f"{type(self).__name__}({brief})"
 
     def _repr_html_(self) -> str | None:
         """The bars as HTML, which takes the colors of text and page from the notebook, be it light or dark."""
-        longest = max((sum(sizes) for _, sizes, _ in self._bars()), default=0) or 1
+        bars = self._bars()
+        if not bars:
+            return None
+        longest = max(sum(sizes) for _, sizes, _ in bars) or 1
         rows = ""
-        for name, sizes, text in self._bars():
-            widths = [f"width:{14 * size / longest:.3f}em" for size in sizes]
-            bar = "".join(
-                _BAR.format(f"{w};background:{c}")
-                for w, c in zip(widths, _COLORS, strict=False)
-            )
-            rows += f"<tr>{''.join(map(_CELL.format, (html.escape(name), bar, html.escape(text))))}</tr>"
+        for name, sizes, text in bars:
+            bar = ""
+            for size, color in zip(sizes, _COLORS, strict=False):
+                width = 14 * size / longest
+                bar += _BAR.format(f"width:{width:.3f}em;background:{color}")
+            cells = (html.escape(name), bar, html.escape(text))
+            rows += f"<tr>{''.join(map(_CELL.format, cells))}</tr>"
         below = "".join(f"<div>{html.escape(line)}</div>" for line in self._lines())
-        return (
-            rows
-            and f"<div><b>{html.escape(repr(self))}</b><table>{rows}</table>{below}</div>"
-        ) or None
+        title = f"<b>{html.escape(repr(self))}</b>"
+        return f"<div>{title}<table>{rows}</table>{below}</div>"
 
 
 class LifecycleState(str, Enum):
@@ -153,17 +167,12 @@ class RestoreReport(Report):
     _empty = "nothing changed by others"
 
     def __str__(self) -> str:
-        return "\n".join(
-            ["restored", *(f"{name}: {text}" for name, _, text in self._bars())]
-        )
+        lines = [f"{name}: {text}" for name, _, text in self._bars()]
+        return "\n".join(["restored", *lines])
 
-    def _bars(self) -> list[tuple[str, tuple[int, ...], str]]:
-        found = [
-            (name.replace("_", " "), names)
-            for name, names in self.to_dict().items()
-            if names
-        ]
-        return [(name, (len(names),), ", ".join(few(names))) for name, names in found]
+    def _bars(self) -> list[Bar]:
+        found = self.to_dict()
+        return counted({name.replace("_", " "): found[name] for name in found})
 
 
 @dataclass(frozen=True, repr=False)
@@ -181,28 +190,17 @@ class Differences(Report):
     def __bool__(self) -> bool:
         return bool(self.different or self.missing or self.unexpected)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The differences as plain values, ready for JSON."""
-        different = self._rows(
-            lambda value: list(value) if isinstance(value, tuple) else value
-        )
-        return {
-            "missing": list(self.missing),
-            "unexpected": list(self.unexpected),
-            "different": different,
-        }
-
     def lines(self) -> list[str]:
         """The differences as text, one line each."""
-        return [
-            *(
-                f"{f'{fqn}: ' if fqn else self._whole}{what}: expected {expected}, found {found}"
-                for fqn, rows in self._rows(self._text).items()
-                for what, (expected, found) in rows.items()
-            ),
-            *(f"{fqn}: missing" for fqn in self.missing),
-            *(f"{fqn}: unexpected" for fqn in self.unexpected),
-        ]
+        lines = []
+        for fqn, rows in self.different.items():
+            where = f"{fqn}: " if fqn else self._whole
+            for what, pair in rows.items():
+                expected, found = map(self._text, pair)
+                lines.append(f"{where}{what}: expected {expected}, found {found}")
+        lines += [f"{fqn}: missing" for fqn in self.missing]
+        lines += [f"{fqn}: unexpected" for fqn in self.unexpected]
+        return lines
 
     def summary(self, limit: int = 5) -> str:
         """The differences as one line of text: the first ``limit`` of them, and the number of the others."""
@@ -211,27 +209,13 @@ class Differences(Report):
     def __str__(self) -> str:
         return "\n".join(few(self.lines())) or self._empty
 
-    def _bars(self) -> list[tuple[str, tuple[int, ...], str]]:
+    def _bars(self) -> list[Bar]:
         found: dict[str, list[str]] = {}
         for fqn, rows in self.different.items():
             for what in rows:
                 found.setdefault(what, []).append(fqn or "the whole")
-        found |= {
-            name: [*names]
-            for name in ("missing", "unexpected")
-            if (names := getattr(self, name))
-        }
-        return [
-            (name, (len(names),), ", ".join(few(names)))
-            for name, names in found.items()
-        ]
-
-    def _rows(self, read: Callable[[Any], Any]) -> dict[str, dict[str, list[Any]]]:
-        """``different`` with every value read by a function."""
-        return {
-            fqn: {what: [read(value) for value in pair] for what, pair in rows.items()}
-            for fqn, rows in self.different.items()
-        }
+        added = {"missing": self.missing, "unexpected": self.unexpected}
+        return counted({**found, **added})
 
 
 class StateDiff(Differences):
@@ -259,7 +243,10 @@ class StateDiff(Differences):
 
     def to_dict(self) -> dict[str, Any]:
         """The differences as strings, ready for JSON: ``{fqn: {what: [expected, found]}}``."""
-        return self._rows(str)
+        found: dict[str, Any] = {}
+        for fqn, rows in self.different.items():
+            found[fqn] = {what: [*map(str, pair)] for what, pair in rows.items()}
+        return found
 
 
 @dataclass(frozen=True)
@@ -300,20 +287,18 @@ class ShardingReport(Report):
         return f"{self.engine!r}, trains with: {', '.join(trains) or 'none'}"
 
     def __str__(self) -> str:
-        outcomes = self.outcomes.items()
-        rows = [("precision", "trains", "restore, suspended", "export, manifest")]
-        for name, outcome in outcomes:
+        rows = [["precision", "trains", "restore, suspended", "export, manifest"]]
+        told: dict[str, list[str]] = {}  # the precisions of each note
+        for name, outcome in self.outcomes.items():
             answers = (outcome.trains, outcome.restores, outcome.exports)
-            rows.append((name, *("yes" if answer else "no" for answer in answers)))  # type: ignore[arg-type]
-        told = dict.fromkeys(note for _, outcome in outcomes for note in outcome.notes)
-        notes = [
-            f"{', '.join(name for name, outcome in outcomes if note in outcome.notes)}: {note}"
-            for note in told
-        ]
-        computes_in = (
-            "" if self.param_dtype is None else f", param_dtype {self.param_dtype}"
-        )
-        return "\n".join([f"engine {self.engine!r}{computes_in}", table(rows), *notes])
+            rows.append([name, *["yes" if answer else "no" for answer in answers]])
+            for note in outcome.notes:
+                told.setdefault(note, []).append(name)
+        notes = [f"{', '.join(names)}: {note}" for note, names in told.items()]
+        engine = f"engine {self.engine!r}"
+        if self.param_dtype is not None:
+            engine += f", param_dtype {self.param_dtype}"
+        return "\n".join([engine, table(rows), *notes])
 
 
 @dataclass(frozen=True, repr=False)
@@ -353,7 +338,10 @@ class ExportReport(Report):
             f"{self.num_bytes:,} bytes",
             f"{self.seconds:.1f} s",
         ]
-        parts += [f"{len(self.converted)} converted"] if self.converted else []
-        parts += [f"{self.saved_bytes:,} bytes saved"] if self.saved_bytes else []
-        parts += [f"{len(self.merged)} layers merged"] if self.is_merge else []
+        if self.converted:
+            parts.append(f"{len(self.converted)} converted")
+        if self.saved_bytes:
+            parts.append(f"{self.saved_bytes:,} bytes saved")
+        if self.is_merge:
+            parts.append(f"{len(self.merged)} layers merged")
         return f"{self.path}: {', '.join(parts)}"
