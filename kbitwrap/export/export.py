@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import os
 import sys
@@ -11,7 +10,7 @@ import tempfile
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,8 @@ from torch import nn
 from ..errors import ConfigError, ExportError, StateError, UnsupportedModelError
 from ..model.checks import refuse_unreadable
 from ..model.quantization import is_of_a_quantizer, quantized_stacks
-from ..model.tree import ModelTree, join
-from ..model.wrappers import unwrap
+from ..model.tree import ModelTree
+from ..model.wrappers import loaded_class, unwrap
 from ..preparation.preparation import Preparation
 from ..preparation.process import plain_mode
 from ..reports import ExportReport
@@ -30,8 +29,7 @@ from ..tensors.bits import is_composed
 from ..tensors.lazy import LazyTensor, keeping_last, materialize
 from .merge import merge_into
 from .sharding import Gathering
-from .staging import Source
-from .twin import Twin, build_twin
+from .twin import build_twin
 from .writer import CheckpointWriter, checkpoint_writer, read_header, split_into_files
 
 _METADATA = {"format": "pt"}
@@ -47,9 +45,12 @@ def export_model(
     merge_adapters: bool,
     live: nn.Module | None,
     processing_class: Any,
-    **options: Any,
+    max_shard_size: int | str,
+    overwrite: bool,
+    progress: bool,
 ) -> ExportReport:
     """Write the base of a model, or the merged model, as ``KbitPreparedModel.export`` documents it."""
+    start = time.perf_counter()
     live = model if live is None else live
     if processing_class is not None and not hasattr(
         processing_class, "save_pretrained"
@@ -60,28 +61,16 @@ def export_model(
         )
     with plain_mode():
         tree = ModelTree(model) if preparation is None else preparation.tree()
-        gathering = (
-            None if preparation is None else Gathering.of(tree, "export", ExportError)
-        )
-        with contextlib.nullcontext() if gathering is None else gathering.agreeing():
-            refuse_unreadable(tree, allow_sharded=gathering is not None)
-            if (
-                not isinstance(live, nn.Module)
-                or unwrap(live)[0] is not unwrap(model)[0]
-            ):
-                raise UnsupportedModelError(
-                    f"model: expected this {type(model).__name__} or a model made from it, such as "
-                    f"get_peft_model(prepared.model, ...), found another {type(live).__name__}"
-                )
-            if gathering is not None and merge_adapters:
+        gathering = Gathering(tree, preparation, "export", ExportError)
+        with gathering.agreeing():
+            if gathering.is_sharded and merge_adapters:
                 raise UnsupportedModelError(
                     "the adapters of a sharded model cannot be merged; export() the base, save the adapters, then load "
                     "both in one process and merge there"
                 )
+            refuse_unreadable(tree, allow_sharded=gathering.is_sharded)
             if live is not model:
-                tree = (
-                    ModelTree(live) if preparation is None else preparation.tree(live)
-                )
+                tree = _tree_of(live, model, preparation)
             twin = build_twin(tree, preparation, gathering)
             merged = merge_into(twin) if merge_adapters else None
         if merged == ():
@@ -91,27 +80,53 @@ def export_model(
                 UserWarning,
                 stacklevel=3,  # the caller of KbitPreparedModel.export
             )
-        sources = _sources(live, processing_class)
-        write = functools.partial(
-            export_twin,
-            twin,
-            path,
-            merged=merged,
-            processing_class=processing_class,
-            sources=sources,
-            **options,
+
+        def write() -> ExportReport:
+            # refuses an invalid size before anything is written
+            split_into_files({}, max_shard_size)
+            refusing = _refusing(twin.model, f"{os.fspath(path)} is as it was")
+            writing = checkpoint_writer(
+                path,
+                "export",
+                overwrite=overwrite,
+                progress=progress,
+                sources=_sources(live, processing_class),
+            )
+            with writing as writer, refusing:
+                save_model(twin.model, writer, max_shard_size)
+                if processing_class is not None:
+                    processing_class.save_pretrained(writer.folder)
+            return ExportReport(
+                Path(path),
+                writer.files,
+                writer.num_tensors,
+                writer.num_bytes,
+                twin.converted,
+                merged or (),
+                time.perf_counter() - start,
+                is_merge=merge_adapters,
+            )
+
+        return gathering.lead(write)
+
+
+def _tree_of(live: Any, model: nn.Module, preparation: Preparation | None) -> ModelTree:
+    """The tree of what was made of a model; raises for another."""
+    if not isinstance(live, nn.Module) or unwrap(live)[0] is not unwrap(model)[0]:
+        raise UnsupportedModelError(
+            f"model: expected this {type(model).__name__} or a model made from it, such as "
+            f"get_peft_model(prepared.model, ...), found another {type(live).__name__}"
         )
-        return write() if gathering is None else gathering.lead(write)
+    return ModelTree(live) if preparation is None else preparation.tree(live)
 
 
-def _sources(model: nn.Module, processing_class: Any) -> list[str]:
+def _sources(model: nn.Module, processing_class: Any) -> set[str]:
     """What a model and its tokenizer were loaded from: folders, or names on the hub."""
     found = [getattr(processing_class, "name_or_path", None)]
-    found += [
-        getattr(vars(module).get("config"), "_name_or_path", None)
-        for _, module in model.named_modules()
-    ]
-    return [name for name in dict.fromkeys(found) if isinstance(name, str)]
+    for module in model.modules():
+        config = vars(module).get("config")
+        found.append(getattr(config, "_name_or_path", None))
+    return {name for name in found if isinstance(name, str)}
 
 
 def merged_weights(
@@ -152,7 +167,7 @@ class _Collector(CheckpointWriter):
         self.tensors: dict[str, torch.Tensor] = {}
 
     def save_file(
-        self, tensors: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any
+        self, tensors: Mapping[str, torch.Tensor], *args: Any, **_: Any
     ) -> None:
         self.tensors.update(tensors)
 
@@ -183,64 +198,18 @@ def _computed(
         del value
 
 
-def export_twin(
-    twin: Twin,
-    path: str | os.PathLike[str],
-    *,
-    max_shard_size: int | str = "5GB",
-    overwrite: bool = False,
-    progress: bool = False,
-    merged: tuple[str, ...] | None = None,
-    processing_class: Any = None,
-    sources: Iterable[Source] = (),
-) -> ExportReport:
-    """Write a twin as a checkpoint, whole or not at all; its config gets the fields that ``save_pretrained`` sets."""
-    start = time.perf_counter()
-    # refuses an invalid size before anything is written
-    split_into_files({}, max_shard_size)
-    refusing = _refusing(twin.model, f"{os.fspath(path)} is as it was")
-    writing = checkpoint_writer(
-        path, "export", overwrite=overwrite, progress=progress, sources=sources
-    )
-    with writing as writer, refusing:
-        save_model(twin.model, writer, max_shard_size)
-        if processing_class is not None:
-            processing_class.save_pretrained(writer.folder)
-    return ExportReport(
-        Path(path),
-        writer.files,
-        writer.num_tensors,
-        writer.num_bytes,
-        twin.converted,
-        merged or (),
-        time.perf_counter() - start,
-        is_merge=merged is not None,
-    )
-
-
 def save_model(model: Any, writer: CheckpointWriter, max_shard_size: int | str) -> None:
     """Write a model by its class's ``save_pretrained``, and the state dict of one that has none."""
-    transformers = sys.modules.get("transformers.modeling_utils")
-    cls = () if transformers is None else transformers.PreTrainedModel
-    options = {"max_shard_size": max_shard_size} if isinstance(model, cls) else {}
-    options |= _settle(model, cls)
+    pretrained = loaded_class("transformers.modeling_utils", "PreTrainedModel")
+    options = _settle(model, pretrained)
     function = getattr(type(model), "save_pretrained", None)
     if function is None:
         _save_state_dict(model, writer, max_shard_size)
         return
-    quantization = ModelTree(model).quantization
-    if (
-        not quantization.casts
-        and getattr(vars(model).get("config"), "quantization_config", None) is None
-    ):
-        warnings.warn(
-            f"the config of this {type(model).__name__} does not tell that it is quantized with {quantization.method}: "
-            "from_pretrained alone initializes the quantized layers again, without an error. The page on exports has a "
-            "program that reads them",
-            UserWarning,
-            stacklevel=5,  # the caller of KbitPreparedModel.export
-        )
-    reason = _why_not_streamed(type(model), cls)
+    if isinstance(model, pretrained):
+        options["max_shard_size"] = max_shard_size
+    _warn_of_silent_config(model)
+    reason = _why_not_streamed(type(model), pretrained)
     if reason is None:
         _streaming(function, writer.save_file)(model, writer.folder, **options)
         return
@@ -253,37 +222,39 @@ def save_model(model: Any, writer: CheckpointWriter, max_shard_size: int | str) 
     for path in writer.folder.rglob("*.safetensors"):
         header = read_header(path)[0]
         header.pop("__metadata__", None)
-        writer.num_tensors += len(header)
-        writer.num_bytes += sum(
-            end - start
-            for start, end in (entry["data_offsets"] for entry in header.values())
-        )
+        for entry in header.values():
+            start, end = entry["data_offsets"]
+            writer.num_tensors += 1
+            writer.num_bytes += end - start
 
 
-def _settle(model: nn.Module, cls: Any) -> dict[str, Any]:
+def _warn_of_silent_config(model: Any) -> None:
+    quantization = ModelTree(model).quantization
+    config = vars(model).get("config")
+    if quantization.casts or getattr(config, "quantization_config", None) is not None:
+        return
+    warnings.warn(
+        f"the config of this {type(model).__name__} does not tell that it is quantized with {quantization.method}: "
+        "from_pretrained alone initializes the quantized layers again, without an error. The page on exports has a "
+        "program that reads them",
+        UserWarning,
+        stacklevel=7,  # the caller of KbitPreparedModel.export
+    )
+
+
+def _settle(model: nn.Module, pretrained: Any) -> dict[str, Any]:
     """Let a twin's models be written by ``save_pretrained``; return its options, and refuse what nothing could load."""
     modules = [*model.named_modules()]
-    is_quantizer_there = any(
-        vars(module).get("hf_quantizer") is not None for _, module in modules
-    )
+    quantizers = [vars(module).get("hf_quantizer") for _, module in modules]
+    if not any(quantizers):
+        _refuse_composed(model)
     options: dict[str, Any] = {}
     for fqn, module in modules:
         if quantized_stacks(module):
             # A checkpoint's own format holds each expert by itself, and a quantized
             # stack cannot be split.
             options["save_original_format"] = False
-        for name, parameter in module._parameters.items():
-            if (
-                parameter is not None
-                and is_composed(type(parameter))
-                and not is_quantizer_there
-            ):
-                raise ExportError(
-                    f"{join(fqn, name)} is a {type(parameter).__name__}, and no quantizer of transformers made it that "
-                    "could write it: load the model with a quantization_config, or export it merged",
-                    fqn=join(fqn, name),
-                )
-        if not isinstance(module, cls):
+        if not isinstance(module, pretrained):
             continue
         if not hasattr(type(model), "save_pretrained"):
             raise ExportError(
@@ -303,9 +274,20 @@ def _settle(model: nn.Module, cls: Any) -> dict[str, Any]:
     return options
 
 
-def _why_not_streamed(model_class: Any, cls: Any) -> str | None:
+def _refuse_composed(model: nn.Module) -> None:
+    for tensor in ModelTree(model).tensors:
+        kind: Any = type(tensor.parameter)
+        if is_composed(kind):
+            raise ExportError(
+                f"{tensor.fqn} is a {kind.__name__}, and no quantizer of transformers made it that "
+                "could write it: load the model with a quantization_config, or export it merged",
+                fqn=tensor.fqn,
+            )
+
+
+def _why_not_streamed(model_class: Any, pretrained: Any) -> str | None:
     """Why `_streaming` cannot take the place of a class's ``save_pretrained``; ``None`` where it can."""
-    own = getattr(cls, "save_pretrained", None)
+    own = getattr(pretrained, "save_pretrained", None)
     if model_class.save_pretrained is not own:
         return f"{model_class.__name__} has its own save_pretrained"
     if inspect.unwrap(own) is not own or _SAVE_FILE not in own.__code__.co_names:
@@ -317,16 +299,14 @@ def _why_not_streamed(model_class: Any, cls: Any) -> str | None:
 def _streaming(function: Any, save_file: Callable[..., None]) -> Callable[..., None]:
     """The library's ``save_pretrained`` with another ``save_file`` and no bar, over a copy of its globals."""
     names = {**function.__globals__, _SAVE_FILE: save_file}
-    logging = names["logging"]
-    names["logging"] = types.SimpleNamespace(
-        **{**vars(logging), "tqdm": lambda files, **_: files}
-    )
+    logging = types.SimpleNamespace(**vars(names["logging"]))
+    logging.tqdm = lambda files, **_: files
+    names["logging"] = logging
     rebuilt = types.FunctionType(
         function.__code__,
         names,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
+        argdefs=function.__defaults__,
+        closure=function.__closure__,
     )
     rebuilt.__kwdefaults__ = function.__kwdefaults__
     return rebuilt
@@ -334,29 +314,22 @@ def _streaming(function: Any, save_file: Callable[..., None]) -> Callable[..., N
 
 def _materialize(model: nn.Module, reason: str) -> None:
     """Compute every lazy tensor of a twin, with a warning that says why and what it costs; ties are kept."""
-    lazy: dict[int, Any] = {
-        id(tensor): tensor
-        for module in model.modules()
-        for tensor in module._parameters.values()
-        if isinstance(tensor, LazyTensor)
-    }
+    parameters = [tensor.parameter for tensor in ModelTree(model).tensors]
+    lazy = [p for p in parameters if isinstance(p, LazyTensor)]
     if not lazy:
         return
-    num_bytes = sum(tensor.nbytes for tensor in lazy.values())
+    num_bytes = sum(tensor.nbytes for tensor in lazy)
     warnings.warn(
         f"{reason}, so the tensors of {type(model).__name__} cannot be computed and written one at a time: "
         f"{len(lazy)} of them, {num_bytes:,} bytes, are held in memory at once",
         UserWarning,
-        stacklevel=6,  # the caller of KbitPreparedModel.export
+        stacklevel=7,  # the caller of KbitPreparedModel.export
     )
-    computed = {key: materialize(tensor) for key, tensor in lazy.items()}
+    computed: dict[int, Any] = {id(tensor): materialize(tensor) for tensor in lazy}
     for module in model.modules():
-        found = {
-            name: computed[id(p)]
-            for name, p in module._parameters.items()
-            if id(p) in computed
-        }
-        vars(module)["_parameters"].update(found)
+        held = vars(module)["_parameters"]
+        for name, parameter in held.items():
+            held[name] = computed.get(id(parameter), parameter)
 
 
 def _save_state_dict(

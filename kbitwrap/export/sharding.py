@@ -24,6 +24,7 @@ from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, NamedTensor
 from ..model.wrappers import is_flattened, is_sharded_tensor, loaded_class
 from ..preparation.original import Original
+from ..preparation.preparation import Preparation
 from ..tensors.lazy import LazyTensor
 
 T = TypeVar("T")
@@ -49,11 +50,18 @@ class _Sharded:
 
 
 class Gathering:
-    """The sharded parameters of one export or manifest, the same on every rank and in the same order."""
+    """The sharded parameters of one export or manifest, the same on every rank and in the same order; or none."""
 
     def __init__(
-        self, verb: str, error: type[ExportError] | type[ManifestError]
+        self,
+        tree: ModelTree,
+        preparation: Preparation | None,
+        verb: str,
+        error: type[ExportError] | type[ManifestError],
     ) -> None:
+        self.is_sharded = preparation is not None and any(
+            is_sharded_tensor(tensor.parameter) for tensor in tree.tensors
+        )
         self._verb = verb  # what the ranks do together
         self._error = error  # what is raised on the others when one rank fails
         # the trainable ones that held other values than recorded when they were read
@@ -64,17 +72,6 @@ class Gathering:
         self._unit: nn.Module | None = None  # the one that is whole
         self._whole = contextlib.ExitStack()
         self._is_led = False
-
-    @classmethod
-    def of(
-        cls, tree: ModelTree, verb: str, error: type[ExportError] | type[ManifestError]
-    ) -> Gathering | None:
-        """A gathering for a model; ``None`` where nothing is sharded."""
-        return (
-            cls(verb, error)
-            if any(is_sharded_tensor(tensor.parameter) for tensor in tree.tensors)
-            else None
-        )
 
     def promise(
         self,
@@ -89,11 +86,9 @@ class Gathering:
         index = len(self._tensors)
         sharded = self._sharded(tensor, was)
         self._tensors.append(sharded)
-        stored = (
-            held
-            if isinstance(held, StorageChange) and held.converts(parameter)
-            else None
-        )
+        stored = None
+        if isinstance(held, StorageChange) and held.converts(parameter):
+            stored = held
 
         def compute() -> torch.Tensor:
             if not self._is_led:
@@ -101,8 +96,9 @@ class Gathering:
                     f"{fqn} is sharded: its values can be read only while all ranks export together"
                 )
             _tell(index)
-            gathered = self._gather(index)
-            value = gathered if stored is None else stored.original_of(gathered)
+            value = self._gather(index)
+            if stored is not None:
+                value = stored.original_of(value)
             if original.differs(was, value):
                 if not parameter.requires_grad:
                     raise self._error(drift_of(fqn), fqn=fqn)
@@ -112,12 +108,10 @@ class Gathering:
         dtype = parameter.dtype if stored is None else stored.dtype
         promised = _lazy_class(was.quantized_class)(sharded.shape, dtype, compute)
         if was.quant_state is not None:
-            kept = (
-                held.original_quant_state(parameter)
-                if isinstance(held, RuntimeChange)
-                else was.quant_state()
-            )
-            vars(promised)["quant_state"] = kept
+            state = was.quant_state()
+            if isinstance(held, RuntimeChange):
+                state = held.original_quant_state(parameter)
+            vars(promised)["quant_state"] = state
         return promised
 
     def _sharded(self, tensor: NamedTensor, was: ParameterRecord) -> _Sharded:
@@ -133,24 +127,15 @@ class Gathering:
     @contextlib.contextmanager
     def agreeing(self) -> Iterator[None]:
         """Run the body on every rank; raise on all of them if it fails on one, or ranks promise different tensors."""
-        error: Exception | None = None
+        if not self.is_sharded:
+            yield
+            return
         try:
             yield
-        except Exception as caught:
-            error = caught
-        tensors = [
-            (one.fqn, tuple(one.shape), str(one.parameter.dtype))
-            for one in self._tensors
-        ]
-        found: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(
-            found, (None if error is None else str(error), tensors)
-        )
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error  # its traceback holds this frame
+        except Exception as error:
+            self._compare(str(error))
+            raise
+        tensors, found = self._compare(None)
         for rank, (message, others) in enumerate(found):
             if message is not None:
                 raise self._error(f"rank {rank} cannot {self._verb}: {message}")
@@ -160,8 +145,20 @@ class Gathering:
                     "same model on every rank, prepared and sharded in the same way"
                 )
 
+    def _compare(self, error: str | None) -> tuple[Any, list[Any]]:
+        """This rank's tensors, and what failed on each rank, with its tensors."""
+        tensors = [
+            (one.fqn, tuple(one.shape), str(one.parameter.dtype))
+            for one in self._tensors
+        ]
+        found: list[Any] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(found, (error, tensors))
+        return tensors, found
+
     def lead(self, read: Callable[[], T]) -> T:
         """Call ``read`` on rank 0 while all other ranks help to gather; every rank returns, or raises, what it did."""
+        if not self.is_sharded:
+            return read()
         if distributed.get_rank() != 0:
             return self._follow()  # type: ignore[no-any-return]
         self._is_led = True
@@ -178,10 +175,8 @@ class Gathering:
         return result
 
     def _follow(self) -> Any:
-        message = _tell(None)
-        while isinstance(message, int):
+        while isinstance(message := _tell(None), int):
             self._gather(message)
-            message = _tell(None)
         self._open(None)
         error, result = message
         if error is not None:
@@ -235,21 +230,23 @@ def _whole_unit(unit: Any) -> Any:
 def _fsdp1_units(inside: nn.Module) -> tuple[nn.Module, dict[int, nn.Module]]:
     """FSDP1's outermost wrapper around a module, and the innermost around each module in that, by ``id``."""
     fsdp1: Any = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
-    wrappers = [found for found in gc.get_objects() if issubclass(type(found), fsdp1)]
-    modules = {
-        id(wrapper): {id(module) for module in wrapper.modules()}
-        for wrapper in wrappers
-    }
-    around = [wrapper for wrapper in wrappers if id(inside) in modules[id(wrapper)]]
+    around = [
+        found
+        for found in gc.get_objects()
+        if issubclass(type(found), fsdp1) and inside in {*found.modules()}
+    ]
     if not around:
         raise ExportError(
             f"the FSDP1 wrapper around {type(inside).__name__} is gone, and with it what gathers its weights"
         )
-    outermost = max(around, key=lambda wrapper: len(modules[id(wrapper)]))
+    outermost = max(around, key=lambda wrapper: len([*wrapper.modules()]))
+    units: dict[int, nn.Module] = {}
     # A wrapper comes before those inside it, so that the innermost one around a module
     # is the last.
-    units = [module for module in outermost.modules() if isinstance(module, fsdp1)]
-    return outermost, {id(module): unit for unit in units for module in unit.modules()}
+    for unit in outermost.modules():
+        if isinstance(unit, fsdp1):
+            units |= {id(module): unit for module in unit.modules()}
+    return outermost, units
 
 
 @functools.cache

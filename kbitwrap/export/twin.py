@@ -168,7 +168,7 @@ def build_twin(
     changes = preparation.changes(tree)
     _refuse_replaced(changes)
     copier.original = original
-    if gathering is not None:
+    if gathering is not None and gathering.is_sharded:
         copier.promised |= _gathered(tree, original, copier.held, gathering)
     twin = copier.twin_of(tree)
     for fqn in changes.drifted:

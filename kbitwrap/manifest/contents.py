@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import importlib.metadata
@@ -71,39 +70,30 @@ def read_contents(
     tree: ModelTree, preparation: Preparation | None, *, progress: bool = False
 ) -> Contents:
     """Read the contents of a model, prepared or not; of one that was sharded since, all ranks read it together."""
-    gathering = None
-    if preparation is not None:
-        gathering = Gathering.of(tree, "make a manifest", ManifestError)
-    with plain_mode():
-        if gathering is None:
-            twin = _twin(tree, preparation)
-            return _read(twin, tree, preparation, progress)
-        with gathering.agreeing():
-            twin = _twin(tree, preparation, gathering)
-        found = gathering.lead(lambda: _read(twin, tree, preparation, progress))
-        trained = (*found.trained, *gathering.trained)
-        return dataclasses.replace(found, trained=trained)
-
-
-def _twin(
-    tree: ModelTree,
-    preparation: Preparation | None,
-    gathering: Gathering | None = None,
-) -> nn.Module:
-    """The model of the twin, or a refusal of the manifest."""
-    allow_sharded = gathering is not None
+    gathering = Gathering(tree, preparation, "make a manifest", ManifestError)
     remedy = "Make or check a manifest while all of them are loaded"
-    try:
-        refuse_unreadable(tree, allow_sharded=allow_sharded, remedy=remedy)
-        return build_twin(tree, preparation, gathering).model
-    except ExportError as error:
-        raise ManifestError(
-            f"cannot determine the original base: {error}", fqn=error.fqn
-        ) from error
+    with plain_mode():
+        with gathering.agreeing():
+            try:
+                refuse_unreadable(
+                    tree, allow_sharded=gathering.is_sharded, remedy=remedy
+                )
+                twin = build_twin(tree, preparation, gathering).model
+            except ExportError as error:
+                raise ManifestError(
+                    f"cannot determine the original base: {error}", fqn=error.fqn
+                ) from error
+        return gathering.lead(
+            lambda: _read(twin, tree, preparation, gathering, progress)
+        )
 
 
 def _read(
-    twin: nn.Module, tree: ModelTree, preparation: Preparation | None, progress: bool
+    twin: nn.Module,
+    tree: ModelTree,
+    preparation: Preparation | None,
+    gathering: Gathering,
+    progress: bool,
 ) -> Contents:
     """Read the contents of a twin of a live model."""
     live: dict[str, torch.Tensor | None] = {}
@@ -156,6 +146,7 @@ def _read(
     ]
     model = _model_record(twin, plain[0] if plain else None)
     trained = [] if preparation is None else preparation.changes(tree).trained
+    trained += gathering.trained
     return Contents(model, tensors, _adapters(tree), tuple(trained))
 
 
