@@ -74,6 +74,7 @@ def _refuse_large_ranks(saved: SavedAdapter) -> None:
     sizes = [_MOST_RANKS]
     for stored in saved.tensors.values():
         sizes += stored.shape
+
     largest = max(sizes)
 
     for rank in ranks:

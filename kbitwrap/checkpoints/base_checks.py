@@ -292,6 +292,7 @@ def _survival(subject: Folder | LiveModel, base: Base, given: Given) -> Result:
         merged, _ = unwrap(subject.model)
     else:
         merged, _ = load_pretrained(subject.path, None, base.dtype)
+
     found = measure_merge(merged, base.dtype, given.base, given.adapter)
     if not found.layers:
         return fine("they are the base's: nothing was merged into them")

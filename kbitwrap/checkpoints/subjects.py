@@ -181,6 +181,7 @@ class Folder:
         shapes = {canonical_fqn(name): tensor.shape for name, tensor in described}
         if self.manifest is not None:
             shapes.update(recorded_shapes(self.manifest))
+
         shapes.update({canonical_fqn(name): tensor.shape for name, tensor in saved})
 
         names = [fqn for fqn in shapes if fqn.endswith("embed_tokens.weight")]
@@ -188,6 +189,7 @@ class Folder:
             names = _embedding_names(model)
         if not names:
             return None
+
         fqn = names[0]
         return fqn, shapes[fqn][0]
 
@@ -460,7 +462,8 @@ def _live_base(tree: ModelTree, *, is_prepared: bool) -> Base:
     if not is_prepared:
         left = None if meta is None else _left_in_float32(plain, meta)
         for name in CONFIG_ATTRIBUTES:
-            use_cache[name] = getattr(getattr(bare, name, None), "use_cache", None)
+            found = getattr(bare, name, None)
+            use_cache[name] = getattr(found, "use_cache", None)
 
     ties = [] if meta is None else tied_names(meta)
     dtype = getattr(config, "dtype", None)

@@ -65,6 +65,7 @@ def measure_merge(
 
     if not wanted:
         return Survival([], 0.0, 0.0)
+
     off = max(done - 2 * overlap + wanted, 0)  # the square of their difference
     return Survival(changed, overlap / wanted, (off / wanted) ** 0.5)
 
