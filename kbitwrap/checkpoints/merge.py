@@ -154,13 +154,11 @@ def merge_checkpoint(
             merged = merge_into(twin)
             _refuse_full_disk(twin.model, writer.folder, dst)
             save_model(twin.model, writer, max_shard_size)
-        for names in (TOKENIZER_FILES, PROCESSOR_FILES):
-            _copy(names, base, folder, writer.folder)
         said = "as in training"
         if record is None and (settings is not None or quantization_config is False):
             said = "as the merge was told, which no record of the training confirms,"
-        card = _card(base, saved, _how(trained.model, said), device)
-        (writer.folder / "README.md").write_text(card, encoding="utf-8")
+        how = _how(trained.model, said)
+        _write_beside(writer.folder, base, saved, how, device)
 
     return ExportReport(
         Path(dst),
@@ -230,6 +228,16 @@ def _refuse_full_disk(model: nn.Module, folder: Path, dst: Source) -> None:
             f"{os.fspath(dst)}: the merged model takes {format_bytes(needed)}, and {format_bytes(free)} are "
             "free there; nothing was written"
         )
+
+
+def _write_beside(
+    dst: Path, base: Source, saved: SavedAdapter, how: str, device: torch.device | str
+) -> None:
+    """Write what lies beside the weights: the files of the tokenizer and the processor, and the model card."""
+    for names in (TOKENIZER_FILES, PROCESSOR_FILES):
+        _copy(names, base, saved.folder, dst)
+    card = _card(base, saved, how, device)
+    (dst / "README.md").write_text(card, encoding="utf-8")
 
 
 def _copy(names: tuple[str, ...], base: Source, adapter: Path, dst: Path) -> None:

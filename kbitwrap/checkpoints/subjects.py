@@ -324,27 +324,29 @@ def _noting(damaged: list[str]) -> Iterator[None]:
 
 def _adapter_files(folder: Path) -> list[Path]:
     """The files of adapters: PEFT saves ``default`` in the folder, and others in folders of their names."""
-    inside = [
-        path for path in folder.glob("*/") if not _CHECKPOINT.fullmatch(path.name)
-    ]
-    files = [adapter_file(place) for place in [folder, *inside]]
+    files = [adapter_file(folder)]
+    for place in folder.glob("*/"):
+        if not _CHECKPOINT.fullmatch(place.name):
+            files.append(adapter_file(place))
     return [file for file in files if file is not None]
 
 
 def _read_optimizer(path: Path) -> Optimizer:
     """Read a saved optimizer, whose tensors stay unread; raise `ConfigError` where the file holds anything else."""
     content = load_pickled(path)
+    moments = []
     try:
-        states = list(content["state"].values())
-        moments = [state[key] for state in states for key in _MOMENTS if key in state]
+        states = content["state"].values()
+        for state in states:
+            found = [state.get(key) for key in _MOMENTS]
+            moments += [one for one in found if isinstance(one, torch.Tensor)]
         is_torchs = any("foreach" in group for group in content["param_groups"])
     except (AttributeError, LookupError, TypeError) as error:
         raise ConfigError(
             f"{path}: expected the state of an optimizer: {error!r}"
         ) from error
 
-    tensors = [moment for moment in moments if isinstance(moment, torch.Tensor)]
-    return Optimizer(len(states), tensors, is_torchs)
+    return Optimizer(len(states), moments, is_torchs)
 
 
 def _trained_dtypes(
