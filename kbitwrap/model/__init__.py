@@ -1,1 +1,4 @@
-"""Reading a live model: its modules, tensors, names, roles and quantization. Nothing here changes one."""
+"""Reading a live model: its modules, tensors, names, roles and quantization.
+
+Nothing here changes one.
+"""

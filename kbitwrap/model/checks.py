@@ -18,7 +18,10 @@ _BEFORE = "no dtype of a sharded parameter can be changed safely; prepare the mo
 
 
 def tree_of(model: Any) -> ModelTree:
-    """Walk a model at the start of an operation; ``UnsupportedModelError`` for anything but a module."""
+    """Walk a model at the start of an operation.
+
+    ``UnsupportedModelError`` for anything but a module.
+    """
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(
             "expected a torch.nn.Module, such as AutoModelForCausalLM.from_pretrained(...), "
@@ -30,7 +33,11 @@ def tree_of(model: Any) -> ModelTree:
 def refuse_unsupported_tensors(
     tree: ModelTree, *, allow_meta: bool, allow_sharded: bool = False
 ) -> None:
-    """Raise for a model without parameters, or with any that is not dense, or is sharded or on meta, unless allowed."""
+    """Raise for a model without parameters, or with any that cannot be edited.
+
+    Such are parameters that are not dense, and, unless it is allowed, those that are
+    sharded or on the meta device.
+    """
     if not tree.tensors:
         raise UnsupportedModelError(
             f"{type(tree.model).__name__} has no parameters: there is nothing to prepare"
@@ -83,7 +90,7 @@ def _refuse_sharded(tree: ModelTree, allow_sharded: bool = False) -> None:
 
 
 def refuse_sharded_since(tree: ModelTree, *, changes_dtypes: bool) -> None:
-    """Raise where a model was sharded after it was prepared, and what was prepared cannot be put back."""
+    """Raise where a model was sharded since and cannot be put back."""
     _refuse_flat(tree)
     for tensor in tree.tensors:
         if "ds_id" in vars(tensor.parameter):
@@ -143,7 +150,10 @@ def _sharding_of(parameter: torch.Tensor) -> str:
 
 
 def refuse_without_backward(tree: ModelTree, nodes: Iterable[Node]) -> None:
-    """Raise for tensors made in inference mode, and of nodes for one that computes by a kernel without a backward."""
+    """Raise for tensors that were made in inference mode.
+
+    So it does for one of the nodes that computes by a kernel without a backward.
+    """
     for tensor in tree.tensors:
         if tensor.parameter.is_inference() and not is_rewritten(
             tensor.module, tensor.name

@@ -1,4 +1,7 @@
-"""A model with the shapes and dtypes that ``from_pretrained`` would load, from its config alone, on the meta device."""
+"""A model as ``from_pretrained`` would load it, from its config alone.
+
+It has the shapes and dtypes, and lies on the meta device.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ _AUTO_CLASSES = (
     "AutoModel",
 )
 ASSUMED = "assumed_of_config"
-"""The attribute of a built model for what is not as its config says, or what that leaves open: sentences."""
+"""The attribute of a built model for sentences on what its config leaves open.
+
+They also say what is not as the config says.
+"""
 
 # The numbers of a config of which shapes are made.
 _SIZES = re.compile(r"size|dim$|layers?$|heads?$|experts$|d_model|d_ff|d_kv|n_embd")
@@ -43,7 +49,10 @@ _MAX_COUNT, _MAX_MODULES = 100_000, 200_000
 def meta_model(
     name_or_path: Any, quantization_config: Any = None, dtype: Any = None
 ) -> nn.Module:
-    """Build the model that ``from_pretrained`` would load, in evaluation mode; no weight is read or allocated."""
+    """Build the model that ``from_pretrained`` would load, in evaluation mode.
+
+    No weight is read or allocated.
+    """
     config, content = _read(name_or_path)
     assumed = _left_to_defaults(config, content)
     if dtype is None or dtype == "auto":
@@ -68,7 +77,10 @@ def meta_model(
 
 
 def _left_to_defaults(config: Any, content: Mapping[str, Any]) -> list[str]:
-    """Name the sizes that a file leaves to the defaults of its class; those of nested configs may be left out."""
+    """Name the sizes that a file leaves to the defaults of its class.
+
+    Those of nested configs may be left out.
+    """
     if not content:
         return []
     given = {config.attribute_map.get(name, name) for name in content}
@@ -93,7 +105,10 @@ def load_pretrained(
     trust_remote_code: bool = False,
     num_labels: int | None = None,
 ) -> tuple[Any, set[str]]:
-    """Load a model on one device, of the class named or the config's; with the names of what its files lack."""
+    """Load a model on one device, of the class named or the config's.
+
+    The second result are the names of weights that its files lack.
+    """
     config = read_config(name_or_path, trust_remote_code)
     if class_name is not None:
         config.architectures = [class_name]
@@ -122,7 +137,10 @@ def load_pretrained(
 
 
 def _loading_class(config: Any, trust_remote_code: bool) -> Any:
-    """The Auto class for which a repository has code of its own, where that may run, or the model's class."""
+    """The model's class, or an Auto class of transformers.
+
+    It is the latter where a repository has code of its own for it, which may run.
+    """
     import transformers
 
     own = getattr(config, "auto_map", None) or ()
@@ -133,7 +151,10 @@ def _loading_class(config: Any, trust_remote_code: bool) -> Any:
 
 
 def _refuse_larger(folder: Path) -> None:
-    """Raise where a config describes far more than the files of its folder hold: loading would allocate it."""
+    """Raise where a config describes far more than the files of its folder hold.
+
+    Loading would allocate it.
+    """
     bare = read_config(folder)
     bare.quantization_config = None
     num_elements = sum(parameter.numel() for parameter in meta_model(bare).parameters())
@@ -150,7 +171,7 @@ def _refuse_larger(folder: Path) -> None:
 
 
 def _refuse_countless(config: Mapping[str, Any]) -> None:
-    """Raise where the content of a config counts more of something than any model has."""
+    """Raise where a config counts more of something than any model has."""
     for key, value in config.items():
         if isinstance(value, dict):
             _refuse_countless(value)
@@ -202,7 +223,7 @@ def _read(
 
 
 def _model_class(config: Any) -> Any:
-    """The class that the config names, or the first Auto class that knows the config."""
+    """The class that the config names, or that of the first Auto class that knows it."""
     import transformers
 
     names = config.architectures
@@ -222,7 +243,7 @@ def _model_class(config: Any) -> Any:
 
 
 def classes_of(auto_class: str, config: Any) -> list[Any]:
-    """The classes that an Auto class of transformers knows for a config, the usual one first."""
+    """The classes that an Auto class knows for a config, the usual one first."""
     import transformers
 
     mapping = getattr(transformers, auto_class)._model_mapping
@@ -233,7 +254,10 @@ def classes_of(auto_class: str, config: Any) -> list[Any]:
 
 
 def _quantizer(config: Any, quantization_config: Any) -> Any:
-    """The quantizer of transformers, or ``None``; its environment is not validated, because nothing is computed."""
+    """The quantizer of transformers, or ``None``.
+
+    Its environment is not validated, because nothing is computed.
+    """
     from transformers.quantizers.auto import AutoHfQuantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -258,7 +282,10 @@ def _quantizer(config: Any, quantization_config: Any) -> Any:
 
 
 def _dequantized_by(quantizer: Any, dtype: torch.dtype) -> list[str]:
-    """Say that the weights of a quantized file are dequantized; refuse them where they would have to be, to train."""
+    """Say that the weights of a quantized file are dequantized.
+
+    Weights that could be trained only if they were dequantized are refused.
+    """
     settings = quantizer.quantization_config
     method = str(getattr(settings.quant_method, "value", settings.quant_method))
     is_dequantized = getattr(settings, "dequantize", None)
@@ -305,7 +332,10 @@ def _build(
 
 @contextlib.contextmanager
 def _loading(model_class: Any, dtype: torch.dtype) -> Iterator[None]:
-    """The contexts in which ``from_pretrained`` builds; a model of more modules than any has is refused meanwhile."""
+    """The contexts in which ``from_pretrained`` builds.
+
+    A model of more modules than any has is refused meanwhile.
+    """
     from transformers.initialization import no_init_weights
 
     values = {
@@ -335,7 +365,10 @@ def _loading(model_class: Any, dtype: torch.dtype) -> Iterator[None]:
 
 
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
-    """Cast what the architecture keeps in float32: some of it from any half dtype, some from float16 alone."""
+    """Cast what the architecture keeps in float32.
+
+    It keeps some of it beside any half dtype, and some beside float16 alone.
+    """
     names = ["_keep_in_fp32_modules_strict"]
     if dtype == torch.float16:
         names.append("_keep_in_fp32_modules")
@@ -352,7 +385,10 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
 
 
 def _pack(parameter: Any) -> None:
-    """Give an unquantized meta weight the shape and dtype of its quantized storage; what it was stays with it."""
+    """Give an unquantized meta weight the shape and dtype of its quantized storage.
+
+    What it was stays with it.
+    """
     parameter.unpacked = torch.empty_like(parameter.data)
     storage: torch.dtype | None = getattr(parameter, "quant_storage", None)
     if storage is not None:  # two values a byte, in one column of the storage dtype

@@ -1,4 +1,6 @@
-"""How a model is quantized, and what that permits. The only file that names the quantization libraries.
+"""How a model is quantized, and what that permits.
+
+The only file that names the quantization libraries.
 
 Half parameters outside the quantized layers are upcast where bitsandbytes quantized
 these, told by attributes of the model or by its layers. They are never cast beside
@@ -43,7 +45,10 @@ _DEQUANTIZED_BY_LIBRARY = (
 _GPTQ_CLASSES = ("TorchLinear", "TorchAtenLinear", "TorchFusedLinear")
 _AWQ_CLASSES = ("AwqTorchLinear", "TorchAtenAwqLinear", "TorchFusedAwqLinear")
 PEFT_MODULES = ("awq", "bnb", "gptq", "hqq", "torchao")
-"""The modules in which PEFT has a method's layers for quantized bases that can be merged, beside ``layer``."""
+"""The modules in which PEFT has a method's layers for quantized bases.
+
+They are those that can be merged; its other layers are in ``layer``.
+"""
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,10 @@ class Quantization:
 
     @property
     def is_known_to_peft(self) -> bool:
-        """Whether PEFT's function leaves the weights of the method alone, wherever its attributes tell it."""
+        """Whether PEFT's function leaves the weights of the method alone.
+
+        It does so wherever the model's attributes tell the method.
+        """
         return self.casts or self.method in _SELF_MANAGED_IN_PEFT
 
     @property
@@ -75,7 +83,10 @@ class Quantization:
 
 @functools.cache
 def _is_of_bitsandbytes(cls: Any, *names: str) -> bool:
-    """Whether a class is one of bitsandbytes', or made from it: then the library was loaded when the class was made."""
+    """Whether a class is one of bitsandbytes', or made from it.
+
+    An answer stays true: the library was loaded when the class was made.
+    """
     return issubclass(
         cls, tuple(loaded_class("bitsandbytes.nn", name) for name in names)
     )
@@ -90,7 +101,10 @@ def is_quantized_layer(module: nn.Module) -> bool:
 
 
 def is_rewritten(module: nn.Module, name: str) -> bool:
-    """Whether a layer casts a parameter of its own to the dtype that it computes in whenever it runs."""
+    """Whether a layer casts a parameter of its own whenever it runs.
+
+    It casts it to the dtype that it computes in.
+    """
     return name == "bias" and is_quantized_layer(module)
 
 
@@ -99,7 +113,10 @@ STACKS_QUANTIZED_BY = "bitsandbytes.nn.parametrize.replace_parameter_4bit"
 
 
 def quantized_stacks(module: nn.Module) -> dict[str, tuple[nn.Module, Any]]:
-    """The parameters that `STACKS_QUANTIZED_BY` quantized: by name, what computes each and its 4-bit statistics."""
+    """The parameters that `STACKS_QUANTIZED_BY` quantized, by name.
+
+    Each comes with the module that computes it, and its 4-bit statistics.
+    """
     parametrized = module._modules.get("parametrizations")
     if parametrized is None:
         return {}
@@ -116,7 +133,10 @@ _PARAMETERS = frozenset({"Params4bit", "Int8Params"})
 
 
 def is_quantized_parameter(parameter: torch.Tensor) -> bool:
-    """Whether a parameter holds quantized storage, whatever its dtype: 4-bit weights can be packed into half."""
+    """Whether a parameter holds quantized storage, whatever its dtype.
+
+    4-bit weights can be packed into half.
+    """
     cls: Any = type(parameter)
     # Subclasses that other libraries swap in (sharding, quanto, torchao) keep the class
     # name but not the class.
@@ -131,7 +151,10 @@ def _method_of(model: nn.Module) -> str | None:
 
 
 def is_of_another_library(settings: Any) -> bool:
-    """Whether a config's quantization is by a library whose layers keep float32 parts of their own, as scales."""
+    """Whether a config's quantization is by another library than bitsandbytes.
+
+    The layers of such keep float32 parts of their own, as scales.
+    """
     return (
         isinstance(settings, dict)
         and settings.get("quant_method", "bitsandbytes") != "bitsandbytes"
@@ -139,7 +162,7 @@ def is_of_another_library(settings: Any) -> bool:
 
 
 def detect(model: nn.Module, modules: Sequence[nn.Module]) -> Quantization:
-    """Find out how a model, wrapped or not, is quantized: by its attributes and by its layers."""
+    """Find out by attributes and layers how a model is quantized, wrapped or not."""
     peft = detect_as_peft(model)
     if peft.is_quantized:
         return peft
@@ -161,7 +184,10 @@ def detect(model: nn.Module, modules: Sequence[nn.Module]) -> Quantization:
 
 
 def _library_of(module: nn.Module) -> str | None:
-    """The library that quantized a layer: its class is the library's, or its weight is one made of narrow parts."""
+    """The library that quantized a layer.
+
+    Its class is the library's, or its weight is one made of narrow parts.
+    """
     if _compressed_tensors_status(module) is not None:
         return "compressed-tensors"
     if is_made_plain(module):
@@ -182,7 +208,10 @@ def _library_named_by(cls: type) -> str:
 
 
 def detect_as_peft(model: nn.Module) -> Quantization:
-    """Find out how a model is quantized by the attributes that PEFT's function reads, and by nothing else."""
+    """Find out how a model is quantized as PEFT's function does.
+
+    It reads these attributes, and nothing else.
+    """
     if getattr(model, "hqq_quantized", False):
         return Quantization("hqq")
     method = _method_of(model)
@@ -195,7 +224,10 @@ def detect_as_peft(model: nn.Module) -> Quantization:
 
 
 def dequantizer(module: nn.Module) -> Callable[[Rows], torch.Tensor]:
-    """A function that computes rows of a bitsandbytes layer's weight, ``(out_features, in_features)``, as it runs."""
+    """A function that computes rows of a bitsandbytes layer's weight, as it runs.
+
+    The weight has the shape ``(out_features, in_features)``.
+    """
     weight = unpacked_copy(module.get_parameter("weight"))
     values = weight.detach().as_subclass(torch.Tensor)
     if weight.dtype == torch.int8:
@@ -212,7 +244,10 @@ def dequantizer(module: nn.Module) -> Callable[[Rows], torch.Tensor]:
 
 
 def is_made_plain(module: nn.Module) -> bool:
-    """Whether another library than bitsandbytes made of a layer more than a plain one whose weight is of its class."""
+    """Whether a library made of a layer more than one with a weight of its class.
+
+    Layers of bitsandbytes do not count.
+    """
     if _compressed_tensors_status(module) is not None:
         return True
     classes = (
@@ -230,7 +265,7 @@ def _compressed_tensors_status(module: nn.Module) -> str | None:
 
 
 def was_decompressed(module: nn.Module) -> bool:
-    """Whether compressed-tensors has decompressed a layer, as it does when the model first runs."""
+    """Whether compressed-tensors has decompressed a layer: it does in the first run."""
     return _compressed_tensors_status(module) == "decompressed"
 
 
@@ -251,7 +286,10 @@ def _gptqmodel_class() -> type | tuple[()]:
 
 
 def _weight_by_gptqmodel(module: Any) -> torch.Tensor:
-    """The weight of a layer of gptqmodel, for GPTQ or AWQ; raise ``ValueError`` where its codes do not tell it."""
+    """The weight of a layer of gptqmodel, for GPTQ or AWQ.
+
+    ``ValueError`` is raised where its codes do not tell it.
+    """
     cls, fields = type(module), {**vars(module), **module._buffers}
     kernels = {base.__name__ for base in cls.__mro__}
     is_awq = not kernels.isdisjoint(_AWQ_CLASSES)
@@ -274,7 +312,10 @@ def _weight_by_gptqmodel(module: Any) -> torch.Tensor:
 
 
 def library_dequantizer(module: nn.Module) -> Callable[[], torch.Tensor] | None:
-    """The function of a library other than bitsandbytes that computes a module's weight; ``None`` where none does."""
+    """The function of another library than bitsandbytes that computes a weight.
+
+    It is ``None`` where no library computes the module's weight.
+    """
     if _compressed_tensors_status(module) is not None:
         return functools.partial(_weight_by_compressed_tensors, module)
     weight = module._parameters.get("weight")
@@ -286,7 +327,10 @@ def library_dequantizer(module: nn.Module) -> Callable[[], torch.Tensor] | None:
 
 
 def rounds_activations(module: nn.Module) -> bool:
-    """Whether a layer of transformers, for BitNet or Gemma, rounds its input or output, which has no gradient."""
+    """Whether a layer rounds its input or output, which has no gradient.
+
+    They are layers of transformers, for BitNet and for Gemma.
+    """
     integrations = "transformers.integrations"
     if isinstance(module, loaded_class(f"{integrations}.bitnet", "BitLinear")):
         return True
@@ -300,7 +344,10 @@ def rounds_activations(module: nn.Module) -> bool:
 
 
 def has_runtime_state(module: nn.Module) -> bool:
-    """Whether a module is a linear layer of bitsandbytes or gptqmodel that rewrites fields of its own when it runs."""
+    """Whether a module rewrites fields of its own when it runs.
+
+    Linear layers of bitsandbytes and of gptqmodel do.
+    """
     weight = module._parameters.get("weight")
     if weight is None or not is_quantized_parameter(weight):
         return KERNEL in vars(module) and isinstance(module, _gptqmodel_class())
@@ -309,7 +356,10 @@ def has_runtime_state(module: nn.Module) -> bool:
 
 
 def transposed_codes(module: nn.Module) -> torch.Tensor | None:
-    """The codes of a layer of aqlm with codebooks of 256 entries, if a run on a CPU transposed them."""
+    """The codes of a layer of aqlm, if a run on a CPU transposed them.
+
+    It does so for codebooks of 256 entries.
+    """
     if not isinstance(module, loaded_class("aqlm.inference", "QuantizedLinear")):
         return None
     codes = module._parameters["codes"]
@@ -320,7 +370,7 @@ def transposed_codes(module: nn.Module) -> torch.Tensor | None:
 
 
 def is_of_a_quantizer(conversion: Any) -> bool:
-    """Whether a model's quantizer added this one of what transformers calls a model's weight conversions."""
+    """Whether a model's quantizer added this one of its weight conversions."""
     return any(
         "hf_quantizer" in vars(operation)
         for operation in getattr(conversion, "operations", ())
@@ -328,16 +378,25 @@ def is_of_a_quantizer(conversion: Any) -> bool:
 
 
 REPACKS = "support_avx512bf16_for_cpu"
-"""The attribute of a ``Linear4bit`` that says whether it repacks its weight when it runs in eval mode on the CPU."""
+"""The attribute of a ``Linear4bit`` that says whether it repacks its weight.
+
+It does when it runs in eval mode on the CPU.
+"""
 RUNTIME_ATTRIBUTES = ("compute_dtype", "compute_type_is_set", REPACKS)
-"""The attributes that a bitsandbytes layer sets on itself when it runs, or that say what it does then."""
+"""The attributes that a bitsandbytes layer sets on itself when it runs.
+
+The last of them says what it does then.
+"""
 
 KERNEL = "linear_mode"
-"""The attribute of a layer of gptqmodel that says which kernel it chose when it first ran."""
+"""The attribute of a layer of gptqmodel for the kernel that its first run chose."""
 
 
 def has_kernel_without_backward(module: nn.Module) -> bool:
-    """Whether a layer of gptqmodel chose the kernel of inference, for good: it repacked its codes for that."""
+    """Whether a layer of gptqmodel chose the kernel of inference, for good.
+
+    It repacked its codes for that.
+    """
     kernel = vars(module).get(KERNEL)
     return getattr(kernel, "value", kernel) == "inference"
 
@@ -345,7 +404,10 @@ def has_kernel_without_backward(module: nn.Module) -> bool:
 def state_owners(
     module: nn.Module, weight: torch.Tensor
 ) -> list[tuple[str, Any, tuple[str, ...] | None]]:
-    """The objects beside a layer that hold its quantization state, and which of their fields do (``None``: all)."""
+    """The objects beside a layer that hold its quantization state, by name.
+
+    The last of each are the fields that hold it; ``None`` stands for all.
+    """
     owners = [
         ("weight", weight, ("CB", "SCB", "quant_state")),
         ("state", vars(module).get("state"), None),
@@ -355,13 +417,19 @@ def state_owners(
 
 
 def quant_state_of(module: nn.Module, weight: torch.Tensor) -> Any:
-    """The 4-bit statistics of a layer's weight, which sharding leaves on the layer only; ``None`` where it has none."""
+    """The 4-bit statistics of a layer's weight, or ``None``.
+
+    Sharding leaves them on the layer only.
+    """
     state = getattr(weight, "quant_state", None)
     return getattr(module, "quant_state", None) if state is None else state
 
 
 def lacks_statistics(module: nn.Module) -> bool:
-    """Whether a bitsandbytes layer has lost the statistics without which its weight cannot be computed."""
+    """Whether a bitsandbytes layer has lost its statistics.
+
+    Without these, its weight cannot be computed.
+    """
     weight = module._parameters.get("weight")
     if weight is None or not is_quantized_parameter(weight):
         return False
@@ -373,17 +441,26 @@ def lacks_statistics(module: nn.Module) -> bool:
 
 
 def is_repacked(fields: Mapping[str, Any]) -> bool:
-    """Whether 4-bit statistics are those of a weight that its layer has repacked for CPUs with AVX512-BF16."""
+    """Whether 4-bit statistics are those of a weight that its layer has repacked.
+
+    Layers do so for CPUs with AVX512-BF16.
+    """
     return bool(fields.get("packing_format_for_cpu", False))
 
 
 def was_ever_repacked(quant_state: Any) -> bool:
-    """Whether a layer has ever repacked its 4-bit weight: its statistics stay rounded when it is unpacked."""
+    """Whether a layer has ever repacked its 4-bit weight.
+
+    Its statistics stay rounded when it is unpacked.
+    """
     return quant_state is not None and "packing_format_for_cpu" in vars(quant_state)
 
 
 def in_other_layout(weight: torch.Tensor, quant_state: Any) -> torch.Tensor:
-    """The bytes of a 4-bit weight in the other of its two layouts: a permutation of nibbles, hence exact."""
+    """The bytes of a 4-bit weight in the other of its two layouts.
+
+    It is a permutation of nibbles, hence exact.
+    """
     functional: Any = sys.modules["bitsandbytes.functional"]
     # bitsandbytes writes into the state that it is given
     state = copy.copy(quant_state)
@@ -395,7 +472,10 @@ def in_other_layout(weight: torch.Tensor, quant_state: Any) -> torch.Tensor:
 
 
 def unpack_statistics(state: Any) -> None:
-    """Make the statistics of a repacked weight those of the other layout, in place; their rounding stays."""
+    """Make the statistics of a repacked weight those of the other layout, in place.
+
+    Their rounding stays.
+    """
     functional: Any = sys.modules["bitsandbytes.functional"]
     absmax = state.absmax.T.reshape(-1).float()
     if state.original_nested:
@@ -421,7 +501,10 @@ Settle = Callable[[dict[str, Any]], None]
 
 
 def unpacked_state(quant_state: Any, settle: Settle | None = None) -> Any:
-    """The 4-bit statistics of a weight that is not repacked: those given, or a copy where its layer has repacked it."""
+    """The 4-bit statistics of a weight that is not repacked.
+
+    They are those given, or a copy where its layer has repacked the weight.
+    """
     if not was_ever_repacked(quant_state):
         return quant_state
     state = copy.copy(quant_state)
@@ -433,7 +516,10 @@ def unpacked_state(quant_state: Any, settle: Settle | None = None) -> Any:
 
 
 def unpacked_copy(weight: torch.Tensor, settle: Settle | None = None) -> torch.Tensor:
-    """A weight that is not repacked for the CPU: the one given, or a copy where its layer has ever repacked it."""
+    """A weight that is not repacked for the CPU.
+
+    It is the one given, or a copy where its layer has ever repacked it.
+    """
     quant_state = getattr(weight, "quant_state", None)
     if not was_ever_repacked(quant_state):
         return weight

@@ -1,4 +1,7 @@
-"""Records that find parameters again by owner and name, and by the memory they lie in, without a reference to them."""
+"""Records that find parameters again, without a reference to them.
+
+They find them by owner and name, and by the memory they lie in.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ from .wrappers import is_sharded_tensor
 
 
 class MemoryRef(StorageWeakRef):
-    """A weak reference to memory; copies are the same object, because each object frees what it refers by.
+    """A weak reference to memory.
+
+    A copy is the same object, because each object frees what it refers by.
 
     It has no ``__init__`` of its own: an interrupt in one would leave an object that
     cannot be freed.
@@ -51,7 +56,11 @@ class TensorRef(NamedTuple):
 
 
 class ParameterRecord:
-    """A parameter as it was at all of its places, and the memory that it was last seen in, whose address is kept."""
+    """A parameter as it was at all of its places.
+
+    The address of the memory that it was last seen in is kept from being given to
+    another.
+    """
 
     def __init__(
         self, fqn: str, places: Iterable[Place], parameter: nn.Parameter
@@ -73,7 +82,10 @@ class ParameterRecord:
         self.saw(parameter)
 
     def expects(self, data: torch.Tensor) -> None:
-        """Note that the parameter is about to get this memory, so that it is found wherever that is interrupted."""
+        """Note that the parameter is about to get this memory.
+
+        So it is found wherever that is interrupted.
+        """
         self._memories.update(_memory_of(data))
 
     def saw(self, parameter: torch.Tensor) -> None:
@@ -91,14 +103,20 @@ class ParameterRecord:
         return tuple(self._memories)
 
     def is_seen(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter at one of the places is the one recorded: it has its statistics, or lies where it did."""
+        """Whether a parameter at one of the places is the one recorded.
+
+        It has its statistics, or lies where it did.
+        """
         state = None if self.quant_state is None else self.quant_state()
         if state is not None and getattr(parameter, "quant_state", None) is state:
             return True
         return key_of(parameter) in self._memories
 
     def was_resized(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter of the name has another number of rows, as resized embeddings have; a shard has not."""
+        """Whether a parameter of the name has another number of rows.
+
+        Resized embeddings have; a shard is not taken for one.
+        """
         is_other = (
             self.shape != parameter.shape and self.shape[1:] == parameter.shape[1:]
         )
@@ -114,7 +132,10 @@ class ParameterRecord:
         return next(filter(self.is_seen, self.at_places()), None)
 
     def there(self) -> nn.Parameter | None:
-        """The parameter, its shard, or one of its shape at one of its places: others write by replacing them."""
+        """The parameter, its shard, or one of its shape at one of its places.
+
+        Others write to a parameter by replacing it.
+        """
         found = self.at_places()
         same = [parameter for parameter in found if self.is_seen(parameter)]
         alike = [parameter for parameter in found if parameter.shape == self.shape]
@@ -123,7 +144,10 @@ class ParameterRecord:
 
 
 def _memory_of(tensor: torch.Tensor) -> dict[Any, Any]:
-    """The key of the memory that a tensor lies in, with the references by which nothing else gets that key."""
+    """The key of the memory that a tensor lies in, with weak references to it.
+
+    As long as these are held, no other memory gets that key.
+    """
     if is_composed(type(tensor)):
         memory = [MemoryRef(part.untyped_storage()) for part in dense_parts(tensor)]  # type: ignore[no-untyped-call]
         return {tuple([reference.cdata for reference in memory]): memory}
@@ -134,7 +158,10 @@ def _memory_of(tensor: torch.Tensor) -> dict[Any, Any]:
 
 
 def key_of(tensor: torch.Tensor) -> Any:
-    """The key of the memory that a tensor lies in: tensors that share memory have the same, on the meta device too."""
+    """The key of the memory that a tensor lies in.
+
+    Tensors that share memory have the same, on the meta device too.
+    """
     (key,) = _memory_of(tensor)
     return key
 
@@ -143,7 +170,10 @@ MARK = "_kbitwrap_mark"
 
 
 class Mark:
-    """What a module that a preparation changed has, and its copies: whose they are, and what its parameters stored."""
+    """The mark on a module that a preparation changed, and on its copies.
+
+    It says whose they are, and what their parameters stored.
+    """
 
     def __init__(self, of: int = 0, records: Records | None = None) -> None:
         self.of = of  # the ``id`` of the module
@@ -159,7 +189,10 @@ class Mark:
 
 
 class Records:
-    """The records of a model's parameters, one for each, by owner and name, and the marks of its modules."""
+    """The records of a model's parameters, and the marks of its modules.
+
+    There is one record of each parameter, under each of its places.
+    """
 
     def __init__(self) -> None:
         self._of: weakref.WeakKeyDictionary[nn.Module, dict[str, ParameterRecord]] = (
@@ -183,11 +216,14 @@ class Records:
         return found
 
     def mark_of(self, module: nn.Module) -> Mark | None:
-        """The mark of a module, or of the one that it is a copy of, if it is of these records."""
+        """The mark of a module, or of its original, if it is of these records."""
         found: Mark | None = vars(module).get(MARK)
         return None if found is None or found.records is not self else found
 
     def dtype_before(self, module: nn.Module, name: str) -> torch.dtype | None:
-        """The dtype that a parameter had before it was upcast, or that the one had of which it is a copy."""
+        """The dtype that a parameter had before it was upcast.
+
+        Of a copy, it is the dtype that the original had.
+        """
         mark = self.mark_of(module)
         return None if mark is None else mark.dtypes.get(name)

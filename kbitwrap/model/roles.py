@@ -1,4 +1,7 @@
-"""The part that each parameter plays in its model, which modules are norms, and in which dtype layers compute."""
+"""The part that each parameter plays in its model, and which modules are norms.
+
+The room also tells layers that lose gradients or return float32.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,10 @@ class Role(str, Enum):
 
 
 def is_norm(module: nn.Module, norm_modules: tuple[type | str, ...] = ()) -> bool:
-    """Whether a module is one of ``norm_modules``, or a leaf of a class named a norm whose parameters are vectors."""
+    """Whether a module is one of ``norm_modules``, or a leaf named a norm.
+
+    The parameters of such a leaf are vectors.
+    """
     parameters = [*module.parameters(recurse=False)]
     if not parameters:
         return False
@@ -46,7 +52,10 @@ def is_norm(module: nn.Module, norm_modules: tuple[type | str, ...] = ()) -> boo
 
 
 def _is_wanted(cls: type, wanted: type | str) -> bool:
-    """Whether a class is the one wanted or derived from it, or a base of it has a name that the pattern matches."""
+    """Whether a class is the one wanted, or derived from it.
+
+    A string is a pattern of the names of classes.
+    """
     if not isinstance(wanted, str):
         return issubclass(cls, wanted)
     names = [base.__name__ for base in cls.__mro__ if base not in (nn.Module, object)]
@@ -54,13 +63,19 @@ def _is_wanted(cls: type, wanted: type | str) -> bool:
 
 
 def _is_named_norm(cls: Any) -> bool:
-    """Whether a class, or a base of it, is named a norm, and it keeps no statistics: these are buffers, never cast."""
+    """Whether a class, or a base of it, is named a norm, and it keeps no statistics.
+
+    Statistics are buffers, which are never cast.
+    """
     is_named = any("norm" in base.__name__.lower() for base in cls.__mro__)
     return is_named and not issubclass(cls, nn.modules.batchnorm._NormBase)
 
 
 def _embeddings(tree: ModelTree, getter: str) -> list[nn.Module]:
-    """The modules that ``getter`` returns of the model and of every model inside it, with the modules in them."""
+    """The modules that ``getter`` returns of every model, with the modules in them.
+
+    There may be models inside the model.
+    """
     found: list[nn.Module] = []
     for node in tree.of_class(lambda cls: hasattr(cls, getter)):
         try:
@@ -79,7 +94,10 @@ def _parameter_ids(modules: list[nn.Module]) -> set[int]:
 def parameter_roles(
     tree: ModelTree, norm_modules: tuple[type | str, ...] = ()
 ) -> dict[int, Role]:
-    """The role of every parameter, by its ``id``. A tied embedding counts as input embedding."""
+    """The role of every parameter, by its ``id``.
+
+    A tied embedding counts as input embedding.
+    """
     inputs = _parameter_ids(_embeddings(tree, "get_input_embeddings"))
     outputs = _parameter_ids(_embeddings(tree, "get_output_embeddings"))
 
@@ -103,7 +121,10 @@ def parameter_roles(
 
 
 def heads(tree: ModelTree) -> list[Node]:
-    """The output heads that are unquantized linear layers with a half weight, and the trained copies of such."""
+    """The output heads, and trained copies of them, that store half.
+
+    They are linear layers that are not quantized.
+    """
     inside = {id(module) for module in _embeddings(tree, "get_output_embeddings")}
     fqns = {node.fqn for node in tree.base if id(node.module) in inside}
     found = []
@@ -117,7 +138,10 @@ def heads(tree: ModelTree) -> list[Node]:
 
 
 def loses_gradients(weight: torch.Tensor) -> bool:
-    """Whether a linear layer's output has no gradient for its input, tried on zeros; false where it refuses these."""
+    """Whether a linear layer's output has no gradient for its input, tried on zeros.
+
+    The answer is false where the layer refuses these.
+    """
     with (
         torch.inference_mode(False),
         torch.enable_grad(),

@@ -24,13 +24,19 @@ CONFIG_ATTRIBUTES = ("config", "generation_config")
 
 
 def only_reading() -> Any:
-    """A context in which the fields of tensors are read without asking their classes, which is slower."""
+    """A context in which the fields of tensors are read without asking their classes.
+
+    Asking takes twice the time of a whole preparation.
+    """
     return torch._C.DisableTorchFunctionSubclass()
 
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A module at one of its places; ``is_base`` excludes wrappers, adapters and copies."""
+    """A module at one of its places.
+
+    ``is_base`` excludes wrappers, adapters and copies.
+    """
 
     path: str
     fqn: str
@@ -55,7 +61,10 @@ def join(prefix: str, name: str) -> str:
 
 
 class ModelTree:
-    """The modules and parameters of a live model at one moment: none of them may be replaced while it is used."""
+    """The modules and parameters of a live model at one moment.
+
+    None of them may be replaced while it is used.
+    """
 
     def __init__(self, model: nn.Module, records: Records | None = None) -> None:
         self.model = model
@@ -66,7 +75,7 @@ class ModelTree:
         self.sharded: dict[int, ParameterRecord] = {}
 
     def again(self) -> ModelTree:
-        """The same model, as it is now: after edits, which replace modules and parameters."""
+        """The same model, walked again: edits replace modules and parameters."""
         return ModelTree(self.model, self.records)
 
     @cached_property
@@ -94,7 +103,10 @@ class ModelTree:
 
     @cached_property
     def configs(self) -> list[Any]:
-        """The configs of its modules, each once: the layers of a model share its config."""
+        """The configs of its modules, each once.
+
+        The layers of a model share its config.
+        """
         found: dict[int, Any] = {}
         for node in self.modules:
             for name in CONFIG_ATTRIBUTES:
@@ -105,7 +117,10 @@ class ModelTree:
 
     @cached_property
     def owners(self) -> set[int]:
-        """The ``id`` of every module that holds parameters itself: others, as activations, may be in several models."""
+        """The ``id`` of every module that holds parameters itself.
+
+        Others, as activations, may be in several models.
+        """
         return {id(tensor.module) for tensor in self.all_tensors}
 
     @cached_property
@@ -115,7 +130,7 @@ class ModelTree:
 
     @cached_property
     def tensors(self) -> list[NamedTensor]:
-        """Each parameter once, at its first place, in the order of ``model.named_parameters()``."""
+        """Each parameter once, at its first place, as in ``model.named_parameters()``."""
         first: dict[int, NamedTensor] = {}
         for tensor in self.all_tensors:
             first.setdefault(id(tensor.parameter), tensor)
@@ -123,7 +138,7 @@ class ModelTree:
 
     @property
     def live(self) -> dict[ParameterRecord, nn.Parameter]:
-        """The parameters that were recorded earlier and found again, by their records."""
+        """The parameters that were recorded earlier and found again, by record."""
         found: dict[ParameterRecord, nn.Parameter] = {}
         for tensor in self.tensors:
             record = self.known.get(id(tensor.parameter))
@@ -136,14 +151,20 @@ class ModelTree:
         return {id(tensor.parameter) for tensor in self.tensors}
 
     def at_places(self, record: ParameterRecord) -> list[nn.Parameter]:
-        """The parameters at a record's places, but for those of modules that others took out of the model."""
+        """The parameters at a record's places that are in the model.
+
+        Others may have taken modules out of it.
+        """
         return [
             parameter for parameter in record.at_places() if id(parameter) in self._ids
         ]
 
     @cached_property
     def _places(self) -> dict[int, list[Place]]:
-        """Every owner of each parameter, once, with the parameter's name there; by ``id`` of the parameter."""
+        """Every owner of each parameter, once, with the parameter's name there.
+
+        The keys are the ``id`` of the parameters.
+        """
         found: dict[int, list[Place]] = {}
         for tensor in self.all_tensors:
             places = found.setdefault(id(tensor.parameter), [])
@@ -178,7 +199,9 @@ class ModelTree:
     def resized(
         self, records: Iterable[ParameterRecord]
     ) -> list[tuple[ParameterRecord, NamedTensor]]:
-        """The base's tensors that others made of recorded ones when they resized embeddings, maybe back to their size.
+        """The base's tensors that others made of recorded ones by resizing embeddings.
+
+        They may have been resized back to their size.
 
         They are embeddings of another size, and what has a recorded name and as many
         rows, as a new head.
@@ -215,13 +238,16 @@ class ModelTree:
 
     @cached_property
     def adapter_ids(self) -> set[int]:
-        """The ``id`` of every parameter that belongs to an adapter and is not shared with the base."""
+        """The ``id`` of every parameter of an adapter that is not shared with the base."""
         base = {id(tensor.parameter) for tensor in self.base_tensors}
         return {id(tensor.parameter) for tensor in self.tensors} - base
 
     @cached_property
     def adapted_blocks(self) -> set[str]:
-        """The prefixes of the blocks that hold an adapter. A block is an element of an outermost ``ModuleList``."""
+        """The prefixes of the blocks that hold an adapter.
+
+        A block is an element of an outermost ``ModuleList``.
+        """
         lists = [node for node in self.base if isinstance(node.module, nn.ModuleList)]
         prefixes = sorted([f"{node.fqn}." for node in lists], key=len)
         blocks = set()
@@ -259,7 +285,10 @@ def _tensors_of(nodes: Iterable[Node]) -> list[NamedTensor]:
 def _walk(
     module: nn.Module, path: str, fqn: str, *, is_base: bool, holds_copies: bool
 ) -> Iterator[Node]:
-    """List a module at one of its places, and all below it; ``holds_copies`` is a wrapper's collection of copies."""
+    """List a module at one of its places, and all below it.
+
+    ``holds_copies`` is a wrapper's collection of copies.
+    """
     if isinstance(module, torch.jit.ScriptModule):
         raise UnsupportedModelError(
             f"{path or 'the model'} is a {type(module).__name__} of TorchScript, whose parameters cannot be edited: "
@@ -285,7 +314,10 @@ def _walk(
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
-    """A module of the same class whose parameters, buffers and children can be replaced; the rest is shared."""
+    """A module whose parameters, buffers and children can be replaced.
+
+    It is of the same class, and shares the rest.
+    """
     made: nn.Module = object.__new__(type(module))
     fields = vars(made)
     fields.update(vars(module))
@@ -300,7 +332,10 @@ def shallow_copy(module: nn.Module) -> nn.Module:
 
 
 class ModuleIndex:
-    """The modules of a tree, numbered and held weakly, to be found again through wrappers, copies and merges."""
+    """The modules of a tree, numbered and held weakly.
+
+    By it they are found again through wrappers, copies and merges.
+    """
 
     def __init__(self, tree: ModelTree) -> None:
         modules = [node.module for node in tree.modules]
@@ -318,7 +353,10 @@ class ModuleIndex:
         return number
 
     def substitutes(self, tree: ModelTree) -> list[tuple[int, nn.Module]]:
-        """The modules that were not there, as PEFT's copies, each with the number of the one that it stands for."""
+        """The modules that were not there, as PEFT's copies.
+
+        Each comes with the number of the one that it stands for.
+        """
         found = []
         for node in tree.modules:
             if self.number(node.module) is not None:

@@ -1,4 +1,7 @@
-"""The wrappers that PEFT, torch and DeepSpeed put around modules: one table, for live models and names from files."""
+"""The wrappers that PEFT, torch and DeepSpeed put around modules.
+
+One table, for live models and names from files.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class _Wrapping:
-    """The child that holds the wrapped module in wrappers of a library, the ``owner``."""
+    """The child that holds the wrapped module in wrappers of a library."""
 
     child: str
     owner: str
@@ -43,7 +46,7 @@ _TABLE = (
     ),
 )
 COPIES = ("modules_to_save", "ln_tuning_layers")
-"""The children of PEFT's wrappers that hold copies of the wrapped module, by adapter."""
+"""The children of PEFT's wrappers that hold copies of what is wrapped, by adapter."""
 _LEADS = "|".join(re.escape(row.leads) for row in _TABLE if row.leads)
 _LEADING = re.compile(rf"^(?:{_LEADS})(?:\.|$)")
 _CHILDREN = "|".join(row.child for row in _TABLE if row.is_inside)
@@ -54,7 +57,10 @@ _INSIDE = re.compile(rf"\.(?:{_CHILDREN}|(?:{_COPIES})(?:\.[^.]+(?=\.))?)(?=\.|$
 
 @functools.lru_cache(maxsize=1 << 16)
 def canonical_fqn(fqn: str) -> str:
-    """Strip wrappers from a name that comes from a file; a ``modules_to_save`` copy gets the name of its original."""
+    """Strip wrappers from a name that comes from a file.
+
+    A ``modules_to_save`` copy gets the name of its original.
+    """
     # A prompt-learning ``PeftModel`` has the model itself at ``base_model``, which no
     # name tells from an adapter's.
     while match := _LEADING.match(fqn):
@@ -63,22 +69,31 @@ def canonical_fqn(fqn: str) -> str:
 
 
 REPLACES = "_kbitwrap_replaces"
-"""The attribute of a drop-in that stands in the place of PEFT's function: that function."""
+"""The attribute of a drop-in for the function of PEFT that it replaces."""
 
 
 def loaded_class(module_name: str, attribute: str) -> type | tuple[()]:
-    """A class of a module that is loaded already, or ``()``: of a class not loaded there are no instances."""
+    """A class of a module that is loaded already, or ``()``.
+
+    Of a class that is not loaded there are no instances.
+    """
     found: type | tuple[()] = getattr(sys.modules.get(module_name), attribute, ())
     return found
 
 
 def is_d_tensor(cls: Any) -> bool:
-    """Whether a class is ``DTensor`` or made from it: then that was loaded when the class was made."""
+    """Whether a class is ``DTensor`` or made from it.
+
+    An answer stays true: ``DTensor`` was loaded when the class was made.
+    """
     return issubclass(cls, loaded_class("torch.distributed.tensor", "DTensor"))
 
 
 def is_sharded_tensor(tensor: Any) -> bool:
-    """Whether a tensor is a ``DTensor``, or one that FSDP1 laid out flat: only a part of it need be on this rank."""
+    """Whether a tensor is a ``DTensor``, or one that FSDP1 laid out flat.
+
+    Only a part of it need be on this rank.
+    """
     return is_flattened(tensor) or is_d_tensor(type(tensor))
 
 
@@ -89,7 +104,10 @@ def is_flattened(tensor: Any) -> bool:
 
 @functools.cache
 def _owner(cls: Any) -> str:
-    """The library of a wrapper's class; ``""`` for torch's own layers and containers, which wrap nothing."""
+    """The library of a wrapper's class.
+
+    It is ``""`` for torch's own layers and containers, which wrap nothing.
+    """
     if any(base.__module__.partition(".")[0] == "peft" for base in cls.__mro__):
         return "peft"
     module: str = cls.__module__
@@ -97,18 +115,21 @@ def _owner(cls: Any) -> str:
 
 
 def is_adapter_class(cls: Any) -> bool:
-    """Whether a module's class is PEFT's, so that its own parameters belong to an adapter."""
+    """Whether a module's class is PEFT's: its own parameters belong to an adapter."""
     return _owner(cls) == "peft"
 
 
 def class_before_sharding(module: nn.Module) -> Any:
-    """A module's class, or the one that it had before ``fully_shard`` put one that it made in its place."""
+    """A module's class, or the one that it had before ``fully_shard`` replaced it."""
     made = loaded_class("torch.distributed.fsdp", "FSDPModule")
     return next(base for base in type(module).__mro__ if not issubclass(base, made))
 
 
 def wrapped_children(module: nn.Module) -> tuple[str, ...]:
-    """The children that hold the wrapped module, the one to follow first; none where a module is no wrapper."""
+    """The children that hold the wrapped module, the one to follow first.
+
+    There are none where a module is no wrapper.
+    """
     if not module._modules:
         return ()
     owner = _owner(class_before_sharding(module))
@@ -117,7 +138,10 @@ def wrapped_children(module: nn.Module) -> tuple[str, ...]:
 
 
 def unwrap(module: nn.Module) -> tuple[nn.Module, tuple[nn.Module, ...]]:
-    """The module underneath wrappers, and PEFT's modules above it, the outermost first."""
+    """The module underneath wrappers, and PEFT's modules around it.
+
+    The outermost is the first.
+    """
     adapters: list[nn.Module] = []
     while names := wrapped_children(module):
         if is_adapter_class(type(module)):

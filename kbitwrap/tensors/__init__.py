@@ -1,1 +1,4 @@
-"""A tensor's bits: compared, fingerprinted, computed when asked for, upcast at use. Knows no model."""
+"""A tensor's bits: compared, digested, computed when asked for, upcast at use.
+
+The room knows no model.
+"""

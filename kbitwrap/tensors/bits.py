@@ -1,4 +1,4 @@
-"""A tensor's bits: which are the same, where NaNs are, how they lie in memory, and fingerprints of them."""
+"""A tensor's bits: compared, digested, sampled and laid out in memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ _PIECE = 4 << 20
 
 @dataclass(frozen=True)
 class NanPayloads:
-    """The NaNs of a half tensor: which of their bits survive float32 depends on how a CPU converts.
+    """The NaNs of a half tensor.
+
+    Which of their bits survive float32 depends on how a CPU converts.
 
     Attributes:
         positions: Their indices in the flat tensor, int64.
@@ -38,7 +40,10 @@ class NanPayloads:
 
     @staticmethod
     def find(tensor: torch.Tensor) -> NanPayloads | None:
-        """Find the NaNs of a float16 or bfloat16 tensor; ``None`` where there are none."""
+        """Find the NaNs of a float16 or bfloat16 tensor.
+
+        ``None`` where there are none.
+        """
         flat = tensor.detach().reshape(-1)
         # the least of numbers among which there is a NaN is NaN: no mask is made
         if not flat.numel() or not torch.aminmax(flat)[0].isnan():
@@ -47,7 +52,10 @@ class NanPayloads:
         return NanPayloads(positions, flat[positions].view(torch.int16))
 
     def write(self, tensor: torch.Tensor) -> None:
-        """Put the payloads back into the tensor rounded back to its dtype, where it still holds a NaN."""
+        """Put the payloads back into the tensor, where it still holds a NaN.
+
+        The tensor has been rounded back to its dtype.
+        """
         flat = tensor.flatten()
         positions = self.positions.to(tensor.device)
         bits = self.bits.to(tensor.device)
@@ -57,7 +65,9 @@ class NanPayloads:
 
 
 def differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Whether two tensors hold other numbers. It does not wait for the device, and holds little beside the tensors.
+    """Whether two tensors hold other numbers.
+
+    It does not wait for the device, and holds little beside the tensors.
 
     Args:
         a: A tensor.
@@ -78,7 +88,7 @@ def differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a strided tensor lies in its storage, so that the same layout can be made again.
+    """The layout of a strided tensor in its storage, to be made again.
 
     Attributes:
         offset: Its first element's place in the storage.
@@ -109,7 +119,7 @@ class Layout:
 
     @staticmethod
     def place(tensors: Sequence[tuple[torch.Tensor, Layout]]) -> list[torch.Tensor]:
-        """Copy tensors into one new storage, in which they overlap as those overlapped that the layouts are of.
+        """Copy tensors into one new storage, where they overlap as their layouts do.
 
         Args:
             tensors: Each tensor with the layout that it is to have; all of one dtype,
@@ -140,7 +150,7 @@ class Layout:
 def without_storage(
     cls: Any, like: torch.Tensor, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """Make a tensor of a subclass without storage, in the shape and layout of another tensor.
+    """Make a tensor of a subclass without storage, shaped and laid out as another.
 
     Args:
         cls: The subclass.
@@ -162,12 +172,14 @@ def without_storage(
 
 
 def is_composed(cls: type[torch.Tensor]) -> bool:
-    """Whether tensors of a class may be made of other tensors, in which their values lie."""
+    """Whether tensors of a class may be made of other tensors, which hold their values."""
     return hasattr(cls, "__tensor_flatten__")
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a tensor's values lie in: the tensor, unless it is made of others.
+    """The tensors that a tensor's values lie in.
+
+    It is the tensor itself, unless that is made of others.
 
     Those that it is made of may be made of others too: the parts are the innermost
     ones, in the order of their classes.
@@ -198,7 +210,10 @@ def num_sampled(tensor: torch.Tensor, num_runs: int = RUNS) -> int:
 
 
 def sample(tensor: torch.Tensor, num_runs: int = RUNS) -> torch.Tensor:
-    """Some elements of a dense tensor, flat: all of a small one, evenly spread runs of a larger one."""
+    """Some elements of a dense tensor, flat.
+
+    All of a small one, evenly spread runs of a larger one.
+    """
     data = tensor.detach()
     if data.numel() == num_sampled(data, num_runs):
         return data.reshape(-1)
@@ -212,7 +227,9 @@ def sample(tensor: torch.Tensor, num_runs: int = RUNS) -> torch.Tensor:
 
 
 def differs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Which elements of two flat tensors differ in their bits. It does not wait for the device.
+    """Which elements of two flat tensors differ in their bits.
+
+    It does not wait for the device.
 
     Args:
         a: A flat tensor.
@@ -237,7 +254,10 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's bytes can be read: each part is strided, not nested, quantized by torch, lazy or meta."""
+    """Whether a tensor's bytes can be read.
+
+    Each part is strided, not nested, quantized by torch, lazy or meta.
+    """
     if is_lazy(tensor) or tensor.is_nested:
         return False
     return all(_is_readable(part) for part in parts_of(tensor))
@@ -250,7 +270,9 @@ def _is_readable(part: torch.Tensor) -> bool:
 
 
 def content_digest(tensor: torch.Tensor) -> int:
-    """Digest a dense tensor's bytes, on its device, to an integer below 2**64; ``docs/manifest.md`` has the formula.
+    """Digest a dense tensor's bytes, on its device, to an integer below 2**64.
+
+    ``docs/manifest.md`` has the formula.
 
     It is the same on every device. Beside the tensor two pieces of 4 MiB are held, and
     a copy of one that is not contiguous. A tensor made of others has the digest of
@@ -308,7 +330,9 @@ def _extended(digest: int, value: int) -> int:
 
 
 def _block_sums(data: torch.Tensor) -> torch.Tensor:
-    """The sum of each block's mixed words, int64, on their device; the last block may be short.
+    """The sum of each block's mixed words, int64, on their device.
+
+    The last block may be short.
 
     Args:
         data: The bytes, uint8, flat and contiguous; their number is a multiple of 8.

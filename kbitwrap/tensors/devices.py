@@ -1,4 +1,7 @@
-"""Accelerators, whatever their type: each is asked through the module that torch has for it, such as ``torch.cuda``."""
+"""Accelerators, whatever their type.
+
+Each is asked through the module that torch has for it, such as ``torch.cuda``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ import torch
 
 
 def accelerator_type() -> str | None:
-    """The type of the accelerator that this process can use, such as ``"cuda"``; ``None`` where it has none."""
+    """The type of the accelerator that this process can use, such as ``"cuda"``.
+
+    ``None`` where it has none.
+    """
     if not torch.accelerator.is_available():
         return None
     found = torch.accelerator.current_accelerator()
@@ -24,12 +30,18 @@ def accelerators(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
 
 
 def function_of(device_type: str, function: str) -> Any:
-    """A function of torch's module for a type of device; ``None`` where that module has no such function."""
+    """A function of torch's module for a type of device.
+
+    ``None`` where that module has no such function.
+    """
     return getattr(torch.get_device_module(device_type), function, None)
 
 
 def random_state(devices: Iterable[torch.device]) -> Callable[[], None]:
-    """Read the states of the random generators of the CPU and of accelerators; the call puts them back."""
+    """Read the states of the random generators of the CPU and of accelerators.
+
+    The call puts them back.
+    """
     cpu = torch.get_rng_state()
     states = []
     for device in devices:

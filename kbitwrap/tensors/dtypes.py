@@ -9,7 +9,10 @@ from ..errors import ConfigError
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 TWO_A_BYTE = "F4"
-"""The code of the dtype that holds two values in a byte: safetensors counts the values, torch the bytes."""
+"""The code of the dtype that holds two values in a byte.
+
+The library safetensors counts the values, and torch the bytes.
+"""
 # In the order in which a safetensors file holds its tensors.
 _SAFETENSORS_CODES = {
     "uint64": "U64",
@@ -51,7 +54,10 @@ def find_dtype(name: object) -> torch.dtype | None:
 def parse_dtype(
     dtype: object, name: str = "dtype", *, is_floating: bool = False
 ) -> torch.dtype:
-    """The dtype that a caller gave, itself or by its name; raises ``ConfigError`` for anything else."""
+    """The dtype that a caller gave, itself or by its name.
+
+    ``ConfigError`` is raised for anything else.
+    """
     found = dtype if isinstance(dtype, torch.dtype) else find_dtype(dtype)
     is_wrong_kind = is_floating and found is not None and not found.is_floating_point
     if found is None or is_wrong_kind:
@@ -67,4 +73,7 @@ SAFETENSORS_DTYPES = {
     for name, code in _SAFETENSORS_CODES.items()
     if (dtype := find_dtype(name)) is not None
 }
-"""The dtypes that both this torch and safetensors have, by their codes there, in the order of a file."""
+"""The dtypes that both this torch and safetensors have, by their codes.
+
+They are in the order of a file.
+"""

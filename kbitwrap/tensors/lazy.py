@@ -1,4 +1,7 @@
-"""A tensor whose values are computed when they are asked for: what lays a checkpoint out takes the whole state dict."""
+"""A tensor whose values are computed when they are asked for.
+
+What lays a checkpoint out takes the whole state dict at once.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,10 @@ _addresses = itertools.count(1 << 62, 1 << 40)
 
 
 class LazyStorage:
-    """A stand-in for a lazy tensor's memory: a size in bytes, and an address that no other tensor has."""
+    """A stand-in for a lazy tensor's memory.
+
+    It has a size in bytes, and an address that no other tensor has.
+    """
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
@@ -67,7 +73,10 @@ _mode = _Mode()
 
 
 def _kept() -> dict[LazyTensor, torch.Tensor]:
-    """The values kept; what is added outside of ``keeping_last`` is kept no longer than the dictionary."""
+    """The values kept.
+
+    Values that are added outside of ``keeping_last`` go with the dictionary.
+    """
     return {} if _mode.kept is None else _mode.kept
 
 
@@ -83,7 +92,9 @@ def keeping_last(
     kept: dict[LazyTensor, torch.Tensor] | None = None,
     device: torch.device | None = _CPU,
 ) -> Iterator[None]:
-    """Keep the last values computed, and those they were made from, for the same tensor's next piece.
+    """Keep the last values computed, and those they were made from.
+
+    They serve the next piece of the same tensor.
 
     Args:
         kept: The dictionary to keep them in; ``None`` makes one.
@@ -105,7 +116,9 @@ def keeping_last(
 
 
 class LazyTensor(torch.Tensor):
-    """A dense CPU tensor without values, and how to compute them. Operations are lazy; those that write to it raise.
+    """A dense CPU tensor without values, and how to compute them.
+
+    Operations are lazy; those that write to it raise.
 
     Args:
         shape: Its shape.
@@ -168,7 +181,10 @@ class LazyTensor(torch.Tensor):
 
     @property
     def lineage(self) -> tuple[LazyTensor, ...]:
-        """The lazy tensors with storages of their own that its values are made from; the last has its storage."""
+        """The lazy tensors with storages of their own that its values are made from.
+
+        The last has its storage.
+        """
         if self._view_of is not None:
             return self._view_of.lineage
         if self._parent is not None:
@@ -176,7 +192,10 @@ class LazyTensor(torch.Tensor):
         return (self,)
 
     def values(self) -> torch.Tensor:
-        """Compute the values, in any layout, or take those that are kept; not to be written to."""
+        """Compute the values, in any layout, or take those that are kept.
+
+        They are not to be written to.
+        """
         kept = _kept()
         if self in kept:
             return kept[self]
@@ -196,11 +215,14 @@ class LazyTensor(torch.Tensor):
         return computed
 
     def compute(self) -> torch.Tensor:
-        """Compute the values on the device of their sources, and keep none; not to be written to."""
+        """Compute the values on the device of their sources, and keep none.
+
+        They are not to be written to.
+        """
         return self._compute().detach()
 
     def own(self) -> torch.Tensor:
-        """Compute the values as a contiguous tensor in memory that nothing else refers to."""
+        """Compute the values, contiguous, in memory that nothing else refers to."""
         if not self.is_own:
             return self.values().clone(memory_format=torch.contiguous_format)
         _keep_only(self.lineage)
@@ -269,7 +291,10 @@ class LazyTensor(torch.Tensor):
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The values of any dense tensor, as consecutive contiguous CPU tensors, as few at a time as can be."""
+    """The values of any dense tensor, as consecutive contiguous CPU tensors.
+
+    They are computed as few at a time as can be.
+    """
     is_lazy = isinstance(tensor, LazyTensor) and tensor not in _kept()
     in_pieces = tensor._pieces if is_lazy else None  # type: ignore[attr-defined]
     if in_pieces is None:
@@ -280,14 +305,20 @@ def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of any dense tensor on the device of its sources, in any layout; not to be written to."""
+    """The values of any dense tensor on the device of its sources, in any layout.
+
+    They are not to be written to.
+    """
     if isinstance(tensor, LazyTensor):
         return tensor.compute()
     return tensor.detach()
 
 
 def materialize(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of any dense tensor, contiguous, on the CPU, without gradient; not to be written to: maybe a view."""
+    """The values of any dense tensor, contiguous, on the CPU, without gradient.
+
+    They may be a view, and are not to be written to.
+    """
     values = tensor.values() if isinstance(tensor, LazyTensor) else tensor.detach()
     return values.to(_CPU).contiguous()
 

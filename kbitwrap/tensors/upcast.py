@@ -1,4 +1,6 @@
-"""A float32 tensor that stores half: its values are upcast each time they are used, and not kept.
+"""A float32 tensor that stores half.
+
+Its values are upcast each time they are used, and not kept.
 
 Below autograd, each operation gets a copy that lives no longer than it. Autograd saves
 the tensor itself.
@@ -27,7 +29,10 @@ _PRODUCTS = {aten.mm.default, aten.addmm.default}
 
 
 def _is_view(func: Any) -> bool:
-    """Whether an operation returns views of its first argument: a view of the half storage serves."""
+    """Whether an operation returns views of its first argument.
+
+    A view of the half storage serves.
+    """
     if func is aten.view.dtype:
         return False  # it reads bytes, which are the upcast ones
     return func.is_view or func is aten._unsafe_view.default
@@ -48,7 +53,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[UpcastTensor]:
 
 
 def _of_float32(name: str) -> Any:
-    """A method that reads memory: that of a float32 copy, for an upcast tensor has no memory."""
+    """A method that reads memory, of a float32 copy: an upcast tensor has none."""
 
     def method(self: UpcastTensor, *args: Any, **kwargs: Any) -> Any:
         upcast = self.half_storage.detach().float()
@@ -59,11 +64,17 @@ def _of_float32(name: str) -> Any:
 
 
 class ShardedStandInError(UnsupportedModelError, AttributeError):
-    """A weight that is upcast at use is asked for its shard; ``hasattr`` says that it has none."""
+    """The error of a weight that is upcast at use and is asked for its shard.
+
+    It is an ``AttributeError``, so that ``hasattr`` says that there is none.
+    """
 
 
 class Address:
-    """The address of an upcast tensor's half memory: it can be compared, to tell ties, but not read from."""
+    """The address of an upcast tensor's half memory.
+
+    It can be compared, to tell ties, but not read from.
+    """
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -75,7 +86,7 @@ class Address:
         return hash(self.value)
 
     def _refuse(self, *_: Any) -> Any:
-        """Raise a RuntimeError: code that reads memory by its address would read half bits for float32."""
+        """Raise: code that reads memory by its address would take half for float32."""
         raise RuntimeError(
             "this float32 weight is upcast as it is used and has no memory of its own (precision 'compute'); give code "
             "that reads memory a copy, weight.clone(), or prepare with precision 'full'"
@@ -85,7 +96,9 @@ class Address:
 
 
 class UpcastTensor(torch.Tensor):
-    """A float32 view of half storage, on the device where it was made. A module's whole weight passes for a parameter.
+    """A float32 view of half storage, on the device where it was made.
+
+    A module's whole weight passes for a parameter.
 
     Args:
         half: The stored tensor, or the view of it that this one stands for.
@@ -102,7 +115,7 @@ class UpcastTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, half: torch.Tensor, *_: Any, **__: Any) -> UpcastTensor:
-        """Make a float32 tensor without storage, of the half tensor's shape and layout."""
+        """Make a float32 tensor without storage, shaped and laid out as the half one."""
         return without_storage(cls, half, torch.float32, half.device)  # type: ignore[no-any-return]
 
     def __init__(
@@ -138,7 +151,10 @@ class UpcastTensor(torch.Tensor):
 
     @property
     def is_weight(self) -> bool:
-        """Whether it stands for the owner's weight itself, and not for a view of it or for a tensor without owner."""
+        """Whether it stands for the owner's weight itself.
+
+        It may stand for a view of that, or for a tensor without owner.
+        """
         return self.owner is not None and self._layout is None
 
     @property
@@ -161,7 +177,10 @@ class UpcastTensor(torch.Tensor):
 
     @property
     def half_storage(self) -> torch.Tensor:
-        """The stored tensor: half, or float32 once it was written to; raises if it would silently not be trained."""
+        """The stored tensor, half, or float32 once it was written to.
+
+        It raises if the weight would silently not be trained.
+        """
         if self.owner is None:
             assert self._half is not None
             return self._half
@@ -216,14 +235,17 @@ class UpcastTensor(torch.Tensor):
         return upcast.__reduce_ex__(protocol)
 
     def as_state(self) -> UpcastTensor:
-        """A copy for its module's state: it is pickled as a stand-in, and not as a float32 tensor."""
+        """A copy for its module's state.
+
+        It is pickled as a stand-in, and not as a float32 tensor.
+        """
         result = UpcastTensor(self.parameter, self.owner, self._chunk_bytes)
         result._is_state = True
         return result
 
     @property
     def _local_tensor(self) -> Any:
-        """The attribute of a ``DTensor`` that FSDP2 asks of every parameter before the first forward."""
+        """The attribute of a ``DTensor`` that FSDP2 asks of every parameter, at first."""
         if self.owner is not None and hasattr(self.parameter, "_local_tensor"):
             raise ShardedStandInError(
                 f"{self._name} is upcast as it is used (precision 'compute') and was sharded by FSDP2, which takes "
@@ -246,7 +268,10 @@ class UpcastTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """A detached view; changing it changes the parameter, which is stored in float32 from then on."""
+        """A detached view.
+
+        Changing it changes the parameter, which is stored in float32 from then on.
+        """
         return self.detach()
 
     @data.setter
@@ -264,7 +289,11 @@ class UpcastTensor(torch.Tensor):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether it is to be trained: a view as a leaf (PEFT's DoRA makes one), a weight as its parameter."""
+        """Whether it is to be trained.
+
+        A view is a leaf of its own, as PEFT's DoRA makes one; a weight has its
+        parameter's.
+        """
         if self.is_weight:
             return self.parameter.requires_grad
         return super().requires_grad
@@ -277,7 +306,10 @@ class UpcastTensor(torch.Tensor):
             super().requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> UpcastTensor:
-        """Set the flag, of a weight on its parameter: one that is to be trained is refused when it is used."""
+        """Set the flag, of a weight on its parameter.
+
+        A weight that is to be trained is refused when it is used.
+        """
         self.requires_grad = requires_grad
         return self
 
@@ -327,7 +359,10 @@ class UpcastTensor(torch.Tensor):
 
 
 def _write(func: Any, args: Any, kwargs: Any, written: list[UpcastTensor]) -> Any:
-    """Run an operation that writes to upcast tensors: on their storage, cast to float32 where that changes it."""
+    """Run an operation that writes to upcast tensors.
+
+    It writes to their storage, cast to float32 for good where that changes it.
+    """
     copies = {tensor: tensor.half_storage.detach().float() for tensor in written}
 
     def upcast(tensor: UpcastTensor) -> torch.Tensor:
@@ -350,7 +385,7 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def multiplies_half(left: torch.Tensor, half: torch.Tensor) -> bool:
-    """Whether the device multiplies two half tensors and returns the float32 that it sums in."""
+    """Whether the device multiplies half tensors into the float32 that it sums in."""
     if not left.is_cuda or left.dtype != half.dtype:
         return False
     return torch.version.hip is None and "dtype" in aten.mm.overloads()
@@ -363,7 +398,10 @@ def _upcast(arguments: Any) -> Any:
 
 
 def _product(func: Any, args: Sequence[Any], weight: UpcastTensor) -> torch.Tensor:
-    """A matrix product with an upcast right-hand side, in pieces of whole columns; no sum is split."""
+    """A matrix product with an upcast right-hand side, in pieces of whole columns.
+
+    No sum is split.
+    """
     half = weight.half_storage
     left = args[-1]
     is_head = func is aten.mm.default and weight.owner is None
