@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import defaultdict
 from collections.abc import Collection
 from typing import Any
 
@@ -14,13 +15,14 @@ from ..edits.journal import MISSING
 from ..edits.norms import Float32Forward
 from ..model.quantization import is_rewritten
 from ..model.records import ParameterRecord
-from ..model.tree import ModelTree, only_reading
+from ..model.tree import ModelTree, NamedTensor, only_reading
 from ..reports import StateDiff
 from ..tensors.upcast import UpcastTensor
 from .process import is_distributed
 
 State = dict[str, Any]
 """What is compared of a parameter or of a module, by the name that a difference gets."""
+_HOOKS = "input_gradient_hooks"
 
 
 class PreparedState:
@@ -54,64 +56,57 @@ class PreparedState:
     ) -> StateDiff:
         """Compare a live model with this state. Adapters do not count.
 
-        The parameters that were found ``replaced`` and ``drifted`` are named too.
+        The parameters that were found ``replaced`` and ``drifted`` are named too; of
+        the former nothing else is compared.
         """
-        found = _Differences()
+        found: defaultdict[str, dict[str, tuple[Any, Any]]] = defaultdict(dict)
         for fqn, what in replaced.items():
-            found.add(fqn, "parameter", "the prepared one", what)
-        may_be_written = _written_by_adapters(tree)
-        for tensor in tree.base_tensors:
-            parameter = tensor.parameter
-            is_sharded = id(parameter) in tree.sharded
-            record = tree.known.get(id(parameter)) or tree.sharded.get(id(parameter))
-            expected = None if record is None else self._parameters.get(record)
-            if expected is None:
-                continue
-            ignored = set()
-            if is_sharded:
-                ignored |= {"shape", "writes"}
-            if id(parameter) in may_be_written or is_distributed():
-                # DistributedDataParallel writes every parameter when it is made.
-                ignored.add("writes")
-            if is_rewritten(tensor.module, tensor.name):
-                # A quantized layer casts its bias to the dtype it computes in whenever
-                # it runs, in inference mode too.
-                ignored.add("dtype")
-                if parameter.is_inference():
-                    ignored.add("writes")
-            now = _state_of_parameter(parameter)
-            found.compare(tensor.fqn, expected, now, ignored)
+            found[fqn]["parameter"] = "the prepared one", what
         for fqn in drifted:
             what = "another value, although the parameter is frozen"
-            found.add(fqn, "value", "the original value", what)
-        for node in tree.base:
-            expected = self._modules.get(node.fqn)
-            if expected is None:
+            found[fqn]["value"] = "the original value", what
+        written = _written_by_adapters(tree)
+        for tensor in tree.base_tensors:
+            key = id(tensor.parameter)
+            record = tree.known.get(key) or tree.sharded.get(key)
+            if record not in self._parameters:
                 continue
-            # A hook where none is needed changes nothing; transformers adds one
-            # whenever it enables checkpointing.
-            hook = "input_gradient_hooks"
-            ignored = set() if expected[hook] else {hook}
-            found.compare(node.fqn, expected, _state_of_module(node.module), ignored)
-        return StateDiff(found.by_fqn)
+            ignored = _rewritten(tensor)
+            if key in written or is_distributed():
+                # DistributedDataParallel writes every parameter when it is made.
+                ignored.add("writes")
+            if key in tree.sharded:
+                ignored |= {"shape", "writes"}
+            now = _state_of_parameter(tensor.parameter)
+            expected = self._parameters[record]
+            found[tensor.fqn] |= _differences(expected, now, ignored)
+        for node in tree.base:
+            if node.fqn in self._modules:
+                expected = self._modules[node.fqn]
+                # A hook where none is needed changes nothing; transformers adds one
+                # whenever it enables checkpointing.
+                ignored = set() if expected[_HOOKS] else {_HOOKS}
+                now = _state_of_module(node.module)
+                found[node.fqn] |= _differences(expected, now, ignored)
+        return StateDiff({fqn: pairs for fqn, pairs in found.items() if pairs})
 
 
-class _Differences:
-    """Gathers pairs of an expected and a found value, by fqn and name."""
+def _differences(
+    expected: State, found: State, ignored: Collection[str]
+) -> dict[str, tuple[Any, Any]]:
+    """The values that differ, each with the one found instead."""
+    return {
+        name: (value, found[name])
+        for name, value in expected.items()
+        if name not in ignored and found[name] != value
+    }
 
-    def __init__(self) -> None:
-        self.by_fqn: dict[str, dict[str, tuple[Any, Any]]] = {}
 
-    def add(self, fqn: str, what: str, expected: Any, found: Any) -> None:
-        self.by_fqn.setdefault(fqn, {})[what] = (expected, found)
-
-    def compare(
-        self, fqn: str, expected: State, found: State, ignored: Collection[str]
-    ) -> None:
-        """Add the values that differ."""
-        for what, value in expected.items():
-            if what not in ignored and found[what] != value:
-                self.add(fqn, what, value, found[what])
+def _rewritten(tensor: NamedTensor) -> set[str]:
+    """What a quantized layer changes of its bias whenever it runs, in inference mode too: it casts it as it computes."""
+    if not is_rewritten(tensor.module, tensor.name):
+        return set()
+    return {"dtype", "writes"} if tensor.parameter.is_inference() else {"dtype"}
 
 
 def _written_by_adapters(tree: ModelTree) -> set[int]:
@@ -138,10 +133,11 @@ def _state_of_module(module: nn.Module) -> State:
     fields = vars(module)
     forwards = [fields.get(slot) for slot in ("forward", "_old_forward")]
     ours = [forward for forward in forwards if isinstance(forward, Float32Forward)]
+    upcast = [n for n in module._parameters if isinstance(fields.get(n), UpcastTensor)]
     state = {
         "forward": ours[0] if ours else None,
-        "upcast": {n for n, value in fields.items() if isinstance(value, UpcastTensor)},
-        "input_gradient_hooks": bool(input_gradient_hooks(module)),
+        "upcast": set(upcast),
+        _HOOKS: bool(input_gradient_hooks(module)),
     }
     for name in CHECKPOINTING_ATTRIBUTES:
         state[name] = _plain(fields.get(name, MISSING))
