@@ -20,8 +20,7 @@ from .errors import ConfigError, StateError
 from .model.checks import refuse_unsupported_tensors, tree_of
 from .model.quantization import detect_as_peft
 from .model.tree import ModelTree, only_reading
-from .preparation.original import signature
-from .preparation.plan import Plan, plan_as_detected, write_plan
+from .preparation.plan import Plan, plan_as_detected, signature, write_plan
 from .preparation.planner import Planner
 from .preparation.preparation import Preparation, changing, refuse_held
 from .preparation.restoring import Restoring

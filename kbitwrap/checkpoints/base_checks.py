@@ -11,7 +11,7 @@ from torch import nn
 from ..errors import ManifestMismatchError
 from ..model.pretrained import load_pretrained
 from ..model.wrappers import unwrap
-from ..preparation.original import DECOMPRESSED
+from ..preparation.comparison import DECOMPRESSED
 from ..reports import shown
 from ..tensors.bits import content_digest
 from ..tensors.devices import accelerator_type

@@ -24,7 +24,8 @@ from ..model.quantization import has_runtime_state, lacks_statistics, unpacked_c
 from ..model.records import Mark
 from ..model.tree import ModelTree, join, shallow_copy
 from ..model.wrappers import class_before_sharding, is_sharded_tensor, unwrap
-from ..preparation.original import DECOMPRESSED, Changes, Original, configs_of
+from ..preparation.comparison import DECOMPRESSED, Changes
+from ..preparation.original import Original, configs_of
 from ..preparation.preparation import Preparation
 from ..tensors.bits import Layout, differ
 from ..tensors.upcast import UpcastTensor

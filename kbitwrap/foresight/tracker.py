@@ -311,9 +311,8 @@ class StepTracker:
         watch = self._watch = Watch(vocabulary_size(self._model), *device)
         tree = tree_of(self._model)
         preparation = Preparation.find(tree)
-        self.sample_bytes = (
-            0 if preparation is None else preparation.original.sample_bytes
-        )
+        if preparation is not None:
+            self.sample_bytes = preparation.plan.sample_bytes
         hold_all(watch, tree, self._optimizer, self._inputs, on_cuda)
         self.static_bytes = watch.ledger.held().total()
         self._hooks = []

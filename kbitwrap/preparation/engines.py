@@ -55,12 +55,9 @@ def check_sharding(
         norms         yes                 yes               yes
         adapted       yes                 yes               yes
         none          yes                 yes               yes
-        full, compute: no dtype of a sharded parameter can be changed back: export() the
-            base, or take another precision
-        full, compute, norms, adapted, none: export() and manifest() are called on every
-            rank
-        compute: FSDP2 takes what stands in front of a weight for the weight: the first
-            forward raises
+        full, compute: no dtype of a sharded parameter can be changed back: export() the base, or take another precision
+        full, compute, norms, adapted, none: export() and manifest() are called on every rank
+        compute: FSDP2 takes what stands in front of a weight for the weight: the first forward raises
     """
     if engine not in ENGINES:
         raise ConfigError(

@@ -28,9 +28,11 @@ from ..reports import LifecycleState, StateDiff
 from ..tensors.devices import random_state
 from . import advice
 from .casts import Casts
+from .comparison import Changes, changes_of
+from .copies import Copies, half_copies
 from .engines import notes_on
 from .moments import Moment, read_moment
-from .original import Changes, Original
+from .original import Original
 from .plan import Plan
 from .planner import Planner
 from .prepared_state import PreparedState
@@ -197,12 +199,14 @@ class Preparation:
     def copies(self, tree: ModelTree) -> list[CopyChange]:
         """The changes that take back casts by others, and float32 copies that PEFT made of base modules."""
         held = self.journal.parts(HeldOriginal)
-        return self.original.copies(tree, [one.record for one in held])
+        ours = {one.record for one in held}
+        return Copies(self.original, tree).changes(ours)
 
     def changes(self, tree: ModelTree) -> Changes:
         """The parameters of the base that are not what a restore would have to give."""
         with only_reading():
-            return self.original.changes(tree, self.journal.parts(HeldOriginal))
+            held = self.journal.parts(HeldOriginal)
+            return changes_of(self.original, tree, held)
 
     def verify(self) -> StateDiff:
         """Compare the live model with what the preparation left."""
@@ -242,7 +246,7 @@ class Preparation:
         if not self.upcasts_all:
             return
         records = self.original.records
-        for tensor in self.original.half_copies(self.tree()):
+        for tensor in half_copies(self.original, self.tree()):
             parameter = tensor.parameter
             recorded = records.at(tensor.module, tensor.name)
             if recorded is None or not recorded.is_seen(parameter):

@@ -103,7 +103,7 @@ def _differences(
 
 
 def _rewritten(tensor: NamedTensor) -> set[str]:
-    """What a quantized layer changes of its bias whenever it runs, in inference mode too: it casts it as it computes."""
+    """The properties that differ since a quantized layer ran, in inference mode or not: it casts its bias then."""
     if not is_rewritten(tensor.module, tensor.name):
         return set()
     return {"dtype", "writes"} if tensor.parameter.is_inference() else {"dtype"}

@@ -11,6 +11,7 @@ from ..errors import ConfigError, RestoreError
 from ..model.checks import refuse_sharded_since
 from ..model.tree import only_reading
 from ..reports import RestoreReport
+from .comparison import changed_buffers, changed_hooks, changes_of, others_in
 from .preparation import Preparation
 from .process import bar, empty_cache, plain_mode
 from .training_on import warn_of_training_on
@@ -92,9 +93,10 @@ class Restoring:
         """Compare the model, of which all was undone, with the record of what was there before."""
         original, tree = self._preparation.original, self._tree
         with only_reading():
-            changes = original.changes(tree, trainable=self._trainable)
-            replaced, foreign = original.added(tree)
-            buffers = original.changed_buffers(tree)
+            changes = changes_of(original, tree, trainable=self._trainable)
+            replaced, foreign = others_in(original, tree)
+            foreign += changed_hooks(original, tree)
+            buffers = changed_buffers(original, tree)
         trained = []
         put_back = list(self._preparation.put_back)
         ours = {one.record for one in self._held}

@@ -1,0 +1,215 @@
+"""A live model compared with the record of what it was: for restore's report, ``verify``, export and the manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..edits.base import HeldOriginal
+from ..edits.storage import StorageChange
+from ..model.quantization import quant_state_of, was_decompressed
+from ..model.records import ParameterRecord
+from ..model.tree import ModelTree, NamedTensor, join
+from ..model.wrappers import is_flattened, is_sharded_tensor
+from ..tensors.bits import content_digest, is_dense
+from ..tensors.lazy import values_of
+from .original import Original, hooks_of
+
+DECOMPRESSED = "was decompressed by its library when the model ran"
+_FEW = 1 << 16  # elements of a buffer that is compared
+
+_Parameters = dict[ParameterRecord, nn.Parameter]
+
+
+@dataclass
+class Changes:
+    """The names of the base's parameters that are not as they were recorded."""
+
+    # their value changed, and they may be trained
+    trained: list[str] = field(default_factory=list)
+    # their value changed although they were frozen
+    drifted: list[str] = field(default_factory=list)
+    # what happened: another, of another shape, or none is there
+    replaced: dict[str, str] = field(default_factory=dict)
+    # sharded since: their values are on all ranks together
+    not_compared: list[str] = field(default_factory=list)
+
+
+def changes_of(
+    original: Original,
+    tree: ModelTree,
+    held: Sequence[HeldOriginal] = (),
+    trainable: Collection[Any] | None = None,
+) -> Changes:
+    """Find what became of the base, in one read of each device.
+
+    Args:
+        original: The record of the base.
+        tree: The live model, in which the recorded parameters were found again.
+        held: The changes that hold originals of parameters stored in another dtype:
+            what they would put back is compared.
+        trainable: The records of what may be trained; ``None``: what may be now.
+
+    Returns:
+        The names, by what happened.
+    """
+    found = Changes()
+    there = _compare_places(original, tree, found)
+    values = {
+        record: parameter
+        for record, parameter in there.items()
+        if record.quantized_class is None
+    }
+    changed = _changed_values(original, values, held)
+    for record, parameter in values.items():
+        if record not in changed:
+            continue
+        is_trainable = parameter.requires_grad
+        if trainable is not None:
+            is_trainable = record in trainable
+        if is_trainable:
+            found.trained.append(record.fqn)
+        else:
+            found.drifted.append(record.fqn)
+    return found
+
+
+def _compare_places(original: Original, tree: ModelTree, found: Changes) -> _Parameters:
+    """Note what is at the places of the base instead of what was, and return what is there and can be compared."""
+    there: _Parameters = {}
+    live = {tensor.fqn: tensor for tensor in tree.base_tensors}
+    for fqn, record in original.base.items():
+        tensor = live.pop(fqn, None)
+        if tensor is None:
+            owner = record.refs[0].owner()
+            found.replaced[fqn] = _what_happened(owner, "is gone")
+        elif not _is_recorded(original, record, tensor, tree):
+            owner = tensor.module
+            found.replaced[fqn] = _what_happened(owner, "was replaced or resized")
+        elif id(tensor.parameter) in tree.known:
+            there[record] = tensor.parameter
+        else:
+            found.not_compared.append(record.fqn)
+    for fqn, tensor in live.items():
+        if not original.is_alias(tensor.module, tensor.name):
+            found.replaced[fqn] = _what_happened(tensor.module, "was added")
+    return there
+
+
+def _what_happened(module: nn.Module | None, otherwise: str) -> str:
+    """What became of a module's parameter: its library may have replaced it itself."""
+    if module is not None and was_decompressed(module):
+        return DECOMPRESSED
+    return otherwise
+
+
+def _is_recorded(
+    original: Original, record: ParameterRecord, tensor: NamedTensor, tree: ModelTree
+) -> bool:
+    """Whether a parameter and its module are those recorded, or, as far as can be told, these sharded."""
+    parameter = tensor.parameter
+    if original.owners[tensor.fqn]() is not tensor.module:
+        return False
+    # Not by shape: a 4-bit layer that repacks its weight for the CPU gives it another
+    # of as many elements.
+    is_whole = not is_flattened(parameter)
+    if is_whole and parameter.numel() != record.shape.numel():
+        return False
+    if tree.known.get(id(parameter)) is record:
+        return True
+    if tree.sharded.get(id(parameter)) is not record:
+        return False
+    if record.quant_state is None:
+        return True
+    return record.quant_state() is quant_state_of(tensor.module, parameter)
+
+
+def _changed_values(
+    original: Original, parameters: _Parameters, held: Sequence[HeldOriginal]
+) -> set[ParameterRecord]:
+    """The parameters whose originals are other values than before.
+
+    What is kept of them is compared element by element, all others by samples; and by
+    digests, where these were asked for.
+    """
+    holders = {one.record: one for one in held}
+    answers: dict[ParameterRecord, torch.Tensor] = {}
+    for record, parameter in parameters.items():
+        holder = holders.get(record)
+        if not isinstance(holder, StorageChange) or holder.kept is None:
+            continue
+        if holder.converts(parameter):
+            answers[record] = holder.against_kept(parameter.data)[0]
+    sampled = {r: p for r, p in parameters.items() if r not in answers}
+    changed = original.fingerprints.changed(sampled.items(), answers)
+    for record, digest in original.fingerprints.digests.items():
+        if record not in sampled:
+            continue
+        holder = holders.get(record)
+        value: torch.Tensor = sampled[record]
+        if holder is not None:
+            value = holder.read(value)
+        if content_digest(values_of(value)) != digest():
+            changed.add(record)
+    return changed
+
+
+def changed_buffers(original: Original, tree: ModelTree) -> list[str]:
+    """The names of small buffers of the checkpoint, as running statistics, that hold other values than before."""
+    live: dict[str, torch.Tensor | None] = {}
+    for node in tree.base:
+        for name, buffer in node.module._buffers.items():
+            live[join(node.fqn, name)] = buffer
+    found = []
+    for fqn, recorded in original.buffers.items():
+        buffer = live.get(fqn)
+        if buffer is None:
+            found.append(fqn)
+        elif buffer.numel() > _FEW or not is_dense(buffer):
+            continue
+        elif content_digest(buffer) != recorded.digest():
+            found.append(fqn)
+    return found
+
+
+def others_in(original: Original, tree: ModelTree) -> tuple[list[str], list[str]]:
+    """The fqns of parameters that are not as they were, and the paths of parameters of others."""
+    replaced: list[str] = []
+    foreign: list[str] = []
+    for tensor in tree.tensors:
+        key = id(tensor.parameter)
+        record = tree.known.get(key) or tree.sharded.get(key)
+        if record is not None and _is_as_before(original, record, tensor.parameter):
+            continue
+        is_base = tensor.fqn in original.base
+        is_beside = record is None and tensor.fqn != tensor.path
+        if is_base:
+            replaced.append(tensor.fqn)
+        if is_beside or not is_base:
+            foreign.append(tensor.path)
+    return replaced, foreign
+
+
+def _is_as_before(
+    original: Original, record: ParameterRecord, parameter: nn.Parameter
+) -> bool:
+    """Whether a parameter has the flag, dtype and shape that it had; a shard's shape says nothing."""
+    if is_sharded_tensor(parameter):
+        return True
+    if parameter.dtype != record.dtype:
+        return False
+    if record.quantized_class is None and parameter.shape != record.shape:
+        return False
+    return parameter.requires_grad == original.flags[record]
+
+
+def changed_hooks(original: Original, tree: ModelTree) -> list[str]:
+    """The hooks that were added, and those that were removed: a hook is told by its id."""
+    before, now = original.hooks, hooks_of(tree)
+    added = [line for key, line in now.items() if key not in before]
+    removed = [line for key, line in before.items() if key not in now]
+    return [*added, *(f"{line} was removed" for line in removed)]

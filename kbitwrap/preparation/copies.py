@@ -1,0 +1,117 @@
+"""Copies of base parameters, as PEFT's ``modules_to_save`` makes them, and what others cast."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from ..edits.storage import CopyChange
+from ..model.quantization import is_quantized_parameter
+from ..model.records import ParameterRecord
+from ..model.tree import ModelTree, NamedTensor
+from ..tensors.dtypes import HALF_DTYPES
+from .original import Original
+
+
+class Copies:
+    """Finds what is to be rounded, beside what the preparation itself stores upcast."""
+
+    def __init__(self, original: Original, tree: ModelTree) -> None:
+        self._original = original
+        self._tree = tree
+        self._live = tree.live
+        self._base = set(original.parameters)
+        resized = tree.resized(self._base)
+        self._resized = {id(tensor.parameter): record for record, tensor in resized}
+
+    def changes(self, ours: Collection[ParameterRecord]) -> list[CopyChange]:
+        """The changes that take back casts by others, and round copies of parameters that they or we cast.
+
+        Args:
+            ours: The records of parameters of which the journal holds the originals.
+
+        Returns:
+            A change for each parameter, none of them applied.
+        """
+        found = []
+        for tensor in self._tree.tensors:
+            own = self._tree.known.get(id(tensor.parameter))
+            if own is not None and own not in self._base:
+                continue  # of an adapter that was there before
+            # Where a shared parameter is at new places only, undoing other changes may
+            # free the one it is known by.
+            at = self._original.records.at(tensor.module, tensor.name)
+            if own in ours and at is own:
+                continue
+            change = self._change(tensor, own)
+            if change is not None:
+                found.append(change)
+        return found
+
+    def _change(
+        self, tensor: NamedTensor, own: ParameterRecord | None
+    ) -> CopyChange | None:
+        """The change of a parameter, whose ``own`` record is known unless it is a copy; ``None`` if it was not cast."""
+        parameter = tensor.parameter
+        original = own or self._resized.get(id(parameter)) or self._stood_for(tensor)
+        dtype = self._dtype_before(tensor, original)
+        if dtype is None or dtype == parameter.dtype:
+            return None
+        if own is None and dtype not in HALF_DTYPES:
+            return None
+        if not (parameter.is_floating_point() and dtype.is_floating_point):
+            return None
+        is_trained = parameter.requires_grad or self._is_adapters(tensor)
+        named = original or self._original.base.get(tensor.fqn)
+        return CopyChange(
+            own or self._tree.record(tensor),
+            parameter,
+            dtype,
+            is_base=own is not None or not is_trained,
+            is_resized=named is not None and parameter.shape != named.shape,
+        )
+
+    def _stood_for(self, tensor: NamedTensor) -> ParameterRecord | None:
+        """The record whose dtype a copy is to have: what others did to it they did to the one that it has the name of.
+
+        That one has the dtype of an adapter's copy, or the copy has taken its place.
+        What a user put there is the user's, whatever its dtype.
+        """
+        named = self._original.base.get(tensor.fqn)
+        if named is None:
+            return None
+        if named in self._live:
+            is_cast_alike = self._live[named].dtype == tensor.parameter.dtype
+            return named if is_cast_alike and self._is_adapters(tensor) else None
+        if self._is_adapters(tensor) or named in self._tree.sharded.values():
+            return None
+        is_copy = self._original.records.mark_of(tensor.module) is not None
+        return named if is_copy else None
+
+    def _is_adapters(self, tensor: NamedTensor) -> bool:
+        return id(tensor.parameter) in self._tree.adapter_ids
+
+    def _dtype_before(
+        self, tensor: NamedTensor, original: ParameterRecord | None
+    ) -> torch.dtype | None:
+        """The dtype of what a parameter is, or is a copy of; ``None`` where that was not cast."""
+        if original is None:
+            return self._original.records.dtype_before(tensor.module, tensor.name)
+        if original.quantized_class is not None:
+            return None
+        return original.dtype
+
+
+def half_copies(original: Original, tree: ModelTree) -> list[NamedTensor]:
+    """The parameters that stand, by name, for a half one of the base, and are stored in half as that was."""
+    found = []
+    for tensor in tree.tensors:
+        parameter = tensor.parameter
+        named = original.base.get(tensor.fqn)
+        if named is None or id(parameter) in tree.known:
+            continue
+        is_half = parameter.dtype in HALF_DTYPES and named.dtype in HALF_DTYPES
+        if is_half and not is_quantized_parameter(parameter):
+            found.append(tensor)
+    return found
