@@ -110,7 +110,8 @@ def drift(live: LiveModel) -> Result | None:
         )
 
     changes = live.preparation.changes(live.tree)
-    replaced = [fqn for fqn, how in changes.replaced.items() if how != DECOMPRESSED]
+    found = changes.replaced.values()
+    replaced = list(dict.fromkeys(one.fqn for one in found if one.what != DECOMPRESSED))
     if changes.drifted or replaced:
         return fault(
             "the base drifted since it was prepared",

@@ -25,6 +25,14 @@ _FEW = 1 << 16  # elements of a buffer that is compared
 _Parameters = dict[ParameterRecord, nn.Parameter]
 
 
+@dataclass(frozen=True)
+class Replacement:
+    """What happened to a parameter, or to a module that holds it."""
+
+    fqn: str  # of the parameter or the module
+    what: str
+
+
 @dataclass
 class Changes:
     """The names of the base's parameters that are not as they were recorded."""
@@ -33,8 +41,8 @@ class Changes:
     trained: list[str] = field(default_factory=list)
     # their value changed although they were frozen
     drifted: list[str] = field(default_factory=list)
-    # what happened: another, of another shape, or none is there
-    replaced: dict[str, str] = field(default_factory=dict)
+    # another, of another shape, or none is there; those added are named too
+    replaced: dict[str, Replacement] = field(default_factory=dict)
     # sharded since: their values are on all ranks together
     not_compared: list[str] = field(default_factory=list)
 
@@ -82,38 +90,50 @@ def _compare_places(original: Original, tree: ModelTree, found: Changes) -> _Par
     """Note what is at the places of the base instead of what was, and return what is there and can be compared."""
     there: _Parameters = {}
     live = {tensor.fqn: tensor for tensor in tree.base_tensors}
+    live_modules = {node.fqn for node in tree.plain_base}
     for fqn, record in original.base.items():
         tensor = live.pop(fqn, None)
         if tensor is None:
+            gone = _outermost(fqn, live_modules)
             owner = record.refs[0].owner()
-            found.replaced[fqn] = _what_happened(owner, "is gone")
-        elif not _is_recorded(original, record, tensor, tree):
-            owner = tensor.module
-            found.replaced[fqn] = _what_happened(owner, "was replaced or resized")
+            found.replaced[fqn] = _replacement(gone, owner, "is gone")
+        elif original.owners[fqn]() is not tensor.module:
+            module_fqn = fqn.rpartition(".")[0]
+            found.replaced[fqn] = Replacement(module_fqn, "was replaced")
+        elif not _is_recorded(record, tensor, tree):
+            what = "was replaced or resized"
+            found.replaced[fqn] = _replacement(fqn, tensor.module, what)
         elif id(tensor.parameter) in tree.known:
             there[record] = tensor.parameter
         else:
             found.not_compared.append(record.fqn)
     for fqn, tensor in live.items():
         if not original.is_alias(tensor.module, tensor.name):
-            found.replaced[fqn] = _what_happened(tensor.module, "was added")
+            added = _outermost(fqn, original.modules)
+            found.replaced[fqn] = _replacement(added, tensor.module, "was added")
     return there
 
 
-def _what_happened(module: nn.Module | None, otherwise: str) -> str:
-    """What became of a module's parameter: its library may have replaced it itself."""
+def _outermost(fqn: str, modules: Collection[str]) -> str:
+    """The outermost module that holds a parameter and is not one of these; the parameter where there is none."""
+    parts = fqn.split(".")
+    for number in range(1, len(parts)):
+        module_fqn = ".".join(parts[:number])
+        if module_fqn not in modules:
+            return module_fqn
+    return fqn
+
+
+def _replacement(fqn: str, module: nn.Module | None, what: str) -> Replacement:
+    """What happened to a module's parameter, unless its library itself replaced it."""
     if module is not None and was_decompressed(module):
-        return DECOMPRESSED
-    return otherwise
+        what = DECOMPRESSED
+    return Replacement(fqn, what)
 
 
-def _is_recorded(
-    original: Original, record: ParameterRecord, tensor: NamedTensor, tree: ModelTree
-) -> bool:
-    """Whether a parameter and its module are those recorded, or, as far as can be told, these sharded."""
+def _is_recorded(record: ParameterRecord, tensor: NamedTensor, tree: ModelTree) -> bool:
+    """Whether a parameter is the one recorded, or, as far as can be told, that one sharded."""
     parameter = tensor.parameter
-    if original.owners[tensor.fqn]() is not tensor.module:
-        return False
     # Not by shape: a 4-bit layer that repacks its weight for the CPU gives it another
     # of as many elements.
     is_whole = not is_flattened(parameter)

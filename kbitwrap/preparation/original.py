@@ -67,6 +67,7 @@ class Original:
             ):
                 self.base[tensor.fqn] = record
                 parameters[record] = tensor.parameter
+            self.modules = {node.fqn for node in tree.plain_base}
             self.owners = {t.fqn: weakref.ref(t.module) for t in tree.base_tensors}
             # Those of adapters that were there before, too.
             self.flags = {

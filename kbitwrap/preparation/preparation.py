@@ -213,9 +213,7 @@ class Preparation:
         with plain_mode():
             tree = self.tree()
             changes = self.changes(tree)
-            base = self.original.base
-            replaced = {n: what for n, what in changes.replaced.items() if n in base}
-            return self.left.diff(tree, replaced, changes.drifted)
+            return self.left.diff(tree, changes.replaced, changes.drifted)
 
     def suspend(self, way_back: Journal, *, hold: bool) -> None:
         """Put back the state from before for a while, all or nothing; ``hold`` keeps the wrapper alive meanwhile."""

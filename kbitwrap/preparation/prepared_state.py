@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -18,6 +18,7 @@ from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, NamedTensor, only_reading
 from ..reports import StateDiff
 from ..tensors.upcast import UpcastTensor
+from .comparison import Replacement
 from .process import is_distributed
 
 State = dict[str, Any]
@@ -52,7 +53,10 @@ class PreparedState:
         return state
 
     def diff(
-        self, tree: ModelTree, replaced: dict[str, str], drifted: Collection[str]
+        self,
+        tree: ModelTree,
+        replaced: Mapping[str, Replacement],
+        drifted: Collection[str],
     ) -> StateDiff:
         """Compare a live model with this state. Adapters do not count.
 
@@ -60,8 +64,8 @@ class PreparedState:
         the former nothing else is compared.
         """
         found: defaultdict[str, dict[str, tuple[Any, Any]]] = defaultdict(dict)
-        for fqn, what in replaced.items():
-            found[fqn]["parameter"] = "the prepared one", what
+        for fqn, replacement in replaced.items():
+            found[fqn]["parameter"] = "the prepared one", replacement.what
         for fqn in drifted:
             what = "another value, although the parameter is frozen"
             found[fqn]["value"] = "the original value", what
