@@ -207,7 +207,8 @@ def _refuse_without_scales(fqn: str, module: nn.Module) -> None:
 
 
 def _refuse_replaced(changes: Changes) -> None:
-    for fqn, what in changes.replaced.items():
+    for replacement in changes.replaced.values():
+        fqn, what = replacement.fqn, replacement.what
         cause = " (by a merge, resized embeddings or unloaded modules_to_save)"
         remedy = "export before that, or load the base again"
         if what == DECOMPRESSED:

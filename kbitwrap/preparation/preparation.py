@@ -213,7 +213,9 @@ class Preparation:
         with plain_mode():
             tree = self.tree()
             changes = self.changes(tree)
-            return self.left.diff(tree, changes.replaced, changes.drifted)
+            base, found = self.original.base, changes.replaced
+            replaced = {fqn: one for fqn, one in found.items() if fqn in base}
+            return self.left.diff(tree, replaced, changes.drifted)
 
     def suspend(self, way_back: Journal, *, hold: bool) -> None:
         """Put back the state from before for a while, all or nothing; ``hold`` keeps the wrapper alive meanwhile."""
