@@ -9,10 +9,8 @@ from typing import Any
 
 import peft
 import pytest
-import test_merge
 import torch
 import transformers
-from test_merge import LARGE_LAYERS, base_weight, jitter
 from torch import nn
 from transformers import LlamaForCausalLM
 
@@ -29,7 +27,9 @@ from kbitwrap import (
 from kbitwrap.tensors import lazy
 from support import training, zoo
 from support.files import tensors_of
+from support.layers import LARGE_LAYERS, adapted_layers, layer_of
 from support.memory import allocations, peak
+from support.merging import base_weight, jitter
 from support.snapshot import Snapshot, tensor_digest
 from support.thorough import few
 
@@ -186,7 +186,7 @@ def test_two_trained_copies_of_one_module_are_refused() -> None:
 @pytest.mark.filterwarnings("ignore:Unmerge lora module to 4-bit linear:UserWarning")
 @pytest.mark.parametrize("passes", few([30, 1000], [30]))
 def test_many_passes_leave_every_byte_of_the_base_where_peft_drifts(passes: int) -> None:
-    model: Any = nn.Sequential(test_merge.layer_of("nf4", 64), nn.RMSNorm(64).to(torch.bfloat16))
+    model: Any = nn.Sequential(layer_of("nf4", 64), nn.RMSNorm(64).to(torch.bfloat16))
     model.is_loaded_in_4bit = True  # by which PEFT chooses its layer
     wrapper = KbitPreparedModel(model, gradient_checkpointing=False).prepare()
     config = peft.LoraConfig(target_modules=["0"], init_lora_weights=False)
@@ -225,7 +225,7 @@ def test_two_tensors_are_in_memory_at_most_beside_the_last(
     width, tensor = 1024, 2 * 1024 * 1024
     # as many blocks as a layer of 4096 times 4096 elements
     monkeypatch.setattr(merge_module, "_BLOCK_BYTES", 4 * 1024 * 1024 // 32)
-    model = test_merge.adapted_layers(kind, width, **options).get_base_model()
+    model = adapted_layers(kind, width, **options).get_base_model()
     wrapper = KbitPreparedModel(model, gradient_checkpointing=False, precision=precision).prepare()
     sizes: list[int] = []
 
@@ -327,7 +327,7 @@ def test_what_cannot_be_merged_is_refused_before_the_first_tensor() -> None:
 
 
 def test_modules_without_save_pretrained_are_handed_out_too(tmp_path: Path) -> None:
-    model = test_merge.adapted_layers("nf4", 64, **LARGE_LAYERS[0][1]).get_base_model()
+    model = adapted_layers("nf4", 64, **LARGE_LAYERS[0][1]).get_base_model()
     wrapper = KbitPreparedModel(model, gradient_checkpointing=False).prepare()
     assert isinstance(model, nn.Sequential)
     assert_as_exported(wrapper, tmp_path / "merged", wrapper.merged_weights())

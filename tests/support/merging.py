@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from bitsandbytes.functional import dequantize_4bit
 from torch import nn
+from transformers import PreTrainedModel
 
+from kbitwrap import ExportReport, KbitPreparedModel
+from support import zoo
 from support.files import tensors_of
 from support.snapshot import tensor_digest
 
@@ -46,3 +51,59 @@ def assert_same_model(found: Path, expected: Path) -> None:
 
 def _plain(path: Path) -> Any:
     return {k: v for k, v in json.loads(path.read_text()).items() if k not in ("_name_or_path", "use_cache")}
+
+
+def export(model: nn.Module, folder: Path, *, base: nn.Module | None = None, **options: Any) -> ExportReport:
+    """Export what was made of a model that is not prepared."""
+    wrapper = KbitPreparedModel(base or model, gradient_checkpointing=False)
+    return wrapper.export(folder, merge_adapters=True, model=model, **options)
+
+
+def load(name: str, folder: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """Load an exported checkpoint as a user does; nothing may be missing, nothing left over."""
+    model_class = getattr(transformers, zoo.ARCHITECTURES[name].model_class)
+    options = {} if dtype is None else {"dtype": dtype}
+    model, info = model_class.from_pretrained(folder, output_loading_info=True, **options)
+    assert {key: list(value) for key, value in info.items() if value} == {}
+    return model
+
+
+def jitter(model: nn.Module, scale: float = 0.02) -> None:
+    """Make every trainable value another one, so that no adapter is at its initial nothing."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += (scale * torch.randn(parameter.shape, generator=generator)).to(parameter.dtype)
+
+
+def base_weight(layer: nn.Module) -> torch.Tensor:
+    """The weight of a live base layer in float64, shape ``(out_features, in_features)``."""
+    weight = layer.weight
+    if weight.dtype == torch.int8:
+        scales = weight.SCB if weight.SCB is not None else layer.state.SCB
+        return weight.data.double() * scales.double().view(-1, 1) / 127
+    if getattr(weight, "quant_state", None) is not None:
+        return dequantize_4bit(weight.data, weight.quant_state).double()
+    return weight.detach().double()
+
+
+def lora_weight(layer: Any, adapters: tuple[str, ...] = ("default",)) -> torch.Tensor:
+    """W + sum of s B A (Hu et al. 2021), in float64."""
+    weight = base_weight(layer.get_base_layer())
+    for adapter in adapters:
+        a, b = layer.lora_A[adapter].weight.detach().double(), layer.lora_B[adapter].weight.detach().double()
+        weight = weight + (b @ a) * layer.scaling[adapter]
+    return weight
+
+
+def same_outputs(name: str, adapted: nn.Module, folder: Path) -> PreTrainedModel:
+    """Load the plain model, and check that it computes what the adapted one does."""
+    plain = load(name, folder, torch.float32).eval()
+    batch = zoo.inputs(name, plain)
+    with torch.no_grad():
+        expected, found = adapted.eval()(**batch), plain(**batch)
+    for key, value in expected.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            torch.testing.assert_close(found[key], value, rtol=1e-3, atol=1e-4)
+    return plain

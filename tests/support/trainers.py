@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from kbitwrap import KbitPreparedModel, ManifestMismatchError
 from kbitwrap.integrations import KbitTrainerCallback
 from support import zoo
 from support.snapshot import tensor_digest
@@ -92,4 +93,26 @@ def save_run(model: nn.Module, folder: Path, **options: Any) -> RecordingTrainer
     trainer = trainer_for(model, folder, callbacks=[KbitTrainerCallback()], **settings)
     trainer.train()
     trainer.save_model(str(folder))
+    return trainer
+
+
+def prepare(precision: str = "norms", quant: str = "nf4", **fields: Any) -> KbitPreparedModel:
+    return KbitPreparedModel(zoo.load("llama", quant), precision=precision, **fields).prepare()
+
+
+def trainer_with_callback(
+    prepared: KbitPreparedModel, folder: Path, *, adapter: dict[str, Any] | None = None, **kwargs: Any
+) -> RecordingTrainer:
+    peft_model = adapt(prepared.model, **adapter or {})
+    return trainer_for(peft_model, folder, callbacks=[KbitTrainerCallback(prepared)], **kwargs)
+
+
+def resume(prepared: KbitPreparedModel | nn.Module, checkpoint: Path, folder: Path, **kwargs: Any) -> RecordingTrainer:
+    model, wrapper = (prepared, None) if isinstance(prepared, nn.Module) else (prepared.model, prepared)
+    trainer = trainer_for(adapt(model), folder, callbacks=[KbitTrainerCallback(wrapper)], **kwargs)
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    except ManifestMismatchError:
+        assert trainer.losses == []
+        raise
     return trainer
