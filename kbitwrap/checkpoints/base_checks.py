@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from ..tensors.lazy import materialize
 from .base import TrainedBase, check_base, load_base
 from .diagnosis import Result, fault, fine, not_measured
 from .reader import recorded_quantization
-from .subjects import Base, Folder, Given, LiveModel, Tensors
+from .subjects import Base, Folder, Given, LiveModel, Subject, Tensors
 from .survival import measure_merge
 
 _EXPERTS = re.compile(r"(?:^|\.)experts?\.(?!.*bias)")
@@ -256,7 +257,7 @@ def _quantized(kind: str, left_out: Sequence[str]) -> Result:
     return fine("none is left out")
 
 
-def merge(subject: Folder | LiveModel) -> Result | None:
+def merge(subject: Subject) -> Result | None:
     """How much of an adapter 4-bit weights hold.
 
     PEFT's merge rounds most of a small delta away. It quantizes from float32, where
@@ -288,11 +289,11 @@ def merge(subject: Folder | LiveModel) -> Result | None:
     )
 
 
-def _survival(subject: Folder | LiveModel, base: Base, given: Given) -> Result:
+def _survival(subject: Subject, base: Base, given: Given) -> Result:
     if isinstance(subject, LiveModel):
-        merged, _ = unwrap(subject.model)
+        merged, _ = unwrap(subject.tree.model)
     else:
-        merged, _ = load_pretrained(subject.path, None, base.dtype)
+        merged, _ = load_pretrained(Path(subject.where), None, base.dtype)
 
     found = measure_merge(merged, base.dtype, given.base, given.adapter)
     if not found.layers:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import nn
 from ..preparation.process import plain_mode
 from . import base_checks, run_checks
 from .diagnosis import Checks, DoctorReport, Examination, Finding
-from .subjects import Folder, Given, LiveModel, read_run, walk_live
+from .subjects import Given, Subject, read_run, walk_live
 
 __all__ = ["DoctorReport", "Finding", "doctor"]
 
@@ -89,34 +88,27 @@ def doctor(
     examination = Examination()
     with plain_mode(), torch.random.fork_rng(devices=[]):  # loading draws numbers
         if isinstance(path_or_model, nn.Module):
-            subject = type(path_or_model).__name__
-            _examine_model(examination, subject, walk_live(path_or_model, given))
-        else:
-            folders = read_run(Path(path_or_model), given)
-            subject = str(folders[0].path)
-            _examine_run(examination, folders)
+            live = walk_live(path_or_model, given)
+            _examine(examination, live, _OF_A_MODEL, _OF_AN_ADAPTER)
+            return examination.report(live.where)
 
-    return examination.report(subject)
-
-
-def _examine_model(examination: Examination, subject: str, live: LiveModel) -> None:
-    examination.make(_OF_A_MODEL, live, subject)
-    for adapter in live.adapters:
-        examination.make(_OF_AN_ADAPTER, adapter, subject)
-    examination.make(_OF_A_BASE, live.base, subject)
+        folders = read_run(Path(path_or_model), given)
+        for folder in folders:
+            _examine(examination, folder, _OF_A_FOLDER, _OF_A_SAVED_ADAPTER)
+        # The manifests of one run agree: the base is compared, and may be loaded, once.
+        recorded = [folder for folder in folders if folder.manifest is not None]
+        adapted = [folder for folder in folders if folder.adapters]
+        newest = (recorded or adapted or folders)[-1]
+        examination.make(_OF_A_MANIFEST, newest, newest.where)
+        return examination.report(folders[0].where)
 
 
-def _examine_run(examination: Examination, folders: Sequence[Folder]) -> None:
-    for folder in folders:
-        where = str(folder.path)
-        examination.make(_OF_A_FOLDER, folder, where)
-        for adapter in folder.adapters:
-            examination.make(_OF_A_SAVED_ADAPTER, adapter, adapter.where)
-        if folder.base is not None:
-            examination.make(_OF_A_BASE, folder.base, where)
-
-    # The manifests of one run agree: the base is compared, and may be loaded, once.
-    recorded = [folder for folder in folders if folder.manifest is not None]
-    adapted = [folder for folder in folders if folder.adapters]
-    newest = (recorded or adapted or folders)[-1]
-    examination.make(_OF_A_MANIFEST, newest, str(newest.path))
+def _examine(
+    examination: Examination, subject: Subject, checks: Checks, of_an_adapter: Checks
+) -> None:
+    """Make the checks of a folder or a live model, then those of its adapters and its base."""
+    examination.make(checks, subject, subject.where)
+    for adapter in subject.adapters:
+        examination.make(of_an_adapter, adapter, adapter.where)
+    if subject.base is not None:
+        examination.make(_OF_A_BASE, subject.base, subject.where)

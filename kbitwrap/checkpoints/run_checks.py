@@ -19,8 +19,8 @@ from .subjects import (
     OPTIMIZER_NAME,
     Adapter,
     Folder,
-    LiveModel,
     Optimizer,
+    Subject,
     checkpoint_before,
     dtype_names,
     numbered_folders,
@@ -128,7 +128,7 @@ def adapter_dtypes(adapter: Adapter) -> Result | None:
     return fine(names)
 
 
-def lora_b(subject: Folder | LiveModel) -> Result | None:
+def lora_b(subject: Subject) -> Result | None:
     """Whether LoRA adds anything: what it starts at zero is zero no more in some layer of some adapter.
 
     All adapters are looked at together, because one of several may be a frozen

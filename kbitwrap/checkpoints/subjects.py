@@ -140,28 +140,42 @@ class Base:
 
 
 @dataclass(frozen=True)
-class Folder:
+class Subject:
+    """A folder of a run, or a live model.
+
+    Attributes:
+        where: Its path, or the class of the model.
+        given: What the caller gave beside it.
+        adapters: The adapters in it; of a live model, all together.
+        base: The base in it, or ``None``.
+    """
+
+    where: str
+    given: Given
+    adapters: Sequence[Adapter]
+    base: Base | None
+
+
+@dataclass(frozen=True)
+class Folder(Subject):
     """A folder of a run, or a file of weights, as far as it can be read.
 
     Attributes:
-        path: Its path.
-        given: What the caller gave beside it.
-        adapters: The adapters in it.
-        base: The weights of a model in it, or ``None``.
         manifest: The manifest in it, or else the newest of the run.
         optimizer: The optimizer in it, or ``None``.
         damaged: Why files of adapters and weights cannot be read.
         unknown_optimizer: Why the optimizer cannot be read, or ``""``.
     """
 
-    path: Path
-    given: Given
-    adapters: Sequence[Adapter]
-    base: Base | None
     manifest: Manifest | None
     optimizer: Optimizer | None
     damaged: Sequence[str]
     unknown_optimizer: str
+
+    @property
+    def path(self) -> Path:
+        """Its path."""
+        return Path(self.where)
 
     @property
     def is_numbered(self) -> bool:
@@ -205,22 +219,14 @@ def _embedding_names(model: Any) -> list[str]:
 
 
 @dataclass(frozen=True)
-class LiveModel:
+class LiveModel(Subject):
     """A live model, walked once.
 
     Attributes:
-        model: The model.
-        given: What the caller gave beside it.
-        adapters: Its adapters, together, or none.
-        base: Its base.
         tree: Its modules and tensors.
         preparation: The preparation that holds it, or ``None``.
     """
 
-    model: nn.Module
-    given: Given
-    adapters: Sequence[Adapter]
-    base: Base
     tree: ModelTree
     preparation: Preparation | None
 
@@ -310,7 +316,7 @@ def _read_folder(path: Path, given: Given, recorded: Manifest | None) -> Folder:
         adapters.append(Adapter(str(place), tensors, dtypes))
 
     why = "".join(unknown_optimizer)
-    return Folder(path, given, adapters, base, manifest, optimizer, damaged, why)
+    return Folder(str(path), given, adapters, base, manifest, optimizer, damaged, why)
 
 
 @contextlib.contextmanager
@@ -433,12 +439,11 @@ def walk_live(model: nn.Module, given: Given) -> LiveModel:
         for tensor in tree.tensors
         if id(tensor.parameter) in tree.adapter_ids
     }
+    where = type(model).__name__
     adapters = []
     if own:
-        dtypes = dtype_names(own.values())
-        adapters.append(Adapter(type(model).__name__, own, dtypes))
-
-    return LiveModel(model, given, adapters, base, tree, preparation)
+        adapters.append(Adapter(where, own, dtype_names(own.values())))
+    return LiveModel(where, given, adapters, base, tree, preparation)
 
 
 def _live_base(tree: ModelTree, *, is_prepared: bool) -> Base:
