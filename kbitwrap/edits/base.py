@@ -109,16 +109,12 @@ class AttributesNow(ChangeBase):
 
     def __init__(self, holders: Collection[Any], names: Collection[str]) -> None:
         self.holders, self._names = holders, names
-        self._values = [
-            (holder, name, vars(holder).get(name, MISSING))
-            for holder in holders
-            for name in names
-        ]
+        self._values = [read_attributes(holder, names) for holder in holders]
 
     def undo(self, tree: ModelTree) -> None:
         """Write the recorded values back."""
-        for holder, name, value in self._values:
-            write_attribute(vars(holder), name, value)
+        for holder, values in zip(self.holders, self._values, strict=True):
+            write_attributes(holder, values)
 
     def now(self, tree: ModelTree) -> AttributesNow:
         """Record the current values."""
@@ -149,6 +145,17 @@ class Anchor:
 ANCHOR_ATTRIBUTE = "_kbitwrap_prepared"
 
 
+def read_attributes(holder: Any, names: Collection[str]) -> dict[str, Any]:
+    """Read instance attributes of an object; ``MISSING`` where one is absent."""
+    return {name: vars(holder).get(name, MISSING) for name in names}
+
+
+def write_attributes(holder: Any, values: dict[str, Any]) -> None:
+    """Set instance attributes of an object, or remove those that were ``MISSING``."""
+    for name, value in values.items():
+        write_attribute(vars(holder), name, value)
+
+
 def write_attribute(fields: dict[str, Any], name: str, value: Any) -> None:
     """Set an instance attribute, or remove it where it was ``MISSING``."""
     if value is MISSING:
@@ -161,27 +168,18 @@ class AttributesChange(ChangeBase):
     """Instance attributes of a model's modules as they were: restored by value, and absent again where they were."""
 
     def __init__(self, tree: ModelTree, names: tuple[str, ...]) -> None:
-        self.index = tree.index
-        self._values = {
-            name: [vars(node.module).get(name, MISSING) for node in tree.modules]
-            for name in names
-        }
+        self.index, self._names = tree.index, names
+        self._values = [read_attributes(node.module, names) for node in tree.modules]
 
     def undo(self, tree: ModelTree) -> None:
         """Write the recorded values back, on the tree's substitutes too."""
-        self.write(self.index.live() + self.index.substitutes(tree), self._values)
+        self.write(self.index.live() + self.index.substitutes(tree))
 
-    def write(
-        self, modules: Iterable[tuple[int, nn.Module]], names: Iterable[str]
-    ) -> None:
-        """Write the recorded values of some of the attributes back to modules, given with their numbers."""
-        fields = [(number, vars(module)) for number, module in modules]
-        for name in names:
-            values = self._values[name]
-            for number, of_module in fields:
-                if of_module.get(name, MISSING) is not values[number]:
-                    write_attribute(of_module, name, values[number])
+    def write(self, modules: Iterable[tuple[int, nn.Module]]) -> None:
+        """Write the recorded values back to modules, given with their numbers."""
+        for number, module in modules:
+            write_attributes(module, self._values[number])
 
     def now(self, tree: ModelTree) -> AttributesNow:
         """Record the current values, of modules that others added too."""
-        return AttributesNow(self.index.live_and_of(tree), [*self._values])
+        return AttributesNow(self.index.live_and_of(tree), self._names)

@@ -28,10 +28,10 @@ def make_inputs_require_grad(
 
 def make_block_input_require_grad(module: nn.Module, args: Any) -> Any:
     """Forward pre-hook of a block: backward hooks that PEFT's aLoRA gives it would run before it is computed again."""
+    if not module._backward_hooks or not torch.is_grad_enabled():
+        return None
     inputs = [x for x in args if isinstance(x, torch.Tensor) and x.is_floating_point()]
-    if not (module._backward_hooks and inputs and torch.is_grad_enabled()) or any(
-        x.requires_grad for x in inputs
-    ):
+    if not inputs or any(x.requires_grad for x in inputs):
         return None
     return tuple(x.detach().requires_grad_() if x is inputs[0] else x for x in args)
 
@@ -71,12 +71,13 @@ _HOOK_DICTS = (
 
 def input_gradient_hooks(module: nn.Module) -> list[int]:
     """The ids of a module's input-gradient hooks: those of the libraries that prepare models."""
-    return [key for key, hook in _hooks_of(module) if _is_input_gradient_hook(hook)]
+    hooks = _hooks_of(module).items()
+    return [key for key, hook in hooks if _is_input_gradient_hook(hook)]
 
 
-def _hooks_of(module: nn.Module) -> Iterable[tuple[int, Any]]:
-    hooks, pre_hooks = module._forward_hooks, module._forward_pre_hooks
-    return [*hooks.items(), *pre_hooks.items()] if hooks or pre_hooks else ()
+def _hooks_of(module: nn.Module) -> dict[int, Any]:
+    """A module's forward hooks and pre-hooks by their ids, which no two hooks share."""
+    return {**module._forward_hooks, **module._forward_pre_hooks}
 
 
 def _is_input_gradient_hook(hook: Any) -> bool:
@@ -94,68 +95,59 @@ class HooksChange(ChangeBase):
 
     def __init__(self, tree: ModelTree) -> None:
         self._index = tree.index
-        self._before = _ids([node.module for node in tree.modules])
+        self.before = self._ids()
         # `None` while the edit is made: all that are added
         self._ours: set[int] | None = None
 
     def settle(self) -> None:
         """Note that the edit is made: whatever hooks were added so far are its own."""
-        self._ours = _ids([module for _, module in self._index.live()]) - self._before
+        self._ours = self._ids() - self.before
 
-    def _is_added(self, key: int, hook: Any) -> bool:
-        if key in self._before:
-            return False
-        return self._ours is None or key in self._ours or _is_input_gradient_hook(hook)
+    def _ids(self) -> set[int]:
+        ids: set[int] = set()
+        for _, module in self._index.live():
+            ids.update(_hooks_of(module))
+        return ids
 
-    def _affected(self, modules: list[nn.Module]) -> dict[nn.Module, list[int]]:
-        found: dict[nn.Module, list[int]] = {}
-        for module in modules:
-            for key, hook in _hooks_of(module):
-                if self._is_added(key, hook):
-                    found.setdefault(module, []).append(key)
-        return found
+    def added(self, module: nn.Module) -> list[int]:
+        """The ids of the hooks of a module that are to be removed."""
+        later = {k: h for k, h in _hooks_of(module).items() if k not in self.before}
+        if self._ours is None:
+            return list(later)
+        ours = self._ours
+        return [k for k, h in later.items() if k in ours or _is_input_gradient_hook(h)]
 
     def undo(self, tree: ModelTree) -> None:
         """Remove the hooks added since."""
-        self.remove_added(self._index.live_and_of(tree), keep_one=False)
-
-    def remove_added(self, modules: list[nn.Module], *, keep_one: bool) -> bool:
-        """Remove later hooks, all or all but one of each hooked module, and say whether a later one is left."""
-        is_left = False
-        for module, keys in self._affected(modules).items():
-            keeps_newest = keep_one and self._before.isdisjoint(
-                input_gradient_hooks(module)
-            )
-            is_left |= keeps_newest
-            for key in keys[:-1] if keeps_newest else keys:
-                for name in _HOOK_DICTS:
-                    getattr(module, name).pop(key, None)
-        return is_left
+        for module in self._index.live_and_of(tree):
+            remove_hooks(module, self.added(module))
 
     def now(self, tree: ModelTree) -> WayBack:
         """Record the current hooks and their order."""
-        affected = self._affected(self._index.live_and_of(tree))
-        removed = {key for keys in affected.values() for key in keys}
-        held = [getattr(module, name) for module in affected for name in _HOOK_DICTS]
-        saved = [(hooks, list(hooks.items())) for hooks in held]
+        saved = []
+        for module in self._index.live_and_of(tree):
+            removed = self.added(module)
+            for name in _HOOK_DICTS if removed else ():
+                hooks = vars(module)[name]
+                saved.append((hooks, dict(hooks), removed))
 
         def resume() -> None:
-            for hooks, items in saved:
+            for hooks, before, removed in saved:
                 # Others may have removed and added hooks of their own meanwhile.
-                back = [
-                    (key, hook) for key, hook in items if key in hooks or key in removed
-                ]
-                new = [
-                    (key, hook) for key, hook in hooks.items() if key not in dict(items)
-                ]
+                there = {*hooks, *removed}
+                back = {key: hook for key, hook in before.items() if key in there}
+                back |= hooks
                 hooks.clear()
-                hooks.update(back + new)
+                hooks.update(back)
 
         return Call(resume)
 
 
-def _ids(modules: list[nn.Module]) -> set[int]:
-    return {key for module in modules for key, _ in _hooks_of(module)}
+def remove_hooks(module: nn.Module, keys: Iterable[int]) -> None:
+    """Remove hooks of a module by their ids."""
+    for name in _HOOK_DICTS:
+        for key in keys:
+            vars(module)[name].pop(key, None)
 
 
 CHECKPOINTING_ATTRIBUTES = ("gradient_checkpointing", "_gradient_checkpointing_func")
@@ -169,27 +161,25 @@ class CheckpointingChange(Together):
     def __init__(self, tree: ModelTree) -> None:
         self.model = weakref.ref(tree.model)
         self.hooks = HooksChange(tree)
-        self.attributes = AttributesChange(
-            tree, (*CHECKPOINTING_ATTRIBUTES, *_HOOK_ATTRIBUTES)
-        )
-        super().__init__(tree.records, self.hooks, self.attributes)
+        self.handles = AttributesChange(tree, _HOOK_ATTRIBUTES)
+        attributes = AttributesChange(tree, CHECKPOINTING_ATTRIBUTES)
+        super().__init__(tree.records, self.hooks, self.handles, attributes)
 
 
 def checkpointing_method(
     model: nn.Module,
 ) -> tuple[Callable[..., Any], str | None] | None:
     """The bound method that enables checkpointing, and its keyword for arguments; an overridden old one comes first."""
-    old = getattr(model, "gradient_checkpointing_enable", None)
+    old_name = "gradient_checkpointing_enable"
+    old = getattr(model, old_name, None)
     new = getattr(model, "activation_checkpointing_enable", None)
     is_overridden = getattr(model, "_is_overridden", None)
-    if new is not None and not (
-        callable(is_overridden) and is_overridden("gradient_checkpointing_enable")
-    ):
+    if new is not None and not (callable(is_overridden) and is_overridden(old_name)):
         return new, "activation_checkpointing_kwargs"
     if old is None:
         return None
-    takes_kwargs = "gradient_checkpointing_kwargs" in inspect.signature(old).parameters
-    return old, "gradient_checkpointing_kwargs" if takes_kwargs else None
+    keyword = "gradient_checkpointing_kwargs"
+    return old, keyword if keyword in inspect.signature(old).parameters else None
 
 
 def refuse_without_checkpointing(tree: ModelTree) -> None:
@@ -253,46 +243,51 @@ class Checkpoint(EditBase):
             model.get_input_embeddings().register_forward_hook(make_inputs_require_grad)  # type: ignore[operator]
         if self.enable:
             _enable_checkpointing(model, self.kwargs)
-        live = change.attributes.index.live()
-        if not change.hooks.remove_added(
-            [module for _, module in live], keep_one=self.hook_inputs
-        ):
-            change.attributes.write(live, _HOOK_ATTRIBUTES)
+        live = change.handles.index.live()
+        if not _remove_superfluous_hooks(change.hooks, live, keep_one=self.hook_inputs):
+            change.handles.write(live)
         for _, block in live:
-            if vars(block).get("gradient_checkpointing") is not True:
-                continue
-            if self.hook_blocks and not input_gradient_hooks(block):
+            is_checkpointed = vars(block).get("gradient_checkpointing") is True
+            needs_hook = self.hook_blocks and not input_gradient_hooks(block)
+            if is_checkpointed and needs_hook:
                 block.register_forward_pre_hook(make_block_input_require_grad)
-        if (
-            self.hook_model
-            and warn_of_sharding not in model._forward_pre_hooks.values()
-        ):
+        is_hooked = warn_of_sharding in model._forward_pre_hooks.values()
+        if self.hook_model and not is_hooked:
             model.register_forward_pre_hook(warn_of_sharding)
         change.hooks.settle()
+
+
+def _remove_superfluous_hooks(
+    hooks: HooksChange, live: list[tuple[int, nn.Module]], *, keep_one: bool
+) -> bool:
+    """Remove the added hooks, all or all but one where there was none before, and say whether one is left."""
+    is_left = False
+    for _, module in live:
+        added = hooks.added(module)
+        had_one = not hooks.before.isdisjoint(input_gradient_hooks(module))
+        if added and keep_one and not had_one:
+            added.pop()
+            is_left = True
+        remove_hooks(module, added)
+    return is_left
 
 
 def _enable_checkpointing(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
     found = checkpointing_method(model)
     assert found is not None  # or the plan would have refused
     method, keyword = found
-    if keyword is not None:
-        # transformers' ``every_n_layers`` and ``offload``
-        own = inspect.signature(method).parameters
-        options = {name: value for name, value in kwargs.items() if name in own}
-        method(
-            **{
-                keyword: {
-                    name: value for name, value in kwargs.items() if name not in own
-                }
-            },
-            **options,
-        )
+    if keyword is None:
+        if kwargs:
+            warnings.warn(
+                f"gradient_checkpointing_kwargs is not supported by {type(model).__name__}, so {dict(kwargs)} is "
+                "ignored; a newer transformers takes them",
+                FutureWarning,
+                stacklevel=2,
+            )
+        method()
         return
-    if kwargs:
-        warnings.warn(
-            f"gradient_checkpointing_kwargs is not supported by {type(model).__name__}, so {dict(kwargs)} is ignored; "
-            "a newer transformers takes them",
-            FutureWarning,
-            stacklevel=2,
-        )
-    method()
+    # transformers' ``every_n_layers`` and ``offload``
+    own = inspect.signature(method).parameters
+    options = {name: value for name, value in kwargs.items() if name in own}
+    others = {name: value for name, value in kwargs.items() if name not in own}
+    method(**{keyword: others}, **options)

@@ -2,75 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from ..model.records import ParameterRecord
-from ..model.tree import ModelTree, NamedTensor, only_reading
+from ..model.tree import ModelTree, NamedTensor
 from .base import ANCHOR_ATTRIBUTE, Anchor, AttributesNow, ChangeBase, EditBase
+
+Flags = dict[ParameterRecord, bool]
 
 
 class FlagsChange(ChangeBase):
     """Parameters' ``requires_grad`` flags as they were; with ``left``, those that a suspension left instead."""
 
-    def __init__(
-        self,
-        flags: Iterable[tuple[ParameterRecord, bool]],
-        left: dict[ParameterRecord, bool] | None = None,
-    ) -> None:
-        self.flags, self._left = dict(flags), left
+    def __init__(self, flags: Flags, left: Flags | None = None) -> None:
+        self.flags, self._left = flags, left
 
     def undo(self, tree: ModelTree) -> None:
         """Set the recorded flags back, but for those that others set while the model was suspended."""
-        with only_reading():
-            changed = [
-                (p, self.flags[r]) for r, p in self._live(tree) if self._is_ours(r, p)
-            ]
-            # Others may train what was resized: only the preparation's own freezing is
-            # undone.
-            resized = [
-                (record, tensor.parameter)
-                for record, tensor in tree.resized(self.flags)
-            ]
-            own = [
-                (r, p) for r, p in resized if self.flags[r] or self._left is not None
-            ]
-            changed += [(p, self.flags[r]) for r, p in own if self._is_ours(r, p)]
-        for parameter, flag in changed:
-            if parameter.is_leaf:
+        for record, parameter in self._found(tree):
+            flag, now = self.flags[record], parameter.requires_grad
+            was_left = self._left is None or now == self._left[record]
+            if was_left and now != flag and parameter.is_leaf:
                 # the mode that it was made in
                 with torch.inference_mode(parameter.is_inference()):
                     parameter.requires_grad_(flag)
 
-    def _is_ours(self, record: ParameterRecord, parameter: torch.Tensor) -> bool:
-        """Whether a flag is another, and not one that others set while the model was suspended."""
-        is_left = self._left is None or parameter.requires_grad == self._left[record]
-        return is_left and parameter.requires_grad != self.flags[record]
-
     def now(self, tree: ModelTree) -> FlagsChange:
         """Record the current flags."""
-        with only_reading():
-            resized = [
-                (record, tensor.parameter)
-                for record, tensor in tree.resized(self.flags)
-            ]
-            return FlagsChange(
-                [(r, p.requires_grad) for r, p in [*self._live(tree), *resized]],
-                left=self.flags,
-            )
+        found = self._found(tree)
+        flags = {record: parameter.requires_grad for record, parameter in found}
+        return FlagsChange(flags, left=self.flags)
 
-    def _live(self, tree: ModelTree) -> list[tuple[ParameterRecord, torch.Tensor]]:
-        """The parameters that are there."""
-        found = tree.live
-        live = [
-            (record, found[record] if record in found else record.there())
-            for record in self.flags
-        ]
-        return [
-            (record, parameter) for record, parameter in live if parameter is not None
-        ]
+    def _found(self, tree: ModelTree) -> list[tuple[ParameterRecord, nn.Parameter]]:
+        """The parameters that are there, and what was made of those that others resized."""
+        found = []
+        live = tree.live
+        for record in self.flags:
+            parameter = live[record] if record in live else record.there()
+            if parameter is not None:
+                found.append((record, parameter))
+        for record, tensor in tree.resized(self.flags):
+            # Others may train what was resized: only the preparation's own freezing is
+            # undone.
+            if self.flags[record] or self._left is not None:
+                found.append((record, tensor.parameter))
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,16 +61,14 @@ class Freeze(EditBase):
 
     def capture(self, tree: ModelTree) -> FlagsChange:
         """Record the flags."""
-        with only_reading():
-            tensors = prepared_tensors(tree, self.freeze_adapters)
-            return FlagsChange(
-                [(tree.record(t), t.parameter.requires_grad) for t in tensors]
-            )
+        tensors = prepared_tensors(tree, self.freeze_adapters)
+        return FlagsChange({tree.record(t): t.parameter.requires_grad for t in tensors})
 
     def apply(self, change: FlagsChange) -> None:
         """Set the flags to false where asked."""
-        for record, flag in change.flags.items() if self.freeze else ():
-            if flag and (parameter := record.there()) is not None:
+        for record, flag in change.flags.items():
+            parameter = record.there()
+            if self.freeze and flag and parameter is not None:
                 parameter.requires_grad_(False)
 
 

@@ -2,68 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import Enum
-from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..model.quantization import KERNEL, transposed_codes
-from ..model.records import ParameterRecord
-from ..model.tree import ModelTree, join, only_reading
+from ..model.tree import ModelTree, Node, join
 from .base import ChangeBase, write_attribute
 from .journal import MISSING
 
 # The types of the plain attributes that a module computes with, and may replace when it
 # runs; and those told by value.
-_COMPARED = frozenset(
-    {type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size}
-)
+_COMPARED = {type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size}
 _PLAIN = _COMPARED | {torch.Tensor, tuple}
-_OTHER = object()
-# one for all: hundreds would be work for the garbage collector
-_EMPTY: dict[str, Any] = {}
-_OWN = frozenset(vars(nn.Module()))  # what every module has, its train mode among them
 _CACHES = (list, dict)
+# what every module has, its train mode among them
+_OWN = frozenset(vars(nn.Module()))
+# stands for a value that is not plain: whatever is there in the end stays
+_OTHER = object()
 
 
-class _Classes(dict[type, bool]):
-    """Whether values of a class are plain, looked up faster than computed."""
+@dataclass
+class _Cache:
+    """A list or dict of plain values, with a copy of it."""
 
-    def __missing__(self, cls: type) -> bool:
-        self[cls] = found = cls in _PLAIN or issubclass(cls, Enum)
-        return found
+    value: Any
+    contents: Any
 
-
-_is_plain = _Classes()
-
-
-def _members(cache: Any) -> Iterable[Any]:
-    return cache.values() if isinstance(cache, dict) else cache or ()
-
-
-def _tensors(cache: Any) -> list[torch.Tensor]:
-    """The tensors in a list or dict, and in the tuples and lists in it."""
-    flat = [
-        one
-        for value in _members(cache)
-        for one in (value if isinstance(value, (tuple, list)) else (value,))
-    ]
-    return [one for one in flat if isinstance(one, torch.Tensor)]
+    def refilled(self) -> Any:
+        """The list or dict itself, with what it held."""
+        self.value.clear()
+        if isinstance(self.value, dict):
+            self.value.update(self.contents)
+        else:
+            self.value.extend(self.contents)
+        return self.value
 
 
-class _Kept(NamedTuple):
-    """A module's fields, buffers and children's names: ``fields`` with a placeholder for what is not plain."""
+@dataclass
+class _Kept:
+    """A module as it was."""
 
-    fields: dict[str, Any]
-    # lists and dicts of plain values, each with a copy of it
-    caches: dict[str, tuple[Any, Any]]
-    buffers: dict[str, torch.Tensor | None]
-    unsaved: tuple[str, ...]  # the names of buffers that no checkpoint holds
-    children: tuple[str, ...]
-    sizes: int  # a hash of the names of its parameters and their numbers of elements
+    # its attributes, buffers and children, each by name
+    values: list[dict[str, Any]]
+    # the names of buffers that no checkpoint holds
+    unsaved: set[str]
+    # the numbers of elements of its parameters
+    sizes: dict[str, int]
+
+
+@dataclass
+class _Difference:
+    """A value that is to be put back: an attribute, a buffer or a child."""
+
+    # the dictionary that the module has it in
+    place: dict[str, Any]
+    name: str
+    found: Any
+    was: Any
+
+    def has_tensors(self) -> bool:
+        """Whether the value holds tensors, or held some."""
+        return bool(_tensors(self.found) or _tensors(self.was))
 
 
 class KeptChange(ChangeBase):
@@ -77,72 +81,39 @@ class KeptChange(ChangeBase):
     replaced.
     """
 
-    def __init__(
-        self, tree: ModelTree, records: Collection[ParameterRecord] = ()
-    ) -> None:
-        self._index, self._records = tree.index, records
-        base = {id(node.module) for node in tree.plain_base}
-        with only_reading():
-            self._kept = [
-                self._read(node.module) if id(node.module) in base else None
-                for node in tree.modules
-            ]
-        self.put_back: tuple[str, ...] = ()  # the names of what the last undo put back
-
-    @staticmethod
-    def _read(module: nn.Module) -> _Kept:
-        found, caches = module.__dict__, _EMPTY
-        fields: dict[str, Any] = {}
-        for name, value in found.items():
-            if name not in _OWN:
-                is_plain = _is_plain[type(value)]
-                fields[name] = value if is_plain else _OTHER
-                if (
-                    not is_plain
-                    and type(value) in _CACHES
-                    and all(_is_plain[type(one)] for one in _members(value))
-                ):
-                    caches = {**caches, name: (value, value.copy())}
-        children, sizes = tuple(found["_modules"]), _sizes(found["_parameters"])
-        # nearly always; and then nothing else is kept
-        if not (caches or found["_buffers"]):
-            # twice as fast
-            return tuple.__new__(_Kept, (fields, _EMPTY, _EMPTY, (), children, sizes))
-        unsaved = tuple(module._non_persistent_buffers_set)
-        return _Kept(fields, caches, dict(module._buffers), unsaved, children, sizes)
+    def __init__(self, tree: ModelTree) -> None:
+        self._index, self._records = tree.index, tree.base_records
+        self._kept = {
+            self._index.number(node.module): _read(node.module)
+            for node in tree.plain_base
+        }
+        # the names of what the last undo put back
+        self.put_back: tuple[str, ...] = ()
 
     def undo(self, tree: ModelTree) -> None:
         """Put back what changed, on substitutes too; values of other types that others put there stay."""
-        with only_reading():
-            resized = [tensor.path for _, tensor in tree.resized(self._records)]
         # Resizing sets plain values on the modules around, as the vocabulary's size:
         # these stay.
-        around = set()
-        for node in tree.nodes if resized else ():
-            prefix = join(node.path, "")
-            if any(name.startswith(prefix) for name in resized):
-                around.add(id(node.module))
-        found = {}
-        for reached, is_substitute in (
-            (self._index.live(), False),
-            (self._index.substitutes(tree), True),
-        ):
-            for number, module in reached:
-                kept = self._kept[number]
-                if kept is not None:
-                    only_tensors = is_substitute or id(module) in around
-                    found[id(module)] = self._write(
-                        module, kept, only_tensors=only_tensors, is_shared=is_substitute
-                    )
-        named = [
-            (node.fqn, name)
-            for node in tree.modules
-            for name in found.get(id(node.module), ())
-        ]
-        # which a preparation sets
-        self.put_back = tuple(
-            [join(fqn, name) for fqn, name in named if name != KERNEL]
-        )
+        resized = [tensor.path for _, tensor in tree.resized(self._records)]
+        around = {id(node.module) for node in tree.nodes if _holds_any(node, resized)}
+        found: dict[nn.Module, list[str]] = {}
+        for number, module in self._index.live():
+            if number in self._kept:
+                only_tensors = id(module) in around
+                found[module] = _put_back(
+                    module, self._kept[number], only_tensors=only_tensors
+                )
+        for number, module in self._index.substitutes(tree):
+            if number in self._kept:
+                found[module] = _put_back(
+                    module, self._kept[number], only_tensors=True, is_shared=True
+                )
+        put_back = []
+        for node in tree.modules:
+            names = found.get(node.module, [])
+            # A preparation sets the kernel itself.
+            put_back += [join(node.fqn, name) for name in names if name != KERNEL]
+        self.put_back = tuple(put_back)
 
     def now(self, tree: ModelTree) -> KeptChange:
         """Record what modules keep now."""
@@ -150,110 +121,9 @@ class KeptChange(ChangeBase):
 
     def undo_on(self, shell: nn.Module, module: nn.Module) -> None:
         """Put back on a module's shell what undoing would put back on the module."""
-        number = self._index.number(module)
-        kept = None if number is None else self._kept[number]
+        kept = self._kept.get(self._index.number(module))
         if kept is not None:
-            self._write(shell, kept, only_tensors=False, is_shared=True)
-
-    @staticmethod
-    def _write(
-        module: nn.Module, kept: _Kept, *, only_tensors: bool, is_shared: bool
-    ) -> list[str]:
-        """Put back what differs, and return the names of it but for what was moved to another device."""
-        fields, buffers, unsaved = (
-            module.__dict__,
-            module._buffers,
-            module._non_persistent_buffers_set,
-        )
-        before = kept.fields
-        changed, cached = {}, {}
-        for name, found in fields.items():
-            if name in _OWN or (was := before.get(name, MISSING)) is found:
-                continue  # nearly always
-            if type(found) in _CACHES:
-                was, contents = kept.caches.get(name, (was, None))
-                if was is not _OTHER and any(
-                    a is not b
-                    for a, b in zip_longest(_tensors(found), _tensors(contents))
-                ):
-                    cached[name] = contents
-                    changed[name] = (
-                        was if contents is None or not is_shared else contents.copy()
-                    )
-            elif was is not _OTHER and _is_plain[type(found)]:
-                is_equal = (
-                    type(found) is type(was)
-                    and type(found) in _COMPARED
-                    and found == was
-                )
-                changed |= {} if is_equal else {name: was}
-        if not before.keys() <= fields.keys():
-            changed |= {
-                name: was
-                for name, was in before.items()
-                if name not in fields and was is not _OTHER
-            }
-        replaced = {
-            name: was
-            for name in ({**buffers, **kept.buffers} if buffers or kept.buffers else ())
-            if (was := kept.buffers.get(name, MISSING))
-            is not (found := buffers.get(name, MISSING))
-            and (
-                name in unsaved
-                or was is MISSING
-                or found is MISSING
-                or not _is_alike(was, found)
-            )
-        }
-        added = (
-            module._modules.keys() - kept.children
-            if len(module._modules) > len(kept.children)
-            else ()
-        )
-        new = [name for name in added if _is_cache(module._modules[name])]
-        if not (changed or replaced or new) or _sizes(module._parameters) != kept.sizes:
-            return []
-        tensors = [
-            was
-            for n, was in changed.items()
-            if torch.Tensor in (type(was), type(fields.get(n)))
-        ]
-        tensors += [
-            *(changed[name] for name in cached),
-            *replaced.values(),
-            *[MISSING for _ in new],
-        ]
-        if only_tensors and not tensors:
-            return []
-        if not any(was is MISSING for was in tensors):
-            changed = {name: was for name, was in changed.items() if was is not MISSING}
-        moved = set()
-        for name, was in changed.items():
-            write_attribute(fields, name, was)
-            contents = cached.get(name)
-            if contents is not None and not is_shared:
-                was.clear()
-                was.update(contents) if isinstance(was, dict) else was.extend(contents)
-        for name, was in replaced.items():
-            found = buffers.get(name)
-            (unsaved.add if name in kept.unsaved else unsaved.discard)(name)
-            if (
-                was is not MISSING
-                and was is not None
-                and found is not None
-                and was.device != found.device
-            ):
-                # Moving a model replaces its buffers, and they stay on the device that
-                # they were moved to.
-                was = was.to(found.device)
-                moved |= {name} if _is_alike(was, found) else set()
-            write_attribute(buffers, name, was)
-        for name in added if replaced.keys() - moved else new:
-            if (child := module._modules[name]) is not None and not list(
-                child.parameters()
-            ):
-                del module._modules[name]
-        return [name for name in (*changed, *replaced, *new) if name not in moved]
+            _put_back(shell, kept, is_shared=True)
 
 
 def lay_as_stored(tree: ModelTree) -> None:
@@ -265,36 +135,155 @@ def lay_as_stored(tree: ModelTree) -> None:
             codes.data = codes.data.transpose(0, 1).contiguous()
 
 
-def _is_cache(child: nn.Module | None) -> bool:
-    """Whether a child holds tensors, and no parameter."""
-    modules = [] if child is None else list(child.modules())
-    tensors = [
-        one
-        for m in modules
-        for one in (*m._buffers.values(), *vars(m).values())
-        if type(one) is torch.Tensor
-    ]
-    return bool(tensors) and not any(module._parameters for module in modules)
+def _holds_any(node: Node, paths: Iterable[str]) -> bool:
+    """Whether a module holds any of the tensors at these paths."""
+    return any(path.startswith(join(node.path, "")) for path in paths)
 
 
-def _sizes(parameters: Mapping[str, torch.Tensor | None]) -> int:
-    return (
-        hash(
-            tuple(
-                [
-                    (name, 0 if p is None else p.numel())
-                    for name, p in parameters.items()
-                ]
+def _places(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    return vars(module), module._buffers, module._modules
+
+
+def _read(module: nn.Module) -> _Kept:
+    values: list[dict[str, Any]] = []
+    for place in _places(module):
+        names = [name for name in place if name not in _OWN]
+        values.append({name: _to_keep(place[name]) for name in names})
+    return _Kept(values, set(module._non_persistent_buffers_set), _sizes(module))
+
+
+def _to_keep(value: Any) -> Any:
+    """The record of an attribute's value."""
+    if _is_plain(value):
+        return value
+    if type(value) in _CACHES and all(map(_is_plain, _members(value))):
+        return _Cache(value, value.copy())
+    return _OTHER
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or isinstance(value, Enum)
+
+
+def _members(cache: Any) -> Iterable[Any]:
+    return cache.values() if isinstance(cache, dict) else cache
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """A tensor, or those in a list or dict, and in the tuples and lists in it, or in a child without parameters."""
+    if isinstance(value, _Cache):
+        value = value.contents
+    found: list[Any] = []
+    if isinstance(value, nn.Module):
+        for module in value.modules():
+            found += [*module._buffers.values(), *vars(module).values()]
+    elif type(value) in _CACHES:
+        for member in _members(value):
+            found += member if isinstance(member, (tuple, list)) else [member]
+    else:
+        found.append(value)
+    return [one for one in found if isinstance(one, torch.Tensor)]
+
+
+def _sizes(module: nn.Module) -> dict[str, int]:
+    parameters = module._parameters.items()
+    return {name: 0 if p is None else p.numel() for name, p in parameters}
+
+
+def _put_back(
+    module: nn.Module,
+    kept: _Kept,
+    *,
+    only_tensors: bool = False,
+    is_shared: bool = False,
+) -> list[str]:
+    """Put back what differs, and return the names of it but for what was moved to another device.
+
+    The lists and dicts of a module that ``is_shared`` are another's.
+    """
+    if _sizes(module) != kept.sizes:
+        return []
+    differences = _differences(module, kept)
+    with_tensors = [one for one in differences if one.has_tensors()]
+    if not differences or (only_tensors and not with_tensors):
+        return []
+    if not any(one.was is MISSING for one in with_tensors):
+        differences = [one for one in differences if one.was is not MISSING]
+    names = []
+    for one in differences:
+        was = one.was
+        if isinstance(was, _Cache):
+            was = was.contents.copy() if is_shared else was.refilled()
+        is_moved = False
+        if one.place is module._buffers and _are_tensors(was, one.found):
+            # Moving a model replaces its buffers, and they stay on the device that they
+            # were moved to.
+            is_moved = was.device != one.found.device and _are_alike(was, one.found)
+            was = was.to(one.found.device)
+        write_attribute(one.place, one.name, was)
+        if not is_moved:
+            names.append(one.name)
+            if one.place is module._buffers:
+                _remove_kernels(module, kept)
+    module._non_persistent_buffers_set = set(kept.unsaved)
+    return names
+
+
+def _differences(module: nn.Module, kept: _Kept) -> list[_Difference]:
+    """What is to be put back."""
+    found = []
+    for place, before in zip(_places(module), kept.values, strict=True):
+        for name in {**place, **before}:
+            one = _Difference(
+                place, name, place.get(name, MISSING), before.get(name, MISSING)
             )
-        )
-        if parameters
-        else 0
-    )
+            is_saved = name not in module._non_persistent_buffers_set
+            is_trained = is_saved and _are_alike(one.found, one.was)
+            if place is module._buffers and is_trained:
+                continue
+            if name not in _OWN and not _is_to_stay(one.found, one.was):
+                found.append(one)
+    return found
 
 
-def _is_alike(value: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    return (
-        value is not None
-        and other is not None
-        and (value.dtype, value.shape) == (other.dtype, other.shape)
-    )
+def _is_to_stay(found: Any, was: Any) -> bool:
+    """Whether a value is as it was, or another's."""
+    if found is was or was is _OTHER:
+        return True
+    if isinstance(was, _Cache):
+        return type(found) not in _CACHES or _are_same(found, was)
+    if type(found) in _CACHES:
+        return not _tensors(found)
+    if isinstance(found, nn.Module):
+        return not _tensors(found) or _has_parameters(found)
+    if type(found) is type(was) and type(found) in _COMPARED:
+        return bool(found == was)
+    return found is not MISSING and not _is_plain(found)
+
+
+def _are_same(cache: Any, other: Any) -> bool:
+    """Whether two lists or dicts hold the same tensors."""
+    return [id(one) for one in _tensors(cache)] == [id(one) for one in _tensors(other)]
+
+
+def _are_tensors(value: Any, other: Any) -> bool:
+    return isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor)
+
+
+def _are_alike(value: Any, other: Any) -> bool:
+    """Whether two buffers are tensors of one dtype and shape."""
+    if not _are_tensors(value, other):
+        return False
+    return (value.dtype, value.shape) == (other.dtype, other.shape)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _remove_kernels(module: nn.Module, kept: _Kept) -> None:
+    """Remove the new children without parameters, which are of no use without the buffer that is put back."""
+    for name in module._modules.keys() - kept.values[-1].keys():
+        child = module._modules[name]
+        if child is not None and not _has_parameters(child):
+            del module._modules[name]

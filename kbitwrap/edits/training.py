@@ -28,11 +28,11 @@ from ..model.tree import ModelTree, only_reading
 from .base import (
     AttributesChange,
     AttributesNow,
-    ChangeBase,
     EditBase,
     HeldOriginal,
     Together,
-    write_attribute,
+    read_attributes,
+    write_attributes,
 )
 from .journal import MISSING
 from .kept import KeptChange
@@ -46,31 +46,20 @@ _ACCELERATE_ATTRIBUTES = ("forward", "_original_forward", "_is_accelerate_prepar
 _SMALL_BYTES = 1 << 16
 
 
-class AccelerateChange(ChangeBase):
+class AccelerateChange(AttributesNow):
     """A model as it was before a ``Trainer`` or ``Accelerator.prepare`` gave it a forward under autocast and a mark."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = weakref.ref(model)
-        self._values = tuple(
-            vars(model).get(name, MISSING) for name in _ACCELERATE_ATTRIBUTES
-        )
+        super().__init__([model], _ACCELERATE_ATTRIBUTES)
+        self.model = model
 
     def undo(self, tree: ModelTree) -> None:
         """Put the attributes back; a ``forward`` that others replaced stays."""
-        model = self.model()
-        if model is None:
-            return
-        is_wrapped = (
-            vars(model).get("_original_forward", MISSING) is not self._values[1]
-        )
-        for name, value in zip(_ACCELERATE_ATTRIBUTES, self._values, strict=True):
-            if name != "forward" or is_wrapped:
-                write_attribute(vars(model), name, value)
-
-    def now(self, tree: ModelTree) -> AttributesNow:
-        """Record the current attributes."""
-        model = self.model()
-        return AttributesNow([] if model is None else [model], _ACCELERATE_ATTRIBUTES)
+        values = self._values[0]
+        wrapped = vars(self.model).get("_original_forward", MISSING)
+        if wrapped is values["_original_forward"]:
+            values = values | read_attributes(self.model, ["forward"])
+        write_attributes(self.model, values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,14 +71,10 @@ class FollowTrainMode(EditBase):
         modes = {"": tree.model.training}
         followers: dict[nn.Module, bool] = {}
         for node in tree.nodes:
-            is_follower = bool(node.path) and not node.is_base
-            modes[node.path] = (
-                modes[node.path.rpartition(".")[0]]
-                if is_follower
-                else node.module.training
-            )
-            if is_follower:
-                followers[node.module] = modes[node.path]
+            modes[node.path] = node.module.training
+            if node.path and not node.is_base:
+                container = node.path.rpartition(".")[0]
+                modes[node.path] = followers[node.module] = modes[container]
         return AttributesNow(followers, ["training"])
 
     def apply(self, change: AttributesNow) -> None:
@@ -306,7 +291,7 @@ class Record(EditBase):
             AccelerateChange(tree.model),
             AttributesChange(tree, ("training", MARK)),  # adapters keep theirs
             *runtime.values(),
-            KeptChange(tree, tree.base_records),
+            KeptChange(tree),
             # Saving the model writes its dtype into its config.
             AttributesNow(
                 [config for config in tree.configs if hasattr(config, "__dict__")],

@@ -169,7 +169,7 @@ class Preparation:
             new = [warning for warning in found if warning not in told]
         with self._all_or_nothing(tree):
             self.journal.apply(computes, tree)
-            taken = [one.model() for one in self.journal.parts(AccelerateChange)]
+            taken = [one.model for one in self.journal.parts(AccelerateChange)]
             if all(model is not peft_model for model in taken):
                 self.journal.record(AccelerateChange(peft_model))
             edited = [ref() for edit in computes for ref in edit.modules]
