@@ -7,10 +7,8 @@ its bits there have the recorded digest.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -28,124 +26,131 @@ _PIECE = 4 << 20
 
 
 class TrainedError(RuntimeError):
-    """Values of parameters changed while they were stored upcast, and the caller asked for that to be an error."""
+    """The value of a parameter changed while it was stored upcast, and the caller asked for that to be an error."""
 
-    def __init__(self, fqns: Sequence[str]) -> None:
-        super().__init__(
-            "; ".join(
-                f"{fqn} was trained while it was stored in {torch.float32}"
-                for fqn in fqns
-            )
-        )
-        self.fqns = tuple(fqns)
+    def __init__(self, fqn: str) -> None:
+        super().__init__(f"{fqn} was trained while it was stored in {torch.float32}")
 
 
-class _Found(NamedTuple):
+@dataclass
+class _Found:
     """The value to put back of a parameter, and what training did to the one that it has."""
 
     original: torch.Tensor
     is_trained: bool
-    is_altered: bool  # whether the value to put back is another than the original
-    is_exact: bool  # whether the current value can be made of it again
+    # whether the value to put back is another than the original
+    is_altered: bool
+    # whether the current value can be made of it again
+    is_exact: bool
 
 
 class StorageChange(HeldOriginal):
-    """The storage of a parameter before a cast; with ``keep`` the original itself, on the CPU or ``on_device``."""
+    """The storage of a parameter before a cast.
+
+    The original itself is held where it is asked to be kept, on the CPU; on its device
+    where its layer rewrites it (``is_rewritten``); and in its memory, which it goes
+    back to, where others see that (``is_seen``). Of another, all bits come from the
+    cast value but for the payloads of NaNs, and its digest tells whether they did.
+    """
 
     def __init__(
         self,
         record: ParameterRecord,
         parameter: nn.Parameter,
+        *,
         keep: bool = False,
-        on_device: bool = False,
+        is_rewritten: bool = False,
         is_seen: bool = False,
     ) -> None:
         data = parameter.detach()
         self.record = record
         self.dtype = data.dtype
-        self.kept = (
-            (data if on_device or is_seen else data.cpu()) if keep or is_seen else None
-        )
+        self.layout = Layout.of(data)
         # whether `undo` found another shape; such a value is not counted as trained
         self.was_resized = False
         # where other parameters lie over the same memory
         self.group: SharingChange | None = None
-        self.layout = Layout.of(data)
-        self._is_rewritten, self._is_seen = on_device, is_seen
+        self._is_rewritten, self._is_seen = is_rewritten, is_seen
         self._policy: TrainedPolicy = "keep"
+        self.kept: torch.Tensor | None = None
         self._payloads: NanPayloads | None = None
         self._digest: Callable[[], int] | None = None
-        if self.kept is None and not data.is_meta:  # which has no bits
+        if is_rewritten or is_seen:
+            self.kept = data
+        elif keep:
+            self.kept = data.cpu()
+        elif not data.is_meta:  # which has no bits
             self._digest = begin_digest(data)
             self._payloads = NanPayloads.find(data)
-        self._is_undone = False
-        self._ready: tuple[torch.Tensor, _Found] | None = None
+        # what a suspension puts back, from `now` to `undo`
+        self._ready: _Found | None = None
+
+    def _is_resized(self, current: torch.Tensor) -> bool:
+        return tuple(current.shape) != self.layout.shape
 
     def _rounded(self, current: torch.Tensor) -> torch.Tensor:
-        """The current value in the original dtype, NaN payloads included."""
-        # A value in the original dtype already is live memory, and payloads are written
-        # into a copy only.
-        rounded = current.detach().to(self.dtype, copy=self._payloads is not None)
-        if self._payloads is not None and tuple(rounded.shape) == self.layout.shape:
+        """The current value in the original dtype, NaN payloads included, in memory of its own."""
+        rounded = current.detach().to(self.dtype, copy=True)
+        if self._payloads is not None and not self._is_resized(rounded):
             self._payloads.write(rounded)
         return rounded
 
     def against_kept(self, current: torch.Tensor) -> torch.Tensor:
         """Whether a value is not the original held: in any dtype, in its own, and in the original's, without a sync."""
         assert self.kept is not None
-        if tuple(current.shape) != self.layout.shape:
+        if self._is_resized(current):
             return torch.ones(3, dtype=torch.bool, device=current.device)
         kept = self.kept.to(current.device)
         is_other = differ(current, kept)
+        is_changed = is_other
         # bitsandbytes casts a bias to the dtype of its input, which may have rounded it
         # on the way.
-        steps = [
-            step
-            for step in HALF_DTYPES
-            if self._is_rewritten and step not in (self.dtype, current.dtype)
-        ]
-        is_changed = torch.stack(
-            [is_other, *(differ(current, kept.to(step)) for step in steps)]
-        ).all()
+        for step in HALF_DTYPES if self._is_rewritten else ():
+            is_changed = is_changed & differ(current, kept.to(step))
         return torch.stack([is_changed, is_other, differ(kept, current)])
 
     def _find_original(self, current: torch.Tensor) -> _Found:
         """Find the value to put back. An untrained value is in the original layout."""
-        is_resized = tuple(current.shape) != self.layout.shape
-        rounded = self._rounded(current) if self.kept is None else None
-        if rounded is not None:
-            is_altered = is_resized
-            is_other = is_resized
-            if self._digest is not None and not is_resized:
-                is_altered = content_digest(rounded) != self._digest()
-                is_other = is_altered or bool(differ(current, rounded))
-            is_trained = is_other
-        else:
-            is_trained, is_other, is_altered = self.against_kept(current).tolist()
-        if self.kept is not None and (
-            not is_trained or (self._policy == "discard" and not is_resized)
-        ):
-            rounded, is_altered = self.kept.to(current.device), False
-        original = self._rounded(current) if rounded is None else rounded
-        if not is_trained and original.stride() != self.layout.stride:
-            original = Layout.place([(original, self.layout)])[0]
-        return _Found(original, is_trained, is_altered, not is_other)
+        found = self._compared(current)
+        if not found.is_trained and found.original.stride() != self.layout.stride:
+            found.original = self._own(found.original)
+        return found
+
+    def _compared(self, current: torch.Tensor) -> _Found:
+        """Find the value to put back, in whatever layout."""
+        if self.kept is not None:
+            return self._compared_with(self.kept, current)
+        rounded = self._rounded(current)
+        is_altered = is_other = self._is_resized(current)
+        if self._digest is not None and not is_altered:
+            is_altered = content_digest(rounded) != self._digest()
+            is_other = is_altered or bool(differ(current, rounded))
+        return _Found(rounded, is_other, is_altered, not is_other)
+
+    def _compared_with(self, kept: torch.Tensor, current: torch.Tensor) -> _Found:
+        is_trained, is_other, is_altered = self.against_kept(current).tolist()
+        is_discarded = self._policy == "discard" and not self._is_resized(current)
+        if is_trained and not is_discarded:
+            return _Found(self._rounded(current), True, is_altered, not is_other)
+        return _Found(kept.to(current.device), is_trained, False, not is_other)
+
+    def _own(self, original: torch.Tensor) -> torch.Tensor:
+        """A copy of a value in the original layout."""
+        return Layout.place([(original, self.layout)])[0]
 
     def original_of(self, current: torch.Tensor) -> torch.Tensor:
         """The value that ``restore(trained="keep")`` would put back of a parameter that stores ``current``."""
         if self.kept is None:
             return self._rounded(current)
-        return (
-            current
-            if _is_same_tensor(current, self.kept)
-            else self._find_original(current).original
-        )
+        if _is_same_tensor(current, self.kept):
+            return current
+        return self._find_original(current).original
 
     def converts(self, parameter: torch.Tensor) -> bool:
         """Whether the original is to be computed from what the parameter stores."""
-        return parameter.dtype != self.dtype or not (
-            self.kept is None or _is_same_tensor(parameter, self.kept)
-        )
+        if self.kept is None or parameter.dtype != self.dtype:
+            return parameter.dtype != self.dtype
+        return not _is_same_tensor(parameter, self.kept)
 
     def decide(self, policy: TrainedPolicy) -> None:
         """Set what ``undo`` does with a value that changed while it was stored upcast."""
@@ -155,64 +160,47 @@ class StorageChange(HeldOriginal):
         """The original of the live parameter, computed when it is used; see ``HeldOriginal``."""
         if not self.converts(parameter):
             return parameter
-
-        # never live memory, if another dtype was given to the parameter since
-        def compute() -> torch.Tensor:
-            return self.original_of(
-                parameter.data if self.converts(parameter) else parameter.data.clone()
-            )
-
-        pieces = functools.partial(self._pieces, parameter)
         return LazyTensor(
-            parameter.shape, self.dtype, compute, pieces, is_own=self.kept is None
+            parameter.shape,
+            self.dtype,
+            lambda: self.original_of(parameter.data),
+            lambda: self._pieces(parameter),
+            is_own=self.kept is None,
         )
 
     def _pieces(self, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
         """The original's values in flat pieces, so that not all of them are in memory at once."""
-        if (
-            self.kept is not None
-            or self._payloads is not None
-            or not parameter.is_contiguous()
-        ):
+        is_rounded = self.kept is None and self._payloads is None
+        if is_rounded and parameter.is_contiguous():
+            for piece in parameter.detach().view(-1).split(_PIECE):
+                yield piece.to(self.dtype)
+        else:
             yield self.original_of(parameter.data).reshape(-1)
-            return
-        for piece in parameter.detach().view(-1).split(_PIECE):
-            yield piece.to(self.dtype)
 
     def _current(self) -> nn.Parameter | None:
-        """The parameter, or ``None`` where it is gone or stores the original that this change holds."""
+        """The parameter; ``None`` where it is gone, or stores its original."""
         parameter = self.record.live()
-        is_original = (
-            parameter is not None
-            and self.kept is not None
-            and _is_same_tensor(parameter, self.kept)
-        )
-        return None if is_original else parameter
+        if parameter is None or not self.converts(parameter):
+            return None
+        return parameter
 
     def undo(self, tree: ModelTree) -> None:
         """Put the original storage back, exactly where nothing was trained, else by the policy."""
         parameter = self._current()
-        if parameter is None or self._is_undone:
+        if parameter is None:
             return
-        ready, self._ready = self._ready, None
-        is_ready = ready is not None and _is_same_tensor(ready[0], parameter.data)
-        found = (
-            ready[1]
-            if ready is not None and is_ready
-            else self._find_original(parameter.data)
-        )
-        is_trained = found.is_trained and self.converts(parameter)
-        if is_trained and self._policy == "error":
-            raise TrainedError([self.record.fqn])
-        self.was_resized = tuple(parameter.shape) != self.layout.shape
-        self.was_trained = is_trained and not self.was_resized
+        found = self._ready or self._find_original(parameter.data)
+        self._ready = None
+        if found.is_trained and self._policy == "error":
+            raise TrainedError(self.fqn)
+        self.was_resized = self._is_resized(parameter)
+        self.was_trained = found.is_trained and not self.was_resized
         self.was_altered = self.was_trained and found.is_altered
-        # by others, who see the value too
-        if self._is_seen and self.was_trained and self.group is None:
-            assert self.kept is not None
-            found = found._replace(original=self.kept.copy_(found.original))
-        self.write(parameter, found.original)
-        self._is_undone = True
+        original = found.original
+        if self.kept is not None and self._is_seen and self.group is None:
+            # by others, who see what was trained too
+            original = original if self.was_resized else self.kept.copy_(original)
+        self.write(parameter, original)
 
     def now(self, tree: ModelTree) -> WayBack:
         """Record the current storage, bit for bit."""
@@ -220,43 +208,36 @@ class StorageChange(HeldOriginal):
         if parameter is None:
             return Call(lambda: None)
         current = parameter.data
-        dtype = current.dtype
         found = self._find_original(current)
-        bits = self.kept.clone() if self.kept is not None and self._is_seen else None
-        if (
-            self.kept is not None
-            and _is_same_tensor(found.original, self.kept)
-            and not self._is_seen
-        ):
+        kept, bits = self.kept, None
+        if kept is not None and self._is_seen:
+            bits = kept.clone()
+        elif kept is not None and _is_same_tensor(found.original, kept):
             # What is written into it meanwhile is not what is kept.
-            found = found._replace(
-                original=Layout.place([(found.original, self.layout)])[0]
-            )
-        self._ready = current, found
+            found.original = self._own(kept)
+        self._ready = found
         # A value that the original gives exactly is made from it again; only others are
         # held twice.
-        saved = None if dtype == torch.float32 and found.is_exact else current
+        is_made = current.dtype == torch.float32 and found.is_exact
+        saved = None if is_made else current
 
         def resume() -> None:
-            live = self.record.live()
-            self._is_undone = False
             self._ready = None
+            live = self.record.live()
             if live is not None and saved is None:
-                self.write(live, live.data.to(dtype))
+                self.write(live, live.data.float())
             elif live is not None and saved is not None:
                 self.resume(live, saved, self._rounded(saved))
-            if bits is not None and self.kept is not None:
-                self.kept.copy_(bits)
+            if kept is not None and bits is not None:
+                kept.copy_(bits)
 
         return Call(resume)
 
 
 def _is_same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors are the same memory, seen in the same way."""
-    first, second = (
-        (t.dtype, t.data_ptr(), t.device, t.shape, t.stride()) for t in (a, b)
-    )
-    return first == second
+    is_same_memory = a.device == b.device and a.data_ptr() == b.data_ptr()
+    return is_same_memory and a.dtype == b.dtype and Layout.of(a) == Layout.of(b)
 
 
 class SharingChange(ChangeBase):
@@ -269,17 +250,20 @@ class SharingChange(ChangeBase):
 
     def undo(self, tree: ModelTree) -> None:
         """Let them share memory again where no value was trained."""
-        live = [
-            (change, p)
-            for change in self.changes
-            if (p := change.record.live()) is not None
-        ]
-        is_shared = len({p.untyped_storage().data_ptr() for _, p in live}) < 2
-        if is_shared or any(
-            c.was_trained or c.was_resized or p.dtype != c.dtype for c, p in live
-        ):
+        placed, live = [], []
+        for change in self.changes:
+            parameter = change.record.live()
+            if parameter is None:
+                continue
+            is_other = change.was_trained or change.was_resized
+            if is_other or parameter.dtype != change.dtype:
+                return
+            live.append((change, parameter))
+            placed.append((parameter.data, change.layout))
+        memories = {value.untyped_storage().data_ptr() for value, _ in placed}
+        if len(memories) < 2:
             return
-        views = Layout.place([(p.data, change.layout) for change, p in live])
+        views = Layout.place(placed)
         for (change, parameter), view in zip(live, views, strict=True):
             change.write(parameter, view)
 
@@ -309,26 +293,30 @@ class Store(EditBase):
             assert module is not None
             assert parameter is not None
             record = tree.record(NamedTensor(fqn, module, ref.name, parameter, fqn))
-            keep = self.keep or self.is_rewritten
             changes.append(
-                StorageChange(record, parameter, keep, self.is_rewritten, self.is_seen)
+                StorageChange(
+                    record,
+                    parameter,
+                    keep=self.keep,
+                    is_rewritten=self.is_rewritten,
+                    is_seen=self.is_seen,
+                )
             )
-        return Together(
-            tree.records,
-            *changes,
-            *([SharingChange(changes)] if len(changes) > 1 else []),
-        )
+        sharing = [SharingChange(changes)] if len(changes) > 1 else []
+        return Together(tree.records, *changes, *sharing)
 
     def apply(self, change: Together) -> None:
         """Cast by ``.data``: the parameter stays the same object."""
-        if self.dtype is not None:
-            for one in change.parts()[: len(self.refs)]:
-                parameter = one.record.live()
-                assert parameter is not None
-                for owner, name in one.record.refs:
-                    if (module := owner()) is not None:
-                        change.records.mark(module).dtypes[name] = one.dtype
-                one.write(parameter, parameter.data.to(self.dtype))
+        for one in change.parts():
+            if self.dtype is None or not isinstance(one, StorageChange):
+                continue
+            parameter = one.record.live()
+            assert parameter is not None
+            for owner, name in one.record.refs:
+                module = owner()
+                if module is not None:
+                    change.records.mark(module).dtypes[name] = one.dtype
+            one.write(parameter, parameter.data.to(self.dtype))
 
 
 @dataclass(eq=False)
@@ -349,7 +337,7 @@ class CopyChange(HeldOriginal):
     def undo(self, tree: ModelTree) -> None:
         """Round the value to the original dtype; the Parameter object stays."""
         if self.policy == "error":
-            raise TrainedError([self.fqn])
+            raise TrainedError(self.fqn)
         self.write(self.parameter, self.parameter.data.to(self.dtype))
 
     def now(self, tree: ModelTree) -> WayBack:
@@ -359,6 +347,5 @@ class CopyChange(HeldOriginal):
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
         """The live parameter rounded to the original dtype when it is used; see ``HeldOriginal``."""
-        return LazyTensor(
-            parameter.shape, self.dtype, lambda: parameter.data.to(self.dtype)
-        )
+        shape, dtype = parameter.shape, self.dtype
+        return LazyTensor(shape, dtype, lambda: parameter.data.to(dtype))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +22,7 @@ from ..model.quantization import (
     unpacked_state,
 )
 from ..model.records import MARK, MemoryRef, ParameterRecord
-from ..model.tree import ModelTree, only_reading
+from ..model.tree import ModelTree
 from .base import (
     AttributesChange,
     AttributesNow,
@@ -44,6 +42,9 @@ _ACCELERATE_ATTRIBUTES = ("forward", "_original_forward", "_is_accelerate_prepar
 # The most bytes of a tensor beside a weight that a record keeps alive, whatever device
 # it is on.
 _SMALL_BYTES = 1 << 16
+
+
+Fields = dict[str, Any]
 
 
 class AccelerateChange(AttributesNow):
@@ -100,173 +101,114 @@ class RuntimeChange(HeldOriginal):
         self.record = record
         self.dtype = record.dtype
         self._module = weakref.ref(module)
-        fields = vars(module)
-        self._attributes = {
-            name: fields[name] for name in RUNTIME_ATTRIBUTES if name in fields
-        }
-        may_repack = weight.is_cpu and "state" not in fields  # of 4 bits
-        self._state = {}
+        self._attributes = read_attributes(module, RUNTIME_ATTRIBUTES)
+        self._state: dict[str, Fields] = {}
+        may_repack = weight.is_cpu and "state" not in vars(module)  # of 4 bits
         for name, owner, keys in state_owners(module, weight):
-            held = vars(owner)
-            found = (
-                held.copy()
-                if keys is None
-                else {key: held.get(key, MISSING) for key in keys}
-            )
-            self._state[name] = (
-                found
-                if may_repack
-                else {key: _weakly(value) for key, value in found.items()}
-            )
+            fields = read_attributes(owner, keys or vars(owner))
+            if not may_repack:
+                fields = {key: _weakly(value) for key, value in fields.items()}
+            self._state[name] = fields
+
+    def _weight(self) -> nn.Parameter | None:
+        module = self._module()
+        return None if module is None else module._parameters.get("weight")
 
     def keep_unpacked(self) -> None:
         """Keep the trainable layout in eval mode too: the kernel for the other has no backward."""
-        module = self._module()
-        weight = None if module is None else module._parameters.get("weight")
+        weight = self._weight()
         state = getattr(weight, "quant_state", None)
         if weight is not None and state is not None and is_repacked(vars(state)):
             self.write(weight, in_other_layout(weight, state))
             unpack_statistics(state)
-        if module is not None and vars(module).get(REPACKS):
-            vars(module)[REPACKS] = False
+        fields = vars(self._module())
+        if fields.get(REPACKS):
+            fields[REPACKS] = False
 
     def undo(self, tree: ModelTree) -> None:
         """Put the recorded fields back."""
-        module = self._module()
+        module, weight = self._module(), self._weight()
         if module is None:
             return
-        vars(module).update(self._attributes)
-        weight = module._parameters.get("weight")
-        all_owners = [] if weight is None else state_owners(module, weight)
-        owners = [
-            o
-            for o in all_owners
-            if o[0] in self._state and not self._is_as_recorded(*o)
-        ]
-        if weight is None or not owners or not self.record.is_seen(weight):
+        write_attributes(module, self._attributes)
+        if weight is None or not self.record.is_seen(weight):
             return
         quant_state = getattr(weight, "quant_state", None)
         was_repacked = is_repacked(self._state.get("quant_state", {}))
         if quant_state is not None and is_repacked(vars(quant_state)) != was_repacked:
             self.write(weight, in_other_layout(weight, quant_state))
-        # All values are looked up, and tensors written, before any is removed: a field
-        # may be all that holds one.
-        places = [vars(owner) for _, owner, _ in all_owners]
+        all_owners = state_owners(module, weight)
+        owners = [owner for owner in all_owners if owner[0] in self._state]
+        tensors = _by_memory([vars(owner) for _, owner, _ in all_owners])
         values = [
-            _values(self._state[name], vars(owner), places) for name, owner, _ in owners
+            _found(self._state[name], vars(owner), tensors) for name, owner, _ in owners
         ]
-        for (_, owner, _), value in zip(owners, values, strict=True):
-            vars(owner).update(
-                {
-                    key: one
-                    for key, one in value.items()
-                    if isinstance(one, torch.Tensor)
-                }
-            )
-        for (_, owner, keys), value in zip(owners, values, strict=True):
-            owner.__dict__ = _replaced(vars(owner), value, keys)
-
-    def _is_as_recorded(
-        self, name: str, owner: Any, keys: tuple[str, ...] | None
-    ) -> bool:
-        recorded, fields = self._state[name], vars(owner)
-        is_same = all(
-            map(
-                operator.is_,
-                map(fields.get, recorded, itertools.repeat(MISSING)),
-                recorded.values(),
-            )
-        )
-        return is_same and (keys is not None or len(fields) == len(recorded))
+        # All values are looked up, and written, before any is removed: a field may be
+        # all that holds one.
+        for (_, owner, _), found in zip(owners, values, strict=True):
+            vars(owner).update(found)
+        for (_, owner, keys), found in zip(owners, values, strict=True):
+            fields = vars(owner).items()
+            others = {k: value for k, value in fields if keys and k not in keys}
+            owner.__dict__ = others | found
 
     def now(self, tree: ModelTree) -> RuntimeChange:
         """Record the layer as it is now; if it is gone, return this record."""
         module = self._module()
-        is_gone = module is None or module._parameters.get("weight") is None
-        return self if module is None or is_gone else RuntimeChange(module, self.record)
+        if module is None or self._weight() is None:
+            return self
+        return RuntimeChange(module, self.record)
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
         """A copy of the weight as it was before the layer repacked it; the weight itself where the layer did not."""
         return unpacked_copy(parameter, self._settle)
 
-    def _settle(self, fields: dict[str, Any]) -> None:
+    def _settle(self, fields: Fields) -> None:
         """Replace the fields of copied 4-bit statistics by the recorded ones, where there are any."""
-        held = self._state.get("quant_state")
-        if held is not None:
-            values = _values(held, fields, [fields])
+        if "quant_state" in self._state:
+            tensors = _by_memory([fields])
+            values = _found(self._state["quant_state"], fields, tensors)
             fields.clear()
-            fields.update(_replaced({}, values, None))
+            fields.update(values)
 
     def original_quant_state(self, parameter: torch.Tensor) -> Any:
         """The layer's 4-bit statistics from before repacking, for a weight that lost them when it was sharded."""
         module = self._module()
-        return (
-            None
-            if module is None
-            else unpacked_state(quant_state_of(module, parameter), self._settle)
-        )
-
-
-class _HeldWeakly:
-    """A tensor that is found among others by its memory, so that a record keeps no weight alive."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._memory = MemoryRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        self._shape = tensor.shape
-
-    def find(self, tensors: list[torch.Tensor]) -> torch.Tensor | None:
-        """The tensor, if it is one of these."""
-        key, shape = self._memory.cdata, self._shape
-        return next(
-            (
-                t
-                for t in tensors
-                if t.untyped_storage()._cdata == key and t.shape == shape
-            ),
-            None,
-        )
+        if module is None:
+            return None
+        return unpacked_state(quant_state_of(module, parameter), self._settle)
 
 
 def _weakly(value: Any) -> Any:
     """A value, held weakly if it is an 8-bit weight, or a tensor that is as large as the statistics of a 4-bit one."""
     if not isinstance(value, torch.Tensor):
         return value
-    is_large = value.dtype == torch.int8 or value.nbytes > _SMALL_BYTES
-    return _HeldWeakly(value) if is_large else value
+    if value.dtype != torch.int8 and value.nbytes <= _SMALL_BYTES:
+        return value
+    return MemoryRef(value.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-def _values(
-    recorded: dict[str, Any], fields: dict[str, Any], places: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """The recorded values, with the current one for a tensor that is gone."""
-    values = {}
+def _by_memory(places: list[Fields]) -> dict[int, torch.Tensor]:
+    """The tensors among the fields of objects, by the keys of their memory."""
+    found = {}
+    for place in places:
+        for value in place.values():
+            if isinstance(value, torch.Tensor):
+                found[value.untyped_storage()._cdata] = value
+    return found
+
+
+def _found(
+    recorded: Fields, fields: Fields, tensors: dict[int, torch.Tensor]
+) -> Fields:
+    """The recorded fields that there were, with the current value for a tensor that is gone."""
+    found = {}
     for key, value in recorded.items():
-        if isinstance(value, _HeldWeakly):
-            found = value.find(
-                [
-                    v
-                    for place in places
-                    for v in place.values()
-                    if isinstance(v, torch.Tensor)
-                ]
-            )
-            value = fields.get(key) if found is None else found
-        values[key] = value
-    return values
-
-
-def _replaced(
-    fields: dict[str, Any], values: dict[str, Any], keys: tuple[str, ...] | None
-) -> dict[str, Any]:
-    """The fields, with all, or those named in ``keys``, replaced by these values, in their order."""
-    others = (
-        {}
-        if keys is None
-        else {key: value for key, value in fields.items() if key not in keys}
-    )
-    return others | {
-        key: value for key, value in values.items() if value is not MISSING
-    }
+        if isinstance(value, MemoryRef):
+            value = tensors.get(value.cdata, fields.get(key))
+        if value is not MISSING:
+            found[key] = value
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,14 +220,13 @@ class Record(EditBase):
 
     def capture(self, tree: ModelTree) -> Together:
         """Record all of it, as one change."""
-        layers = {id(layer) for ref in self.layers if (layer := ref()) is not None}
-        weights = [
-            t for t in tree.all_tensors if t.name == "weight" and id(t.module) in layers
-        ]
-        with only_reading():
-            runtime = {
-                id(t.module): RuntimeChange(t.module, tree.record(t)) for t in weights
-            }
+        layers = {ref() for ref in self.layers}
+        runtime = {}
+        for tensor in tree.all_tensors:
+            if tensor.name == "weight" and tensor.module in layers:
+                record = tree.record(tensor)
+                runtime[tensor.module] = RuntimeChange(tensor.module, record)
+        configs = [config for config in tree.configs if hasattr(config, "__dict__")]
         return Together(
             tree.records,
             AccelerateChange(tree.model),
@@ -293,14 +234,11 @@ class Record(EditBase):
             *runtime.values(),
             KeptChange(tree),
             # Saving the model writes its dtype into its config.
-            AttributesNow(
-                [config for config in tree.configs if hasattr(config, "__dict__")],
-                ["use_cache", "dtype"],
-            ),
+            AttributesNow(configs, ["use_cache", "dtype"]),
         )
 
     def apply(self, change: Together) -> None:
-        """Keep layers in the layout, and with the kernel, that can be trained."""
+        """Keep layers in the layout, and with the kernel, that can be trained, and mark all modules."""
         for ref in self.layers:
             fields = vars(ref())
             if fields.get(KERNEL, MISSING) is None:

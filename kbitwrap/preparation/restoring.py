@@ -83,10 +83,7 @@ class Restoring:
         for change, error in found:
             if not isinstance(error, Exception):
                 raise error
-            if isinstance(error, TrainedError):
-                failures |= {fqn: TrainedError([fqn]) for fqn in error.fqns}
-            else:
-                failures[getattr(change, "fqn", type(change).__name__)] = error
+            failures[getattr(change, "fqn", type(change).__name__)] = error
         return failures
 
     def _report(self) -> RestoreReport:
