@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from .ledger import BACKWARD, PHASES, Ledger, Mark, Run
+from .ledger import BACKWARD, PHASES, Ledger, Mark, Measure, Run, Times, in_bytes
 from .tracker import Watch
 
 Part = tuple[int, int]
@@ -30,6 +30,8 @@ T = TypeVar("T")
 
 # An attribute that says where a block is: those of two blocks of one kind differ in it.
 _PLACE = re.compile(r"(^|_)(idx|index|id|number|layer)$")
+# Values of settings that are compared; of others, the classes are.
+_PLAIN = (bool, int, float, str, torch.dtype, type(None))
 
 
 class NotRepeatedError(Exception):
@@ -40,14 +42,37 @@ class NotRepeatedError(Exception):
 _ENDS, _INNER = 2, 2
 
 
+@dataclass(frozen=True)
+class Pair:
+    """Two kept blocks of a kind that must do the same.
+
+    Attributes:
+        one: The second block of the kind, which stands for those that are left out.
+        other: The third.
+        count: How many blocks of the whole model the one stands for, itself included.
+    """
+
+    one: Part
+    other: Part
+    count: int
+
+
 @dataclass
 class Stack:
-    """The blocks that a model runs one after the other, and the kind of each; some are left out."""
+    """The blocks that a model runs one after the other; some are left out.
+
+    Attributes:
+        number: Which of the model's stacks it is.
+        blocks: The blocks that are left, in their order.
+        config: The config of the module that holds them.
+        kinds: The kind of each block of the whole model. Those of one kind do the same.
+        kept: The numbers in the whole model of the blocks that are left.
+    """
 
     number: int
     blocks: nn.ModuleList
-    config: Any  # of the module that holds them
-    kinds: list[Hashable]
+    config: Any
+    kinds: list[int]
     kept: list[int]
 
     @property
@@ -57,80 +82,110 @@ class Stack:
 
     def part(self, index: int) -> Part:
         """The kept block that stands for a block of the whole model: itself, or the second of its kind."""
-        return self.number, index if index in self.kept else self._of_kind(
-            self.kinds[index]
-        )[1]
+        if index not in self.kept:
+            index = self._kept_of(self.kinds[index])[1]
+        return self.number, index
 
-    def _of_kind(self, kind: Hashable) -> list[int]:
+    def _kept_of(self, kind: int) -> list[int]:
         return [index for index in self.kept if self.kinds[index] == kind]
 
-    def pairs(self, wanted: list[int]) -> list[tuple[Part, Part, int]]:
-        """The kept blocks between the ends of each kind, which must do the same, and how many of those wanted do."""
+    def pairs(self, wanted: list[int]) -> list[Pair]:
+        """The two kept blocks between the ends of each kind.
+
+        Args:
+            wanted: The blocks of the model whose step is told.
+
+        Returns:
+            A pair for each kind of which blocks may be left out.
+        """
         kinds = [self.kinds[index] for index in wanted]
-        found = (
-            (self._of_kind(kind), kinds.count(kind) - _ENDS) for kind in set(kinds)
-        )
-        return [
-            ((self.number, same[1]), (self.number, same[2]), count)
-            for same, count in found
-            if len(same) > 3
-        ]
+        pairs = []
+        for kind in dict.fromkeys(kinds):
+            kept = self._kept_of(kind)
+            if len(kept) > _ENDS + 1:
+                count = kinds.count(kind) - _ENDS
+                one, other = (self.number, kept[1]), (self.number, kept[2])
+                pairs.append(Pair(one, other, count))
+        return pairs
 
     def fewest(self, num_inner: int) -> list[int]:
         """The first and the last block of each kind, and some between them."""
-        by_kind: defaultdict[Hashable, list[int]] = defaultdict(list)
+        by_kind: dict[int, list[int]] = {}
         for index, kind in enumerate(self.kinds):
-            by_kind[kind].append(index)
-        return sorted(
-            {
-                index
-                for found in by_kind.values()
-                for index in (*found[: num_inner + 1], found[-1])
-            }
-        )
+            by_kind.setdefault(kind, []).append(index)
+        found: set[int] = set()
+        for indices in by_kind.values():
+            found.update(indices[: num_inner + 1], indices[-1:])
+        return sorted(found)
 
     def keep(self, wanted: list[int]) -> None:
-        """Make a smaller model of the wanted blocks: number them from 0, and make the config one of so many."""
+        """Make a smaller model of the wanted blocks: number them from 0, and make the config one of so many.
+
+        Args:
+            wanted: The numbers in the whole model of blocks that are kept so far.
+        """
         if wanted == self.kept:
             return
         places = [self.kept.index(index) for index in wanted]
-        blocks = list(self.blocks)
-        self.blocks._modules = {str(new): blocks[old] for new, old in enumerate(places)}
-        for new, old in enumerate(places):
-            for module in blocks[old].modules():
-                for name, value in list(vars(module).items()):
-                    if _PLACE.search(name) and type(value) is int and value == old:
-                        vars(module)[name] = new
-        for name, value in list(
-            vars(self.config).items() if hasattr(self.config, "__dict__") else ()
-        ):
-            if isinstance(value, (list, tuple)) and len(value) == len(blocks):
-                vars(self.config)[name] = type(value)(value[i] for i in places)
-            elif "layer" in name and type(value) is int and value == len(blocks):
-                vars(self.config)[name] = len(places)
+        blocks = [self.blocks[place] for place in places]
+        for number, block in enumerate(blocks):
+            _renumber(block, places[number], number)
+        # A module without a config has none, and a config may be a plain dict.
+        fields = getattr(self.config, "__dict__", {})
+        _shorten(fields, len(self.blocks), places)
+        self.blocks._modules = {str(n): block for n, block in enumerate(blocks)}
         self.kept = wanted
 
 
+def _renumber(block: nn.Module, old: int, new: int) -> None:
+    """Give a block another place in its stack."""
+    for module in block.modules():
+        fields = vars(module)
+        for name, value in fields.items():
+            if _PLACE.search(name) and type(value) is int and value == old:
+                fields[name] = new
+
+
+def _shorten(fields: dict[str, Any], num_blocks: int, places: list[int]) -> None:
+    """Make a config that tells of so many blocks one that tells of some of them, at their places."""
+    for name, value in fields.items():
+        if isinstance(value, (list, tuple)) and len(value) == num_blocks:
+            fields[name] = type(value)(value[place] for place in places)
+        elif "layer" in name and type(value) is int and value == num_blocks:
+            fields[name] = len(places)
+
+
 class Blocks:
-    """The stacks of a model on the meta device. With ``is_exact`` all blocks are kept."""
+    """The stacks of a model on the meta device.
+
+    Args:
+        model: The model, which loses the blocks that are not kept.
+        is_exact: Whether to keep all of them.
+
+    Attributes:
+        stacks: The stacks, in the model's order.
+        is_tried: Whether it was seen that blocks do the same as others of their kind.
+    """
 
     def __init__(self, model: nn.Module, *, is_exact: bool) -> None:
         found = list(_outermost(model, None))
+        # No other block does what one does that shares parameters: they are held, and
+        # get a gradient, once.
         holders = Counter(
             id(tensor)
             for blocks, _ in found
             for block in blocks
             for tensor in block.parameters()
         )
-        self.stacks = [
-            _stack(number, *stack, holders) for number, stack in enumerate(found)
-        ]
-        self._owners = {
-            id(module): (stack.number, index)
-            for stack in self.stacks
-            for index, block in enumerate(stack.blocks)
-            for module in block.modules()
-        }
+        self.stacks = []
+        self._owners: dict[int, Part] = {}
+        for number, (blocks, config) in enumerate(found):
+            kinds = _kinds(blocks, holders)
+            stack = Stack(number, blocks, config, kinds, list(range(len(kinds))))
+            self.stacks.append(stack)
+            for index, block in enumerate(blocks):
+                for module in block.modules():
+                    self._owners[id(module)] = number, index
         self.is_tried = False
         if not is_exact:
             self.keep(_INNER + 1)
@@ -143,26 +198,39 @@ class Blocks:
     @property
     def is_cut(self) -> bool:
         """Whether blocks are left out."""
-        return any(stack.is_cut for stack in self.stacks)
+        return self.num_kept < self.num_all
 
     @property
-    def counts(self) -> tuple[int, int]:
-        """The blocks that are kept, and all."""
-        return sum(len(stack.kept) for stack in self.stacks), sum(
-            len(stack.kinds) for stack in self.stacks
-        )
+    def num_kept(self) -> int:
+        """The number of the blocks that are kept."""
+        return sum(len(stack.kept) for stack in self.stacks)
+
+    @property
+    def num_all(self) -> int:
+        """The number of the blocks of the whole model."""
+        return sum(len(stack.kinds) for stack in self.stacks)
 
     def owner(self, module: nn.Module) -> Part | None:
         """The block that a module lies in, or ``None`` outside of all."""
         return self._owners.get(id(module))
 
-    def whole(self, by_part: dict[Part | None, T]) -> Iterator[T]:
-        """One value for each block of the whole model, from those of the kept blocks; that of ``None`` comes first."""
+    def whole(self, by_part: Mapping[Part | None, T]) -> Iterator[T]:
+        """One value for each block of the whole model, from those of the kept blocks.
+
+        Args:
+            by_part: The values by block; that of ``None`` is the value of what lies in
+                no block.
+
+        Yields:
+            The value of ``None`` first, then those of the blocks; of a block that has
+            none, nothing.
+        """
         if None in by_part:
             yield by_part[None]
         for stack in self.stacks:
             for index in range(len(stack.kinds)):
-                if (part := stack.part(index)) in by_part:
+                part = stack.part(index)
+                if part in by_part:
                     yield by_part[part]
 
     def announce(self, watch: Watch) -> list[Any]:
@@ -173,80 +241,112 @@ class Blocks:
                 hooks += _announce(block, watch, (stack.number, index))
         return hooks
 
-    def whole_step(self, ledger: Ledger) -> list[Run]:
+    def whole_step(self, ledger: Ledger, measure: Measure) -> list[Run]:
         """The runs of the whole model's step, from those of the kept blocks."""
-        return self._step_of(
-            [list(range(len(stack.kinds))) for stack in self.stacks], ledger
-        )
+        wanted = [list(range(len(stack.kinds))) for stack in self.stacks]
+        return self._step_of(wanted, ledger, measure)
 
     def expect_repeated(self, with_more: Ledger, run: Callable[[], Ledger]) -> Ledger:
-        """Leave out one block of each kind, and return the ledger of a step, which must tell the one with more."""
+        """Leave out one block of each kind, and see that what is left tells the step with more.
+
+        Args:
+            with_more: The ledger of a step with all blocks that are kept so far.
+            run: Runs a step, and returns its ledger.
+
+        Returns:
+            The ledger of a step with one block of each kind less.
+
+        Raises:
+            NotRepeatedError: Something grows with the number of blocks that is in none.
+        """
         wanted = [stack.kept for stack in self.stacks]
         self.keep(_INNER)
         ledger = run()
-        found, expected = self._step_of(wanted, ledger), with_more.runs()
-        if [_effect(run) for run in found] != [_effect(run) for run in expected]:
+        found = self._step_of(wanted, ledger, in_bytes)
+        if [_effect(run) for run in found] != [
+            _effect(run) for run in with_more.runs()
+        ]:
             raise NotRepeatedError("one block more does more than its own")
         self.is_tried = True
         return ledger
 
-    def _step_of(self, wanted: list[list[int]], ledger: Ledger) -> list[Run]:
-        """The runs of the step of a model with the blocks wanted, by stack."""
-        pairs = [
-            pair
-            for stack in self.stacks
-            if stack.is_cut
-            for pair in stack.pairs(wanted[stack.number])
-        ]
-        runs = ledger.runs(_times(ledger, pairs))
-        by_mark: dict[Mark, Run] = {}
-        for run in runs:
-            if by_mark.setdefault(run.mark, run) is not run and run.mark[1] is not None:
-                raise NotRepeatedError(f"{run.mark} more than once")
-        phases = dict.fromkeys(phase for phase, _ in by_mark)
-        for (one, other, _), phase in itertools.product(pairs, phases):
-            if _effect(by_mark.get((phase, one))) != _effect(
-                by_mark.get((phase, other))
-            ):
-                raise NotRepeatedError(f"two blocks of one kind differ in {phase}")
+    def _step_of(
+        self, wanted: list[list[int]], ledger: Ledger, measure: Measure
+    ) -> list[Run]:
+        """The runs of the step of a model with other blocks than those that were run.
+
+        Args:
+            wanted: The blocks of each stack, by their numbers in the whole model.
+            ledger: What was written down of the step with the kept blocks.
+            measure: What is added up.
+
+        Returns:
+            The runs, in order.
+
+        Raises:
+            NotRepeatedError: The blocks do not run one after the other, once each.
+        """
+        pairs: list[Pair] = []
+        for stack in self.stacks:
+            if stack.is_cut:
+                pairs += stack.pairs(wanted[stack.number])
+        runs = ledger.runs(measure, _times(ledger, pairs))
+        by_mark = _once_each(runs, pairs)
         result: list[Run] = []
         seen = set()
-        for (phase, number), group in itertools.groupby(
-            runs, lambda run: (run.mark[0], self._cut_stack(run))
-        ):
+        for place, group in itertools.groupby(runs, self._place):
+            phase, number = place
             if number is None:
                 result += group
                 continue
-            if (phase, number) in seen:
+            if place in seen:
                 raise NotRepeatedError("something else runs between the blocks")
-            seen.add((phase, number))
-            indices = reversed(wanted[number]) if phase == BACKWARD else wanted[number]
-            marks = [(phase, self.stacks[number].part(index)) for index in indices]
+            seen.add(place)
+            parts = [self.stacks[number].part(index) for index in wanted[number]]
+            if phase == BACKWARD:
+                parts.reverse()
+            marks = [(phase, part) for part in parts]
             result += [by_mark[mark] for mark in marks if mark in by_mark]
         return result
 
-    def _cut_stack(self, run: Run) -> int | None:
-        part = run.mark[1]
-        return (
-            part[0] if isinstance(part, tuple) and self.stacks[part[0]].is_cut else None
-        )
+    def _place(self, run: Run) -> tuple[str, int | None]:
+        """The phase of a run, and the stack whose blocks repeat it."""
+        phase, part = run.mark
+        if isinstance(part, tuple) and self.stacks[part[0]].is_cut:
+            return phase, part[0]
+        return phase, None
 
 
-def _times(
-    ledger: Ledger, pairs: list[tuple[Part, Part, int]]
-) -> dict[tuple[Mark, Mark | None], int]:
+def _times(ledger: Ledger, pairs: list[Pair]) -> Times:
     """How often a run frees what a block made, where it frees that of all blocks of the kind.
 
     Blocks free what they made themselves, or what the one before them made. A run that
     frees what both blocks of a pair made, and is neither's, frees it for all that they
     stand for.
     """
-    return {
-        (mark, (phase, one)): count - 1
-        for mark, origins in ledger.freed_origins().items()
-        for (one, other, count), phase in itertools.product(pairs, PHASES)
-        if {(phase, one), (phase, other)} <= origins and mark[1] not in (one, other)
-    }
+    times: dict[tuple[Mark, Mark], int] = {}
+    for span in ledger.spans:
+        origins = {storage.origin for storage, is_made in span.events if not is_made}
+        for pair, phase in itertools.product(pairs, PHASES):
+            is_own = span.mark[1] in (pair.one, pair.other)
+            if {(phase, pair.one), (phase, pair.other)} <= origins and not is_own:
+                times[span.mark, (phase, pair.one)] = pair.count - 1
+    return times
+
+
+def _once_each(runs: list[Run], pairs: list[Pair]) -> dict[Mark, Run]:
+    """The runs by their marks; refuses blocks that run more than once, or do not do what their pair does."""
+    by_mark: dict[Mark, Run] = {}
+    for run in runs:
+        if run.mark in by_mark and run.mark[1] is not None:
+            raise NotRepeatedError(f"{run.mark} more than once")
+        by_mark.setdefault(run.mark, run)
+    for pair, phase in itertools.product(pairs, PHASES):
+        one = by_mark.get((phase, pair.one))
+        other = by_mark.get((phase, pair.other))
+        if _effect(one) != _effect(other):
+            raise NotRepeatedError(f"two blocks of one kind differ in {phase}")
+    return by_mark
 
 
 def _effect(run: Run | None) -> Any:
@@ -264,59 +364,43 @@ def _outermost(module: nn.Module, config: Any) -> Iterator[tuple[nn.ModuleList, 
             yield from _outermost(child, config)
 
 
-def _stack(
-    number: int, blocks: nn.ModuleList, config: Any, holders: Mapping[int, int]
-) -> Stack:
-    kinds: list[Hashable] = []
-    is_trained = False
+def _kinds(blocks: nn.ModuleList, holders: Mapping[int, int]) -> list[int]:
+    """The kind of each block, by number; ``holders`` counts the blocks that a parameter lies in."""
+    kinds: list[int] = []
     numbers: dict[Hashable, int] = {}
+    is_trained = False
     for index, block in enumerate(blocks):
+        parameters = list(block.parameters())
         # Gradients flow no further back than the first parameter that is trained.
-        is_trained = is_trained or any(
-            parameter.requires_grad for parameter in block.parameters()
-        )
-        # No other block does what one does that shares parameters: they are held, and
-        # get a gradient, once.
-        shared = (
-            index
-            if any(holders[id(parameter)] > 1 for parameter in block.parameters())
-            else None
-        )
-        kinds.append(
-            numbers.setdefault((is_trained, shared, _signature(block)), len(numbers))
-        )
-    return Stack(number, blocks, config, kinds, list(range(len(kinds))))
+        is_trained = is_trained or any(one.requires_grad for one in parameters)
+        is_shared = any(holders[id(one)] > 1 for one in parameters)
+        kind = (is_trained, index if is_shared else None, _signature(block))
+        kinds.append(numbers.setdefault(kind, len(numbers)))
+    return kinds
 
 
 def _signature(module: nn.Module) -> Hashable:
     """A block's classes, settings, and shapes and dtypes of tensors: alike in blocks that do the same."""
-    fields = vars(module)
-    settings = tuple(
-        (
-            name,
-            value
-            if isinstance(value, (bool, int, float, str, torch.dtype, type(None)))
-            else type(value),
-        )
-        for name, value in fields.items()
-        if not name.startswith("_") and not _PLACE.search(name)
-    )
-    tensors = tuple(
-        (name, type(t), tuple(t.shape), t.dtype, t.requires_grad)
-        for found in (module._parameters, module._buffers)
-        for name, t in found.items()
-        if t is not None
-    )
+    settings: list[Hashable] = []
+    for name, value in vars(module).items():
+        if not name.startswith("_") and not _PLACE.search(name):
+            is_plain = isinstance(value, _PLAIN)
+            settings.append((name, value if is_plain else type(value)))
+    tensors: list[Hashable] = []
+    for name, one in itertools.chain(
+        module._parameters.items(), module._buffers.items()
+    ):
+        if one is not None:
+            shape = tuple(one.shape)
+            tensors.append((name, type(one), shape, one.dtype, one.requires_grad))
     hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
     children = tuple(
-        (name, _signature(child))
-        for name, child in module._modules.items()
-        if child is not None
+        (name, _signature(child)) for name, child in module.named_children()
     )
-    return type(module), settings, tensors, hooks, children
+    return type(module), tuple(settings), tuple(tensors), hooks, children
 
 
-def _announce(block: nn.Module, watch: Watch, part: Part) -> Iterable[Any]:
+def _announce(block: nn.Module, watch: Watch, part: Part) -> list[Any]:
     def begin(*_: Any) -> None:
         watch.enter_part(part)
 
@@ -326,12 +410,4 @@ def _announce(block: nn.Module, watch: Watch, part: Part) -> Iterable[Any]:
                 value.grad_fn.register_prehook(begin)
                 return
 
-    return block.register_forward_pre_hook(begin), block.register_forward_hook(follow)
-
-
-def add_up(counters: Iterable[Counter[str]]) -> Counter[str]:
-    """The sum of counters, those of nothing included."""
-    total: Counter[str] = Counter()
-    for counter in counters:
-        total.update(counter)
-    return total
+    return [block.register_forward_pre_hook(begin), block.register_forward_hook(follow)]

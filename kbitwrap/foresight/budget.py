@@ -11,11 +11,12 @@ def largest(
     """The largest whole number up to ``limit`` whose bytes are within a budget; 0 where 1 is not.
 
     The bytes must not fall as the number grows. They grow nearly in proportion, so the
-    next number to try is found on the line through the two tried next to it; every
-    third one halves the range, in case the line misleads.
+    next number to try is found on the line through the two that came nearest to the
+    budget; every third one halves the range, in case the line misleads.
     """
     tried: dict[int, int] = {}
-    low, high = 0, limit + 1
+    low = 0
+    high = limit + 1
     number = min(start, limit)
     while high - low > 1:
         tried[number] = num_bytes(number)
@@ -23,22 +24,18 @@ def largest(
             low = number
         else:
             high = number
-        number = _next(tried, budget, low, high, limit)
+        number = (low + high) // 2
+        if len(tried) % 3 != 0:
+            target = _on_line(tried, budget) or number
+            number = max(low + 1, min(target, high - 1))
     return low
 
 
-def _next(tried: dict[int, int], budget: int, low: int, high: int, limit: int) -> int:
-    if high > limit and len(tried) < 2:
-        return min(2 * low, limit)
-    if len(tried) % 3 == 0 and high <= limit:
-        return (low + high) // 2
-    below = sorted((number for number in tried if number <= low), reverse=True)
-    above = sorted(number for number in tried if number >= high)
-    near = sorted(
-        [*below[:2], *above[:2]], key=lambda number: abs(tried[number] - budget)
-    )[:2]
-    if len(near) < 2 or tried[near[0]] == tried[near[1]]:
-        return (low + high) // 2 if high <= limit else min(2 * low, limit)
-    (x, y), (x2, y2) = ((number, tried[number]) for number in near)
-    target = x + (budget - y) * (x2 - x) // (y2 - y)
-    return max(low + 1, min(target, high - 1))
+def _on_line(tried: dict[int, int], budget: int) -> int | None:
+    """Where the line through the two nearest to the budget meets it; ``None`` where it does not."""
+    near = sorted(tried, key=lambda number: abs(tried[number] - budget))[:2]
+    rise = tried[near[-1]] - tried[near[0]]
+    if rise == 0:
+        return None
+    run = near[-1] - near[0]
+    return near[0] + (budget - tried[near[0]]) * run // rise

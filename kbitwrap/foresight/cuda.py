@@ -33,6 +33,7 @@ LARGE_BYTES = 1 << 20
 """A block from which less than this is left over is not split, if it is larger: ``should_split``, ``kSmallSize``."""
 
 _aten = torch.ops.aten
+Tensor = torch.Tensor
 # as they are, whatever others put in their place
 _ATTENTION, _DROPOUT = F.scaled_dot_product_attention, F.dropout
 _HALF = (torch.float16, torch.bfloat16)
@@ -50,13 +51,11 @@ _FLOAT32_RESULT = "prod softmax log_softmax cumprod cumsum sum norm"
 
 
 def _named(names: str) -> set[Any]:
-    spaces = (torch, torch.Tensor, F)
-    return {
-        getattr(space, name)
-        for name in names.split()
-        for space in spaces
-        if hasattr(space, name)
-    }
+    """The functions and methods of torch of these names."""
+    found: set[Any] = set()
+    for space in (torch, torch.Tensor, F):
+        found.update(getattr(space, name, None) for name in names.split())
+    return found - {None}
 
 
 _IN_FLOAT32, _TO_FLOAT32 = _named(_FLOAT32), _named(_FLOAT32_RESULT)
@@ -65,12 +64,9 @@ _SOFTMAX |= dict.fromkeys(_named("log_softmax"), _aten._log_softmax)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    is_lower = (
-        isinstance(value, torch.Tensor)
-        and value.is_floating_point()
-        and value.dtype != torch.float64
-    )
-    return value.to(dtype) if is_lower else value
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    return value if value.dtype == torch.float64 else value.to(dtype)
 
 
 class CudaFunctions(TorchFunctionMode):
@@ -95,11 +91,9 @@ class CudaFunctions(TorchFunctionMode):
 def _autocast(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Autocast's policies for CUDA, where those for a CPU leave a function alone: fp32 and fp32_set_opt_dtype."""
     if func in _IN_FLOAT32:
-        cast = torch.float32
-        return tuple(_cast(value, cast) for value in args), {
-            key: _cast(value, cast) for key, value in kwargs.items()
-        }
-    if func in _TO_FLOAT32 and kwargs.get("dtype") is None:
+        args = [_cast(value, torch.float32) for value in args]
+        kwargs = {key: _cast(value, torch.float32) for key, value in kwargs.items()}
+    elif func in _TO_FLOAT32 and kwargs.get("dtype") is None:
         given = args[0] if args else kwargs.get("input")
         if isinstance(given, torch.Tensor) and given.dtype in _HALF:
             kwargs = {**kwargs, "dtype": torch.float32}
@@ -115,15 +109,12 @@ def _softmax(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     if func in (F.softmax, F.log_softmax):
         names.insert(2, "_stacklevel")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    value, dim = given.get("input"), given.get("dim")
-    if (
-        given.get("dtype") != torch.float32
-        or dim is None
-        or value is None
-        or value.dtype != torch.float16
-    ):
-        return func(*args, **kwargs)  # type: ignore[no-any-return]
-    return _SOFTMAX[func](value, dim, True)  # type: ignore[no-any-return]
+    value = given.get("input")
+    is_half = value is not None and value.dtype == torch.float16
+    is_wider = given.get("dtype") == torch.float32
+    if is_half and is_wider and given.get("dim") is not None:
+        return _SOFTMAX[func](value, given["dim"], True)  # type: ignore[no-any-return]
+    return func(*args, **kwargs)  # type: ignore[no-any-return]
 
 
 def _dropout(
@@ -155,27 +146,27 @@ def attention(
     if torch.is_autocast_enabled("cpu"):
         lower = torch.get_autocast_dtype("cpu")
         query, key, value = (_cast(tensor, lower) for tensor in (query, key, value))
-        attn_mask = attn_mask if attn_mask is None else _cast(attn_mask, lower)
-    size, is_dense = query.shape[-1], query.ndim == key.ndim == value.ndim == 4
-    same_size = query.shape[-1] == key.shape[-1] == value.shape[-1]
-    ungrouped = is_dense and query.shape[1] == key.shape[1] == value.shape[1]
-    square = query.shape[-2] == key.shape[-2] or not is_causal
+        attn_mask = _cast(attn_mask, lower)
+    size = query.shape[-1]
+    is_dense = query.ndim == key.ndim == value.ndim == 4
+    is_grouped = not (is_dense and query.shape[1] == key.shape[1] == value.shape[1])
     flash = (
         flash_sdp_enabled()
         and attn_mask is None
         and query.dtype in _HALF
-        and same_size
+        and size == key.shape[-1] == value.shape[-1]
         and size <= 256
-        and square
+        and (query.shape[-2] == key.shape[-2] or not is_causal)
+        and is_dense
+        and (enable_gqa or not is_grouped)
     )
-    if flash and is_dense and (ungrouped or enable_gqa):
+    if flash:
         # native/transformers/attention.cpp, `pad_last_dim`: heads are padded to a
         # multiple of 8.
-        padded = [
-            F.pad(tensor, (0, -size % 8)) if size % 8 else tensor
-            for tensor in (query, key, value)
-        ]
         scale = size**-0.5 if scale is None else scale
+        padded: tuple[Tensor, ...] = (query, key, value)
+        if size % 8:
+            padded = tuple(F.pad(tensor, (0, -size % 8)) for tensor in padded)
         found = _aten._scaled_dot_product_flash_attention(
             *padded, dropout_p, is_causal, False, scale=scale
         )[0]
@@ -184,15 +175,10 @@ def attention(
         tensor.shape[-1] % (16 // tensor.element_size()) == 0
         for tensor in (query, value)
     )
-    efficient = (
-        mem_efficient_sdp_enabled()
-        and query.dtype in (*_HALF, torch.float32)
-        and ungrouped
-        and aligned
-    )
-    if efficient:
+    can_be_efficient = query.dtype in (*_HALF, torch.float32) and aligned
+    if mem_efficient_sdp_enabled() and can_be_efficient and not is_grouped:
         keeps = query.requires_grad or key.requires_grad or value.requires_grad
-        bias = attn_mask if attn_mask is None else _bias(attn_mask, query, key)
+        bias = None if attn_mask is None else _bias(attn_mask, query, key)
         return _aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
             query,
             key,
@@ -235,22 +221,22 @@ def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.T
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
-def _up(number: int, multiple: int) -> int:
+def rounded_up(number: int, multiple: int) -> int:
+    """The least multiple that is not below a number."""
     return -(-number // multiple) * multiple
 
 
 def _copied_bytes(tensor: torch.Tensor) -> int:
     """The bytes of what a kernel copies first: a tensor whose rows by token are not in order."""
-    is_in_order = tensor.transpose(1, 2).is_contiguous()
-    return 0 if is_in_order else tensor.numel() * tensor.element_size()
+    return 0 if tensor.transpose(1, 2).is_contiguous() else tensor.nbytes
 
 
 def flash_backward_bytes(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
     *_: Any,
     **__: Any,
 ) -> list[int]:
@@ -261,10 +247,11 @@ def flash_backward_bytes(
     key and value for all heads.
     """
     batch, heads, length, size = query.shape
-    rows, rounded = _up(length, 128), _up(size, 32 if size <= 128 else 64)
+    row_sums = batch * heads * rounded_up(length, 128) * 4
+    rounded_size = rounded_up(size, 32 if size <= 128 else 64)
     held = [
-        batch * heads * rows * 4,
-        batch * heads * rows * rounded * 4,
+        row_sums,
+        row_sums * rounded_size,
         _copied_bytes(grad),
         _copied_bytes(out),
     ]
@@ -274,19 +261,18 @@ def flash_backward_bytes(
 
 
 def efficient_forward_bytes(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
 ) -> list[int]:
     """Heads above 128 are summed up in float32: ``kNeedsOutputAccumulatorBuffer`` of kernel_forward.h."""
-    wide = value.shape[-1] > 128 and value.dtype in _HALF
-    return (
-        [query.shape[0] * query.shape[1] * query.shape[2] * value.shape[-1] * 4]
-        if wide
-        else []
-    )
+    size = value.shape[-1]
+    if size <= 128 or value.dtype not in _HALF:
+        return []
+    batch, heads, length, _size = query.shape
+    return [batch * heads * length * size * 4]
 
 
 def efficient_backward_bytes(
-    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any
+    grad: Tensor, query: Tensor, key: Tensor, *_: Any, **__: Any
 ) -> list[int]:
     """The bytes that the memory-efficient backward holds beside its results: ``_efficient_attention_backward``.
 
@@ -295,7 +281,7 @@ def efficient_backward_bytes(
     output and gradient comes before, and is not more.
     """
     batch, heads, length, size = query.shape
-    tiles = -(-length // 64) * -(-size // 64)
+    tiles = rounded_up(length, 64) // 64 * (rounded_up(size, 64) // 64)
     return [
         batch * heads * length * 4,
         batch * heads * tiles * (64 * 64 * 4 + 16),
@@ -304,10 +290,10 @@ def efficient_backward_bytes(
 
 
 def softmax_backward_bytes(
-    grad: torch.Tensor, output: torch.Tensor, *_: Any, **__: Any
+    grad: Tensor, output: Tensor, *_: Any, **__: Any
 ) -> list[int]:
     """The product of gradient and output: ``softmax_backward_cuda_out`` of native/cuda/SoftMax.cu."""
-    return [grad.numel() * max(grad.element_size(), output.element_size())]
+    return [max(grad.nbytes, output.nbytes)]
 
 
 SCRATCH: Mapping[str, Callable[..., list[int]]] = {

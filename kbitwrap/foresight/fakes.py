@@ -64,25 +64,31 @@ _SHAPES: dict[str, Callable[..., Any]] = {
 """Functions that make the outputs of operations whose shapes torch does not tell of tensors without values."""
 
 
-def in_memory_of(
-    tensor: torch.Tensor, memory: dict[int, tuple[Any, Any]], device: str
-) -> torch.Tensor:
-    """A tensor like another on a device; those of one memory lie in one again, and ``memory`` has it by its storage."""
-    made = torch.empty(0, dtype=tensor.dtype, device=device)
-    storage = None if is_composed(type(tensor)) else tensor.untyped_storage()
-    if storage is None or not storage.nbytes():
-        return torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
-        )
+Memory = dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]]
+"""Storages by their addresses, each with the one that stands for it; both are held, so that no address is reused."""
+
+
+def in_memory_of(tensor: torch.Tensor, memory: Memory, device: str) -> torch.Tensor:
+    """Make a tensor like another on a device; those of one memory lie in one again.
+
+    Args:
+        tensor: A tensor of any class.
+        memory: The storages that stand for others so far; it is added to.
+        device: ``"meta"``, or under a mode of fake tensors another one.
+
+    Returns:
+        A tensor of the same shape, strides and dtype, without values.
+    """
+    shape, strides, dtype = tensor.shape, tensor.stride(), tensor.dtype
+    if is_composed(type(tensor)) or not tensor.untyped_storage().nbytes():
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    storage = tensor.untyped_storage()
     if storage._cdata not in memory:
-        memory[storage._cdata] = (
-            storage,
-            torch.empty(
-                storage.nbytes(), dtype=torch.uint8, device=device
-            ).untyped_storage(),
-        )
+        bits = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
+        memory[storage._cdata] = storage, bits.untyped_storage()
     place: Any = memory[storage._cdata][1]
-    return made.set_(place, tensor.storage_offset(), tensor.shape, tensor.stride())
+    made = torch.empty(0, dtype=dtype, device=device)
+    return made.set_(place, tensor.storage_offset(), shape, strides)
 
 
 _NORMS = {
@@ -117,15 +123,19 @@ def _refuse_beyond(weight: Any, indices: Any, *_: Any) -> None:
         )
 
 
-def _is_finite(func: Any, args: Any) -> bool | None:
+def _is_finite(name: str, args: Any) -> bool | None:
     """The answer to a question whether values are finite, if an operation is part of one: all of them are."""
-    name = func.name()
-    # of those that are no NaNs
-    if name in ("aten::eq.Tensor", "aten::ne.Tensor") and args[0] is args[1]:
-        return bool(name == "aten::eq.Tensor")
-    if name in ("aten::eq.Scalar", "aten::ne.Scalar") and math.isinf(args[1]):
-        return bool(name == "aten::ne.Scalar")
-    return False if name in ("aten::isnan", "aten::isinf") else None
+    if name in ("aten::isnan", "aten::isinf"):
+        return False
+    is_equal = name.startswith("aten::eq.")
+    if not is_equal and not name.startswith("aten::ne."):
+        return None
+    # of a value and itself, which differ if it is no number
+    if name.endswith(".Tensor") and args[0] is args[1]:
+        return is_equal
+    if name.endswith(".Scalar") and math.isinf(args[1]):
+        return not is_equal
+    return None
 
 
 class KnownValues(TorchDispatchMode):
@@ -133,20 +143,22 @@ class KnownValues(TorchDispatchMode):
 
     Below it is a mode of fake tensors, which gets all the rest. A real tensor that is
     written to with values that are not known keeps its place and is known no longer.
+
+    Attributes:
+        failed: The last operation that raised, and what it raised.
+        has_assumed: Whether values were taken to be finite.
     """
 
-    def __init__(self, fakes: FakeTensorMode) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._fakes = fakes
         self._unknown: dict[int, weakref.ref[Any]] = {}
         self.failed: tuple[str, BaseException] | None = None
         self.has_assumed = False
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
-        return (
-            type(tensor) is torch.Tensor
-            and tensor.untyped_storage()._cdata not in self._unknown
-        )
+        if not _is_real(tensor):
+            return False
+        return tensor.untyped_storage()._cdata not in self._unknown
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -160,71 +172,80 @@ class KnownValues(TorchDispatchMode):
             raise
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if (make := _SHAPES.get(func.name())) is not None:
-            return make(*args, **kwargs)
-        tensors = [
-            value
-            for value in tree_leaves((args, kwargs))
-            if isinstance(value, torch.Tensor)
-        ]
-        if any(
-            made.alias_info and not made.alias_info.is_write
-            for made in func._schema.returns
-        ) and all(type(tensor) is torch.Tensor for tensor in tensors):
-            with _disable_current_modes():
-                # a view of a real tensor lies in its memory, known or not
-                return func(*args, **kwargs)
-        if func.name() == "aten::embedding" and self._is_known(args[1]):
+        name = func.name()
+        if name in _SHAPES:
+            return _SHAPES[name](*args, **kwargs)
+        if name == "aten::embedding" and self._is_known(args[1]):
             _refuse_beyond(*args)
-        if (
-            all(map(self._is_known, tensors))
-            and torch.Tag.nondeterministic_seeded not in func.tags
-        ):
-            # What depends on values has no fake result; its size is at most that of
-            # what it reads. What is written in place is there already, and would be
-            # written twice.
-            depends = not {
-                torch.Tag.data_dependent_output,
-                torch.Tag.dynamic_output_shape,
-            }.isdisjoint(func.tags)
-            made = tree_leaves(
-                tensors if depends or func._schema.is_mutable else func(*args, **kwargs)
-            )
-            if not any(
-                isinstance(value, torch.Tensor) and value.nbytes > _LARGE
-                for value in made
-            ):
-                with _disable_current_modes():
-                    return func(*args, **kwargs)
-        if (answer := _is_finite(func, args)) is not None:
+        if self._is_for_real(func, args, kwargs):
+            with _disable_current_modes():
+                return func(*args, **kwargs)
+        answer = _is_finite(name, args)
+        if answer is not None:
             self.has_assumed = True
             with _disable_current_modes():
                 return torch.full(args[0].shape, answer)
-        output = _as_computed(func.name(), args, func(*args, **kwargs))
-        written = [
-            value
-            for value in self._written(func, args, kwargs)
-            if type(value) is torch.Tensor
-        ]
+        output = _as_computed(name, args, func(*args, **kwargs))
+        written = list(filter(_is_real, _written(func, args, kwargs)))
         for tensor in written:
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            self._unknown[key] = weakref.ref(
-                storage,
-                lambda _, key=key: self._unknown.pop(key, None),  # type: ignore[misc]
-            )
+            self._forget(tensor)
         return written[0] if written and isinstance(output, torch.Tensor) else output
 
-    @staticmethod
-    def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
-        if func._schema.is_mutable:
-            for position, argument in enumerate(func._schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    yield from tree_leaves(
-                        args[position]
-                        if position < len(args)
-                        else kwargs.get(argument.name)
-                    )
+    def _is_for_real(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether an operation is computed: a view of what is real, or what is known and small."""
+        tensors = _tensors((args, kwargs))
+        if _is_view(func) and all(map(_is_real, tensors)):
+            return True  # it lies in the memory of a real tensor, known or not
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if is_random or not all(map(self._is_known, tensors)):
+            return False
+        # What depends on values has no fake result; its size is at most that of what it
+        # reads. What is written in place is there already, and would be written twice.
+        if func._schema.is_mutable or not _DEPENDING.isdisjoint(func.tags):
+            made = tensors
+        else:
+            made = _tensors(func(*args, **kwargs))
+        return all(tensor.nbytes <= _LARGE for tensor in made)
+
+    def _forget(self, tensor: torch.Tensor) -> None:
+        """Note that the values of a real tensor are not known, for as long as its memory lives."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+
+        def freed(_: Any) -> None:
+            self._unknown.pop(key, None)
+
+        self._unknown[key] = weakref.ref(storage, freed)
+
+
+_DEPENDING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    leaves = tree_leaves(values)
+    return [value for value in leaves if isinstance(value, torch.Tensor)]
+
+
+def _is_real(value: Any) -> bool:
+    return type(value) is torch.Tensor
+
+
+def _is_view(func: Any) -> bool:
+    """Whether what an operation makes lies in the memory of what it reads, and it writes nothing there."""
+    aliases = [made.alias_info for made in func._schema.returns]
+    return any(alias and not alias.is_write for alias in aliases)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operation writes to."""
+    written: list[Any] = []
+    if func._schema.is_mutable:
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                is_positional = position < len(args)
+                value = args[position] if is_positional else kwargs.get(argument.name)
+                written += tree_leaves(value)
+    return written
 
 
 class FakeModel:
@@ -236,7 +257,7 @@ class FakeModel:
         self.failed: tuple[str, BaseException] | None = None
         self.notes: tuple[str, ...] = ()
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._memory: dict[int, tuple[Any, Any]] = {}
+        self._memory: Memory = {}
         warm_tables()
         with self.mode:
             for module in model.modules():
@@ -249,7 +270,7 @@ class FakeModel:
         Then ``failed`` names the operation that raised, if one did, and ``notes`` say
         what was assumed.
         """
-        known = KnownValues(self.mode)
+        known = KnownValues()
         try:
             with self._not_tracing(), self.mode, known:
                 yield
@@ -265,22 +286,33 @@ class FakeModel:
         """Keep transformers from taking the fake tensors for those of a compiler, for which its masks are others."""
         utils: Any = sys.modules.get("transformers.utils.import_utils")
         found = getattr(utils, "is_fake_tensor", None)
-        if found is not None:
-            utils.is_fake_tensor = lambda value: (
-                found(value) and value.fake_mode is not self.mode
-            )
+        if found is None:
+            yield
+            return
+        utils.is_fake_tensor = lambda value: (
+            found(value) and value.fake_mode is not self.mode
+        )
         try:
             yield
         finally:
-            if found is not None:
-                utils.is_fake_tensor = found
+            utils.is_fake_tensor = found
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The fake tensor of the shape, strides and dtype of another; the same one for the same one."""
+        """The fake tensor that stands for another, with its shape, strides and dtype.
+
+        Args:
+            tensor: A tensor, on the meta device or with values.
+
+        Returns:
+            The fake one on the CPU: the same one for the same tensor, and a parameter
+            for a parameter.
+
+        Raises:
+            UnsupportedModelError: The tensor is of a class with operations of its own.
+        """
         if isinstance(tensor, FakeTensor) and tensor.device.type != "meta":
             return tensor
-        found = self._made.get(id(tensor))
-        if found is None:
+        if id(tensor) not in self._made:
             if is_composed(type(tensor)):
                 raise UnsupportedModelError(
                     f"expected plain tensors and weights of bitsandbytes, found a {type(tensor).__name__}, whose "
@@ -289,37 +321,35 @@ class FakeModel:
             made = in_memory_of(tensor, self._memory, "cpu")
             if isinstance(tensor, nn.Parameter):
                 made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-            found = self._made[id(tensor)] = tensor, made
-        return found[1]
+            self._made[id(tensor)] = tensor, made
+        return self._made[id(tensor)][1]
 
     def _replace(self, module: nn.Module) -> None:
-        for name, parameter in list(module._parameters.items()):
+        parameters: dict[str, Any] = module._parameters
+        for name, parameter in parameters.items():
             if parameter is None:
                 continue
-            made = None
             if is_quantized_parameter(parameter) and id(parameter) not in self._made:
                 made = quantize_fakes(module, parameter, self.fake)
                 if made is not None:
                     self._made[id(parameter)] = parameter, made
-            module._parameters[name] = self.fake(parameter)  # type: ignore[assignment]
-        for name, buffer in list(module._buffers.items()):
+            parameters[name] = self.fake(parameter)
+        for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = self.fake(buffer)
-        for name, value in list(vars(module).items()):
+        fields = vars(module)
+        for name, value in fields.items():
             if isinstance(value, UpcastTensor):
                 assert value.owner is not None
-                stored = value.owner[0]._parameters[value.owner[1]]
-                assert stored is not None
-                vars(module)[name] = UpcastTensor(
-                    self.fake(stored),
-                    value.owner,
-                    value._chunk_bytes,
+                holder, its_name = value.owner
+                stored: Any = holder._parameters[its_name]
+                fields[name] = UpcastTensor(
+                    self.fake(stored), value.owner, value._chunk_bytes
                 )
             elif isinstance(value, torch.Tensor):
-                vars(module)[name] = self.fake(value)
-            elif isinstance(value, (dict, list)) and name not in (
-                "_parameters",
-                "_buffers",
-                "_modules",
-            ):
+                fields[name] = self.fake(value)
+            elif isinstance(value, (dict, list)) and name not in _OF_MODULES:
                 replace_tensors(value, self.fake)
+
+
+_OF_MODULES = ("_parameters", "_buffers", "_modules")

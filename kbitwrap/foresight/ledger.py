@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 WEIGHTS = "weights"
@@ -31,6 +31,30 @@ FORWARD, BACKWARD, OPTIMIZER_STEP = PHASES = ("forward", "backward", "optimizer"
 
 Mark = tuple[str, Hashable]
 """Where in a step it is: the phase, and the part of the model that runs, ``None`` outside all parts."""
+BEFORE: Mark = ("", None)
+"""Before the step."""
+Sizes = Counter[str]
+"""Bytes by kind."""
+Times = Mapping[tuple[Mark, Mark], int]
+"""How often the storages that a run frees stand for: by the mark of the run, and that of the one that made them."""
+
+
+@dataclass(eq=False, frozen=True)
+class Storage:
+    """A storage, and where in the step it was made."""
+
+    num_bytes: int
+    kind: str
+    origin: Mark
+
+
+Measure = Callable[[Storage], int]
+"""What of a storage is added up."""
+
+
+def in_bytes(storage: Storage) -> int:
+    """The measure of bytes."""
+    return storage.num_bytes
 
 
 @dataclass(frozen=True)
@@ -38,107 +62,79 @@ class Run:
     """The net bytes by kind of all that was made and freed between two marks, and the highest level above the start."""
 
     mark: Mark
-    net: Counter[str]
-    at_peak: Counter[str]
-
-    @property
-    def rise_bytes(self) -> int:
-        """The highest level above the start, in bytes; at least 0."""
-        return self.at_peak.total()
+    net: Sizes
+    at_peak: Sizes
 
 
-@dataclass
+@dataclass(frozen=True)
+class Span:
+    """What happens between two marks, in order: a storage is made, or it is freed."""
+
+    mark: Mark
+    events: list[tuple[Storage, bool]] = field(default_factory=list)
+
+    def run(self, measure: Measure, times: Times) -> Run:
+        """The effect on memory of all that happens."""
+        net = Sizes()
+        at_peak = Sizes()
+        level = peak = 0
+        is_rising = False
+        for storage, is_made in self.events:
+            size = measure(storage)
+            if is_made:
+                level += size
+                net[storage.kind] += size
+                if level > peak:
+                    peak = level
+                    is_rising = True
+            else:
+                if is_rising:
+                    at_peak = net.copy()
+                    is_rising = False
+                size *= times.get((self.mark, storage.origin), 1)
+                level -= size
+                net[storage.kind] -= size
+        if is_rising:
+            at_peak = net.copy()
+        return Run(self.mark, net, at_peak)
+
+
 class Ledger:
-    """Storages by number, with their bytes and kinds; and the events: ``i`` was made, ``~i`` was freed."""
+    """What is held before a step, and what is made and freed in it: one span after the other."""
 
-    sizes: list[int] = field(default_factory=list)
-    kinds: list[str] = field(default_factory=list)
-    # where each was made; ``None`` before the step
-    origins: list[Mark | None] = field(default_factory=list)
-    events: list[int] = field(default_factory=list)
-    # with the number of events before
-    marks: list[tuple[int, Mark]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._last = self._before = Span(BEFORE)
+        self.spans: list[Span] = []
 
-    def made(self, num_bytes: int, kind: str) -> int:
-        """Write down a new storage, and return its number."""
-        number = len(self.sizes)
-        self.sizes.append(num_bytes)
-        self.kinds.append(kind)
-        self.origins.append(self.marks[-1][1] if self.marks else None)
-        self.events.append(number)
-        return number
+    def made(self, num_bytes: int, kind: str) -> Storage:
+        """Write down a new storage."""
+        storage = Storage(num_bytes, kind, self._last.mark)
+        self._last.events.append((storage, True))
+        return storage
 
-    def freed(self, number: int) -> None:
+    def freed(self, storage: Storage) -> None:
         """Write down that a storage was freed."""
-        self.events.append(~number)
+        self._last.events.append((storage, False))
 
     def mark(self, phase: str, part: Hashable) -> None:
-        """Begin a run, unless it continues the last one."""
-        if not self.marks or self.marks[-1][1] != (phase, part):
-            self.marks.append((len(self.events), (phase, part)))
+        """Begin a span, unless it continues the last one."""
+        if self._last.mark != (phase, part):
+            self._last = Span((phase, part))
+            self.spans.append(self._last)
 
-    @property
-    def start(self) -> int:
-        """The number of events before the first run: what was held when the step began."""
-        return self.marks[0][0] if self.marks else len(self.events)
-
-    def held(self) -> Counter[str]:
-        """The bytes by kind that were held when the step began."""
-        return self._run(("", None), 0, self.start, {}).net
-
-    def spans(self) -> list[tuple[Mark, int, int]]:
-        """The runs of the step, in order: where each is, its first event, and the one after its last."""
-        ends = [start for start, _ in self.marks[1:]] + [len(self.events)]
-        return [
-            (mark, start, end)
-            for (start, mark), end in zip(self.marks, ends, strict=True)
-        ]
+    def held(self, measure: Measure = in_bytes) -> Sizes:
+        """What was held when the step began, by kind."""
+        return self._before.run(measure, {}).net
 
     def runs(
-        self, times: Mapping[tuple[Mark, Mark | None], int] | None = None
+        self, measure: Measure = in_bytes, times: Times | None = None
     ) -> list[Run]:
         """The runs of the step, in order.
 
         What one run made and another frees is freed as many times as ``times`` says for
         (the other, the one), or once.
         """
-        return [self._run(*span, times or {}) for span in self.spans()]
-
-    def freed_origins(self) -> dict[Mark, set[Mark | None]]:
-        """The runs that made what each run frees."""
-        return {
-            mark: {
-                self.origins[~event] for event in self.events[start:end] if event < 0
-            }
-            for mark, start, end in self.spans()
-        }
-
-    def _run(
-        self,
-        mark: Mark,
-        start: int,
-        end: int,
-        times: Mapping[tuple[Mark, Mark | None], int],
-    ) -> Run:
-        net: Counter[str] = Counter()
-        level = peak = 0
-        at_peak: Counter[str] = Counter()
-        rising = False
-        for event in self.events[start:end]:
-            number = event if event >= 0 else ~event
-            size = self.sizes[number]
-            if event >= 0:
-                level += size
-                net[self.kinds[number]] += size
-                rising = rising or level > peak
-                peak = max(peak, level)
-            else:
-                if rising:
-                    at_peak, rising = net.copy(), False
-                size *= times.get((mark, self.origins[number]), 1)
-                level -= size
-                net[self.kinds[number]] -= size
-        return Run(mark, net, net.copy() if rising else at_peak)
+        return [span.run(measure, times or {}) for span in self.spans]
 
 
 @dataclass(frozen=True)
@@ -148,25 +144,21 @@ class Peaks:
     by_phase: dict[str, dict[str, int]]
 
     @classmethod
-    def of(cls, held: Counter[str], runs: Sequence[Run]) -> Peaks:
+    def of(cls, held: Sizes, runs: Sequence[Run]) -> Peaks:
         """Add up the runs of a step, one after the other, on top of what was held."""
         level = Counter(held)
-        highest: dict[str, Counter[str]] = {}
+        highest: dict[str, Sizes] = {}
         for run in runs:
             phase = run.mark[0]
-            if (
-                phase not in highest
-                or level.total() + run.rise_bytes > highest[phase].total()
-            ):
-                highest[phase] = level.copy()
-                highest[phase].update(run.at_peak)
+            reached = level.copy()
+            reached.update(run.at_peak)
+            if phase not in highest or reached.total() > highest[phase].total():
+                highest[phase] = reached
             level.update(run.net)
-        return cls(
-            {
-                phase: {kind: found[kind] for kind in KINDS if found[kind]}
-                for phase, found in highest.items()
-            }
-        )
+        by_phase = {}
+        for phase, reached in highest.items():
+            by_phase[phase] = {kind: reached[kind] for kind in KINDS if reached[kind]}
+        return cls(by_phase)
 
     @property
     def phases(self) -> dict[str, int]:
@@ -176,9 +168,10 @@ class Peaks:
     @property
     def by_kind(self) -> dict[str, int]:
         """The bytes by kind at the highest level of all, the first one reached."""
-        return max(
-            self.by_phase.values(), key=lambda found: sum(found.values()), default={}
-        )
+        if not self.by_phase:
+            return {}
+        phases = self.phases
+        return self.by_phase[max(phases, key=phases.__getitem__)]
 
     @property
     def peak_bytes(self) -> int:

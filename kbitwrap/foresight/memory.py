@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..config import format_bytes
 from ..reports import Report, few, table
-from .ledger import KINDS, PHASES, Peaks
+from .ledger import KINDS, Peaks
 from .unknown import Unknown
+
+# The figures of a prediction as plain values, in the order in which they are told.
+_FIGURES = (
+    "precision",
+    "batch_size",
+    "seq_len",
+    "kernels",
+    "static_bytes",
+    "static_by_kind",
+    "forward_bytes",
+    "backward_bytes",
+    "optimizer_bytes",
+    "peak_bytes",
+    "by_kind",
+    "levels",
+    "traced_blocks",
+    "num_blocks",
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,7 +63,7 @@ class StepMemory(Report):
     peaks: Peaks
     traced_blocks: int = 0
     num_blocks: int = 0
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
     unknown: tuple[Unknown, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -91,80 +110,58 @@ class StepMemory(Report):
     @property
     def unknown_bytes(self) -> tuple[int, int]:
         """The least and the most that the peak of the allocator may differ from ``peak_bytes``."""
-        return sum(part.least_bytes for part in self.unknown), sum(
-            part.most_bytes for part in self.unknown
-        )
+        least = sum(part.least_bytes for part in self.unknown)
+        most = sum(part.most_bytes for part in self.unknown)
+        return least, most
 
     def to_dict(self) -> dict[str, Any]:
         """The prediction as plain values, ready for JSON."""
-        names = (
-            "precision",
-            "batch_size",
-            "seq_len",
-            "kernels",
-            "static_bytes",
-            "static_by_kind",
-        )
-        peaks = (
-            *(f"{phase}_bytes" for phase in PHASES),
-            "peak_bytes",
-            "by_kind",
-            "levels",
-            "traced_blocks",
-            "num_blocks",
-        )
-        unknown = [asdict(part) for part in self.unknown]
-        values = {name: getattr(self, name) for name in (*names, *peaks)}
-        said = {"notes": list(self.notes), "warnings": list(self.warnings)}
-        return (
-            values
-            | {"unknown_bytes": list(self.unknown_bytes), "unknown": unknown}
-            | said
-        )
+        figures = {name: getattr(self, name) for name in _FIGURES}
+        figures["unknown_bytes"] = list(self.unknown_bytes)
+        figures["unknown"] = [asdict(part) for part in self.unknown]
+        figures["notes"] = list(self.notes)
+        figures["warnings"] = list(self.warnings)
+        return figures
+
+    def _levels(self) -> dict[str, dict[str, int]]:
+        """The bytes by kind before the step, and at the highest level of each phase."""
+        return {"before": self.static_by_kind, **self.levels}
 
     def __str__(self) -> str:
-        rows: list[Sequence[str]] = [("held for", "before", *self.levels)]
+        levels = self._levels()
+        rows: list[Sequence[str]] = [("held for", *levels)]
         for kind in KINDS:
-            found = [
-                level.get(kind, 0)
-                for level in (self.static_by_kind, *self.levels.values())
-            ]
-            if any(found):
-                rows.append((kind.replace("_", " "), *map(format_bytes, found)))
-        rows.append(
-            ("total", *map(format_bytes, (self.static_bytes, *self.phases.values())))
-        )
+            sizes = [level.get(kind, 0) for level in levels.values()]
+            if any(sizes):
+                rows.append((kind.replace("_", " "), *map(format_bytes, sizes)))
+        totals = [sum(level.values()) for level in levels.values()]
+        rows.append(("total", *map(format_bytes, totals)))
         return "\n".join([f"precision {self._brief()}", table(rows), *self._said()])
 
     def _said(self) -> list[str]:
         """The lines of the unknown range, the notes and the warnings."""
-        least, most = map(format_bytes, self.unknown_bytes)
-        unknown = [
-            f"unknown, beside the peak: {least} to {most}",
-            *(f"  {part}" for part in self.unknown),
-        ]
-        notes = [f"note: {note}" for note in self.notes]
-        warnings = few([f"warning: {warning}" for warning in self.warnings])
-        return [*(unknown if self.unknown else []), *notes, *warnings]
+        lines = []
+        if self.unknown:
+            least, most = map(format_bytes, self.unknown_bytes)
+            lines.append(f"unknown, beside the peak: {least} to {most}")
+            lines += [f"  {part}" for part in self.unknown]
+        lines += [f"note: {note}" for note in self.notes]
+        return lines + few([f"warning: {warning}" for warning in self.warnings])
 
     def _brief(self) -> str:
         step = f"{self.precision!r}, batch {self.batch_size}, {self.seq_len} tokens, on {self.kernels}"
         return f"{step}: {format_bytes(self.peak_bytes)} at the peak"
 
     def _bars(self) -> list[tuple[str, tuple[int, ...], str]]:
-        sizes = {kind: self.by_kind.get(kind, 0) for kind in KINDS}
         return [
             (kind.replace("_", " "), (size,), format_bytes(size))
-            for kind, size in sizes.items()
-            if size
+            for kind, size in self.by_kind.items()
         ]
 
     def _lines(self) -> list[str]:
         levels = {"before": self.static_bytes, **self.phases}
-        said = ", ".join(
-            f"{name} {format_bytes(size)}" for name, size in levels.items()
-        )
-        return [f"peaks of the phases: {said}", *self._said()]
+        said = [f"{name} {format_bytes(size)}" for name, size in levels.items()]
+        return [f"peaks of the phases: {', '.join(said)}", *self._said()]
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the levels before the step and at the peak of each phase, by kind; needs matplotlib.
@@ -177,13 +174,13 @@ class StepMemory(Report):
 
         figure = matplotlib.figure.Figure(figsize=(7, 3.2), layout="constrained")
         axes = figure.subplots()
-        levels = {"before": self.static_by_kind, **self.levels}
-        start = [0.0] * len(levels)
+        levels = self._levels()
+        ends = [0.0] * len(levels)
         for kind in KINDS:
             sizes = [level.get(kind, 0) / 2**30 for level in levels.values()]
             if any(sizes):
-                axes.barh(list(levels), sizes, left=start, label=kind.replace("_", " "))
-                start = [left + size for left, size in zip(start, sizes, strict=True)]
+                axes.barh(list(levels), sizes, left=ends, label=kind.replace("_", " "))
+                ends = list(map(operator.add, ends, sizes))
         axes.invert_yaxis()
         axes.set_xlabel("GiB")
         axes.set_title(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,9 +11,9 @@ from torch import nn
 
 from ..errors import ConfigError
 from .fakes import KnownValues
-from .ledger import GRADIENTS, OPTIMIZER, OPTIMIZER_STEP, Ledger, Run
+from .ledger import GRADIENTS, OPTIMIZER, OPTIMIZER_STEP, Ledger, Run, Sizes
 from .quantization import eight_bit_optimizer
-from .tracker import Watch, optimizer_tensors, watch_for
+from .tracker import Watch, optimizer_tensors
 
 _PLAIN = ("adamw_torch", "sgd")
 _NAMES = (*_PLAIN, "adamw_torch_fused", "adafactor")
@@ -27,48 +26,44 @@ _OF_LIBRARY: dict[str, tuple[int, bool]] = {
     "paged_adamw_32bit": (32, True),
 }
 
-
-def _made(
-    name: str, parameters: Sequence[nn.Parameter], kernels: str
-) -> torch.optim.Optimizer:
-    if name in _OF_LIBRARY:
-        bits, is_paged = _OF_LIBRARY[name]
-        return eight_bit_optimizer(parameters, bits, is_paged)  # type: ignore[no-any-return]
-    if name == "adafactor":
-        from transformers.optimization import Adafactor
-
-        return Adafactor(
-            parameters, lr=1e-4, scale_parameter=False, relative_step=False
-        )
-    # On CUDA torch updates all parameters at once, unless told otherwise.
-    options: dict[str, Any] = (
-        {"fused": True} if name.endswith("fused") else {"foreach": kernels == "cuda"}
-    )
-    cls: Any = torch.optim.SGD if name == "sgd" else torch.optim.AdamW
-    return cls(parameters, lr=1e-4, **options)  # type: ignore[no-any-return]
-
-
-Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
-"""The shapes and dtypes of parameters."""
+Shape = tuple[torch.Size, torch.dtype]
+"""The shape and the dtype of a parameter."""
+Shapes = tuple[Shape, ...]
+"""Those of several."""
+Parameters = Sequence[nn.Parameter]
 
 
 class OptimizerSteps:
     """The steps of an optimizer, by what it trains. What was run once is known.
 
-    The optimizer is one of the names, a function of the parameters, or ``None`` for no
-    step and no state.
+    Args:
+        optimizer: One of the names, a function of the parameters, or ``None`` for no
+            step and no state.
+        on_cuda: Whether the step is one on a CUDA device.
     """
 
-    def __init__(self, optimizer: Any, kernels: str) -> None:
-        self._optimizer, self._kernels = optimizer, kernels
+    def __init__(self, optimizer: Any, on_cuda: bool) -> None:
+        self._optimizer = optimizer
+        self._on_cuda = on_cuda
         self._known: dict[Shapes, tuple[Ledger, list[Run]]] = {}
 
     def __call__(self, fakes: Any, shapes: Shapes) -> tuple[Ledger, list[Run]]:
-        """The state that is kept on the device, and the runs of a step; ``fakes`` is the mode of fake tensors."""
+        """Run a step of the optimizer, unless it is known.
+
+        Args:
+            fakes: The mode of fake tensors.
+            shapes: The shapes and dtypes of what is trained.
+
+        Returns:
+            The state that is kept on the device, and the runs of a step that has it.
+
+        Raises:
+            ConfigError: There is no optimizer of the name.
+        """
+        if self._optimizer is None:
+            return Ledger(), []
         if shapes not in self._known:
-            self._known[shapes] = (
-                (Ledger(), []) if self._optimizer is None else self._run(fakes, shapes)
-            )
+            self._known[shapes] = self._run(fakes, shapes)
         return self._known[shapes]
 
     def _run(self, fakes: Any, shapes: Shapes) -> tuple[Ledger, list[Run]]:
@@ -76,19 +71,19 @@ class OptimizerSteps:
         # torch's own loops over parameters compute on the meta device too, and much
         # faster than with fake tensors.
         is_plain = self._optimizer in _PLAIN
-        with contextlib.nullcontext() if is_plain else fakes:
-            device = "meta" if is_plain else "cpu"
-            trained = [
-                nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
-                for shape, dtype in shapes
-            ]
-            for parameter in trained:
-                parameter.grad = torch.empty_like(parameter)
-        watch, kept = watch_for(self._kernels), watch_for(self._kernels)
+        watch, kept = Watch(on_cuda=self._on_cuda), Watch(on_cuda=self._on_cuda)
         with contextlib.ExitStack() as modes:
-            for mode in () if is_plain else (fakes, KnownValues(fakes)):
-                modes.enter_context(mode)
-            made = make_optimizer(self._optimizer, trained, self._kernels)
+            if not is_plain:
+                modes.enter_context(fakes)
+            trained = []
+            for shape, dtype in shapes:
+                device = "meta" if is_plain else "cpu"
+                parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+                parameter.grad = torch.empty_like(parameter)
+                trained.append(parameter)
+            if not is_plain:
+                modes.enter_context(KnownValues())
+            made = make_optimizer(self._optimizer, trained, self._on_cuda)
             if not is_plain:
                 made.step()
             for parameter in trained:
@@ -99,36 +94,58 @@ class OptimizerSteps:
             watch.enter(OPTIMIZER_STEP)
             with watch:
                 made.step()
-        first = watch.ledger.runs()[0]
-        for tensor in optimizer_tensors(made, self._kernels == "cuda"):
-            kept.hold(tensor, OPTIMIZER)
-        state = Counter(
-            {
-                OPTIMIZER: sum(watch.size(tensor) for tensor in optimizer_tensors(made))
-                - held
-            }
-        )
-        rise = Counter(first.at_peak)
+        run = watch.ledger.runs()[0]
+        _hold(kept, made, self._on_cuda)
+        after = sum(watch.size(tensor) for tensor in optimizer_tensors(made))
+        state = Sizes({OPTIMIZER: after - held})
+        # What the step keeps is there before a later one.
+        rise = run.at_peak.copy()
         rise.subtract(state)
-        return kept.close(), [Run(first.mark, first.net - state, rise)]
+        return kept.close(), [Run(run.mark, run.net - state, rise)]
 
 
-def _hold(watch: Watch, optimizer: torch.optim.Optimizer) -> None:
+def _hold(watch: Watch, optimizer: Any, on_cuda: bool = False) -> None:
     """Count an optimizer's state; no name is left that would keep a tensor which the step replaces."""
-    for tensor in optimizer_tensors(optimizer):
+    for tensor in optimizer_tensors(optimizer, on_cuda):
         watch.hold(tensor, OPTIMIZER)
 
 
 def make_optimizer(
-    optimizer: str | Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
-    parameters: Sequence[nn.Parameter],
-    kernels: str,
+    optimizer: str | Callable[[Parameters], torch.optim.Optimizer],
+    parameters: Parameters,
+    on_cuda: bool,
 ) -> torch.optim.Optimizer:
-    """Make an optimizer, by its name or by a function of the parameters."""
+    """Make an optimizer.
+
+    Args:
+        optimizer: Its name, or a function that makes it.
+        parameters: What it trains.
+        on_cuda: Whether it steps as on a CUDA device.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ConfigError: There is none of the name.
+    """
     if callable(optimizer):
         return optimizer(parameters)
-    if optimizer in (*_NAMES, *_OF_LIBRARY):
-        return _made(optimizer, parameters, kernels)
+    if optimizer in _OF_LIBRARY:
+        bits, is_paged = _OF_LIBRARY[optimizer]
+        return eight_bit_optimizer(parameters, bits, is_paged)  # type: ignore[no-any-return]
+    if optimizer == "adafactor":
+        from transformers.optimization import Adafactor
+
+        return Adafactor(
+            parameters, lr=1e-4, scale_parameter=False, relative_step=False
+        )
+    # On CUDA torch updates all parameters at once, unless told otherwise.
+    if optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=1e-4, foreach=on_cuda)
+    if optimizer == "adamw_torch":
+        return torch.optim.AdamW(parameters, lr=1e-4, foreach=on_cuda)
+    if optimizer == "adamw_torch_fused":
+        return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
     names = ", ".join(map(repr, (*_NAMES, *_OF_LIBRARY)))
     raise ConfigError(
         f"optimizer: expected one of {names} or a function, found {optimizer!r}"

@@ -7,6 +7,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -159,6 +160,16 @@ class StepPredictor:
     ) -> None:
         if kernels not in ("cuda", "cpu"):
             raise ConfigError(f"kernels: expected 'cuda' or 'cpu', found {kernels!r}")
+        self.precision = PEFT
+        if precision != PEFT:
+            config = PrepareConfig.of(None, {"precision": precision})
+            self.precision = config.precision.value
+        try:
+            self._autocast = (
+                None if autocast is None else parse_dtype(autocast, is_floating=True)
+            )
+        except ConfigError as error:
+            raise ConfigError(f"autocast: {error}") from None
         self._source = type(model_or_name_or_config).__name__
         self._subject = functools.partial(
             Subject,
@@ -169,23 +180,12 @@ class StepPredictor:
             dtype=dtype,
             fields=fields,
         )
-        config = (
-            None
-            if precision == PEFT
-            else PrepareConfig.of(None, {"precision": precision})
-        )
-        self.precision = PEFT if config is None else config.precision.value
-        self._inputs, self._kernels, self._exact = inputs, kernels, exact
-        self._optimizer = OptimizerSteps(optimizer, kernels)
-        try:
-            self._autocast = (
-                None if autocast is None else parse_dtype(autocast, is_floating=True)
-            )
-        except ConfigError as error:
-            raise ConfigError(f"autocast: {error}") from None
-        self._made: tuple[Subject, FakeModel, Blocks] | None = None
-        self._has_int8 = False
-        self._known: dict[tuple[int, int], StepMemory] = {}
+        self._inputs = inputs
+        self._kernels = kernels
+        self._on_cuda = kernels == "cuda"
+        self._exact = exact
+        self._optimizer = OptimizerSteps(optimizer, self._on_cuda)
+        self._made: Made | None = None
 
     def __call__(self, batch_size: int, seq_len: int) -> StepMemory:
         """Predict the step of one batch; see ``predict_step``."""
@@ -199,42 +199,43 @@ class StepPredictor:
                 f"batch_size and seq_len: expected a batch of at most {_MOST_TOKENS:,} tokens, found {batch_size:,} x "
                 f"{seq_len:,}"
             )
-        if (batch_size, seq_len) not in self._known:
-            self._known[batch_size, seq_len] = self._predict(batch_size, seq_len)
-        return self._known[batch_size, seq_len]
-
-    def _predict(self, batch_size: int, seq_len: int) -> StepMemory:
         with _one_at_a_time():
-            step, (num_run, num_blocks), notes = self._step(batch_size, seq_len)
-        assert self._made is not None
-        peaks = step.peaks
-        on_cuda = self._kernels == "cuda"
+            step = self._step(batch_size, seq_len)
+        made = self._ready()
+        unknown: tuple[Unknown, ...] = ()
+        if self._on_cuda:
+            sampled = 0
+            if self.precision != PEFT:
+                sampled = sampled_bytes(made.fakes.model, made.blocks)
+            tokens = batch_size * seq_len
+            unknown = unknowns(step, tokens, sampled, has_int8=made.has_int8)
+        warned = list(made.subject.warnings)
+        most = self.max_seq_len
+        if most is not None and seq_len > most:
+            warned.append(
+                f"a sequence of {seq_len:,} tokens is longer than the model's own longest, {most:,}"
+            )
         return StepMemory(
             precision=self.precision,
             batch_size=batch_size,
             seq_len=seq_len,
             kernels=self._kernels,
             static_by_kind={kind: step.held[kind] for kind in KINDS if step.held[kind]},
-            peaks=peaks,
-            traced_blocks=num_run,
-            num_blocks=num_blocks,
-            unknown=self._unknown(step, batch_size * seq_len) if on_cuda else (),
-            notes=notes,
-            warnings=(*self._made[0].warnings, *self._warnings_of_length(seq_len)),
+            peaks=step.peaks,
+            traced_blocks=made.blocks.num_kept,
+            num_blocks=made.blocks.num_all,
+            unknown=unknown,
+            notes=made.fakes.notes,
+            warnings=tuple(warned),
         )
-
-    def _warnings_of_length(self, seq_len: int) -> list[str]:
-        most = self.max_seq_len
-        if most is None or seq_len <= most:
-            return []
-        return [
-            f"a sequence of {seq_len:,} tokens is longer than the model's own longest, {most:,}"
-        ]
 
     @property
     def max_seq_len(self) -> int | None:
         """The tokens of the longest sequence that the model's config names; ``None`` where it names none."""
-        most = getattr(self._config(), "max_position_embeddings", None)
+        config: Any = getattr(self._ready().fakes.model, "config", None)
+        if hasattr(config, "get_text_config"):
+            config = config.get_text_config(decoder=True)
+        most = getattr(config, "max_position_embeddings", None)
         return most if isinstance(most, int) and most > 0 else None
 
     def longest_sequence(self, budget: int | str, batch_size: int = 1) -> int:
@@ -274,49 +275,49 @@ class StepPredictor:
             _MOST_TOKENS // seq_len,
         )
 
-    def _unknown(self, step: Step, tokens: int) -> tuple[Unknown, ...]:
-        assert self._made is not None
-        _, fakes, blocks = self._made
-        sampled = 0 if self.precision == PEFT else sampled_bytes(fakes.model, blocks)
-        return unknowns(step, tokens, sampled, has_int8=self._has_int8)
-
-    def _config(self) -> Any:
-        self._made = self._made or self._make()
-        config: Any = getattr(self._made[1].model, "config", None)
-        return (
-            config.get_text_config(decoder=True)
-            if hasattr(config, "get_text_config")
-            else config
-        )
-
-    def _step(
-        self, batch_size: int, seq_len: int
-    ) -> tuple[Step, tuple[int, int], tuple[str, ...]]:
-        subject, fakes, blocks = self._made = self._made or self._make()
-        batch = _batch(fakes, batch_size, seq_len, self._inputs)
+    def _step(self, batch_size: int, seq_len: int) -> Step:
+        made = self._ready()
+        batch = _batch(made.fakes, batch_size, seq_len, self._inputs)
+        what = f"the step of {made.subject.name} cannot be followed"
         try:
-            with _explained(f"the step of {subject.name} cannot be followed", fakes):
-                step = trace(
-                    fakes, blocks, self._optimizer, batch, self._autocast, self._kernels
+            with _explained(what, made.fakes):
+                return trace(
+                    made.fakes,
+                    made.blocks,
+                    self._optimizer,
+                    batch,
+                    self._autocast,
+                    self._on_cuda,
                 )
-            return step, blocks.counts, fakes.notes
         except UnsupportedModelError:
-            if self._exact or blocks.counts[0] == blocks.counts[1]:
+            if not made.blocks.is_cut:
                 raise
         # it may be that the model cannot run with fewer blocks
-        self._exact, self._made = True, None
+        self._exact = True
+        self._made = None
         return self._step(batch_size, seq_len)
 
-    def _make(self) -> tuple[Subject, FakeModel, Blocks]:
-        with (
-            _one_at_a_time(),
-            _explained(f"a {self._source} cannot be copied or prepared"),
-        ):
-            subject = self._subject()
-            blocks = Blocks(subject.model, is_exact=self._exact)
-            fakes = FakeModel(subject.model)
-            self._has_int8 = self._kernels == "cuda" and follow_cuda(fakes.model)
-            return subject, fakes, blocks
+    def _ready(self) -> Made:
+        """The model, built at the first time that it is asked for."""
+        if self._made is None:
+            what = f"a {self._source} cannot be copied or prepared"
+            with _one_at_a_time(), _explained(what):
+                subject = self._subject()
+                blocks = Blocks(subject.model, is_exact=self._exact)
+                fakes = FakeModel(subject.model)
+                has_int8 = self._on_cuda and follow_cuda(fakes.model)
+                self._made = Made(subject, fakes, blocks, has_int8)
+        return self._made
+
+
+@dataclass(frozen=True)
+class Made:
+    """The model whose steps are predicted, its fake tensors, and the blocks of it that are run."""
+
+    subject: Subject
+    fakes: FakeModel
+    blocks: Blocks
+    has_int8: bool
 
 
 def _batch(
@@ -363,13 +364,12 @@ def _ordinary_token(model: nn.Module) -> int:
     """A token that means nothing special to a model, such as padding."""
     special: set[Any] = set()
     config: Any = getattr(model, "config", None)
-    for part in () if config is None else (config, config.get_text_config()):
-        endings = ("_token_id", "_token_index", "padding_idx")
-        special |= {
-            value
-            for key, value in vars(part).items()
-            if key.endswith(endings) and isinstance(value, int)
-        }
+    parts = [] if config is None else [config, config.get_text_config()]
+    for part in parts:
+        for name, value in vars(part).items():
+            is_token = name.endswith(("_token_id", "_token_index", "padding_idx"))
+            if is_token and isinstance(value, int):
+                special.add(value)
     return next(token for token in range(len(special) + 1) if token not in special)
 
 
@@ -389,8 +389,11 @@ def _explained(what: str, fakes: FakeModel | None = None) -> Iterator[None]:
     except KbitWrapError:
         raise
     except Exception as error:
-        operation, raised = (fakes.failed if fakes is not None else None) or ("", None)
-        place = f"{operation}: " if raised is error else ""
+        place = ""
+        if fakes is not None and fakes.failed is not None:
+            operation, raised = fakes.failed
+            if raised is error:
+                place = f"{operation}: "
         raise UnsupportedModelError(
             f"{what} without values: {place}{type(error).__name__}: {error}"
         ) from error

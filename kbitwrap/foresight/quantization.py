@@ -70,19 +70,19 @@ def replace_tensors(owner: Any, fake: Callable[[Any], Any]) -> None:
 
 def statistics_of(module: nn.Module) -> Iterator[torch.Tensor]:
     """The tensors that hold the quantization state of a layer, beside its weight."""
-    holders = [state for _, state in quantized_stacks(module).values()]
+    holders: list[Any] = [state for _, state in quantized_stacks(module).values()]
     for parameter in module._parameters.values():
-        if parameter is not None and (
-            is_quantized_parameter(parameter) or vars(parameter)
-        ):
-            for _, owner, keys in state_owners(module, parameter):
-                holders.append(
-                    owner
-                    if keys is None
-                    else {key: getattr(owner, key, None) for key in keys}
-                )
+        if parameter is None:
+            continue
+        if not (is_quantized_parameter(parameter) or vars(parameter)):
+            continue
+        for _, owner, keys in state_owners(module, parameter):
+            if keys is not None:
+                owner = {key: getattr(owner, key, None) for key in keys}
+            holders.append(owner)
     for holder in filter(_is_holder, holders):
-        yield from (tensor for _, _, tensor in _places(holder))
+        for _, _, tensor in _places(holder):
+            yield tensor
 
 
 def quantize_fakes(
@@ -90,51 +90,61 @@ def quantize_fakes(
 ) -> Any:
     """A stand-in for a bitsandbytes weight: a plain parameter of its storage, with the statistics that go with it.
 
-    ``fake`` makes a fake tensor on the CPU of any other. A weight that has statistics
-    keeps them; one that was built from a config gets those that the library's own
-    functions make.
+    Args:
+        module: The layer.
+        parameter: Its weight. One that has statistics keeps them; one that was built
+            from a config gets those that the library's own functions make.
+        fake: Makes a fake tensor on the CPU of any other.
+
+    Returns:
+        The parameter; ``None`` for a weight that is not bitsandbytes'.
     """
-    is_built = getattr(parameter, "unpacked", None) is not None
-    if parameter.dtype == torch.int8 and type(parameter).__name__ == "Int8Params":
-        scales = (
-            _statistics(parameter, "cpu")
-            if is_built
-            else getattr(parameter, "SCB", None)
-        )
+    statistics = _statistics(parameter, "cpu")
+    if _is_int8(parameter):
         data = fake(parameter.data)
         result: Any = _of_name("Int8Params", data)
-        result.CB, result.SCB = (None, None) if scales is None else (data, fake(scales))
+        result.CB = result.SCB = None
+        if statistics is not None:
+            result.CB, result.SCB = data, fake(statistics)
         replace_tensors(vars(module)["state"], fake)
         return result
-    state = (
-        _statistics(parameter, "cpu")
-        if is_built
-        else getattr(parameter, "quant_state", None)
-    )
-    if state is None:
+    if statistics is None:
         return None
-    replace_tensors(state, fake)
+    replace_tensors(statistics, fake)
     result = _of_name("Params4bit", fake(parameter.data))
-    result.quant_state, result.bnb_quantized = state, True
-    module.quant_state = state
+    result.quant_state = statistics
+    result.bnb_quantized = True
+    module.quant_state = statistics
     return result
 
 
+def _is_int8(parameter: Any) -> bool:
+    is_named = type(parameter).__name__ == "Int8Params"
+    return is_named and parameter.dtype == torch.int8
+
+
+def _is_built(parameter: Any) -> bool:
+    """Whether a weight was built from a config, and has no statistics."""
+    return getattr(parameter, "unpacked", None) is not None
+
+
 def _statistics(parameter: Any, device: str) -> Any:
-    """The statistics that the library's own function makes of a weight that was built from a config."""
+    """The statistics of a weight, which the library's own functions make for one that was built from a config."""
+    if not _is_built(parameter):
+        name = "SCB" if _is_int8(parameter) else "quant_state"
+        return getattr(parameter, name, None)  # other libraries' weights have none
     functional: Any = sys.modules["bitsandbytes.functional"]
-    shape, dtype = parameter.unpacked.shape, parameter.unpacked.dtype
-    if parameter.dtype == torch.int8 and type(parameter).__name__ == "Int8Params":
-        return functional.int8_vectorwise_quant(
-            torch.empty(shape, dtype=torch.float16, device=device)
-        )[1]
-    options = {
-        key: getattr(parameter, key)
-        for key in ("blocksize", "compress_statistics", "quant_type")
-    }
-    options["quant_storage"] = parameter.quant_storage
+    shape = parameter.unpacked.shape
+    if _is_int8(parameter):
+        weight = torch.empty(shape, dtype=torch.float16, device=device)
+        return functional.int8_vectorwise_quant(weight)[1]
+    weight = torch.empty(shape, dtype=parameter.unpacked.dtype, device=device)
     return functional.quantize_4bit(
-        torch.empty(shape, dtype=dtype, device=device), **options
+        weight,
+        blocksize=parameter.blocksize,
+        compress_statistics=parameter.compress_statistics,
+        quant_type=parameter.quant_type,
+        quant_storage=parameter.quant_storage,
     )[1]
 
 
@@ -142,11 +152,9 @@ def _statistics(parameter: Any, device: str) -> Any:
 def with_statistics(model: nn.Module) -> Iterator[None]:
     """For a while, weights that were built from a config have statistics, of which PEFT computes the norms of DoRA."""
     warm_tables()
-    built: list[Any] = [
-        p for p in model.parameters() if getattr(p, "unpacked", None) is not None
-    ]
+    built: list[Any] = list(filter(_is_built, model.parameters()))
     for parameter in built:
-        name = "SCB" if parameter.dtype == torch.int8 else "quant_state"
+        name = "SCB" if _is_int8(parameter) else "quant_state"
         setattr(parameter, name, _statistics(parameter, "meta"))
     try:
         yield
@@ -169,7 +177,7 @@ def _named_class(name: str) -> type:
 
 def int8_quantization_bytes(value: torch.Tensor, *_: Any, **__: Any) -> list[int]:
     """The bytes that a search for outliers allocates on CUDA: magnitudes, and where they are large."""
-    return [value.numel() * value.element_size(), value.numel()]
+    return [value.nbytes, value.numel()]
 
 
 def int8_scaling_bytes(
@@ -192,13 +200,14 @@ def follow_cuda(model: nn.Module) -> bool:
     In training, bitsandbytes computes them by another function on a CPU, but not in
     layers in evaluation mode.
     """
-    found = ((module, getattr(module, "state", None)) for module in model.modules())
-    states: list[tuple[nn.Module, Any]] = [
-        (m, state) for m, state in found if hasattr(state, "has_fp16_weights")
-    ]
-    for module, state in states:
-        module.training, state.threshold = False, 0.0
-    return bool(states)
+    has_any = False
+    for module in model.modules():
+        state: Any = getattr(module, "state", None)
+        if hasattr(state, "has_fp16_weights"):
+            module.training = False
+            state.threshold = 0.0
+            has_any = True
+    return has_any
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from ..model.tree import ModelTree
 from ..model.wrappers import REPLACES
 from ..preparation.plan import build_plan
 from ..preparation.preparation import Preparation
-from .fakes import in_memory_of
+from .fakes import Memory, in_memory_of
 from .flash import flash_model
 from .quantization import with_statistics
 
@@ -41,7 +41,7 @@ class _CopiesWithoutValues(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.memory: dict[int, tuple[Any, Any]] = {}
+        self.memory: Memory = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,18 +12,24 @@ import torch
 from ..errors import ConfigError
 from ..model.tree import ModelTree
 from . import cuda
-from .blocks import Blocks, Part, add_up
+from .blocks import Blocks, Part
 from .fakes import FakeModel
-from .ledger import INPUTS, Ledger, Peaks, Run
-from .optimizers import OptimizerSteps, Shapes
-from .tracker import Watch, held_tensors, vocabulary_size, watch_for
+from .ledger import INPUTS, Ledger, Measure, Peaks, Run, Sizes, Storage, in_bytes
+from .optimizers import OptimizerSteps, Shape, Shapes
+from .tracker import Watch, held_tensors, vocabulary_size
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the whole model: what is held before it by kind, and its runs; and the most large blocks at a time."""
+    """A step of the whole model.
 
-    held: Counter[str]
+    Attributes:
+        held: The bytes by kind that are held before it.
+        runs: Its runs, in order.
+        most_blocks: The most storages of an allocator's large blocks at a time.
+    """
+
+    held: Sizes
     runs: list[Run]
     most_blocks: int
 
@@ -35,33 +39,47 @@ class Step:
         return Peaks.of(self.held, self.runs)
 
 
+Owners = dict[Storage, Part | None]
+"""The blocks that hold storages; what several share belongs to none."""
+
+
 def trace(
     fakes: FakeModel,
     blocks: Blocks,
     optimizer: OptimizerSteps,
     inputs: Mapping[str, torch.Tensor],
     autocast: torch.dtype | None,
-    kernels: str,
+    on_cuda: bool,
 ) -> Step:
-    """Run a forward, a backward and an optimizer step; ``inputs`` are real integers or fake floats."""
+    """Run a forward, a backward and an optimizer step without values, and write down their memory.
+
+    Args:
+        fakes: The model.
+        blocks: Its stacks of blocks, of which some may be left out.
+        optimizer: What makes the optimizer's step.
+        inputs: What the model is called with, by name: real integers or fake floats.
+        autocast: The dtype of autocast in the forward pass, or ``None``.
+        on_cuda: Whether the operations of a CUDA device are followed.
+
+    Returns:
+        The step of the whole model.
+
+    Raises:
+        ConfigError: The model returns no loss.
+        NotRepeatedError: The blocks that are left out cannot be told from the others.
+    """
     model = fakes.model
-    functions = cuda.CudaFunctions() if kernels == "cuda" else contextlib.nullcontext()
-    # of what the model holds in the last run, by the numbers of the storages
-    owners: dict[int, Part | None] = {}
+    functions = cuda.CudaFunctions() if on_cuda else contextlib.nullcontext()
+    owners: Owners = {}  # of the last run
 
     def forward() -> torch.Tensor:
-        context = (
-            contextlib.nullcontext()
-            if autocast is None
-            else torch.autocast("cpu", dtype=autocast)
-        )
-        with functions, context:
+        is_lower = autocast is not None
+        with functions, torch.autocast("cpu", dtype=autocast, enabled=is_lower):
             return _loss_of(model(**inputs))
 
     def run() -> Ledger:
-        for parameter in model.parameters():
-            parameter.grad = None
-        watch = watch_for(kernels, vocabulary_size(model))
+        model.zero_grad(set_to_none=True)
+        watch = Watch(vocabulary_size(model), on_cuda)
         owners.clear()
         owners.update(_held(ModelTree(model), blocks, watch))
         for tensor in inputs.values():
@@ -83,24 +101,22 @@ def trace(
         ledger = run()
         if blocks.is_cut and not blocks.is_tried:
             ledger = blocks.expect_repeated(ledger, run)
-        runs = blocks.whole_step(ledger)
-        held, num_held = (
-            add_up(blocks.whole(_by_kind(owners, one)))
-            for one in (ledger, _counted(ledger))
-        )
-        held[INPUTS] = ledger.held()[INPUTS]
-        during = Peaks.of(num_held, blocks.whole_step(_counted(ledger))).peak_bytes
+    held = _held_by_all(owners, blocks, in_bytes)
+    held[INPUTS] = ledger.held()[INPUTS]
+    runs = blocks.whole_step(ledger, in_bytes)
+    num_held = _held_by_all(owners, blocks, _in_large_blocks)
+    counted = Peaks.of(num_held, blocks.whole_step(ledger, _in_large_blocks))
     state, last = optimizer(fakes.mode, _trained(fakes, blocks))
     return Step(
-        held + state.held(), [*runs, *last], during + _counted(state).held().total()
+        held + state.held(),
+        [*runs, *last],
+        counted.peak_bytes + state.held(_in_large_blocks).total(),
     )
 
 
-def _counted(ledger: Ledger) -> Ledger:
-    """The same storages, each large one counting as one and others as nothing."""
-    return dataclasses.replace(
-        ledger, sizes=[int(size >= cuda.LARGE_BYTES) for size in ledger.sizes]
-    )
+def _in_large_blocks(storage: Storage) -> int:
+    """The measure of large blocks: one for each, and nothing for others."""
+    return int(storage.num_bytes >= cuda.LARGE_BYTES)
 
 
 def _backward(loss: torch.Tensor, functions: Any) -> None:
@@ -120,11 +136,8 @@ def _backward(loss: torch.Tensor, functions: Any) -> None:
 
 
 def _loss_of(output: Any) -> torch.Tensor:
-    loss = (
-        output.get("loss")
-        if isinstance(output, Mapping)
-        else getattr(output, "loss", None)
-    )
+    is_mapping = isinstance(output, Mapping)
+    loss = output.get("loss") if is_mapping else getattr(output, "loss", None)
     if not isinstance(loss, torch.Tensor):
         raise ConfigError(
             "the model returned no loss for these inputs; give `inputs` with its labels"
@@ -132,23 +145,27 @@ def _loss_of(output: Any) -> torch.Tensor:
     return loss
 
 
-def _held(tree: ModelTree, blocks: Blocks, watch: Watch) -> dict[int, Part | None]:
-    """The blocks whose storages a model holds, by their numbers; what several share belongs to none."""
-    owners: dict[int, Part | None] = {}
+def _held(tree: ModelTree, blocks: Blocks, watch: Watch) -> Owners:
+    """The storages that a model holds, and the blocks that they belong to."""
+    owners: Owners = {}
     for tensor, kind, module in held_tensors(tree):
         owner = blocks.owner(module)
-        for number in watch.hold(tensor, kind):
-            owners[number] = owner if owners.get(number, owner) == owner else None
+        for storage in watch.hold(tensor, kind):
+            if owners.setdefault(storage, owner) != owner:
+                owners[storage] = None
     return owners
 
 
-def _by_kind(
-    owners: Mapping[int, Part | None], ledger: Ledger
-) -> dict[Part | None, Counter[str]]:
-    by_part: defaultdict[Part | None, Counter[str]] = defaultdict(Counter)
-    for number, owner in owners.items():
-        by_part[owner][ledger.kinds[number]] += ledger.sizes[number]
-    return dict(by_part)
+def _held_by_all(owners: Owners, blocks: Blocks, measure: Measure) -> Sizes:
+    """What the whole model holds, by kind."""
+    by_part: dict[Part | None, Sizes] = {}
+    for storage, owner in owners.items():
+        sizes = by_part.setdefault(owner, Sizes())
+        sizes[storage.kind] += measure(storage)
+    total = Sizes()
+    for sizes in blocks.whole(by_part):
+        total.update(sizes)
+    return total
 
 
 def _trained(fakes: FakeModel, blocks: Blocks) -> Shapes:
@@ -157,21 +174,17 @@ def _trained(fakes: FakeModel, blocks: Blocks) -> Shapes:
     The gradients are gone then.
     """
     # by stack, or alone
-    found: dict[
-        Any, defaultdict[Part | None, list[tuple[torch.Size, torch.dtype]]]
-    ] = {}
+    found: dict[Any, dict[Part | None, list[Shape]]] = {}
     for module in fakes.model.modules():
         part = blocks.owner(module)
         for parameter in module._parameters.values():
             if parameter is not None and parameter.grad is not None:
                 parameter.grad = None
                 place = parameter if part is None else part[0]
-                found.setdefault(place, defaultdict(list))[part].append(
-                    (parameter.shape, parameter.dtype)
-                )
-    return tuple(
-        shape
-        for by_part in found.values()
-        for one in blocks.whole(by_part)
-        for shape in one
-    )
+                shapes = found.setdefault(place, {}).setdefault(part, [])
+                shapes.append((parameter.shape, parameter.dtype))
+    result: list[Shape] = []
+    for by_part in found.values():
+        for shapes in blocks.whole(by_part):
+            result += shapes
+    return tuple(result)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -17,7 +18,7 @@ from ..model.checks import tree_of
 from ..model.tree import ModelTree
 from ..preparation.preparation import Preparation
 from ..tensors.bits import parts_of
-from .cuda import ALLOCATION_BYTES, SCRATCH
+from .cuda import ALLOCATION_BYTES, SCRATCH, rounded_up
 from .ledger import (
     ACTIVATIONS,
     ADAPTERS,
@@ -33,6 +34,7 @@ from .ledger import (
     WEIGHTS,
     Ledger,
     Peaks,
+    Storage,
 )
 from .quantization import DECOMPOSED, is_managed, statistics_of
 
@@ -41,57 +43,70 @@ _OF_WEIGHTS = {WEIGHTS, STATISTICS, ADAPTERS, DEQUANTIZED}
 
 
 class Watch(TorchDispatchMode):
-    """Writes down each storage that an operation makes, and when it is freed; ``rounding`` is an allocator's, in bytes.
+    """Writes down each storage that an operation makes, and when it is freed.
 
     The operations of tensor subclasses are seen as those of the tensors inside them.
-    ``scratch`` says, by operation, what it allocates inside itself. Given a ``device``,
-    only what lies there is counted.
+
+    Args:
+        vocabulary_size: The width of the model's logits.
+        on_cuda: Count as the allocator of a CUDA device does, with what operations
+            allocate inside themselves.
+        device: The type of device whose tensors are counted; ``None`` for all of them.
     """
 
     def __init__(
         self,
         vocabulary_size: int = 0,
-        rounding: int = 1,
-        scratch: Mapping[str, Callable[..., list[int]]] | None = None,
+        on_cuda: bool = False,
         device: str | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
         self.phase = FORWARD
         self._vocabulary_size = vocabulary_size
-        self._rounding = rounding
-        self._scratch = scratch or {}
+        self._rounding = ALLOCATION_BYTES if on_cuda else 1
+        self._scratch = SCRATCH if on_cuda else {}
         self._device = device
-        self._live: dict[int, tuple[int, Any]] = {}
+        self._live: dict[int, tuple[Storage, Any]] = {}
 
-    def hold(self, tensor: torch.Tensor, kind: str) -> list[int]:
-        """Count a tensor that is there before the step; returns the numbers of its storages."""
-        found = [
-            part
-            for part in parts_of(tensor)
-            if self._device in (None, part.device.type)
-        ]
-        return [self._count(part, lambda: kind) for part in found]
+    def hold(self, tensor: torch.Tensor, kind: str) -> list[Storage]:
+        """Count a tensor that is there before the step.
+
+        Args:
+            tensor: The tensor; one of a subclass is counted by the tensors inside it.
+            kind: One of ``KINDS``.
+
+        Returns:
+            Its storages, which others may have counted before.
+        """
+        found = []
+        for part in parts_of(tensor):
+            if self._counts(part):
+                if self._known(part) is None:
+                    self._add(part, kind)
+                found.append(self._live[_key(part)][0])
+        return found
+
+    def _counts(self, tensor: torch.Tensor) -> bool:
+        return self._device in (None, tensor.device.type)
+
+    def _known(self, tensor: torch.Tensor) -> Storage | None:
+        found = self._live.get(_key(tensor))
+        return None if found is None else found[0]
+
+    def _add(self, tensor: torch.Tensor, kind: str) -> None:
+        memory = tensor.untyped_storage()
+        key = memory._cdata
+        storage = self.ledger.made(self._rounded(memory.nbytes()), kind)
+
+        def free(_: Any) -> None:
+            del self._live[key]
+            self.ledger.freed(storage)
+
+        self._live[key] = storage, weakref.ref(memory, free)
 
     def _rounded(self, num_bytes: int) -> int:
-        return -(-num_bytes // self._rounding) * self._rounding
-
-    def _count(self, tensor: torch.Tensor, kind: Callable[[], str]) -> int:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self._live:
-            if self.ledger.marks:
-                self.follow_phase(is_made=True)
-            number = self.ledger.made(self._rounded(storage.nbytes()), kind())
-            self._live[key] = (
-                number,
-                weakref.ref(storage, functools.partial(self._freed, key, number)),
-            )
-        return self._live[key][0]
-
-    def _freed(self, key: int, number: int, _: Any) -> None:
-        del self._live[key]
-        self.ledger.freed(number)
+        return rounded_up(num_bytes, self._rounding)
 
     def close(self) -> Ledger:
         """Stop writing down what is freed, and return what was written."""
@@ -100,10 +115,8 @@ class Watch(TorchDispatchMode):
 
     def size(self, tensor: torch.Tensor) -> int:
         """The bytes counted for the storages of a tensor; 0 where it is not counted."""
-        found = [
-            self._live.get(part.untyped_storage()._cdata) for part in parts_of(tensor)
-        ]
-        return sum(self.ledger.sizes[one[0]] for one in found if one is not None)
+        found = [self._known(part) for part in parts_of(tensor)]
+        return sum(storage.num_bytes for storage in found if storage is not None)
 
     def follow_phase(self, *, is_made: bool = False) -> None:
         """Note the phase that the step is in: autograd says when it runs.
@@ -114,47 +127,43 @@ class Watch(TorchDispatchMode):
         """
         if self.phase == OPTIMIZER_STEP:
             return
+        phase = self.phase
         if torch._C._current_graph_task_id() != -1:
             phase = BACKWARD
-        else:
-            phase = FORWARD if is_made and torch.is_grad_enabled() else self.phase
-        if phase != self.phase or not self.ledger.marks:
+        elif is_made and torch.is_grad_enabled():
+            phase = FORWARD
+        if phase != self.phase or not self.ledger.spans:
             self.enter(phase)
 
     def leave_optimizer(self) -> None:
         """End an optimizer's step; the next phase begins with what is made in it."""
         self.phase = _BETWEEN
 
-    def enter(self, phase: str) -> None:
-        """Begin a phase."""
+    def enter(self, phase: str, part: Hashable = None) -> None:
+        """Begin a phase, or a part of the model in it."""
         self.phase = phase
-        self.ledger.mark(phase, None)
+        self.ledger.mark(phase, part)
 
     def enter_part(self, part: Hashable) -> None:
         """Begin a part of the model, in the phase that the step is in."""
         self.follow_phase()
-        self.ledger.mark(self.phase, part)
+        self.enter(self.phase, part)
 
     def _kind(self, arguments: Any, output: torch.Tensor) -> str:
         """The kind of what an operation made: if it is computed of weights alone, a copy of weights."""
         if self.phase == OPTIMIZER_STEP:
             return OPTIMIZER
-        inputs = [
-            value for value in tree_leaves(arguments) if isinstance(value, torch.Tensor)
-        ]
-        found = [self._live.get(tensor.untyped_storage()._cdata) for tensor in inputs]
-        kinds = {"" if one is None else self.ledger.kinds[one[0]] for one in found}
+        inputs = [self._known(tensor) for tensor in _tensors(arguments)]
+        kinds = {None if storage is None else storage.kind for storage in inputs}
         if kinds and kinds <= _OF_WEIGHTS:
             return DEQUANTIZED
         if output.ndim > 1 and output.shape[-1] == self._vocabulary_size:
             return LOGITS
         # Autograd computes with gradients switched off; a checkpoint that runs again
         # switches them on.
-        return (
-            ACTIVATIONS
-            if self.phase == FORWARD or torch.is_grad_enabled()
-            else GRADIENTS
-        )
+        if self.phase == FORWARD or torch.is_grad_enabled():
+            return ACTIVATIONS
+        return GRADIENTS
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -164,63 +173,54 @@ class Watch(TorchDispatchMode):
         if any(_has_own_operations(cls) for cls in types):
             return NotImplemented
         self.follow_phase()
-        if (parts := DECOMPOSED.get(func.name())) is not None:
+        name = func.name()
+        if name in DECOMPOSED:
             with self:
-                return parts()(*args, **kwargs)
+                return DECOMPOSED[name]()(*args, **kwargs)
         output = func(*args, **kwargs)
-        made = (output,) if isinstance(output, torch.Tensor) else tree_leaves(output)
-        for tensor in made:
-            if isinstance(tensor, torch.Tensor) and self._device in (
-                None,
-                tensor.device.type,
-            ):
-                self._count(
-                    tensor, functools.partial(self._kind, (args, kwargs), tensor)
-                )
-        if (scratch := self._scratch.get(func.name())) is not None:
-            for number in [
-                self.ledger.made(self._rounded(size), ACTIVATIONS)
-                for size in scratch(*args, **kwargs)
-            ]:
-                self.ledger.freed(number)
+        for tensor in _tensors(output):
+            if self._counts(tensor) and self._known(tensor) is None:
+                self.follow_phase(is_made=True)
+                self._add(tensor, self._kind((args, kwargs), tensor))
+        if name in self._scratch:
+            sizes = self._scratch[name](*args, **kwargs)
+            made = [self.ledger.made(self._rounded(n), ACTIVATIONS) for n in sizes]
+            for storage in made:
+                self.ledger.freed(storage)
         return output
 
 
-def watch_for(kernels: str, vocabulary_size: int = 0) -> Watch:
-    """A watch that counts as a device's allocator does."""
-    return Watch(
-        vocabulary_size, *((ALLOCATION_BYTES, SCRATCH) if kernels == "cuda" else ())
-    )
+def _key(tensor: torch.Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors in a value, such as the arguments or outputs of an operation."""
+    leaves = [value] if isinstance(value, torch.Tensor) else tree_leaves(value)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 @functools.cache
 def _has_own_operations(cls: type) -> bool:
     """Whether tensors of a class take operations apart themselves: those of torch and fake ones do not."""
-    return not (
-        cls in (torch.Tensor, nn.Parameter)
-        or any(base.__name__ == "FakeTensor" for base in cls.__mro__)
-    ) and (
-        cls.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
-    )
+    if cls in (torch.Tensor, nn.Parameter) or issubclass(cls, FakeTensor):
+        return False
+    return cls.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
 
 
 def held_tensors(tree: ModelTree) -> Iterator[tuple[torch.Tensor, str, nn.Module]]:
     """The tensors that a model holds, each with its kind and the module that it lies in; some more than once."""
     adapters = tree.adapter_ids
     for tensor in tree.all_tensors:
-        yield (
-            tensor.parameter,
-            ADAPTERS if id(tensor.parameter) in adapters else WEIGHTS,
-            tensor.module,
-        )
+        is_adapter = id(tensor.parameter) in adapters
+        yield tensor.parameter, ADAPTERS if is_adapter else WEIGHTS, tensor.module
     for node in tree.nodes:
-        for value in tree_leaves(
-            [*node.module._buffers.values(), *vars(node.module).values()]
-        ):
-            if isinstance(value, torch.Tensor):
-                yield value, WEIGHTS, node.module
-        for value in statistics_of(node.module):
-            yield value, STATISTICS, node.module
+        module = node.module
+        for value in _tensors([*module._buffers.values(), *vars(module).values()]):
+            yield value, WEIGHTS, module
+        for value in statistics_of(module):
+            yield value, STATISTICS, module
 
 
 def optimizer_tensors(
@@ -229,21 +229,12 @@ def optimizer_tensors(
     """The tensors of an optimizer's state on its device; torch counts steps on the host, unless it is fused."""
     for group in optimizer.param_groups:
         on_host = on_cuda and not (group.get("fused") or group.get("capturable"))
-        for state in (
-            optimizer.state[parameter]
-            for parameter in group["params"]
-            if parameter in optimizer.state
-        ):
-            for value in tree_leaves(
-                [
-                    value
-                    for name, value in state.items()
-                    if not (on_host and name == "step")
-                ]
-            ):
-                if isinstance(value, torch.Tensor) and not (
-                    on_cuda and is_managed(optimizer, value)
-                ):
+        for parameter in group["params"]:
+            state = dict(optimizer.state.get(parameter, {}))
+            if on_host:
+                state.pop("step", None)
+            for value in _tensors(state):
+                if not (on_cuda and is_managed(optimizer, value)):
                     yield value
 
 
@@ -307,24 +298,32 @@ class StepTracker:
 
     def __enter__(self) -> StepTracker:
         on_cuda = any(parameter.is_cuda for parameter in self._model.parameters())
-        device = (ALLOCATION_BYTES, SCRATCH, "cuda") if on_cuda else ()
-        watch = self._watch = Watch(vocabulary_size(self._model), *device)
+        device = "cuda" if on_cuda else None
+        watch = Watch(vocabulary_size(self._model), on_cuda, device)
         tree = tree_of(self._model)
+        for tensor, kind, _ in held_tensors(tree):
+            watch.hold(tensor, kind)
+        optimizer = self._optimizer
+        if optimizer is not None:
+            for tensor in optimizer_tensors(optimizer, on_cuda):
+                watch.hold(tensor, OPTIMIZER)
+        inputs = self._inputs
+        for tensor in _tensors(dict(inputs) if isinstance(inputs, Mapping) else inputs):
+            watch.hold(tensor, INPUTS)
+        self.static_bytes = watch.ledger.held().total()
         preparation = Preparation.find(tree)
         if preparation is not None:
             self.sample_bytes = preparation.plan.sample_bytes
-        hold_all(watch, tree, self._optimizer, self._inputs, on_cuda)
-        self.static_bytes = watch.ledger.held().total()
         self._hooks = []
-        if self._optimizer is not None:
-            begin = self._optimizer.register_step_pre_hook(
-                lambda *_: watch.enter(OPTIMIZER_STEP)
-            )
-            end = self._optimizer.register_step_post_hook(
-                lambda *_: watch.leave_optimizer()
-            )
-            self._hooks = [begin, end]
+        if optimizer is not None:
+            self._hooks = [
+                optimizer.register_step_pre_hook(
+                    lambda *_: watch.enter(OPTIMIZER_STEP)
+                ),
+                optimizer.register_step_post_hook(lambda *_: watch.leave_optimizer()),
+            ]
         watch.follow_phase()
+        self._watch = watch
         watch.__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -333,7 +332,8 @@ class StepTracker:
         self._watch.__exit__(*exc)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
-        self._peaks = Peaks.of(self._watch.ledger.held(), self._watch.ledger.runs())
+        ledger = self._watch.ledger
+        self._peaks = Peaks.of(ledger.held(), ledger.runs())
         self._watch = None
 
     def _found(self) -> Peaks:
@@ -359,33 +359,16 @@ class StepTracker:
         return dict(self._found().by_kind)
 
 
-def hold_all(
-    watch: Watch,
-    tree: ModelTree,
-    optimizer: torch.optim.Optimizer | None,
-    inputs: Any,
-    on_cuda: bool = False,
-) -> None:
-    """Count what is there before a step."""
-    for tensor, kind, _ in held_tensors(tree):
-        watch.hold(tensor, kind)
-    for tensor in () if optimizer is None else optimizer_tensors(optimizer, on_cuda):
-        watch.hold(tensor, OPTIMIZER)
-    for tensor in tree_leaves(dict(inputs) if isinstance(inputs, Mapping) else inputs):
-        if isinstance(tensor, torch.Tensor):
-            watch.hold(tensor, INPUTS)
-
-
 def vocabulary_size(model: nn.Module) -> int:
     """The width of a model's logits, if it says where they are made; else 0."""
-    find = getattr(model, "get_output_embeddings", None)
+    find: Any = getattr(model, "get_output_embeddings", None)
+    if find is None:
+        return 0
     try:
-        head = None if find is None else find()
+        head = find()
     except (AttributeError, NotImplementedError):
-        head = None
+        return 0
     weight = getattr(head, "weight", None)
-    return (
-        int(weight.shape[0])
-        if isinstance(weight, torch.Tensor) and weight.ndim == 2
-        else 0
-    )
+    if not isinstance(weight, torch.Tensor) or weight.ndim != 2:
+        return 0
+    return int(weight.shape[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -83,9 +82,10 @@ def unknowns(
 
 def sampled_bytes(model: nn.Module, blocks: Blocks) -> int:
     """The bytes of a sample of every parameter that was there before the adapters, at most."""
-    by_part: defaultdict[Part | None, int] = defaultdict(int)
+    by_part: dict[Part | None, int] = {}
     for module in model.modules():
+        part = blocks.owner(module)
         for parameter in module._parameters.values():
             if parameter is not None and not parameter.requires_grad:
-                by_part[blocks.owner(module)] += sample_bytes(parameter)
-    return sum(blocks.whole(dict(by_part)))
+                by_part[part] = by_part.get(part, 0) + sample_bytes(parameter)
+    return sum(blocks.whole(by_part))

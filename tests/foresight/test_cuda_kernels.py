@@ -14,7 +14,7 @@ from transformers import BitsAndBytesConfig, LlamaConfig, MistralConfig
 
 from kbitwrap import predict_step
 from kbitwrap.foresight import cuda, tracker
-from kbitwrap.foresight.ledger import Ledger
+from kbitwrap.foresight.ledger import Ledger, Storage
 from kbitwrap.foresight.tracker import Watch
 
 BLOCK, MIB = 512, 1 << 20
@@ -34,31 +34,40 @@ def followed(
     """Run a function of new tensors, and its backward: what it kept after forward, and the most made in backward."""
     with FakeTensorMode():
         given = [torch.empty(shape, dtype=dtype, requires_grad=dtype.is_floating_point) for shape in shapes]
-        watch = Watch(0, cuda.ALLOCATION_BYTES, cuda.SCRATCH)
+        watch = Watch(on_cuda=True)
         with watch:
             with cuda.CudaFunctions():
                 made = function(*given)
-            before = len(watch.ledger.events)
+            before = len(events(watch.ledger))
             kept = live(watch.ledger)
             if backward:
                 grad = torch.empty_like(made)
-                start = len(watch.ledger.events)
+                start = len(events(watch.ledger))
                 with cuda.CudaFunctions():
                     torch.autograd.grad(made, given, grad)
         del made
     return kept, highest(watch.ledger, start) if backward else before
 
 
+def events(ledger: Ledger) -> list[tuple[Storage, bool]]:
+    return [event for span in ledger.spans for event in span.events]
+
+
 def live(ledger: Ledger) -> list[int]:
-    freed = {~event for event in ledger.events if event < 0}
-    return sorted((ledger.sizes[n] for n in range(len(ledger.sizes)) if n not in freed), reverse=True)
+    kept: dict[Storage, int] = {}
+    for storage, is_made in events(ledger):
+        if is_made:
+            kept[storage] = storage.num_bytes
+        else:
+            del kept[storage]
+    return sorted(kept.values(), reverse=True)
 
 
 def highest(ledger: Ledger, start: int) -> int:
     """The most that is made above the level at an event."""
     level = most = 0
-    for event in ledger.events[start:]:
-        level += ledger.sizes[event] if event >= 0 else -ledger.sizes[~event]
+    for storage, is_made in events(ledger)[start:]:
+        level += storage.num_bytes if is_made else -storage.num_bytes
         most = max(most, level)
     return most
 
@@ -128,10 +137,10 @@ def test_a_float32_softmax_of_float16_needs_no_copy(dtype: torch.dtype, most: in
 
     with FakeTensorMode():
         value = torch.empty(64, 64, dtype=dtype)
-        watch = Watch(0, 1)
+        watch = Watch()
         with watch, cuda.CudaFunctions():
             made(value)
-    is_copied = sum(watch.ledger.sizes) > 64 * 64 * 4
+    is_copied = sum(storage.num_bytes for storage, is_made in events(watch.ledger) if is_made) > 64 * 64 * 4
     assert is_copied == (dtype is torch.bfloat16)
 
 
@@ -153,7 +162,7 @@ def test_autocast_computes_in_float32_what_it_does_on_cuda(function: Callable[[t
 def test_autocast_keeps_the_copy_of_a_trained_weight_until_it_ends() -> None:
     with FakeTensorMode():
         weight, value = torch.empty(64, 64, requires_grad=True), torch.empty(8, 64, dtype=torch.bfloat16)
-        watch = Watch(0, 1)
+        watch = Watch()
         with watch, torch.no_grad():
             with torch.autocast("cpu", torch.bfloat16), cuda.CudaFunctions(), torch.enable_grad():
                 F.linear(value, weight)
