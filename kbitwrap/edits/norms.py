@@ -11,14 +11,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ..model.quantization import is_quantized_parameter
 from ..model.tree import ModelTree, shallow_copy
-from ..model.wrappers import class_before_sharding
 from ..tensors.devices import accelerators, random_state
 from ..tensors.dtypes import HALF_DTYPES
 from .base import ChangeBase, EditBase, write_attribute
 from .journal import MISSING, Call, WayBack
+
+Forward = Callable[..., Any]
+# of a forward's results; ``None`` for what is no tensor
+Dtypes = list[torch.dtype | None]
 
 
 def forward_slot(module: nn.Module) -> str:
@@ -28,7 +32,7 @@ def forward_slot(module: nn.Module) -> str:
 
 def can_rebind_forward(module: nn.Module) -> bool:
     """Whether a module has its class's ``forward``, or one bound to it, and no buffers, which may keep statistics."""
-    if (module._buffers or module._modules) and any(True for _ in module.buffers()):
+    if next(module.buffers(), None) is not None:
         return False
     forward = vars(module).get(forward_slot(module), MISSING)
     return forward is MISSING or (
@@ -53,133 +57,97 @@ class Float32Forward:
         self.module = module
         self.inner: Any = vars(module).get(forward_slot(module), MISSING)
         self.is_active = True
-        self._output_dtypes: dict[Any, list[torch.dtype | None]] = {}
+        self._output_dtypes: dict[Any, Dtypes] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward; in float32 while active."""
-        forward = (
-            type(self.module).forward if self.inner is MISSING else self.inner.__func__
-        )
+        forward = type(self.module).forward
+        if self.inner is not MISSING:
+            forward = self.inner.__func__
         if not self.is_active:
             return forward(self.module, *args, **kwargs)
         return self._run(forward, args, kwargs)
 
-    def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         """Run the module's own forward in float32, and give the output the dtype of the unprepared module's."""
         shell = float32_shell(self.module, to_float32)
-        output = forward(
-            shell,
-            *map(to_float32, args),
-            **{n: to_float32(v) for n, v in kwargs.items()},
-        )
+        upcast = tree_map(to_float32, (args, kwargs))
+        leaves, spec = tree_flatten(forward(shell, *upcast[0], **upcast[1]))
         dtypes = self._unprepared_dtypes(forward, args, kwargs)
-        if isinstance(output, torch.Tensor):
-            return output if dtypes[0] is None else output.to(dtypes[0])
-        parts = [
-            part.to(dtype)
-            if isinstance(part, torch.Tensor) and dtype is not None
-            else part
-            for part, dtype in zip(output, dtypes, strict=True)
-        ]
-        return (
-            type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
-        )
+        for index, dtype in enumerate(dtypes):
+            if dtype is not None:
+                leaves[index] = leaves[index].to(dtype)
+        return tree_unflatten(leaves, spec)
 
-    def _unprepared_dtypes(
-        self, forward: Callable[..., Any], args: Any, kwargs: Any
-    ) -> list[torch.dtype | None]:
+    def _unprepared_dtypes(self, forward: Forward, args: Any, kwargs: Any) -> Dtypes:
         """The dtypes that the unprepared module returns, measured once for each kind of input."""
+        values = [*args, *kwargs.values()]
         if torch.compiler.is_compiling():
             # A call that a kernel refuses must not be traced.
-            first = args[0] if args else next(iter(kwargs.values()))
-            is_refused = (
-                isinstance(self.module, (nn.LayerNorm, nn.GroupNorm))
-                and first.dtype not in HALF_DTYPES
-            )
-            return (
-                [first.dtype]
-                if is_refused
-                else _output_dtypes(self.module, forward, args, kwargs)
-            )
-        named = {
-            **dict(enumerate(args)),
-            **kwargs,
-            **{f".{n}": p for n, p in self.module._parameters.items()},
-        }
-        key = tuple((name, _kind(value)) for name, value in named.items())
+            refuses = isinstance(self.module, (nn.LayerNorm, nn.GroupNorm))
+            if refuses and values[0].dtype not in HALF_DTYPES:
+                return [values[0].dtype]
+            return self._measured_dtypes(forward, args, kwargs)
+        values += self.module._parameters.values()
+        key = (*kwargs, *map(_kind, values))
         if key not in self._output_dtypes:
             # This run's warnings and random draws must not show: its result is not
             # used.
-            put_back = random_state(
-                accelerators(v for v in named.values() if isinstance(v, torch.Tensor))
-            )
+            tensors = [value for value in values if isinstance(value, torch.Tensor)]
+            put_back = random_state(accelerators(tensors))
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    self._output_dtypes[key] = _output_dtypes(
-                        self.module, forward, args, kwargs
-                    )
+                    dtypes = self._measured_dtypes(forward, args, kwargs)
             finally:
                 put_back()
+            self._output_dtypes[key] = dtypes
         return self._output_dtypes[key]
+
+    def _measured_dtypes(self, forward: Forward, args: Any, kwargs: Any) -> Dtypes:
+        """The dtypes of what the unprepared module returns; ``None`` for what is no tensor."""
+        with torch.no_grad():
+            try:
+                output = forward(self.module, *args, **kwargs)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:
+                # The kernel refuses this mix of dtypes (layer_norm with float32 input
+                # and half weight): no dtype to match.
+                output = [*args, *kwargs.values()][0]
+        return [getattr(leaf, "dtype", None) for leaf in tree_leaves(output)]
 
 
 def to_float32(value: Any) -> Any:
     """Cast a half tensor; anything else is returned as it is."""
-    return (
-        value.float()
-        if isinstance(value, torch.Tensor) and value.dtype in HALF_DTYPES
-        else value
-    )
+    if isinstance(value, torch.Tensor) and value.dtype in HALF_DTYPES:
+        return value.float()
+    return value
 
 
 def float32_shell(module: nn.Module, upcast: Callable[[Any], Any]) -> nn.Module:
     """An object of the module's class that shares its attributes, with half parameters upcast, its children's too."""
     shell = shallow_copy(module)
-    fields = shell.__dict__
-    fields["_parameters"] = {
-        name: p if p is None or is_quantized_parameter(p) else upcast(p)
-        for name, p in module._parameters.items()
-    }
+    for name, parameter in module._parameters.items():
+        if parameter is not None and not is_quantized_parameter(parameter):
+            shell._parameters[name] = upcast(parameter)
     # FSDP1 has views of a weight in place of the parameter.
-    fields.update(
-        {
-            name: upcast(value)
-            for name, value in fields.items()
-            if isinstance(value, torch.Tensor)
-        }
-    )
-    if module._modules:
-        fields["_modules"] = {
-            n: child and float32_shell(child, upcast)
-            for n, child in module._modules.items()
-        }
+    for name, value in vars(module).items():
+        if isinstance(value, torch.Tensor):
+            vars(shell)[name] = upcast(value)
+    for name, child in module._modules.items():
+        if child is not None:
+            shell._modules[name] = float32_shell(child, upcast)
     return shell
 
 
 def _kind(value: Any) -> Any:
     """The part of an argument that decides the dtype of the output."""
-    if not isinstance(value, torch.Tensor):
-        return value if isinstance(value, (bool, int, str)) else type(value)
-    device = value.device.type
-    is_autocast = torch.is_autocast_enabled(device)
-    return value.dtype, device, is_autocast and torch.get_autocast_dtype(device)
-
-
-def _output_dtypes(
-    module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
-) -> list[torch.dtype | None]:
-    with torch.no_grad():
-        try:
-            output = forward(module, *args, **kwargs)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:
-            # The kernel refuses this mix of dtypes (layer_norm with float32 input and
-            # half weight): no dtype to match.
-            output = args[0] if args else next(iter(kwargs.values()))
-    parts = [output] if isinstance(output, torch.Tensor) else list(output)
-    return [part.dtype if isinstance(part, torch.Tensor) else None for part in parts]
+    if isinstance(value, torch.Tensor):
+        device = value.device.type
+        is_autocast = torch.is_autocast_enabled(device)
+        return value.dtype, device, is_autocast and torch.get_autocast_dtype(device)
+    return value if isinstance(value, (bool, int, str)) else type(value)
 
 
 _SLOTS = ("forward", "_old_forward")
@@ -190,32 +158,20 @@ class ComputeChange(ChangeBase):
 
     def __init__(self) -> None:
         self._installed: list[weakref.ref[Float32Forward]] = []
-        self._classes: set[type] = set()  # of their modules, and of copies of these
 
     def install(self, forward: Float32Forward) -> None:
         """Replace a module's forward."""
         self._installed.append(weakref.ref(forward))
-        self._classes.add(class_before_sharding(forward.module))
         vars(forward.module)[forward_slot(forward.module)] = forward
 
     def _live(self, tree: ModelTree) -> list[Float32Forward]:
         """Every ``Float32Forward`` in the live model, and on modules that have left it."""
-        found = {id(f): f for ref in self._installed if (f := ref()) is not None}
-        for module in [node.module for node in tree.modules]:
-            if class_before_sharding(module) in self._classes:
-                ours = [
-                    value
-                    for value in vars(module).values()
-                    if isinstance(value, Float32Forward)
-                ]
-                found.update(
-                    {
-                        id(forward): forward
-                        for forward in ours
-                        if forward.module is module
-                    }
-                )
-        return list(found.values())
+        found = [ref() for ref in self._installed]
+        for node in tree.modules:
+            for value in vars(node.module).values():
+                if isinstance(value, Float32Forward) and value.module is node.module:
+                    found.append(value)
+        return [one for one in dict.fromkeys(found) if one is not None]
 
     def undo(self, tree: ModelTree) -> None:
         """Put the modules' own forwards back; one that another library wrapped meanwhile becomes inactive."""
@@ -260,5 +216,6 @@ class ComputeInFloat32(EditBase):
     def apply(self, change: ComputeChange) -> None:
         """Replace the forwards."""
         for reference in self.modules:
-            if (module := reference()) is not None:
+            module = reference()
+            if module is not None:
                 change.install(self.forward(module))

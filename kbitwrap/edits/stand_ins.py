@@ -16,11 +16,11 @@ from torch.utils.hooks import RemovableHandle
 
 from ..model.quantization import is_quantized_parameter
 from ..model.records import TensorRef
-from ..model.tree import ModelTree, NamedTensor, only_reading
+from ..model.tree import ModelTree
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.upcast import UpcastTensor, multiplies_half
-from .base import ChangeBase, EditBase, write_attribute
-from .journal import MISSING, Call, WayBack
+from .base import ChangeBase, EditBase
+from .journal import Call, WayBack
 from .norms import Float32Forward, float32_shell, to_float32
 
 
@@ -34,30 +34,23 @@ class HeadForward(Float32Forward):
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         shell = float32_shell(self.module, self._upcast)
         weight: Any = shell.weight
+        is_product = forward is nn.Linear.forward and shell.bias is None
+        multiplies = isinstance(weight, UpcastTensor) and is_product and args
+        if not (multiplies and multiplies_half(args[0], weight.half_storage)):
+            args = map(to_float32, args)
+            kwargs = {name: to_float32(value) for name, value in kwargs.items()}
         device = weight.device.type
-        is_product = (
-            forward is nn.Linear.forward
-            and shell.bias is None
-            and isinstance(weight, UpcastTensor)
-        )
-        if not (is_product and args and multiplies_half(args[0], weight.half_storage)):
-            args, kwargs = (
-                map(to_float32, args),
-                {name: to_float32(value) for name, value in kwargs.items()},
-            )
-        with torch.autocast(
-            device if torch.amp.is_autocast_available(device) else "cpu", enabled=False
-        ):
+        if not torch.amp.is_autocast_available(device):
+            device = "cpu"
+        with torch.autocast(device, enabled=False):
             return forward(shell, *args, **kwargs)
 
-    def _upcast(self, parameter: torch.Tensor) -> torch.Tensor:
+    def _upcast(self, parameter: torch.Tensor) -> Any:
         is_trained = parameter.requires_grad and torch.is_grad_enabled()
-        if (
-            parameter.dtype not in HALF_DTYPES
-            or is_trained
-            or torch.compiler.is_compiling()
-        ):
-            return to_float32(parameter)  # type: ignore[no-any-return]
+        if parameter.dtype not in HALF_DTYPES or is_trained:
+            return to_float32(parameter)
+        if torch.compiler.is_compiling():
+            return to_float32(parameter)
         return UpcastTensor(parameter, None, self._chunk_bytes)
 
 
@@ -73,19 +66,14 @@ class Float32Copy:
         result: nn.Module = object.__new__(type(module))
         memo[id(module)] = result
         for parameter in module._parameters.values():
-            if (
-                parameter is None
-                or id(parameter) in memo
-                or is_quantized_parameter(parameter)
-            ):
+            if parameter is None or parameter.dtype not in HALF_DTYPES:
                 continue
-            if parameter.dtype in HALF_DTYPES:
-                upcast = parameter.detach().float()
+            if id(parameter) not in memo and not is_quantized_parameter(parameter):
                 memo[id(parameter)] = nn.Parameter(
-                    upcast, requires_grad=parameter.requires_grad
+                    parameter.detach().float(), requires_grad=parameter.requires_grad
                 )
         for name, value in vars(module).items():
-            if not isinstance(value, (UpcastTensor, Float32Copy, StandInState)):
+            if not isinstance(value, INSTALLED):
                 result.__dict__[name] = copy.deepcopy(value, memo)
         return result
 
@@ -99,10 +87,8 @@ class StandInState:
     def __call__(self) -> dict[str, Any]:
         """The module's attributes, with each stand-in marked as the module's own."""
         state = getattr(type(self.module), "__getstate__", vars)(self.module)
-        return {
-            k: value.as_state() if isinstance(value, UpcastTensor) else value
-            for k, value in state.items()
-        }
+        stand_ins = {k: v for k, v in state.items() if isinstance(v, UpcastTensor)}
+        return {**state, **{k: v.as_state() for k, v in stand_ins.items()}}
 
 
 class Float32First:
@@ -117,20 +103,21 @@ class Float32First:
         """Yield each of the module's parameters once, in their order."""
         weight = self.owner._parameters.get(self.name) if recurse else None
         for parameter in type(self.module).parameters(self.module, recurse):
-            yield (
-                vars(self.owner).get(self.name, weight)
-                if parameter is weight
-                else parameter
-            )
+            if parameter is weight:
+                parameter = vars(self.owner).get(self.name, weight)
+            yield parameter
+
+
+INSTALLED = (UpcastTensor, Float32Copy, StandInState, Float32First)
+"""The classes of the instance attributes by which a weight is upcast at use."""
 
 
 def can_stand_in(module: nn.Module, name: str) -> bool:
     """Whether an instance attribute can stand in for a parameter, which must not be renormalized in place."""
-    is_renormalized = isinstance(module, nn.Embedding) and module.max_norm is not None
-    is_taken = {name, "__deepcopy__", "__getstate__"} & vars(module).keys() or hasattr(
-        type(module), name
-    )
-    return not (is_taken or is_renormalized)
+    if isinstance(module, nn.Embedding) and module.max_norm is not None:
+        return False
+    is_taken = vars(module).keys() & {name, "__deepcopy__", "__getstate__"}
+    return not is_taken and not hasattr(type(module), name)
 
 
 class UpcastChange(ChangeBase):
@@ -138,11 +125,11 @@ class UpcastChange(ChangeBase):
 
     def __init__(self, tree: ModelTree, chunk_bytes: int | None) -> None:
         self._records, self._chunk_bytes = tree.records, chunk_bytes
+        self._model = weakref.ref(tree.model)
+        # of each module, the names of the weights; none of one that has them first
         self._names: weakref.WeakKeyDictionary[nn.Module, set[str]] = (
             weakref.WeakKeyDictionary()
         )
-        self._model = weakref.ref(tree.model)
-        self._readers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._hook: RemovableHandle | None = None
 
     def install(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -155,72 +142,65 @@ class UpcastChange(ChangeBase):
         vars(module)["__getstate__"] = StandInState(module)
         self._records.mark(module).dtypes[name] = parameter.dtype
 
+    def _weights(self) -> Iterator[tuple[nn.Module, str, UpcastTensor]]:
+        """The stand-ins of weights, each with its place."""
+        for module, names in self._names.items():
+            for name in names:
+                value = vars(module).get(name)
+                if isinstance(value, UpcastTensor):
+                    yield module, name, value
+
     def put_float32_first(self) -> None:
         """Put the stand-in first in each module with children that would begin with one of the weights."""
+        places: dict[int, tuple[nn.Module, str]] = {}
+        for owner, name, value in self._weights():
+            places.setdefault(id(value.held), (owner, name))
         model = self._model()
         assert model is not None
-        tree = ModelTree(model)
-        first: dict[str, NamedTensor] = {}
-        with only_reading():
-            for tensor in tree.all_tensors:
-                owner = tensor.path.rpartition(".")[0]
-                while owner not in first and tensor.parameter.is_floating_point():
-                    first[owner] = tensor
-                    owner = owner.rpartition(".")[0]
-        for node in tree.modules:
-            module, begins = node.module, first.get(node.path)
-            if begins is None or begins.name not in self._names.get(begins.module, ()):
+        for module in model.modules():
+            if not module._modules or "parameters" in vars(module):
                 continue
-            if module._modules and "parameters" not in vars(module):
-                vars(module)["parameters"] = Float32First(
-                    module, begins.module, begins.name
-                )
-                self._readers.add(module)
+            floating = filter(torch.is_floating_point, module.parameters())
+            place = places.get(id(next(floating, None)))
+            if place is not None:
+                vars(module)["parameters"] = Float32First(module, *place)
+                self._names.setdefault(module, set())
 
     def follow(self) -> None:
         """Begin to follow weights that are registered again."""
-        if self._hook is None:
-            change = weakref.ref(self)
+        if self._hook is not None:
+            return
+        method = weakref.WeakMethod(self._registered)
 
-            def registered(
-                module: nn.Module, name: str, parameter: nn.Parameter
-            ) -> nn.Parameter | None:
-                live = change()
-                return (
-                    None if live is None else live._registered(module, name, parameter)
-                )
+        def registered(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
+            found = method()
+            return None if found is None else found(module, name, parameter)
 
-            # torch annotates the hook as one that returns nothing, and registers what
-            # it returns.
-            self._hook = register_module_parameter_registration_hook(registered)  # type: ignore[arg-type]
-            weakref.finalize(self, self._hook.remove)
+        self._hook = register_module_parameter_registration_hook(registered)
+        weakref.finalize(self, self._hook.remove)
 
-    def _registered(
-        self, module: nn.Module, name: str, parameter: nn.Parameter
-    ) -> nn.Parameter | None:
+    def _registered(self, module: nn.Module, name: str, parameter: Any) -> Any:
         """The parameter to register instead, if any: for a stand-in its half weight; the new place gets a stand-in."""
         if isinstance(module, ParametrizationList):
             # The owner gives the weight away, and gets a property in its place.
-            for owner, own_name in self._attributes():
-                if vars(owner).get(own_name) is parameter:
-                    del vars(owner)[own_name]
+            for owner, names in self._names.items():
+                for own_name in names:
+                    if vars(owner).get(own_name) is parameter:
+                        del vars(owner)[own_name]
+        half = parameter
         if isinstance(parameter, UpcastTensor):
             place = parameter.owner
             if place is None or place[1] not in self._names.get(place[0], ()):
                 return None
             if not parameter.is_whole:
-                return nn.Parameter(
-                    parameter.clone(), requires_grad=parameter.requires_grad
-                )
+                return nn.Parameter(parameter.clone(), parameter.requires_grad)
             half = parameter.parameter
         else:
             if parameter.dtype not in HALF_DTYPES or parameter.requires_grad:
                 return None
-            if name not in self._names.get(module, ()) and not self._is_taken(
-                parameter, module
-            ):
+            is_known = name in self._names.get(module, ())
+            if not is_known and not self._is_taken(parameter, module):
                 return None
-            half = parameter
         self.install(module, name, half)
         return half
 
@@ -228,53 +208,30 @@ class UpcastChange(ChangeBase):
         """Whether another module than this has a stand-in for a parameter: PEFT registers a layer's in its copies."""
         if any(own is parameter for own in module._parameters.values()):
             return False  # a second name is no weight that the module uses
-        for owner, names in self._names.items():
-            if any(
-                getattr(vars(owner).get(name), "held", None) is parameter
-                for name in names
-            ):
-                return True
-        return False
+        return any(value.held is parameter for _, _, value in self._weights())
 
-    def _attributes(self, tree: ModelTree | None = None) -> list[tuple[nn.Module, str]]:
-        """The places of stand-ins: on the weights' owners and, given a tree, on modules that put float32 first."""
-        owners = [
-            (module, name)
-            for module, names in self._names.items()
-            for name in (*sorted(names), "__deepcopy__", "__getstate__")
-        ]
-        if tree is None:
-            return owners
-        # In the live model, PEFT's copies too.
-        modules = dict.fromkeys(
-            [*self._readers, *(node.module for node in tree.modules)]
-        )
-        return owners + [
-            (m, "parameters")
-            for m in modules
-            if isinstance(vars(m).get("parameters"), Float32First)
-        ]
+    def _installed(self, tree: ModelTree) -> list[tuple[nn.Module, str, Any]]:
+        """All that was installed, with its places: in the live model, on PEFT's copies too."""
+        found = []
+        for module in {**self._names, **{node.module: None for node in tree.modules}}:
+            for name, value in vars(module).items():
+                if isinstance(value, INSTALLED):
+                    found.append((module, name, value))
+        return found
 
     def undo(self, tree: ModelTree) -> None:
         """Remove the stand-ins, so that the parameters are seen again."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        for module, name in self._attributes(tree):
-            value = vars(module).get(name)
+        for module, name, value in self._installed(tree):
             if isinstance(value, UpcastTensor):
                 value._is_param, value.held = False, None
-            if isinstance(
-                value, (UpcastTensor, Float32Copy, StandInState, Float32First)
-            ):
-                del vars(module)[name]
+            del vars(module)[name]
 
     def now(self, tree: ModelTree) -> WayBack:
         """Record the current stand-ins."""
-        current = [
-            (module, name, vars(module).get(name, MISSING))
-            for module, name in self._attributes(tree)
-        ]
+        current = self._installed(tree)
 
         def resume() -> None:
             for module, name, value in current:
@@ -283,7 +240,7 @@ class UpcastChange(ChangeBase):
                     if held is None:
                         continue  # others moved it meanwhile
                     value._is_param, value.held = True, held
-                write_attribute(vars(module), name, value)
+                vars(module)[name] = value
             self.follow()
 
         return Call(resume)

@@ -225,7 +225,7 @@ class StorageChange(HeldOriginal):
             self._ready = None
             live = self.record.live()
             if live is not None and saved is None:
-                self.write(live, live.data.float())
+                self.write(live, live.data.to(torch.float32))
             elif live is not None and saved is not None:
                 self.resume(live, saved, self._rounded(saved))
             if kept is not None and bits is not None:
