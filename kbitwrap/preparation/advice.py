@@ -1,4 +1,7 @@
-"""What a plan warns of: each function names what it found, and returns at most one warning."""
+"""What a plan warns of.
+
+Each function names what it found, and returns at most one warning for each thing.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,10 @@ def of_lost_gradients(tree: ModelTree) -> Warnings:
 
 
 def of_unquantized_stacks(casts: Casts) -> Warnings:
-    """Name the stacks of experts in a model that bitsandbytes quantizes, which loading leaves as they are."""
+    """Name the stacks of experts in a model that bitsandbytes quantizes.
+
+    Loading leaves them as they are, because they are no linear layers.
+    """
     if not (casts.quantization.is_quantized and casts.quantization.casts):
         return []
     experts = [t for t in casts.tree.tensors if casts.role(t) is Role.EXPERT]
@@ -88,7 +94,10 @@ def _of_upcasts(casts: Casts) -> Warnings:
 
 
 def _of_mixed_precision(casts: Casts) -> Warnings:
-    """Say where a policy computes in half what is cast: the bytes are spent, and the numbers are not PEFT's."""
+    """Say where a policy computes in half what is cast.
+
+    The bytes of the cast are spent, and the numbers are still not those of float32.
+    """
     policy = mixed_precision(casts.base)
     if policy is None or not casts.castable:
         return []

@@ -1,4 +1,7 @@
-"""What a preparation casts to float32: stored so, or cast as it is used. Read-only; works on the meta device."""
+"""What a preparation casts to float32: stored so, or cast as it is used.
+
+Read-only; works on the meta device.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,13 @@ _Tensors = list[NamedTensor]
 
 
 class Casts:
-    """Finds what is cast; ``freeze_adapters`` treats adapters as the base, as PEFT's function does."""
+    """Finds what is cast, by the settings and by how the model is quantized.
+
+    ``freeze_adapters`` treats adapters as the base, as PEFT's function does.
+
+    Attributes:
+        base: The parameters that are prepared, each once.
+    """
 
     def __init__(
         self,
@@ -73,7 +82,10 @@ class Casts:
         return found
 
     def _refuse_unknown_to_peft(self, tensor: NamedTensor) -> None:
-        """Raise for a composed weight of a method that PEFT's function does not know, and would begin to cast."""
+        """Raise for a composed weight of a method that PEFT's function does not know.
+
+        That function would begin to cast it, and raise half-way.
+        """
         quantization = self.tree.quantization
         if not quantization.is_known_to_peft:
             raise UnsupportedModelError(
@@ -121,7 +133,10 @@ class Casts:
         return [t for t in self.castable if key_of(t.parameter) not in stored]
 
     def _stored_because(self, tensor: NamedTensor) -> str:
-        """Why a half parameter is stored in float32 under ``"compute"``; empty where it is upcast at use."""
+        """Why a half parameter is stored in float32 under ``"compute"``.
+
+        The reason is empty where the parameter is upcast at use.
+        """
         parameter = tensor.parameter
         is_layers = isinstance(tensor.module, (nn.Linear, nn.Embedding))
         is_weight = is_layers and tensor.name == "weight"
@@ -138,7 +153,10 @@ class Casts:
 
     @functools.cached_property
     def stores(self) -> list[Store]:
-        """Casts to float32, largest first: so the peak is what stays plus the last, small, originals."""
+        """Casts to float32, largest first.
+
+        So the peak is what stays plus the last, small, originals.
+        """
         upcast = {id(tensor.parameter) for tensor in self._upcast}
         # of parameters that share memory
         groups: defaultdict[int, _Tensors] = defaultdict(list)
@@ -151,7 +169,11 @@ class Casts:
         return sorted(stores, key=lambda edit: -edit.transient_bytes)
 
     def _store(self, group: _Tensors) -> Store:
-        """The edit that casts parameters of one memory, or only records what their layers rewrite when they run."""
+        """The edit that casts parameters of one memory.
+
+        Where the precision stores nothing, it only records what their layers rewrite when
+        they run.
+        """
         parameters = [tensor.parameter for tensor in group]
         refs = [TensorRef(weakref.ref(tensor.module), tensor.name) for tensor in group]
         record = Store(
@@ -186,7 +208,10 @@ class Casts:
 
     @functools.cached_property
     def _seen(self) -> set[int]:
-        """The memory that plain tensors and buffers of modules lie in: a parameter there goes back to it."""
+        """The keys of the memory that plain tensors and buffers of modules lie in.
+
+        A parameter that lies there too goes back to that very memory.
+        """
         found = set()
         for node in self.tree.modules:
             for value in (*vars(node.module).values(), *node.module._buffers.values()):

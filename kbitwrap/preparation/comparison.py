@@ -1,4 +1,8 @@
-"""A live model compared with the record of what it was: for restore's report, ``verify``, export and the manifest."""
+"""A live model compared with the record of what it was.
+
+Restore's report, ``verify``, export, the manifest and the doctor all read the result,
+so that they agree.
+"""
 
 from __future__ import annotations
 
@@ -87,18 +91,22 @@ def changes_of(
 
 
 def _compare_places(original: Original, tree: ModelTree, found: Changes) -> _Parameters:
-    """Note what is at the places of the base instead of what was, and return what is there and can be compared."""
+    """Note what is at the places of the base instead of what was.
+
+    Returns:
+        The recorded parameters that are there, whose values can be compared.
+    """
     there: _Parameters = {}
     live = {tensor.fqn: tensor for tensor in tree.base_tensors}
     live_modules = {node.fqn for node in tree.plain_base}
     for fqn, record in original.base.items():
+        module_fqn = fqn.rpartition(".")[0]
         tensor = live.pop(fqn, None)
         if tensor is None:
             gone = _outermost(fqn, live_modules)
             owner = record.refs[0].owner()
             found.replaced[fqn] = _replacement(gone, owner, "is gone")
-        elif original.owners[fqn]() is not tensor.module:
-            module_fqn = fqn.rpartition(".")[0]
+        elif original.modules[module_fqn]() is not tensor.module:
             found.replaced[fqn] = Replacement(module_fqn, "was replaced")
         elif not _is_recorded(record, tensor, tree):
             what = "was replaced or resized"
@@ -115,7 +123,10 @@ def _compare_places(original: Original, tree: ModelTree, found: Changes) -> _Par
 
 
 def _outermost(fqn: str, modules: Collection[str]) -> str:
-    """The outermost module that holds a parameter and is not one of these; the parameter where there is none."""
+    """The outermost module that holds a parameter and is not one of these.
+
+    It is what is named of a removed layer, say; the parameter where there is none.
+    """
     parts = fqn.split(".")
     for number in range(1, len(parts)):
         module_fqn = ".".join(parts[:number])
@@ -132,7 +143,10 @@ def _replacement(fqn: str, module: nn.Module | None, what: str) -> Replacement:
 
 
 def _is_recorded(record: ParameterRecord, tensor: NamedTensor, tree: ModelTree) -> bool:
-    """Whether a parameter is the one recorded, or, as far as can be told, that one sharded."""
+    """Whether a parameter is the one recorded, or that one sharded.
+
+    A shard is told by its place, and by its 4-bit statistics where it has some.
+    """
     parameter = tensor.parameter
     # Not by shape: a 4-bit layer that repacks its weight for the CPU gives it another
     # of as many elements.
@@ -179,7 +193,10 @@ def _changed_values(
 
 
 def changed_buffers(original: Original, tree: ModelTree) -> list[str]:
-    """The names of small buffers of the checkpoint, as running statistics, that hold other values than before."""
+    """The names of small buffers of the checkpoint that hold other values than before.
+
+    Running statistics are such. One that is gone is named too.
+    """
     live: dict[str, torch.Tensor | None] = {}
     for node in tree.base:
         for name, buffer in node.module._buffers.items():
@@ -197,7 +214,12 @@ def changed_buffers(original: Original, tree: ModelTree) -> list[str]:
 
 
 def others_in(original: Original, tree: ModelTree) -> tuple[list[str], list[str]]:
-    """The fqns of parameters that are not as they were, and the paths of parameters of others."""
+    """Find the parameters that are not as they were, and those of others.
+
+    Returns:
+        The fqns of the base's parameters with another flag, dtype or shape, or in whose
+            place another is; and the paths of parameters that were not there.
+    """
     replaced: list[str] = []
     foreign: list[str] = []
     for tensor in tree.tensors:
@@ -217,7 +239,10 @@ def others_in(original: Original, tree: ModelTree) -> tuple[list[str], list[str]
 def _is_as_before(
     original: Original, record: ParameterRecord, parameter: nn.Parameter
 ) -> bool:
-    """Whether a parameter has the flag, dtype and shape that it had; a shard's shape says nothing."""
+    """Whether a parameter has the flag, dtype and shape that it had.
+
+    A shard is taken to have them: its shape says nothing.
+    """
     if is_sharded_tensor(parameter):
         return True
     if parameter.dtype != record.dtype:
@@ -228,7 +253,10 @@ def _is_as_before(
 
 
 def changed_hooks(original: Original, tree: ModelTree) -> list[str]:
-    """The hooks that were added, and those that were removed: a hook is told by its id."""
+    """The hooks that were added, and those that were removed, as lines of a report.
+
+    A hook is told by its id: a user's function may have any name.
+    """
     before, now = original.hooks, hooks_of(tree)
     added = [line for key, line in now.items() if key not in before]
     removed = [line for key, line in before.items() if key not in now]

@@ -26,7 +26,7 @@ class Copies:
         self._resized = {id(tensor.parameter): record for record, tensor in resized}
 
     def changes(self, ours: Collection[ParameterRecord]) -> list[CopyChange]:
-        """The changes that take back casts by others, and round copies of parameters that they or we cast.
+        """Find casts by others, and copies of parameters that they or we cast.
 
         Args:
             ours: The records of parameters of which the journal holds the originals.
@@ -52,7 +52,10 @@ class Copies:
     def _change(
         self, tensor: NamedTensor, own: ParameterRecord | None
     ) -> CopyChange | None:
-        """The change of a parameter, whose ``own`` record is known unless it is a copy; ``None`` if it was not cast."""
+        """The change that rounds a parameter; ``None`` if it was not cast.
+
+        ``own`` is its record, which a copy does not have.
+        """
         parameter = tensor.parameter
         original = own or self._resized.get(id(parameter)) or self._stood_for(tensor)
         dtype = self._dtype_before(tensor, original)
@@ -73,7 +76,9 @@ class Copies:
         )
 
     def _stood_for(self, tensor: NamedTensor) -> ParameterRecord | None:
-        """The record whose dtype a copy is to have: what others did to it they did to the one that it has the name of.
+        """The record whose dtype a copy is to have.
+
+        What others did to it they did to the one that it has the name of.
 
         That one has the dtype of an adapter's copy, or the copy has taken its place.
         What a user put there is the user's, whatever its dtype.
@@ -95,7 +100,10 @@ class Copies:
     def _dtype_before(
         self, tensor: NamedTensor, original: ParameterRecord | None
     ) -> torch.dtype | None:
-        """The dtype of what a parameter is, or is a copy of; ``None`` where that was not cast."""
+        """The dtype that a parameter, or the one that it is a copy of, had before.
+
+        ``None`` where nothing was cast, and of quantized storage.
+        """
         if original is None:
             return self._original.records.dtype_before(tensor.module, tensor.name)
         if original.quantized_class is not None:
@@ -104,7 +112,11 @@ class Copies:
 
 
 def half_copies(original: Original, tree: ModelTree) -> list[NamedTensor]:
-    """The parameters that stand, by name, for a half one of the base, and are stored in half as that was."""
+    """The copies of half parameters that are stored in half too.
+
+    They stand, by name, for parameters of the base. Those made while a model is prepared
+    are in float32; these were made while it was suspended.
+    """
     found = []
     for tensor in tree.tensors:
         parameter = tensor.parameter

@@ -86,7 +86,16 @@ _OF_CONVOLUTIONS = "Input type ("
 def notes_on(
     error: BaseException | None, precision: Precision, *, is_suspended: bool = False
 ) -> list[str]:
-    """The way out of torch's errors about the dtypes of a prepared model; none for any other error."""
+    """The way out of torch's errors about the dtypes of a prepared model.
+
+    Args:
+        error: What was raised.
+        precision: The precision that the model is prepared with.
+        is_suspended: Whether the model is in its original state for a while.
+
+    Returns:
+        At most one note; none for any other error.
+    """
     message = str(error)
     if message.startswith(_OF_CONVOLUTIONS) and (
         is_suspended or not precision.upcasts_all
@@ -168,7 +177,10 @@ def _uses_stand_ins(plan: Plan) -> bool:
 
 
 def _packed(tree: ModelTree, param_dtype: torch.dtype | None) -> list[str]:
-    """Why 4-bit weights that are packed in a float dtype would be cast as if they were numbers."""
+    """Why an engine's policy would spoil 4-bit weights.
+
+    Those packed in a float dtype would be cast as if they were numbers.
+    """
     for tensor in tree.tensors:
         dtype = tensor.parameter.dtype
         is_packed = is_quantized_parameter(tensor.parameter) and dtype.is_floating_point

@@ -1,4 +1,7 @@
-"""Fingerprints of a model's parameters, taken without waiting for the device and compared in one read of it."""
+"""Fingerprints of a model's parameters.
+
+They are taken without waiting for the device, and compared in one read of it.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +34,19 @@ _Tensors = dict[ParameterRecord, torch.Tensor]
 
 
 def _sampled_part(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The strided tensor that a parameter is sampled by; ``None`` where there is none."""
+    """The strided tensor that a parameter is sampled by.
+
+    It is the first of those that a parameter is made of; ``None`` where there is none.
+    """
     parts = dense_parts(parameter)
     return parts[0].as_subclass(torch.Tensor) if parts else None
 
 
 def sample_bytes(parameter: torch.Tensor) -> int:
-    """The bytes that a parameter's sample takes, without reading a value; on the meta device as on any other."""
+    """The bytes that a parameter's sample takes, without reading a value.
+
+    It is the same on the meta device as on any other.
+    """
     part = _sampled_part(parameter)
     if part is None:
         return 0
@@ -49,7 +58,10 @@ def sample_bytes(parameter: torch.Tensor) -> int:
 
 
 def _sample(record: ParameterRecord, parameter: torch.Tensor) -> torch.Tensor | None:
-    """A sample in the recorded dtype; ``None`` without values, and of a 4-bit weight, which its statistics tell."""
+    """A sample of a parameter, in the recorded dtype.
+
+    ``None`` without values, and of a 4-bit weight, which its statistics tell.
+    """
     part = _sampled_part(parameter)
     if part is None or part.is_meta or record.quant_state is not None:
         return None
@@ -60,7 +72,9 @@ def _sample(record: ParameterRecord, parameter: torch.Tensor) -> torch.Tensor | 
 
 
 class Fingerprints:
-    """A sample of every parameter, on its device, which may miss a few elements; with ``audit`` digests too.
+    """A sample of every parameter, on its device; with ``audit``, digests too.
+
+    A sample of a large parameter may miss a change of a few elements; a digest sees any.
 
     Attributes:
         samples: The samples, flat, in the recorded dtypes.

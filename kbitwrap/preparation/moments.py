@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..edits.checkpointing import input_gradient_hooks
@@ -24,31 +25,48 @@ def _state(tree: ModelTree) -> dict[str, Any]:
     modules: dict[nn.Module, str] = {}
     for node in tree.base:
         modules.setdefault(node.module, node.fqn)
-    hooks = {fqn: len(input_gradient_hooks(m)) for m, fqn in modules.items()}
+    hooks: dict[str, int] = {}
+    checkpointing: list[str] = []
+    num_training = 0
+    for module, fqn in modules.items():
+        num_hooks = len(input_gradient_hooks(module))
+        if num_hooks:
+            hooks[fqn] = num_hooks
+        if vars(module).get("gradient_checkpointing") is True:
+            checkpointing.append(fqn)
+        num_training += module.training
     use_cache = getattr(getattr(tree.model, "config", None), "use_cache", None)
     return {
-        "input_gradient_hooks": {fqn: count for fqn, count in hooks.items() if count},
-        "checkpointing": [
-            fqn
-            for module, fqn in modules.items()
-            if vars(module).get("gradient_checkpointing") is True
-        ],
+        "input_gradient_hooks": hooks,
+        "checkpointing": checkpointing,
         "use_cache": use_cache if isinstance(use_cache, bool) else None,
         "num_modules": len(modules),
-        "num_training": sum(module.training for module in modules),
+        "num_training": num_training,
     }
 
 
 def _memory(tree: ModelTree) -> dict[str, int | None]:
-    parameters = [tensor.parameter for tensor in tree.tensors]
-    storages = [parameter.untyped_storage() for parameter in parameters]
-    counted = {storage._cdata: storage.nbytes() for storage in storages}
-    figures: dict[str, int | None] = {"parameter_bytes": sum(counted.values())}
-    for name in ("allocated", "reserved"):
-        counts = []
-        for device in accelerators(parameters):
-            count = function_of(device.type, f"memory_{name}")
-            if count is not None:
-                counts.append(count(device))
-        figures[f"{name}_bytes"] = sum(counts) if counts else None
-    return figures
+    """Bytes of the parameters' storages, each counted once, and as allocators count.
+
+    The latter are over all accelerators that hold parameters; ``None`` where there is
+    none whose allocator counts.
+    """
+    storages: dict[int, int] = {}
+    for tensor in tree.tensors:
+        storage = tensor.parameter.untyped_storage()
+        storages[storage._cdata] = storage.nbytes()
+    used = accelerators([tensor.parameter for tensor in tree.tensors])
+    return {
+        "parameter_bytes": sum(storages.values()),
+        "allocated_bytes": _counted(used, "memory_allocated"),
+        "reserved_bytes": _counted(used, "memory_reserved"),
+    }
+
+
+def _counted(devices: set[torch.device], function: str) -> int | None:
+    counts = []
+    for device in devices:
+        count = function_of(device.type, function)
+        if count is not None:
+            counts.append(count(device))
+    return sum(counts) if counts else None

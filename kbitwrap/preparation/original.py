@@ -37,14 +37,21 @@ _HOOK_DICTS = (
 
 
 def configs_of(module: nn.Module) -> list[tuple[str, Any]]:
-    """The configs of a module that are saved with a checkpoint, each with its attribute's name."""
-    found = [(name, vars(module).get(name)) for name in CONFIG_ATTRIBUTES]
-    return [one for one in found if hasattr(one[1], "save_pretrained")]
+    """The configs of a module that a checkpoint holds, each with its attribute's name."""
+    found = []
+    for name in CONFIG_ATTRIBUTES:
+        config = vars(module).get(name)
+        if hasattr(config, "save_pretrained"):
+            found.append((name, config))
+    return found
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """A persistent buffer as it was; its digest, begun when it was recorded, is read when it is asked for."""
+    """A persistent buffer as it was.
+
+    Its digest, begun when it was recorded, is read when it is asked for.
+    """
 
     dtype: torch.dtype
     shape: torch.Size
@@ -52,33 +59,46 @@ class Buffer:
 
 
 class Original:
-    """The base of a model before it was prepared; with ``audit`` every unquantized parameter is digested as a whole."""
+    """The base of a model before it was prepared.
+
+    Attributes:
+        model: The model, held weakly.
+        before: Its hooks, flags, modes and memory, as the manifest records them.
+        base: The records of the base's parameters, by fqn.
+        parameters: The same records, each once.
+        flags: ``requires_grad`` of these and of adapters that were there before.
+        modules: The base's modules by fqn, held weakly.
+        fingerprints: Samples of the values; with ``audit`` every unquantized parameter is
+            digested as a whole too.
+        sharing_memory: The records of parameters that lie over the memory of others.
+        buffers: The buffers that a checkpoint holds, by fqn.
+        hooks: The hooks of all modules, by their ids, each as a line of a report.
+    """
 
     def __init__(self, tree: ModelTree, *, audit: bool = False) -> None:
         self.model = weakref.ref(tree.model)
         self.records = tree.records
         self.before = read_moment(tree)
-        # Of one name, or at two places, there may be two.
         self.base: dict[str, ParameterRecord] = {}
+        self.flags: dict[ParameterRecord, bool] = {}
         parameters: dict[ParameterRecord, nn.Parameter] = {}
         with only_reading():
-            for tensor, record in zip(
-                tree.base_tensors, tree.base_records, strict=True
-            ):
+            # A record may have two names, and a name two records.
+            for tensor in tree.base_tensors:
+                record = tree.record(tensor)
                 self.base[tensor.fqn] = record
                 parameters[record] = tensor.parameter
-            self.modules = {node.fqn for node in tree.plain_base}
-            self.owners = {t.fqn: weakref.ref(t.module) for t in tree.base_tensors}
-            # Those of adapters that were there before, too.
-            self.flags = {
-                tree.record(tensor): tensor.parameter.requires_grad
-                for tensor in tree.tensors
-            }
+            for tensor in tree.tensors:
+                record = tree.record(tensor)
+                self.flags[record] = tensor.parameter.requires_grad
             self.fingerprints = Fingerprints(parameters.items(), audit)
         self.parameters = list(parameters)
-        counts = Counter([record.memory for record in self.parameters])
-        self.sharing_memory = {r for r in self.parameters if counts[r.memory] > 1}
-        self.buffers = _buffers_of(tree)  # that a checkpoint holds, by fqn
+        self.modules = {node.fqn: weakref.ref(node.module) for node in tree.plain_base}
+        memories = Counter([record.memory for record in self.parameters])
+        self.sharing_memory = {
+            record for record in self.parameters if memories[record.memory] > 1
+        }
+        self.buffers = _buffers_of(tree)
         self.hooks = hooks_of(tree)
         # The memo of ``deepcopy``: the copies by ``id``, and the configs, held.
         self._configs: dict[int, Any] = {}
@@ -91,17 +111,24 @@ class Original:
         return self._configs.get(id(config), config)
 
     def turned_on(self, tree: ModelTree) -> list[TensorRef]:
-        """The places of base parameters that a restore makes trainable under a live adapter."""
+        """The places of base parameters that a restore makes trainable under an adapter.
+
+        None where no adapter is live: then the base is all that can be trained.
+        """
         found = []
         for record in self.parameters if tree.adapter_ids else ():
             parameter = record.there()
-            is_frozen = parameter is not None and not parameter.requires_grad
-            if is_frozen and self.flags[record]:
+            if parameter is None or parameter.requires_grad:
+                continue
+            if self.flags[record]:
                 found.append(record.refs[0])
         return found
 
     def is_alias(self, module: nn.Module, name: str) -> bool:
-        """Whether a new name has a parameter that the module had under another: PEFT names AQLM's codes ``qweight``."""
+        """Whether a new name has a parameter that the module had under another.
+
+        PEFT names AQLM's codes ``qweight``, for one.
+        """
         parameter = module._parameters[name]
         if parameter is None or self.records.at(module, name) is not None:
             return False
@@ -127,47 +154,55 @@ class Original:
     def _find_by_memory(
         self, tree: ModelTree, lost: list[ParameterRecord]
     ) -> list[ParameterRecord]:
-        """Find parameters at places that they did not have, and return the records of the others."""
-        by_memory = {
-            key_of(tensor.parameter): tensor
-            for tensor in tree.tensors
-            if id(tensor.parameter) not in tree.known
-        }
+        """Find parameters at places that they did not have, by their memory.
+
+        Returns:
+            The records of those that are still lost.
+        """
+        by_memory: dict[Any, NamedTensor] = {}
+        for tensor in tree.tensors:
+            if id(tensor.parameter) not in tree.known:
+                by_memory[key_of(tensor.parameter)] = tensor
         still_lost = []
         for record in lost:
-            tensors = [by_memory[key] for key in record.memory if key in by_memory]
-            if tensors and tensors[0].parameter.shape == record.shape:
-                record.moved(tree.places(tensors[0]))
-                tree.known[id(tensors[0].parameter)] = record
-            else:
+            found = [by_memory[key] for key in record.memory if key in by_memory]
+            if not found or found[0].parameter.shape != record.shape:
                 still_lost.append(record)
+                continue
+            record.moved(tree.places(found[0]))
+            tree.known[id(found[0].parameter)] = record
         return still_lost
 
     def _find_by_value(self, tree: ModelTree, lost: list[ParameterRecord]) -> None:
-        """Find parameters that got other memory: what is at their place, or has their name, holds their values."""
-        named = {}
+        """Find parameters that got other memory, as a move to another device gives it.
+
+        What is at their place, or else has their name, must hold their values.
+        """
+        named: dict[str, NamedTensor] = {}
         for tensor in tree.base_tensors:
             # Neither marked as a copy of the base's, nor there in a suspension before.
             is_copy = self.records.mark_of(tensor.module) is not None
             was_there = self.records.at(tensor.module, tensor.name) is not None
-            if not (id(tensor.parameter) in tree.known or is_copy or was_there):
+            is_known = id(tensor.parameter) in tree.known
+            if not (is_known or is_copy or was_there):
                 named[tensor.fqn] = tensor
         elsewhere: dict[ParameterRecord, NamedTensor] = {}
-        candidates: list[tuple[ParameterRecord, nn.Parameter]] = []
+        candidates: dict[ParameterRecord, nn.Parameter] = {}
         for record in lost:
             there = next(iter(tree.at_places(record)), None)
             other = named.get(record.fqn)
             if there is None and other is not None:
-                is_trained_since = other.parameter.requires_grad > self.flags[record]
-                if not is_trained_since:
-                    elsewhere[record] = other
-                    there = other.parameter
+                # What is trained though the original was frozen is somebody else's.
+                if other.parameter.requires_grad and not self.flags[record]:
+                    continue
+                elsewhere[record] = other
+                there = other.parameter
             if there is None or there.shape != record.shape:
                 continue
             if record in self.fingerprints.samples:
-                candidates.append((record, there))
-        changed = self.fingerprints.changed(candidates)
-        for record, there in candidates:
+                candidates[record] = there
+        changed = self.fingerprints.changed(candidates.items())
+        for record, there in candidates.items():
             # A layer that rewrites a parameter moves it before training changes it.
             if record in changed and not _is_rewritten(record):
                 continue
@@ -185,7 +220,10 @@ class Original:
 
 
 def _buffers_of(tree: ModelTree) -> dict[str, Buffer]:
-    """The base's buffers that a checkpoint holds and training writes, by fqn; they are small."""
+    """The base's buffers that a checkpoint holds, by fqn.
+
+    Training writes them, as running statistics; they are small.
+    """
     found = {}
     for node in tree.base:
         for name, buffer in node.module._buffers.items():
@@ -211,5 +249,8 @@ def hooks_of(tree: ModelTree) -> dict[int, str]:
 
 def _is_rewritten(record: ParameterRecord) -> bool:
     """Whether a layer that the parameter is in rewrites it when it runs."""
-    owners = [(ref.owner(), ref.name) for ref in record.refs]
-    return any(owner and is_rewritten(owner, name) for owner, name in owners)
+    for ref in record.refs:
+        owner = ref.owner()
+        if owner is not None and is_rewritten(owner, ref.name):
+            return True
+    return False

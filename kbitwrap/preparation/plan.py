@@ -200,7 +200,12 @@ def build_plan(
 
 
 def plan_as_detected(tree: ModelTree, config: PrepareConfig) -> Plan:
-    """Plan for a model that is known to be supported; refuse a plan that is over the budget."""
+    """Plan for a model that is known to be supported.
+
+    Raises:
+        MemoryBudgetError: The plan's peak is over the budget; it names the precisions
+            that would fit.
+    """
     with only_reading():
         plan = write_plan(Planner(tree, config, tree.quantization))
     budget = config.memory_budget_bytes
@@ -229,7 +234,10 @@ def plan_as_detected(tree: ModelTree, config: PrepareConfig) -> Plan:
 
 
 def signature(tree: ModelTree) -> tuple[list[Any], list[Any]]:
-    """What a plan depends on: the modules, and the parameters, what these are and where. It holds none of them."""
+    """What a plan depends on, to be compared: the modules, and what is in them.
+
+    It holds no module and no parameter, but ids, which are good while the model lives.
+    """
     modules = [
         (n.path, id(n.module), type(n.module), len(vars(n.module))) for n in tree.nodes
     ]

@@ -1,4 +1,7 @@
-"""The planner: which edits a preparation takes, and what each of them costs. Read-only; works on the meta device."""
+"""The planner: which edits a preparation takes, and what each of them costs.
+
+Read-only; works on the meta device.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,13 @@ from .fingerprints import sample_bytes
 
 
 class Planner:
-    """Writes the edits down, and gathers ``warnings``; the ``alarms`` are those that nobody may miss."""
+    """Writes the edits down, and gathers warnings.
+
+    Attributes:
+        casts: What is cast, which the warnings read too.
+        warnings: Consequences that need attention.
+        alarms: Those of them that nobody may miss.
+    """
 
     def __init__(
         self,
@@ -66,7 +75,10 @@ class Planner:
         self.alarms += warnings
 
     def edits(self) -> tuple[EditBase, ...]:
-        """Write the edits down, in the order in which they are applied; gathers warnings on the way."""
+        """Write the edits down, in the order in which they are applied.
+
+        Warnings are gathered on the way, those of what the model is first.
+        """
         self._warn_of_what_it_is()
         layers = [node for node in self.tree.modules if has_runtime_state(node.module)]
         refuse_without_backward(self.tree, layers)
@@ -118,7 +130,10 @@ class Planner:
             self.alarms.append(warning)
 
     def _upcast_before(self) -> int:
-        """The float32 bytes of what is not quantized, if somebody has frozen and upcast all of it; else 0."""
+        """The float32 bytes of what is not quantized, if all of it was frozen and upcast.
+
+        Else 0: then nobody has prepared the model.
+        """
         num_bytes = 0
         for tensor in self.casts.base:
             parameter = tensor.parameter
@@ -134,13 +149,19 @@ class Planner:
         return num_bytes
 
     def sample_bytes(self) -> int:
-        """The bytes of the samples that the record of the base keeps, each parameter counted once."""
+        """The bytes of the samples that the record of the base keeps.
+
+        Each parameter counts once.
+        """
         tensors = self.tree.base_tensors
         base = {id(tensor.parameter): tensor.parameter for tensor in tensors}
         return sum(sample_bytes(parameter) for parameter in base.values())
 
     def compute_norms(self) -> list[ComputeInFloat32]:
-        """The norms that the precision computes in float32 and that do not yet, as at most one edit."""
+        """The norms that the precision computes in float32, as at most one edit.
+
+        Those that compute so already are left out: adapters may be new, and the rest not.
+        """
         precision = self.config.precision
         if precision is Precision.NORMS:
             blocks: tuple[str, ...] = ("",)
@@ -172,7 +193,10 @@ class Planner:
         return _compute(nodes, Role.NORM, Float32Forward)
 
     def compute_head(self) -> list[ComputeInFloat32]:
-        """The output head in float32, and trained copies of it, where that is asked for and not so yet."""
+        """The output head in float32, and trained copies of it, as at most one edit.
+
+        None where that was not asked for, and of those that compute so already.
+        """
         if self.config.head is None or self.config.precision.upcasts_all:
             return []
         found = [node for node in heads(self.tree) if can_rebind_forward(node.module)]
@@ -233,7 +257,10 @@ class Planner:
 def _compute(
     nodes: list[Node], role: Role, forward: Callable[[nn.Module], Float32Forward]
 ) -> list[ComputeInFloat32]:
-    """The edit that replaces the forwards of modules; none where there are no modules."""
+    """The edit that replaces the forwards of modules, as a list.
+
+    The list is empty where there are no modules.
+    """
     if not nodes:
         return []
     fqns = tuple(node.fqn for node in nodes)

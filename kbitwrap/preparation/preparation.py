@@ -1,4 +1,7 @@
-"""A preparation in force: the journal, the record of what was there before, and of what was left."""
+"""A preparation in force.
+
+It holds the journal, the record of what was there before, and that of what was left.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,21 @@ changing = threading.RLock()
 
 
 class Preparation:
-    """The preparation of one model, from its first edit to its last undo; found again by the model."""
+    """The preparation of one model, from its first edit to its last undo.
+
+    While it is in force, it is found again by the model.
+
+    Attributes:
+        original: What was there before the first plan was applied.
+        left: What the last one left.
+        after: Hooks, flags, modes and memory at its end, as the manifest records them.
+        holder: The wrapper, held weakly: the model keeps it alive.
+        journal: The changes made, and the way back.
+        plans: The plans applied, one on top of the other.
+        turned_on: The places of base parameters that a restore made trainable.
+        put_back: The names of what a restore put back. These two are added to by each of
+            the calls that fail and are made again.
+    """
 
     original: Original  # what was there before the first plan was applied
     left: PreparedState  # what the last one left
@@ -86,7 +103,10 @@ class Preparation:
 
     @staticmethod
     def find(tree: ModelTree) -> Preparation | None:
-        """The preparation that holds a model or a part of it, whatever was wrapped around the model since."""
+        """The preparation that holds a model or a part of it.
+
+        It is found whatever was wrapped around the model since.
+        """
         for preparation, other in _all_in_force():
             if not other.owners.isdisjoint(tree.owners):
                 return preparation
@@ -94,13 +114,22 @@ class Preparation:
 
     @staticmethod
     def tree_of(model: nn.Module) -> tuple[ModelTree, Preparation | None]:
-        """Begin an operation on a model that may be prepared: its tree, as `tree` makes it where it is."""
+        """Begin an operation on a model that may be prepared.
+
+        Returns:
+            The walk of the model, as ``tree`` makes it where it is prepared, and the
+                preparation, or ``None``.
+        """
         tree = tree_of(model)
         preparation = Preparation.find(tree)
         return tree if preparation is None else preparation.tree(model), preparation
 
     def tree(self, model: nn.Module | None = None) -> ModelTree:
-        """The prepared model now, or what was made of it, with every recorded parameter that is there found again."""
+        """Walk the prepared model, or what was made of it.
+
+        Every recorded parameter that is there is found again; what others left sharded or
+        laid out otherwise after a forward is as it is stored.
+        """
         model = self.original.model() if model is None else model
         assert model is not None  # who calls holds it
         tree = ModelTree(model, self.original.records)
@@ -111,7 +140,13 @@ class Preparation:
         return tree
 
     def apply(self, plan: Plan, tree: ModelTree) -> None:
-        """Apply a plan on top of what is applied, all or nothing, and take hold of the model."""
+        """Apply a plan on top of what is applied, all or nothing.
+
+        The first edit takes hold of the model, so that it keeps its wrapper.
+
+        Raises:
+            EditError: An edit failed; the model is as it was before this call.
+        """
         try:
             with self._all_or_nothing(tree), plain_mode():
                 config = plan.config
@@ -156,7 +191,11 @@ class Preparation:
         _in_force.pop(id(self), None)
 
     def adopt(self, peft_model: nn.Module) -> None:
-        """Compute norms of blocks with new adapters as the precision says, all or nothing; the plan grows by it."""
+        """Compute norms of blocks with new adapters as the precision says.
+
+        It is all or nothing, and the plan grows by it. What accelerate sets on the model
+        with the adapters is recorded, and undone by a restore.
+        """
         # Only forwards of modules are replaced: no parameter has to be found again.
         model = cast("nn.Module", self.original.model())
         tree = ModelTree(model, self.original.records)
@@ -197,7 +236,10 @@ class Preparation:
                 getattr(error, "add_note", _logger.error)(note)
 
     def copies(self, tree: ModelTree) -> list[CopyChange]:
-        """The changes that take back casts by others, and float32 copies that PEFT made of base modules."""
+        """The changes that take back casts by others, and copies of base modules.
+
+        They are not in the journal: what others do is read when it has to be undone.
+        """
         held = self.journal.parts(HeldOriginal)
         ours = {one.record for one in held}
         return Copies(self.original, tree).changes(ours)
@@ -218,7 +260,12 @@ class Preparation:
             return self.left.diff(tree, replaced, changes.drifted)
 
     def suspend(self, way_back: Journal, *, hold: bool) -> None:
-        """Put back the state from before for a while, all or nothing; ``hold`` keeps the wrapper alive meanwhile."""
+        """Put back the state from before for a while, all or nothing.
+
+        Args:
+            way_back: The journal that leads back, at every moment.
+            hold: Whether the model keeps the wrapper alive meanwhile.
+        """
         with plain_mode():
             tree = self.tree()
             refuse_sharded_since(tree, changes_dtypes=self.upcasts_all)
@@ -242,7 +289,11 @@ class Preparation:
             way_back.apply(edits, tree)
 
     def _upcast_copies(self) -> None:
-        """Store copies of base modules in float32 that were made since, in half: as those made while prepared are."""
+        """Store copies in float32 that were made of base modules while suspended.
+
+        Those made while the model is prepared are in float32, and so are its activations. A
+        copy that was there, and kept in half by somebody, stays so.
+        """
         if not self.upcasts_all:
             return
         records = self.original.records
@@ -292,7 +343,10 @@ def explain(error: BaseException) -> None:
 
 
 def refuse_held(tree: ModelTree, but: Preparation | None = None) -> None:
-    """Raise for a model of which another preparation than ``but`` holds a part: a module's, or a shared parameter."""
+    """Raise for a model of which another preparation than ``but`` holds a part.
+
+    Such a part is a module, or a parameter that two models share.
+    """
     paths = {id(tensor.parameter): tensor.path for tensor in tree.tensors}
     for preparation, other in _all_in_force():
         if preparation is but:
@@ -315,7 +369,11 @@ def refuse_held(tree: ModelTree, but: Preparation | None = None) -> None:
 
 
 def _emptying_cache(edits: Iterable[Any]) -> Iterator[Any]:
-    """The edits; when the next one is asked for, a large cast's freed blocks are returned to the device first."""
+    """The edits, with freed memory given back between them.
+
+    When the next one is asked for, a large cast's freed blocks are returned to the device
+    first, so that the peak is the plan's.
+    """
     for edit in edits:
         yield edit
         if edit.transient_bytes >= LARGE_BLOCK_BYTES:

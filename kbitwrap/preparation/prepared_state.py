@@ -44,7 +44,10 @@ class PreparedState:
         return self._parameters.get(record)
 
     def reread(self, tree: ModelTree, modules: Collection[nn.Module]) -> PreparedState:
-        """This state, with modules read again that were edited since: their attributes now are the expected ones."""
+        """This state, with modules read again that were edited since.
+
+        Their attributes now are the expected ones.
+        """
         state = copy.copy(self)
         state._modules = dict(self._modules)
         for node in tree.base:
@@ -107,14 +110,20 @@ def _differences(
 
 
 def _rewritten(tensor: NamedTensor) -> set[str]:
-    """The properties that differ since a quantized layer ran, in inference mode or not: it casts its bias then."""
+    """The properties that may differ because a quantized layer ran.
+
+    It casts its bias to the dtype that it computes in, in inference mode too.
+    """
     if not is_rewritten(tensor.module, tensor.name):
         return set()
     return {"dtype", "writes"} if tensor.parameter.is_inference() else {"dtype"}
 
 
 def _written_by_adapters(tree: ModelTree) -> set[int]:
-    """The ``id`` of each parameter that an adapter on it (``target_parameters``) writes back after each forward."""
+    """The ``id`` of each parameter that an adapter on it writes back after each forward.
+
+    Adapters on parameters (``target_parameters``) do so.
+    """
     found: set[int] = set()
     for node in tree.adapters:
         if hasattr(node.module, "parameter_name"):
@@ -149,7 +158,10 @@ def _state_of_module(module: nn.Module) -> State:
 
 
 def _plain(value: Any) -> Any:
-    """A value that can be compared: two partials of the same call are not equal, their parts are."""
+    """A value that can be compared.
+
+    Two partials of the same call are not equal; their parts are.
+    """
     if isinstance(value, functools.partial):
         return value.func.__qualname__, value.args, dict(value.keywords)
     return value

@@ -1,4 +1,7 @@
-"""The state of the process that a preparation touches: allocators, autograd modes, random generators, ranks."""
+"""The state of the process that a preparation touches.
+
+It is that of allocators, autograd modes, random generators, progress bars and ranks.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ LARGE_BLOCK_BYTES = 10 << 20
 
 @contextlib.contextmanager
 def plain_mode() -> Iterator[None]:
-    """No autograd and no autocast; no inference mode, for a tensor made under it could never be trained with again."""
+    """A context without autograd, autocast and inference mode.
+
+    A tensor made in inference mode could never be trained with again.
+    """
     with torch.inference_mode(False), torch.no_grad(), contextlib.ExitStack() as stack:
         for device_type in ("cpu", accelerator_type()):
             if device_type is not None and torch.is_autocast_enabled(device_type):
@@ -39,7 +45,9 @@ def devices_of(tree: ModelTree) -> set[torch.device]:
 
 
 def devices(tree: ModelTree) -> dict[str, Any]:
-    """The number of processes that train together, and of devices that this one sees, those it uses counted as one.
+    """The number of processes that train together, and of devices that this one sees.
+
+    Those that the model uses count as one.
 
     With the type of those devices, where it is another than CUDA's.
     """
@@ -57,7 +65,10 @@ def devices(tree: ModelTree) -> dict[str, Any]:
 
 
 def bar(items: Sequence[Any], what: str, *, is_shown: bool) -> Iterable[Any]:
-    """The items, with a progress bar on standard error; no bar is made where none is shown, as it starts a thread."""
+    """The items, with a progress bar on standard error where one is to be shown.
+
+    Else none is made: a bar of tqdm starts a thread that stays, shown or not.
+    """
     if not is_shown:
         return items
     return cast("Iterable[Any]", tqdm(items, desc=what, unit="edit", leave=False))
@@ -69,7 +80,11 @@ def is_distributed() -> bool:
 
 
 def reshard(tree: ModelTree) -> bool:
-    """Shard again what FSDP2 left whole after a forward, by its own hooks; say whether it shards anything."""
+    """Shard again what FSDP2 left whole after a forward, by its own hooks.
+
+    Returns:
+        Whether it shards anything, so that parameters may have been replaced.
+    """
     _refuse_whole(tree)
     is_sharded = False
     for node in tree.modules:
@@ -118,7 +133,10 @@ _HALF_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 
 
 def mixed_precision(tensors: Sequence[NamedTensor]) -> MixedPrecision | None:
-    """The mixed-precision policy that is known yet: accelerate's, its launcher's, or an autocast that is on."""
+    """The mixed-precision policy that is known yet.
+
+    It is accelerate's, its launcher's, or an autocast that is on, in this order.
+    """
     shared = loaded_class("accelerate.state", "AcceleratorState")
     state: dict[str, Any] = getattr(shared, "_shared_state", {})
     policy = getattr(state.get("fsdp_plugin"), "mixed_precision_policy", None)
@@ -139,7 +157,10 @@ def mixed_precision(tensors: Sequence[NamedTensor]) -> MixedPrecision | None:
 
 
 def refuse_retyping_under_ddp(held: Sequence[HeldOriginal]) -> None:
-    """Raise where a trained parameter would lose its gradient accumulator, which ``DistributedDataParallel`` hooks."""
+    """Raise where a trained parameter would lose its gradient accumulator.
+
+    ``DistributedDataParallel`` hooks it, and would not synchronize the parameter again.
+    """
     for one in held if is_distributed() else ():
         parameter = one.record.live()
         if parameter is None or parameter.dtype == one.dtype:

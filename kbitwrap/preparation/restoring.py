@@ -9,7 +9,8 @@ from ..edits.kept import KeptChange
 from ..edits.storage import CopyChange, StorageChange, TrainedError
 from ..errors import ConfigError, RestoreError
 from ..model.checks import refuse_sharded_since
-from ..model.tree import only_reading
+from ..model.records import ParameterRecord
+from ..model.tree import ModelTree, only_reading
 from ..reports import RestoreReport
 from .comparison import changed_buffers, changed_hooks, changes_of, others_in
 from .preparation import Preparation
@@ -18,7 +19,15 @@ from .training_on import warn_of_training_on
 
 
 class Restoring:
-    """One restore: reads the model as it is prepared. The call undoes all, and may be made again after a failure."""
+    """One restore of a model.
+
+    When it is made, it reads the model as it is prepared. The call undoes everything, and
+    may be made again after an interrupt.
+
+    Args:
+        preparation: What is to be undone.
+        trained: What is done with values that changed while they were stored upcast.
+    """
 
     def __init__(self, preparation: Preparation, trained: TrainedPolicy) -> None:
         self._preparation = preparation
@@ -31,34 +40,36 @@ class Restoring:
             changed: set[str] = set()
             if trained == "error":
                 changes = preparation.changes(tree)
-                changed = {*changes.trained, *changes.drifted}
+                changed.update(changes.trained, changes.drifted)
             self._held = journal.parts(HeldOriginal)
-            # Some stayed where they were an error.
+            # Some stayed in the journal where they were an error.
             self._copies = [*journal.parts(CopyChange), *preparation.copies(tree)]
             self._rewritten = journal.parts(KeptChange)
             with only_reading():
-                training = [t for t in tree.tensors if t.parameter.requires_grad]
-                self._trainable = {
-                    tree.known.get(id(t.parameter), tree.records.at(t.module, t.name))
-                    for t in training
-                }
+                self._trainable = _trainable(tree)
                 turned_on = preparation.original.turned_on(tree)
-                self._turned_on = preparation.turned_on + turned_on
+            self._turned_on = preparation.turned_on + turned_on
         # what is done with each value that changed
         self._policies = [(one, trained) for one in self._held]
         for copy in self._copies:
             is_unchanged = copy.is_base and copy.fqn not in changed
-            self._policies.append((copy, "keep" if is_unchanged else trained))
+            policy: TrainedPolicy = "keep" if is_unchanged else trained
+            self._policies.append((copy, policy))
 
     def __call__(self) -> RestoreReport:
-        """Undo everything, even where something fails, and report what is otherwise than it was."""
-        preparation, journal = self._preparation, self._preparation.journal
+        """Undo everything, and report what is otherwise than it was.
+
+        Raises:
+            RestoreError: Something could not be undone. All else was.
+        """
+        preparation = self._preparation
+        journal = preparation.journal
         with plain_mode():
             preparation.turned_on = self._turned_on
-            for one, policy in self._policies:
-                one.decide(policy)
             new = [copy for copy in self._copies if copy not in journal.changes]
             journal.record(*new)
+            for one, policy in self._policies:
+                one.decide(policy)
             failures = self._undo()
             for one, _ in self._policies:
                 one.decide("keep")
@@ -87,14 +98,14 @@ class Restoring:
         return failures
 
     def _report(self) -> RestoreReport:
-        """Compare the model, of which all was undone, with the record of what was there before."""
+        """Compare the model, of which all was undone, with what was there before."""
         original, tree = self._preparation.original, self._tree
         with only_reading():
             changes = changes_of(original, tree, trainable=self._trainable)
             replaced, foreign = others_in(original, tree)
             foreign += changed_hooks(original, tree)
             buffers = changed_buffers(original, tree)
-        trained = []
+        trained: list[str] = []
         put_back = list(self._preparation.put_back)
         ours = {one.record for one in self._held}
         for copy in self._copies:
@@ -107,15 +118,35 @@ class Restoring:
         trained += changes.trained
         replaced += [fqn for fqn in changes.replaced if fqn in original.base]
         replaced += changes.drifted
+        # What was stored upcast is told by its own change, which had the original.
         for one in self._held:
-            is_trainable = one.record in self._trainable
-            if one.was_trained and is_trainable:
-                trained.append(one.fqn)
-            if one.was_altered and not is_trainable:
+            if one.record in self._trainable:
+                if one.was_trained:
+                    trained.append(one.fqn)
+            elif one.was_altered:
                 replaced.append(one.fqn)
         trained += buffers
-        lists = trained, replaced, foreign, changes.not_compared, put_back
-        return RestoreReport(*(tuple(dict.fromkeys(names)) for names in lists))
+        return RestoreReport(
+            trained=_once(trained),
+            replaced=_once(replaced),
+            foreign=_once(foreign),
+            not_compared=_once(changes.not_compared),
+            put_back=_once(put_back),
+        )
+
+
+def _once(names: list[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))
+
+
+def _trainable(tree: ModelTree) -> set[ParameterRecord | None]:
+    """The records of what may be trained, also of what others put in its place."""
+    found: set[ParameterRecord | None] = set()
+    for tensor in tree.tensors:
+        if tensor.parameter.requires_grad:
+            at = tree.records.at(tensor.module, tensor.name)
+            found.add(tree.known.get(id(tensor.parameter), at))
+    return found
 
 
 def _refuse_without_originals(preparation: Preparation) -> None:

@@ -1,4 +1,7 @@
-"""The warning to those who go on training after a restore: the base under their adapter is trained too."""
+"""The warning to those who go on training after a restore.
+
+A restore makes the base trainable again, and it is trained under their adapter.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,13 @@ _hooks: list[Any] = []
 
 
 def warn_of_training_on(model: nn.Module, turned_on: Sequence[TensorRef]) -> None:
-    """Warn once, when an optimizer steps, if the model's base is trained under the adapters that are on it now."""
+    """Warn once, when an optimizer steps, if the base under an adapter is trained.
+
+    Args:
+        model: The restored model.
+        turned_on: The places of the parameters that the restore made trainable under an
+            adapter; none where there is nothing to warn of.
+    """
     if turned_on:
         _watched[model] = turned_on
     else:
