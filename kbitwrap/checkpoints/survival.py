@@ -79,6 +79,6 @@ def _weight_and_delta(fqn: str, layer: Any) -> tuple[torch.Tensor, torch.Tensor]
         {"weight": before.clone()},
     )
     active = active_adapters(layer, None)
-    merger = Merger(fqn, [(layer, active)], is_quantized=True)
+    merger = Merger(fqn, [(layer, active)])
     after = parameter_of(merger.merge(plain, ...), "weight")
     return before, after.double() - before

@@ -51,6 +51,8 @@ _ROWS = {
 _VARIANTS_WITH_ROWS = {"DoraLinearVariant"}  # of LoRA
 _PLAIN_FORWARDS = (nn.Linear.forward, nn.Embedding.forward)
 _MOST_LOOKED_UP = 4096  # rows of an embedding in which a merge is compared
+Chosen = Sequence[str] | None
+"""The names of the adapters to merge; ``None`` for those that the model uses."""
 Layers = list[tuple[Any, tuple[str, ...]]]
 """PEFT's layers around a module, the innermost first, each with the names of its active adapters."""
 _Cut = tuple[torch.Tensor, Callable[[slice], torch.Tensor]]
@@ -84,7 +86,7 @@ def adapters_of(wrapper: Any) -> list[str]:
     return [*wrapper._modules.get("modules_to_save", ())]
 
 
-def active_adapters(wrapper: Any, chosen: Sequence[str] | None) -> tuple[str, ...]:
+def active_adapters(wrapper: Any, chosen: Chosen) -> tuple[str, ...]:
     """The adapters of a layer or wrapper that are chosen, in their order; by default those that its forward uses."""
     if chosen is None:
         chosen = () if wrapper.disable_adapters else wrapper.active_adapters
@@ -92,9 +94,7 @@ def active_adapters(wrapper: Any, chosen: Sequence[str] | None) -> tuple[str, ..
     return tuple(name for name in chosen if name in there)
 
 
-def trained_copy(
-    fqn: str, wrapper: Any, chosen: Sequence[str] | None
-) -> nn.Module | None:
+def trained_copy(fqn: str, wrapper: Any, chosen: Chosen) -> nn.Module | None:
     """The copy that one of PEFT's ``modules_to_save`` wrappers runs instead of the original, if it runs one."""
     copies = wrapper._modules.get("modules_to_save")
     active = () if copies is None else active_adapters(wrapper, chosen)
@@ -107,7 +107,7 @@ def trained_copy(
     return None
 
 
-def refuse_unmergeable(fqn: str, wrapper: Any, chosen: Sequence[str] | None) -> None:
+def refuse_unmergeable(fqn: str, wrapper: Any, chosen: Chosen) -> None:
     """Raise `ExportError` if a PEFT module that is not a layer does more than hold layers."""
     from peft import PeftMixedModel, PeftModel
     from peft.tuners.tuners_utils import BaseTuner
@@ -132,13 +132,14 @@ def refuse_unmergeable(fqn: str, wrapper: Any, chosen: Sequence[str] | None) -> 
 class Merger:
     """Merges the active adapters of a module's layers into float32 blocks of its base."""
 
-    def __init__(self, fqn: str, layers: Layers, *, is_quantized: bool) -> None:
+    def __init__(self, fqn: str, layers: Layers) -> None:
         self._layers = [_LayerMerge(fqn, layer, active) for layer, active in layers]
         # A parameter that is adapted by name is not that of a layer that could be run
         # by itself.
         self._is_compared = not any(parameter_name(layer) for layer, _ in layers)
         # PEFT lets such a layer take the quantized storage for the weight's values.
         innermost = self._layers[0].layer
+        is_quantized = is_quantized_layer(innermost.get_base_layer())
         self._reads_storage = is_quantized and not _dequantizes(innermost)
 
     def merge(self, plain: nn.Module, rows: Rows) -> nn.Module:

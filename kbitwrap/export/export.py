@@ -10,7 +10,7 @@ import tempfile
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,15 @@ from ..tensors.bits import is_composed
 from ..tensors.lazy import LazyTensor, keeping_last, materialize
 from .merge import merge_into
 from .sharding import Gathering
+from .staging import Source
 from .twin import build_twin
-from .writer import CheckpointWriter, checkpoint_writer, read_header, split_into_files
+from .writer import (
+    CheckpointWriter,
+    Tensors,
+    checkpoint_writer,
+    read_header,
+    split_into_files,
+)
 
 _METADATA = {"format": "pt"}
 # safetensors.torch.save_file, as transformers' own save_pretrained calls it
@@ -40,7 +47,7 @@ _SAVE_FILE = "safe_save_file"
 def export_model(
     model: nn.Module,
     preparation: Preparation | None,
-    path: str | os.PathLike[str],
+    path: Source,
     *,
     merge_adapters: bool,
     live: nn.Module | None,
@@ -166,9 +173,7 @@ class _Collector(CheckpointWriter):
         super().__init__(folder)
         self.tensors: dict[str, torch.Tensor] = {}
 
-    def save_file(
-        self, tensors: Mapping[str, torch.Tensor], *args: Any, **_: Any
-    ) -> None:
+    def save_file(self, tensors: Tensors, *args: Any, **_: Any) -> None:
         self.tensors.update(tensors)
 
 

@@ -24,6 +24,7 @@ from ..model.wrappers import is_adapter_class
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import LazyTensor, values_of
 from .adapters import (
+    Chosen,
     Layers,
     Merger,
     active_adapters,
@@ -60,7 +61,7 @@ _BLOCK_BYTES = 2 << 20
 _Readers = Mapping[str, Callable[[Rows], torch.Tensor]]
 
 
-def merge_into(twin: Twin, adapters: Sequence[str] | None = None) -> tuple[str, ...]:
+def merge_into(twin: Twin, adapters: Chosen = None) -> tuple[str, ...]:
     """Make a twin, in place, the plain model; return the names of the modules that an adapter or a copy changed."""
     chosen = None if adapters is None else tuple(dict.fromkeys(adapters))
     _refuse_unknown(twin, chosen)
@@ -89,7 +90,7 @@ def merge_into(twin: Twin, adapters: Sequence[str] | None = None) -> tuple[str, 
     return tuple(merge.fqn for merge in merges if merge.is_adapted)
 
 
-def _refuse_unknown(twin: Twin, chosen: Sequence[str] | None) -> None:
+def _refuse_unknown(twin: Twin, chosen: Chosen) -> None:
     there: set[str] = set()
     for peeled in twin.peeled:
         for wrapper in peeled.wrappers:
@@ -235,10 +236,7 @@ class _Merge:
     ) -> Iterator[tuple[Rows, torch.Tensor]]:
         """Compute a parameter in its original dtype, a few rows (of a transposed one, columns) at a time, or whole."""
         dtype, layers = self._dtype(name), self._layers_of(name)
-        merger = None
-        if layers:
-            is_quantized = is_quantized_layer(self.source)
-            merger = Merger(self.fqn, layers, is_quantized=is_quantized)
+        merger = Merger(self.fqn, layers) if layers else None
         for rows in self._blocks_of_rows([*readers], layers):
             if merger is None:
                 value = readers[name](rows)
@@ -321,7 +319,7 @@ def _is_four_bit(module: nn.Module, parameter: torch.Tensor) -> bool:
 
 
 def _plan(
-    twin: Twin, dtype: torch.dtype, rounded: set[int], chosen: Sequence[str] | None
+    twin: Twin, dtype: torch.dtype, rounded: set[int], chosen: Chosen
 ) -> list[_Merge]:
     """The modules whose tensors have to be computed: adapted ones, trained copies and quantized layers."""
     merges: dict[int, _Merge] = {}

@@ -34,10 +34,10 @@ _MOST_NAMED = 5
 Owns = Callable[[Path], bool]
 """Tells of a file at a destination whether overwriting replaces it."""
 Source = str | os.PathLike[str]
-"""The path of what is read while a destination is written; of a name on the hub, nothing is there."""
+"""A path, or where a source is meant, a name on the hub, at which nothing is."""
 
 
-def refuse_special(path: str | os.PathLike[str]) -> None:
+def refuse_special(path: Source) -> None:
     """Raise ``OSError`` for what is there and no file: reading a pipe waits for a writer, and a device has no end."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise OSError(errno.EINVAL, "not a file", os.fspath(path))
@@ -45,7 +45,7 @@ def refuse_special(path: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def staged(
-    destination: str | os.PathLike[str],
+    destination: Source,
     *,
     overwrite: bool = False,
     owns: Owns = lambda path: False,
@@ -70,7 +70,7 @@ def staged(
             _move_in(outside or hidden, target)
 
 
-def atomic_write(path: str | os.PathLike[str], data: bytes, owns: Owns) -> None:
+def atomic_write(path: Source, data: bytes, owns: Owns) -> None:
     """Write a file, or replace one that ``owns`` tells; it is whole, or as it was where `ExportError` is raised."""
     with beside(path) as (hidden, target):
         if os.path.lexists(target) and not (target.is_file() and owns(target)):
@@ -160,43 +160,42 @@ def _folders_around(source: Source) -> list[Path]:
 
 
 @contextlib.contextmanager
-def beside(path: str | os.PathLike[str]) -> Iterator[tuple[Path, Path]]:
+def beside(path: Source) -> Iterator[tuple[Path, Path]]:
     """Make a hidden folder in a folder, or beside a file, locked while its process lives; remove it in the end."""
     where, target = os.fspath(path), _resolved(path)
     made = [parent for parent in target.parents if not os.path.lexists(parent)]
     # A hash, because the destination's own name may be as long as names can be.
     prefix = f"{_HIDDEN}{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}-"
-    hidden = lock = None
+    hidden, lock = target.parent / prefix, None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         home = target if target.is_dir() else target.parent
         _recover(target, prefix)
-        # another one where it was taken for a leftover before it was locked
-        while lock is None:
-            hidden = home / f"{prefix}{secrets.token_hex(8)}"
-            hidden.mkdir(mode=0o700)
-            lock = _lock(hidden)
-        assert hidden is not None
-        yield hidden, target
-        finish(_clear, hidden.name, target)
-    except BaseException as error:
-        if hidden is not None:
+        try:
+            # another one where it was taken for a leftover before it was locked
+            while lock is None:
+                hidden = home / f"{prefix}{secrets.token_hex(8)}"
+                hidden.mkdir(mode=0o700)
+                lock = _lock(hidden)
+            yield hidden, target
+        finally:
             finish(_clear, hidden.name, target)
+    except BaseException as error:
         for parent in made:
             with contextlib.suppress(OSError):
                 parent.rmdir()
-        if isinstance(error, OSError):
-            name = f" ({error.filename})" if error.filename else ""
-            raise ExportError(
-                f"{where}: cannot be written: {error.strerror or error}{name}; nothing was left there"
-            ) from error
-        raise
+        if not isinstance(error, OSError):
+            raise
+        name = f" ({error.filename})" if error.filename else ""
+        raise ExportError(
+            f"{where}: cannot be written: {error.strerror or error}{name}; nothing was left there"
+        ) from error
     finally:
         if lock is not None:
             os.close(lock)
 
 
-def _resolved(path: str | os.PathLike[str]) -> Path:
+def _resolved(path: Source) -> Path:
     """The path without links; raises `ExportError` for what is none."""
     if not os.fspath(path):
         raise ExportError("'': expected a path; '.' is the working directory")
@@ -227,13 +226,14 @@ def _recover(target: Path, prefix: str) -> None:
     if sys.platform == "win32":
         return
     for leftover in (*target.parent.glob(f"{prefix}*"), *target.glob(f"{prefix}*")):
+        lock = None
         with contextlib.suppress(PermissionError):  # another user's
             lock = _lock(leftover)
-            if lock is not None:
-                try:
-                    _clear(leftover.name, target)
-                finally:
-                    os.close(lock)
+        if lock is not None:
+            try:
+                _clear(leftover.name, target)
+            finally:
+                os.close(lock)
 
 
 def _clear(name: str, target: Path) -> None:
@@ -256,20 +256,17 @@ def _moved_out(hidden: Path, target: Path) -> Path | None:
     if hidden.parent != target:
         return hidden
     new, old = (hidden / _NEW).stat(), target.stat()
-    is_alike = (new.st_uid, new.st_gid) == (old.st_uid, old.st_gid)
-    is_used = (
-        _identities([target]) == _identities([os.curdir])
-        or len([*target.glob(f"{_HIDDEN}*")]) > 1
-    )
-    if is_used or not is_alike:
+    if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
+        return None
+    is_here = _identities([target]) == _identities([os.curdir])
+    if is_here or len([*target.glob(f"{_HIDDEN}*")]) > 1:
         return None
     shutil.copymode(target, hidden / _NEW)
     outside = target.parent / hidden.name
     try:
         os.rename(hidden, outside)
-    except (
-        OSError
-    ):  # the destination is a mount point, or the folder it is in is another user's
+    # a mount point, or one in a folder of another user's
+    except OSError:
         return None
     return outside
 
@@ -335,11 +332,6 @@ def _exchange(first: Path, second: Path) -> bool:
     if renameat2 is None:
         return False
     # AT_FDCWD of fcntl.h, RENAME_EXCHANGE of linux/fs.h
-    at_working_directory, exchange = -100, 2
-    paths = os.fsencode(first), os.fsencode(second)
-    return bool(
-        renameat2(
-            at_working_directory, paths[0], at_working_directory, paths[1], exchange
-        )
-        == 0
-    )
+    here, exchange = -100, 2
+    code = renameat2(here, os.fsencode(first), here, os.fsencode(second), exchange)
+    return bool(code == 0)

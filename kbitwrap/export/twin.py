@@ -35,6 +35,8 @@ from .sharding import Gathering, drift_of
 _ADAPTER_ATTRIBUTES = ("peft_config", "_hf_peft_config_loaded", "active_adapter")
 # by the ``id`` of the owner and the parameter's name there
 _Held = dict[tuple[int, str], HeldOriginal]
+# by the ``id`` of the live parameter
+_Promised = dict[int, torch.Tensor]
 _STAND_INS = (
     Anchor,
     Float32Copy,
@@ -71,7 +73,7 @@ class _Copier:
     """Copies modules as shells with the original tensors and configs."""
 
     # the twin's tensor, by the ``id`` of the live parameter
-    promised: dict[int, torch.Tensor] = field(default_factory=dict)
+    promised: _Promised = field(default_factory=dict)
     held: _Held = field(default_factory=dict)
     original: Original | None = None  # of a model that was prepared
     rewritten: Sequence[KeptChange] = ()
@@ -222,9 +224,9 @@ def _refuse_replaced(changes: Changes) -> None:
 
 def _gathered(
     tree: ModelTree, original: Original, held: _Held, gathering: Gathering
-) -> dict[int, torch.Tensor]:
+) -> _Promised:
     """The tensors promised for the parameters that were sharded since, by the ``id`` of the parameter."""
-    found: dict[int, torch.Tensor] = {}
+    found: _Promised = {}
     for tensor in tree.base_tensors:
         fqn, parameter = tensor.fqn, tensor.parameter
         if not is_sharded_tensor(parameter) or id(parameter) in found:
@@ -245,9 +247,9 @@ def _gathered(
     return found
 
 
-def _sharing_memory(held: _Held) -> dict[int, torch.Tensor]:
+def _sharing_memory(held: _Held) -> _Promised:
     """Copies of parameters that lay in one memory, in one storage, unless trained apart: lazy tensors cannot share."""
-    found: dict[int, torch.Tensor] = {}
+    found: _Promised = {}
     storages = [one for one in held.values() if isinstance(one, StorageChange)]
     for group in {one.group for one in storages if one.group is not None}:
         parameters, values, originals = [], [], []

@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from ..errors import ConfigError, ExportError
 from ..tensors.dtypes import SAFETENSORS_DTYPES, TWO_A_BYTE
 from ..tensors.lazy import LazyTensor, keeping_last, pieces
-from .staging import Owns, staged
+from .staging import Owns, Source, staged
 
 INDEX_NAME = "model.safetensors.index.json"
 TOKENIZER_FILES = (
@@ -52,6 +52,8 @@ _ORDER = {dtype: place for place, dtype in enumerate(_CODES)}
 _ALIGNMENT = 8  # of the first tensor's bytes, in bytes
 _PIECE = 16 << 20  # the most bytes in one write
 
+Tensors = Mapping[str, torch.Tensor]
+Metadata = Mapping[str, str] | None
 Progress = Callable[[int], object]
 """Called with a number of bytes each time that as many were written."""
 Reported = Progress | bool | None
@@ -71,9 +73,9 @@ class CheckpointWriter:
 
     def save_file(
         self,
-        tensors: Mapping[str, torch.Tensor],
-        path: str | os.PathLike[str],
-        metadata: Mapping[str, str] | None = None,
+        tensors: Tensors,
+        path: Source,
+        metadata: Metadata = None,
     ) -> None:
         """Write one file and count its tensors; called as ``safetensors.torch.save_file`` is."""
         self.num_bytes += write_safetensors(
@@ -83,9 +85,9 @@ class CheckpointWriter:
 
     def save(
         self,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Tensors,
         files: Mapping[str, Iterable[str]],
-        metadata: Mapping[str, str] | None,
+        metadata: Metadata,
         index_name: str | None = None,
         index: Mapping[str, Any] | None = None,
     ) -> None:
@@ -112,7 +114,7 @@ def is_of_a_model(path: Path) -> bool:
 
 @contextlib.contextmanager
 def checkpoint_writer(
-    path: str | os.PathLike[str],
+    path: Source,
     task: str,
     *,
     overwrite: bool,
@@ -142,7 +144,7 @@ def checkpoint_writer(
 
 
 def split_into_files(
-    tensors: Mapping[str, torch.Tensor], max_shard_size: int | str
+    tensors: Tensors, max_shard_size: int | str
 ) -> dict[str, list[str]]:
     """The names of each file's tensors; raises `ConfigError` for a size that is neither bytes nor like ``"5GB"``."""
     from huggingface_hub import split_torch_state_dict_into_shards
@@ -160,9 +162,9 @@ def split_into_files(
 
 
 def write_safetensors(
-    path: str | os.PathLike[str],
-    tensors: Mapping[str, torch.Tensor],
-    metadata: Mapping[str, str] | None = None,
+    path: Source,
+    tensors: Tensors,
+    metadata: Metadata = None,
     *,
     progress: Progress | None = None,
 ) -> int:
@@ -241,9 +243,7 @@ def _refuse_unsupported(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _header(
-    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
-) -> tuple[bytes, dict[str, int]]:
+def _header(tensors: Tensors, metadata: Metadata) -> tuple[bytes, dict[str, int]]:
     """The bytes before the tensors, and each tensor's offset after them, in the order of the file."""
     for name, tensor in tensors.items():
         _refuse_unsupported(name, tensor)
@@ -276,7 +276,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
         return json.loads(file.read(length)), 8 + length
 
 
-def by_lineage(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> list[str]:
+def by_lineage(tensors: Tensors, names: Iterable[str]) -> list[str]:
     """The names, sorted so that tensors made from the same lazy tensor follow one another."""
     places: dict[int, int] = {}
     keys = {}

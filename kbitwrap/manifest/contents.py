@@ -236,8 +236,7 @@ def _ties(parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def _model_record(twin: nn.Module, dtype: str | None) -> ModelRecord:
-    config = getattr(twin, "config", None)
-    configs = {"": config} if config is not None else dict(_inner_configs(twin))
+    configs = dict(_outermost_configs(twin))
     settled: dict[str, Any] = {}
     quantizations: dict[str, Any] = {}
     for fqn, found in configs.items():
@@ -252,7 +251,7 @@ def _model_record(twin: nn.Module, dtype: str | None) -> ModelRecord:
     )
     data = {
         "class": type(twin).__name__,
-        "name_or_path": str(getattr(config, "_name_or_path", "")),
+        "name_or_path": str(getattr(configs.get(""), "_name_or_path", "")),
         "config_sha256": _sha256(text) if settled else None,
         "dtype": dtype,
         "quantization": quantization,
@@ -260,14 +259,14 @@ def _model_record(twin: nn.Module, dtype: str | None) -> ModelRecord:
     return ModelRecord.model_validate(data)
 
 
-def _inner_configs(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The configs of the outermost models inside a container, by their names."""
+def _outermost_configs(module: nn.Module, fqn: str = "") -> Iterator[tuple[str, Any]]:
+    """The config of a model, or of the outermost models inside a container, by their names."""
+    config = vars(module).get("config")
+    if config is not None:
+        yield fqn, config
+        return
     for name, child in module.named_children():
-        config = vars(child).get("config")
-        if config is None:
-            yield from _inner_configs(child, f"{prefix}{name}.")
-        else:
-            yield prefix + name, config
+        yield from _outermost_configs(child, join(fqn, name))
 
 
 def _as_dict(config: Any) -> dict[str, Any]:

@@ -118,19 +118,17 @@ class Manifest(Report, Record):
         tied = [name for names in self.ties for name in names]
         if len(set(tied)) < len(tied):
             raise ValueError("a tensor is tied twice")
-        for names in self.ties:
-            if (
-                len({self.rows.get(name) for name in names}) != 1
-                or names[0] not in self.rows
-            ):
-                raise ValueError(
-                    f"{names[0]} and {names[1]} are tied, but their records differ"
-                )
-        for part, prefix in ((self, ""), (self.config, "config.")):
-            if self.version == 1 and (
-                new := part.new_fields().keys() & part.model_fields_set
-            ):
-                raise ValueError(f"version 1 has no field {prefix}{min(new)}")
+        for first, *others in self.ties:
+            for other in others:
+                if first not in self.rows or self.rows[first] != self.rows.get(other):
+                    raise ValueError(
+                        f"{first} and {other} are tied, but their records differ"
+                    )
+        if self.version == 1:
+            for prefix, part in (("", self), ("config.", self.config)):
+                new = part.new_fields().keys() & part.model_fields_set
+                if new:
+                    raise ValueError(f"version 1 has no field {prefix}{min(new)}")
         return self
 
     @property
@@ -191,11 +189,8 @@ class Manifest(Report, Record):
                 "adapters": contents.adapters,
                 "before": preparation.original.before,
                 "after": preparation.after,
-                "plan": PlanRecord.model_validate(plan, from_attributes=True),
-                "kinds": [
-                    Kind(**dict(zip(Kind.model_fields, kind, strict=True)))
-                    for kind in kinds
-                ],
+                "plan": plan,
+                "kinds": [dict(zip(Kind.model_fields, k, strict=True)) for k in kinds],
                 "ties": list(ties.values()),
                 "tensors": rows,
             }
@@ -203,13 +198,12 @@ class Manifest(Report, Record):
 
     def _of_lowest_version(self) -> Manifest:
         """This manifest with the lowest version that can hold all of it."""
-        fields = [
-            (part, *field)
-            for part in (self, self.config)
-            for field in part.new_fields().items()
-        ]
-        is_new = any(getattr(part, name) != default for part, name, default in fields)
-        return self.model_copy(update={"version": 2 if is_new else 1})
+        version = 1
+        for part in (self, self.config):
+            for name, default in part.new_fields().items():
+                if getattr(part, name) != default:
+                    version = 2
+        return self.model_copy(update={"version": version})
 
     def prepare_config(self) -> PrepareConfig:
         """The settings of the preparation, as a ``PrepareConfig``."""
@@ -264,32 +258,23 @@ class Manifest(Report, Record):
             )
             current = contents.model
         ignored = ["model.name_or_path"]
-        recorded_with, installed = (
-            found.get("transformers") for found in (self.versions, versions())
-        )
-        if (
-            recorded_with != installed
-            and self.model.config_sha256 != current.config_sha256
-        ):
+        recorded = self.versions.get("transformers")
+        installed = versions().get("transformers")
+        is_same = self.model.config_sha256 == current.config_sha256
+        if recorded != installed and not is_same:
             ignored.append("model.config_sha256")
             warnings.warn(
                 f"the model's config differs from the recorded one, but transformers {installed} may write the same "
-                f"config differently than {recorded_with}, with which the manifest was made",
+                f"config differently than {recorded}, with which the manifest was made",
                 UserWarning,
                 stacklevel=2,
             )
-        ours, theirs = (
-            {"model": record.model_dump(by_alias=True)}
-            for record in (self.model, current)
-        )
+        ours: dict[str, Any] = {"model": self.model.model_dump(by_alias=True)}
+        theirs: dict[str, Any] = {"model": current.model_dump(by_alias=True)}
         if adapters:
-            ours |= {
-                f"adapters.{name}": vars(adapter)
-                for name, adapter in self.adapters.items()
-            }
-            theirs |= {
-                f"adapters.{name}": vars(adapter)
-                for name, adapter in contents.adapters.items()
+            ours["adapters"] = {name: vars(one) for name, one in self.adapters.items()}
+            theirs["adapters"] = {
+                name: vars(one) for name, one in contents.adapters.items()
             }
         found = compare(
             self.tensors, contents.tensors, as_loaded, ours, theirs, ignored
@@ -501,14 +486,12 @@ def _refusing(
         lines = []
         for entry in found:
             where = ".".join(repr(str(part))[1:-1][:80] for part in entry["loc"])
-            lines.append(
-                f"{where or 'the whole'}: {entry['msg']}, found {shown(entry['input'])}"
-            )
+            what = f"{entry['msg']}, found {shown(entry['input'])}"
+            lines.append(f"{where or 'the whole'}: {what}")
         refusal = kind(f"{complaint}: {first_of(lines, 3, '; ')}")
-        first = found[0]["loc"]
-        refusal.fqn = (
-            str(first[1]) if first[:1] == ("tensors",) and len(first) > 1 else ""
-        )
+        place = found[0]["loc"]
+        if len(place) > 1 and place[0] == "tensors":
+            refusal.fqn = str(place[1])
         raise refusal from error
 
 

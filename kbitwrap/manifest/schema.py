@@ -40,7 +40,11 @@ class Record(BaseModel):
     """The base of every part of a manifest: frozen, strict about types, without unknown fields."""
 
     model_config = ConfigDict(
-        frozen=True, strict=True, extra="forbid", allow_inf_nan=False
+        frozen=True,
+        strict=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        from_attributes=True,
     )
 
     @classmethod
@@ -170,17 +174,13 @@ class ConfigRecord(Record):
     @classmethod
     def of(cls, config: PrepareConfig) -> ConfigRecord:
         """Record the settings."""
-        norms = [
+        fields = dict(vars(config))
+        fields["precision"] = config.precision.value
+        fields["norm_modules"] = [
             norm if isinstance(norm, str) else norm.__name__
             for norm in config.norm_modules
         ]
-        return cls(
-            **{
-                **vars(config),
-                "precision": config.precision.value,
-                "norm_modules": norms,
-            }
-        )
+        return cls(**fields)
 
     def prepare_config(self) -> PrepareConfig:
         """The settings as a ``PrepareConfig``; raises ``ConfigError`` where one is invalid."""
