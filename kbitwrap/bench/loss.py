@@ -210,9 +210,9 @@ def _differences(
         for run, other in pairs
     ]
     steps = [_spread(list(losses)) for losses in zip(*curves, strict=True)]
-    differences["train_loss"] = {
-        key: [step[key] for step in steps] for key in ("mean", "error")
-    }
+    means = [step["mean"] for step in steps]
+    errors = [step["error"] for step in steps]
+    differences["train_loss"] = {"mean": means, "error": errors}
     return differences
 
 

@@ -69,23 +69,19 @@ def refuse_unsupported_tensors(
 
 
 def _refuse_sharded(tree: ModelTree, allow_sharded: bool = False) -> None:
-    for tensor in [
-        t
-        for t in tree.tensors
-        if type(t.parameter) is not nn.Parameter or vars(t.parameter)
-    ]:
+    for tensor in tree.tensors:
         sharding = _sharding_of(tensor.parameter)
         if sharding and not (allow_sharded and is_sharded_tensor(tensor.parameter)):
             raise UnsupportedModelError(
                 f"{tensor.path} is {sharding}: {_BEFORE}", fqn=tensor.path
             )
     fsdp1 = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
-    for node in (
-        () if allow_sharded else tree.of_class(lambda cls: issubclass(cls, fsdp1))
-    ):
-        raise UnsupportedModelError(
-            f"{node.path or 'the model'} is wrapped by FSDP1: {_BEFORE}", fqn=node.path
-        )
+    for node in tree.modules:
+        if isinstance(node.module, fsdp1) and not allow_sharded:
+            raise UnsupportedModelError(
+                f"{node.path or 'the model'} is wrapped by FSDP1: {_BEFORE}",
+                fqn=node.path,
+            )
     _refuse_flat(tree)
 
 

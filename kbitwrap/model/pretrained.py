@@ -357,8 +357,6 @@ def _loading(model_class: Any, dtype: torch.dtype) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.callback(register_module_module_registration_hook(refuse).remove)
-        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-        torch.set_default_dtype(dtype)
         for context in (*model_class.get_init_context(**given), no_init_weights()):
             stack.enter_context(context)
         yield

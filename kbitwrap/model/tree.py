@@ -338,19 +338,19 @@ class ModuleIndex:
     """
 
     def __init__(self, tree: ModelTree) -> None:
-        modules = [node.module for node in tree.modules]
-        self._references = [weakref.ref(module) for module in modules]
-        self._classes = [type(module) for module in modules]
-        self._numbers = {id(module): number for number, module in enumerate(modules)}
+        self._numbers: weakref.WeakKeyDictionary[nn.Module, int] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._classes: list[type] = []
+        for number, node in enumerate(tree.modules):
+            self._numbers[node.module] = number
+            self._classes.append(type(node.module))
         # A shared module is there under each of its names.
-        self._by_fqn = {node.fqn: self._numbers[id(node.module)] for node in tree.nodes}
+        self._by_fqn = {node.fqn: self._numbers[node.module] for node in tree.nodes}
 
     def number(self, module: nn.Module) -> int | None:
         """The number of a module, in the tree's order; ``None`` if it was not there."""
-        number = self._numbers.get(id(module))
-        if number is None or self._references[number]() is not module:
-            return None
-        return number
+        return self._numbers.get(module)
 
     def substitutes(self, tree: ModelTree) -> list[tuple[int, nn.Module]]:
         """The modules that were not there, as PEFT's copies.
@@ -362,7 +362,8 @@ class ModuleIndex:
             if self.number(node.module) is not None:
                 continue
             mark = tree.records.mark_of(node.module)
-            number = None if mark is None else self._numbers.get(mark.of)
+            original = None if mark is None else mark.original()
+            number = None if original is None else self.number(original)
             if number is None:
                 number = self._by_fqn.get(node.fqn)
             if number is not None and self._classes[number] is type(node.module):
@@ -371,10 +372,7 @@ class ModuleIndex:
 
     def live(self) -> list[tuple[int, nn.Module]]:
         """The modules that are still alive, each with its number."""
-        found = [
-            (number, reference()) for number, reference in enumerate(self._references)
-        ]
-        return [(number, module) for number, module in found if module is not None]
+        return [(number, module) for module, number in self._numbers.items()]
 
     def live_and_of(self, tree: ModelTree) -> list[nn.Module]:
         """The modules that are still alive, and those of a tree, each once."""
