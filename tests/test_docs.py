@@ -48,7 +48,7 @@ ELSEWHERE = {
     "float64, rounded to bfloat16": "export/test_merge.py",
     "replace_parameter_4bit_prequantized": "test_experts.py",
 }
-WHOLE_PAGES = {"manifest.md": "manifest/test_manifest.py", "stories.md": "test_docs.py"}
+WHOLE_PAGES = {"manifest.md": "manifest/test_manifest_diff.py", "stories.md": "test_docs.py"}
 
 SCRIPT = """
 import sys
