@@ -8,54 +8,31 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-
-@dataclass(frozen=True)
-class _Wrapping:
-    """The child that holds the wrapped module in wrappers of a library."""
-
-    child: str
-    owner: str
-    leads: str = ""  # how a name from a file may begin with it
-    is_inside: bool = False  # whether a name from a file may hold it further inside
-
-
-# The first child that a wrapper has counts.
-_TABLE = (
-    _Wrapping("base_layer", "peft", is_inside=True),
-    _Wrapping("token_adapter", "peft", is_inside=True),
-    _Wrapping("original_module", "peft", is_inside=True),
-    _Wrapping("base_model", "peft", leads="base_model.model"),
-    _Wrapping("lora_model", "peft"),
-    _Wrapping("model", "peft"),
-    _Wrapping("module", "torch", leads="module"),
-    _Wrapping("module", "deepspeed", leads="module"),
-    _Wrapping("_orig_mod", "torch", leads="_orig_mod", is_inside=True),
-    _Wrapping(
-        "_fsdp_wrapped_module", "torch", leads="_fsdp_wrapped_module", is_inside=True
-    ),
-    _Wrapping(
-        "_checkpoint_wrapped_module",
-        "torch",
-        leads="_checkpoint_wrapped_module",
-        is_inside=True,
-    ),
-)
+# The children that hold what is wrapped. Those of PEFT's layers, and torch's, stand
+# anywhere in a name.
+_OF_LAYERS = ("base_layer", "token_adapter", "original_module")
+_OF_MODELS = ("base_model", "lora_model", "model")
+_OF_TORCH = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+# By library. The first child that a wrapper has counts.
+_CHILDREN = {
+    "peft": (*_OF_LAYERS, *_OF_MODELS),
+    "torch": ("module", *_OF_TORCH),
+    "deepspeed": ("module",),
+}
 COPIES = ("modules_to_save", "ln_tuning_layers")
 """The children of PEFT's wrappers that hold copies of what is wrapped, by adapter."""
-_LEADS = "|".join(re.escape(row.leads) for row in _TABLE if row.leads)
+_LEADS = "|".join((r"base_model\.model", "module", *_OF_TORCH))
 _LEADING = re.compile(rf"^(?:{_LEADS})(?:\.|$)")
-_CHILDREN = "|".join(row.child for row in _TABLE if row.is_inside)
+_INNER = "|".join((*_OF_LAYERS, *_OF_TORCH))
 _COPIES = "|".join(COPIES)
 # PEFT's files leave out the name of the adapter, which follows in a live model.
-_INSIDE = re.compile(rf"\.(?:{_CHILDREN}|(?:{_COPIES})(?:\.[^.]+(?=\.))?)(?=\.|$)")
+_INSIDE = re.compile(rf"\.(?:{_INNER}|(?:{_COPIES})(?:\.[^.]+(?=\.))?)(?=\.|$)")
 
 
-@functools.lru_cache(maxsize=1 << 16)
 def canonical_fqn(fqn: str) -> str:
     """Strip wrappers from a name that comes from a file.
 
@@ -133,7 +110,7 @@ def wrapped_children(module: nn.Module) -> tuple[str, ...]:
     if not module._modules:
         return ()
     owner = _owner(class_before_sharding(module))
-    children = [row.child for row in _TABLE if row.owner == owner]
+    children = _CHILDREN.get(owner, ())
     return tuple(child for child in children if module._modules.get(child) is not None)
 
 
