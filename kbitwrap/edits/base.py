@@ -38,7 +38,10 @@ class EditBase:
     reason: str = ""  # why it is not done in the precision's leaner way
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields that a plan shows, as plain values, without those that a kind of edit adds."""
+        """The fields that a plan shows, as plain values.
+
+        A kind of edit adds fields of its own, which are not shown.
+        """
         shown = {field.name: getattr(self, field.name) for field in fields(EditBase)}
         return {
             **shown,
@@ -60,7 +63,10 @@ class ChangeBase:
 
 
 class HeldOriginal(ChangeBase):
-    """A change that holds the original of one parameter, while the parameter stores something else."""
+    """A change that holds the original of one parameter.
+
+    The parameter stores something else meanwhile: its cast, or what a library wrote.
+    """
 
     record: ParameterRecord
     dtype: torch.dtype  # of the original
@@ -75,14 +81,20 @@ class HeldOriginal(ChangeBase):
         return self.record.fqn
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The value that ``restore(trained="keep")`` would put back, to be read only; maybe the parameter itself."""
+        """The value that ``restore(trained="keep")`` would put back.
+
+        It is to be read only: it may be the parameter itself.
+        """
         raise NotImplementedError
 
     def decide(self, policy: TrainedPolicy) -> None:
-        """Set what ``undo`` does with a value that changed while it was stored upcast, where it has a choice."""
+        """Set what ``undo`` does with a value that changed, where it has a choice."""
 
     def write(self, parameter: torch.Tensor, data: torch.Tensor) -> None:
-        """Give the parameter other memory: it stays the same object, so ties and optimizers hold."""
+        """Give the parameter other memory.
+
+        It stays the same object, so that ties and optimizers hold.
+        """
         self.record.expects(data)
         parameter.data = data
         self.record.saw(parameter)
@@ -90,7 +102,9 @@ class HeldOriginal(ChangeBase):
     def resume(
         self, parameter: torch.Tensor, saved: torch.Tensor, left: torch.Tensor
     ) -> None:
-        """Write the value from before a suspension, which ``left`` another; or keep one that others wrote meanwhile.
+        """Write the value from before a suspension, which ``left`` another.
+
+        Elements that others wrote meanwhile stay theirs.
 
         It does not wait for the device.
         """
@@ -105,7 +119,10 @@ class HeldOriginal(ChangeBase):
 
 
 class AttributesNow(ChangeBase):
-    """Instance attributes of objects as they are now, to be written back to these very objects, which are held."""
+    """Instance attributes of objects, as they are now.
+
+    They are written back to these very objects, which are held.
+    """
 
     def __init__(self, holders: Collection[Any], names: Collection[str]) -> None:
         self.holders, self._names = holders, names
@@ -165,7 +182,10 @@ def write_attribute(fields: dict[str, Any], name: str, value: Any) -> None:
 
 
 class AttributesChange(ChangeBase):
-    """Instance attributes of a model's modules as they were: restored by value, and absent again where they were."""
+    """Instance attributes of a model's modules, as they were.
+
+    The modules are held weakly. Each value is put back, and what was absent is removed.
+    """
 
     def __init__(self, tree: ModelTree, names: tuple[str, ...]) -> None:
         self.index, self._names = tree.index, names

@@ -22,12 +22,19 @@ from .journal import Call, WayBack
 def make_inputs_require_grad(
     module: nn.Module, args: Any, output: torch.Tensor
 ) -> None:
-    """Forward hook: let gradients flow back to a frozen embedding's output, as reentrant checkpointing needs."""
+    """Forward hook: let gradients flow back to a frozen embedding's output.
+
+    Reentrant checkpointing computes no gradient of a block whose input needs none.
+    """
     output.requires_grad_(True)
 
 
 def make_block_input_require_grad(module: nn.Module, args: Any) -> Any:
-    """Forward pre-hook of a block: backward hooks that PEFT's aLoRA gives it would run before it is computed again."""
+    """Forward pre-hook of a checkpointed block: let its input require grad.
+
+    Backward hooks that PEFT's aLoRA gives a block for one step would otherwise run
+    before the block is computed again.
+    """
     if not module._backward_hooks or not torch.is_grad_enabled():
         return None
     inputs = [x for x in args if isinstance(x, torch.Tensor) and x.is_floating_point()]
@@ -37,7 +44,10 @@ def make_block_input_require_grad(module: nn.Module, args: Any) -> Any:
 
 
 def warn_of_sharding(module: nn.Module, args: Any) -> None:
-    """Forward pre-hook: warn once, and remove the hook, where FSDP has sharded the model or a part of it."""
+    """Forward pre-hook: warn where FSDP has sharded the model or a part of it.
+
+    It warns once: then the hook is removed.
+    """
     if (
         torch.compiler.is_compiling()
         or not torch.distributed.is_available()
@@ -70,7 +80,10 @@ _HOOK_DICTS = (
 
 
 def input_gradient_hooks(module: nn.Module) -> list[int]:
-    """The ids of a module's input-gradient hooks: those of the libraries that prepare models."""
+    """The ids of a module's input-gradient hooks.
+
+    These are the hooks of the libraries that prepare models, not a user's.
+    """
     hooks = _hooks_of(module).items()
     return [key for key, hook in hooks if _is_input_gradient_hook(hook)]
 
@@ -81,14 +94,20 @@ def _hooks_of(module: nn.Module) -> dict[int, Any]:
 
 
 def _is_input_gradient_hook(hook: Any) -> bool:
-    """Whether a hook is one of these libraries' functions; a user's may have the same name."""
+    """Whether a hook is one of these libraries' functions.
+
+    A user's function may have the same name.
+    """
     if getattr(hook, "__name__", None) not in _INPUT_GRADIENT_HOOKS:
         return False
     return str(getattr(hook, "__module__", None)).partition(".")[0] in _LIBRARIES
 
 
 class HooksChange(ChangeBase):
-    """The hooks before a preparation: undo removes its own, and libraries' later ones that make inputs require grad.
+    """The hooks of a model before a preparation.
+
+    Undoing removes the preparation's own, and later ones of libraries that make inputs
+    require grad; a user's stay.
 
     They keep their ids when a module is copied.
     """
@@ -169,7 +188,10 @@ class CheckpointingChange(Together):
 def checkpointing_method(
     model: nn.Module,
 ) -> tuple[Callable[..., Any], str | None] | None:
-    """The bound method that enables checkpointing, and its keyword for arguments; an overridden old one comes first."""
+    """The bound method that enables checkpointing, and its keyword for arguments.
+
+    Where a model overrides the method of older releases, that one is to be called.
+    """
     old_name = "gradient_checkpointing_enable"
     old = getattr(model, old_name, None)
     new = getattr(model, "activation_checkpointing_enable", None)
@@ -183,7 +205,10 @@ def checkpointing_method(
 
 
 def refuse_without_checkpointing(tree: ModelTree) -> None:
-    """Raise for a model that does not support checkpointing, has no method to enable it, or no layer that listens."""
+    """Raise for a model that cannot checkpoint activations.
+
+    It does not support it, has no method that enables it, or no layer that listens.
+    """
     model = tree.model
     name = type(model).__name__
     remedy = "prepare it with gradient_checkpointing=False"
@@ -208,7 +233,10 @@ def refuse_without_checkpointing(tree: ModelTree) -> None:
 
 
 def refuse_without_embeddings(model: nn.Module) -> None:
-    """Raise for a model that has no method to hook its input embeddings, and none that returns them."""
+    """Raise for a model whose input embeddings cannot be hooked.
+
+    It has no method that hooks them, and none that returns them.
+    """
     if not hasattr(model, "enable_input_require_grads") and not hasattr(
         model, "get_input_embeddings"
     ):
@@ -220,7 +248,10 @@ def refuse_without_embeddings(model: nn.Module) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint(EditBase):
-    """Enable activation checkpointing, and hook the input embeddings, the blocks or the model where asked."""
+    """Enable activation checkpointing, with the hooks that it needs.
+
+    They are on the input embeddings, the blocks or the model, where asked for.
+    """
 
     enable: bool = True
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -234,7 +265,10 @@ class Checkpoint(EditBase):
         return CheckpointingChange(tree)
 
     def apply(self, change: CheckpointingChange) -> None:
-        """Enable, then remove superfluous hooks: transformers installs them on enabling, needed or not."""
+        """Enable, then remove superfluous hooks.
+
+        transformers installs hooks whenever it enables checkpointing, needed or not.
+        """
         model = change.model()
         assert model is not None
         if self.hook_inputs and hasattr(model, "enable_input_require_grads"):
@@ -260,7 +294,10 @@ class Checkpoint(EditBase):
 def _remove_superfluous_hooks(
     hooks: HooksChange, live: list[tuple[int, nn.Module]], *, keep_one: bool
 ) -> bool:
-    """Remove the added hooks, all or all but one where there was none before, and say whether one is left."""
+    """Remove the added hooks, and say whether one is left.
+
+    With ``keep_one``, the newest stays on a module that had none before.
+    """
     is_left = False
     for _, module in live:
         added = hooks.added(module)

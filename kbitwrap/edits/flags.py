@@ -1,4 +1,4 @@
-"""The edits of ``requires_grad`` flags and of the attribute by which a model keeps its wrapper alive."""
+"""The edits of ``requires_grad`` flags, and the hold of a model on its wrapper."""
 
 from __future__ import annotations
 
@@ -15,13 +15,20 @@ Flags = dict[ParameterRecord, bool]
 
 
 class FlagsChange(ChangeBase):
-    """Parameters' ``requires_grad`` flags as they were; with ``left``, those that a suspension left instead."""
+    """Parameters' ``requires_grad`` flags, as they were.
+
+    ``left`` are the flags that a suspension left in their place: where another is found
+    when it ends, others set it, and it stays.
+    """
 
     def __init__(self, flags: Flags, left: Flags | None = None) -> None:
         self.flags, self._left = flags, left
 
     def undo(self, tree: ModelTree) -> None:
-        """Set the recorded flags back, but for those that others set while the model was suspended."""
+        """Set the recorded flags back.
+
+        Those that others set while the model was suspended stay.
+        """
         for record, parameter in self._found(tree):
             flag, now = self.flags[record], parameter.requires_grad
             was_left = self._left is None or now == self._left[record]
@@ -37,7 +44,10 @@ class FlagsChange(ChangeBase):
         return FlagsChange(flags, left=self.flags)
 
     def _found(self, tree: ModelTree) -> list[tuple[ParameterRecord, nn.Parameter]]:
-        """The parameters that are there, and what was made of those that others resized."""
+        """The parameters that are there, with their records.
+
+        With them is what was made of parameters that others resized.
+        """
         found = []
         live = tree.live
         for record in self.flags:
@@ -54,7 +64,10 @@ class FlagsChange(ChangeBase):
 
 @dataclass(frozen=True, kw_only=True)
 class Freeze(EditBase):
-    """Record every base parameter's ``requires_grad``, adapters' too if asked, and set it false where asked."""
+    """Record parameters' ``requires_grad``, and set it false where asked.
+
+    The parameters are the base's, and adapters' too if asked.
+    """
 
     freeze: bool = True
     freeze_adapters: bool = False
@@ -73,7 +86,10 @@ class Freeze(EditBase):
 
 
 def prepared_tensors(tree: ModelTree, freeze_adapters: bool) -> list[NamedTensor]:
-    """The parameters to prepare, each once: all but adapters', unless those are frozen too."""
+    """The parameters to prepare, each once.
+
+    They are all but adapters', unless those are frozen too.
+    """
     adapters = set() if freeze_adapters else tree.adapter_ids
     return [t for t in tree.tensors if id(t.parameter) not in adapters]
 

@@ -1,4 +1,6 @@
-"""The journal: a list of reversible edits, applied all or nothing, suspended, and undone in reverse.
+"""The journal: a list of reversible edits.
+
+They are applied all or nothing, suspended, and undone in reverse.
 
 This file does not use torch. An edit describes itself, captures what it is about to
 change as a ``Change``, and applies itself; the journal records the change before it
@@ -16,7 +18,10 @@ T = TypeVar("T")
 
 
 class Missing:
-    """The type of ``MISSING``, which stands for "there was nothing here" and survives copying and pickling."""
+    """The type of ``MISSING``, which stands for "there was nothing here".
+
+    It has one instance, which survives copying and pickling.
+    """
 
     def __repr__(self) -> str:
         return "MISSING"
@@ -32,7 +37,10 @@ class WayBack(Protocol):
     """A recorded state that can be put back."""
 
     def undo(self, view: Any) -> None:
-        """Put the state back, however far the edit got. A second call changes nothing."""
+        """Put the state back, however far the edit got.
+
+        A second call changes nothing.
+        """
 
 
 class Call:
@@ -65,7 +73,10 @@ class Edit(Protocol):
         """Say in one line what the edit does, and to what."""
 
     def capture(self, view: Any) -> Any:
-        """Read what the edit is about to change: a change, or what has several as its ``parts``; changes nothing."""
+        """Read what the edit is about to change, and change nothing.
+
+        The result is a change, or has several as its ``parts``.
+        """
 
     def apply(self, change: Any) -> None:
         """Make the edit; ``change`` is what ``capture`` returned."""
@@ -76,7 +87,11 @@ _MOST_INTERRUPTS = 8  # in one undo: what raises one each time is not tried for 
 
 
 def finish(call: Callable[..., T], *args: Any) -> T:
-    """Make a call, again after an interrupt, which is raised in the end, and once after an error that is not ours."""
+    """Make a call to its end.
+
+    It is made again after an interrupt, which is raised in the end, and once after an
+    error that is not ours.
+    """
     stops: list[BaseException] = []
     try:
         while True:
@@ -94,13 +109,19 @@ def finish(call: Callable[..., T], *args: Any) -> T:
 
 
 class Journal:
-    """The changes made to a model, oldest first: whatever ``apply`` changed is recorded here or was put back."""
+    """The changes made to a model, oldest first.
+
+    Whatever ``apply`` changed is recorded here, or was put back.
+    """
 
     def __init__(self) -> None:
         self.changes: list[Any] = []
 
     def apply(self, edits: Iterable[Edit], view: Any) -> None:
-        """Apply every edit, or none: where one fails, all are undone and ``EditError``, or the interrupt, is raised."""
+        """Apply every edit, or none.
+
+        Where one fails, all are undone, and ``EditError`` or the interrupt is raised.
+        """
         start = len(self.changes)
         edit: Edit | None = None
         try:
@@ -127,7 +148,10 @@ class Journal:
         return failures
 
     def record(self, *changes: Any) -> None:
-        """Add changes that were captured elsewhere, before what they take back is done."""
+        """Add changes that were captured elsewhere.
+
+        They are added before what they take back is done.
+        """
         self.changes += changes
 
     def undo(
@@ -137,7 +161,9 @@ class Journal:
         since: int = 0,
         show: Callable[[Sequence[Any]], Iterable[Any]] = iter,
     ) -> Failures:
-        """Undo all but the ``since`` oldest changes, newest first, each even when another fails; return the failures.
+        """Undo all but the ``since`` oldest changes, and return the failures.
+
+        The newest is undone first, and each even when another fails.
 
         One that fails stays in the journal, and so do older ones: the next call undoes
         them after it, and one of them may write what it writes. One that is interrupted
@@ -158,7 +184,10 @@ class Journal:
         return failures
 
     def suspend(self, view: Any, way_back: Journal, also: Sequence[Any] = ()) -> None:
-        """Put back the state from before all changes and those in ``also``; ``way_back`` leads back at every moment."""
+        """Put back the state from before all changes and those in ``also``.
+
+        At every moment ``way_back`` leads back to what was there.
+        """
         try:
             for change in reversed([*self.changes, *also]):
                 way_back.changes.append(change.now(view))
@@ -168,11 +197,17 @@ class Journal:
             raise
 
     def resume(self, view: Any) -> None:
-        """Undo everything, and raise the first failure; what failed stays, and this may be called again."""
+        """Undo everything, and raise the first failure.
+
+        What failed stays, and this may be called again.
+        """
         failures = self.undo(view)
         if failures:
             raise failures[0][1]
 
     def parts(self, kind: type[T]) -> list[T]:
-        """The changes of one kind, newest first: where two recorded the same, the last has what was there first."""
+        """The changes of one kind, newest first.
+
+        Where two recorded the same, the last has what was there first.
+        """
         return [change for change in reversed(self.changes) if isinstance(change, kind)]

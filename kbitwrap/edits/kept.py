@@ -1,4 +1,7 @@
-"""The record of what a forward leaves on the modules of the base: caches, repacked codes, and their flags."""
+"""The record of what a forward leaves on the modules of the base.
+
+Forwards leave caches, repacked codes, and flags that say so.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,7 @@ class _Difference:
 
 
 class KeptChange(ChangeBase):
-    """The plain values, plain tensors, caches and buffers of the base's modules, as they were.
+    """The plain values, tensors, caches and buffers of the base's modules.
 
     Values that differ in the end are put back. A new plain value is removed only where
     a new tensor is removed too: alone, it may belong to a hook that stays. A new child
@@ -91,7 +94,10 @@ class KeptChange(ChangeBase):
         self.put_back: tuple[str, ...] = ()
 
     def undo(self, tree: ModelTree) -> None:
-        """Put back what changed, on substitutes too; values of other types that others put there stay."""
+        """Put back what changed, on substitutes too.
+
+        Values of other types that others put there stay.
+        """
         # Resizing sets plain values on the modules around, as the vocabulary's size:
         # these stay.
         resized = [tensor.path for _, tensor in tree.resized(self._records)]
@@ -127,7 +133,10 @@ class KeptChange(ChangeBase):
 
 
 def lay_as_stored(tree: ModelTree) -> None:
-    """Lay codes as a checkpoint has them that layers of aqlm transposed; a layer does it again when it next runs."""
+    """Lay codes as a checkpoint has them that layers of aqlm transposed.
+
+    A layer transposes them again when it next runs.
+    """
     for node in tree.modules:
         codes = transposed_codes(node.module)
         if codes is not None:
@@ -170,7 +179,10 @@ def _members(cache: Any) -> Iterable[Any]:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """A tensor, or those in a list or dict, and in the tuples and lists in it, or in a child without parameters."""
+    """The tensors that a value is made of.
+
+    They are in a list or dict, or in the tuples and lists in it, or in a child module.
+    """
     if isinstance(value, _Cache):
         value = value.contents
     found: list[Any] = []
@@ -197,7 +209,9 @@ def _put_back(
     only_tensors: bool = False,
     is_shared: bool = False,
 ) -> list[str]:
-    """Put back what differs, and return the names of it but for what was moved to another device.
+    """Put back what differs, and return the names of it.
+
+    What was only moved to another device is not named.
 
     The lists and dicts of a module that ``is_shared`` are another's.
     """
@@ -282,7 +296,10 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _remove_kernels(module: nn.Module, kept: _Kept) -> None:
-    """Remove the new children without parameters, which are of no use without the buffer that is put back."""
+    """Remove the new children without parameters.
+
+    They are kernels, made for the buffer that is put back.
+    """
     for name in module._modules.keys() - kept.values[-1].keys():
         child = module._modules[name]
         if child is not None and not _has_parameters(child):

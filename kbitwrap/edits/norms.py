@@ -1,4 +1,7 @@
-"""The edit that makes modules compute in float32 from half weights: norms, and with another forward the head."""
+"""The edit that makes modules compute in float32 from half weights.
+
+The modules are norms and, with another forward, the head.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,19 @@ Dtypes = list[torch.dtype | None]
 
 
 def forward_slot(module: nn.Module) -> str:
-    """The instance attribute of a module's innermost ``forward``: accelerate moves it to ``_old_forward``."""
+    """The instance attribute of a module's innermost ``forward``.
+
+    accelerate moves it to ``_old_forward``.
+    """
     return "_old_forward" if "_old_forward" in vars(module) else "forward"
 
 
 def can_rebind_forward(module: nn.Module) -> bool:
-    """Whether a module has its class's ``forward``, or one bound to it, and no buffers, which may keep statistics."""
+    """Whether a module's ``forward`` can be replaced.
+
+    It is its class's, or one bound to the module, and there are no buffers, which may
+    keep statistics.
+    """
     if next(module.buffers(), None) is not None:
         return False
     forward = vars(module).get(forward_slot(module), MISSING)
@@ -46,7 +56,9 @@ def computes_in_float32(module: nn.Module) -> bool:
 
 
 class Float32Forward:
-    """A module's own ``forward``, run on float32 casts of its half inputs and parameters; the output's dtype is kept.
+    """A module's own ``forward``, run on float32 casts.
+
+    Its half inputs and parameters are cast; the output keeps its dtype.
 
     It runs on a shell that shares the module's attributes: the module is not touched,
     so threads, exceptions, recomputation and ``torch.compile`` are safe, and gradients
@@ -69,7 +81,10 @@ class Float32Forward:
         return self._run(forward, args, kwargs)
 
     def _run(self, forward: Forward, args: Any, kwargs: Any) -> Any:
-        """Run the module's own forward in float32, and give the output the dtype of the unprepared module's."""
+        """Run the module's own forward in float32.
+
+        The output gets the dtype of the unprepared module's.
+        """
         shell = float32_shell(self.module, to_float32)
         upcast = tree_map(to_float32, (args, kwargs))
         leaves, spec = tree_flatten(forward(shell, *upcast[0], **upcast[1]))
@@ -80,7 +95,10 @@ class Float32Forward:
         return tree_unflatten(leaves, spec)
 
     def _unprepared_dtypes(self, forward: Forward, args: Any, kwargs: Any) -> Dtypes:
-        """The dtypes that the unprepared module returns, measured once for each kind of input."""
+        """The dtypes that the unprepared module returns.
+
+        They are measured once for each kind of input.
+        """
         values = [*args, *kwargs.values()]
         if torch.compiler.is_compiling():
             # A call that a kernel refuses must not be traced.
@@ -105,7 +123,10 @@ class Float32Forward:
         return self._output_dtypes[key]
 
     def _measured_dtypes(self, forward: Forward, args: Any, kwargs: Any) -> Dtypes:
-        """The dtypes of what the unprepared module returns; ``None`` for what is no tensor."""
+        """The dtypes of what the unprepared module returns now.
+
+        There is ``None`` for what is no tensor.
+        """
         with torch.no_grad():
             try:
                 output = forward(self.module, *args, **kwargs)
@@ -126,7 +147,10 @@ def to_float32(value: Any) -> Any:
 
 
 def float32_shell(module: nn.Module, upcast: Callable[[Any], Any]) -> nn.Module:
-    """An object of the module's class that shares its attributes, with half parameters upcast, its children's too."""
+    """An object of the module's class, with half parameters upcast.
+
+    Its children's are upcast too. It shares all other attributes with the module.
+    """
     shell = shallow_copy(module)
     for name, parameter in module._parameters.items():
         if parameter is not None and not is_quantized_parameter(parameter):
@@ -154,7 +178,10 @@ _SLOTS = ("forward", "_old_forward")
 
 
 class ComputeChange(ChangeBase):
-    """Forwards replaced by ``Float32Forward``, on the given modules and on copies of them."""
+    """Forwards that were replaced by ``Float32Forward``.
+
+    They are those of the given modules, and of copies of these.
+    """
 
     def __init__(self) -> None:
         self._installed: list[weakref.ref[Float32Forward]] = []
@@ -165,7 +192,10 @@ class ComputeChange(ChangeBase):
         vars(forward.module)[forward_slot(forward.module)] = forward
 
     def _live(self, tree: ModelTree) -> list[Float32Forward]:
-        """Every ``Float32Forward`` in the live model, and on modules that have left it."""
+        """Every ``Float32Forward`` in the live model.
+
+        With them are those on modules that have left it.
+        """
         found = [ref() for ref in self._installed]
         for node in tree.modules:
             for value in vars(node.module).values():
@@ -174,7 +204,10 @@ class ComputeChange(ChangeBase):
         return [one for one in dict.fromkeys(found) if one is not None]
 
     def undo(self, tree: ModelTree) -> None:
-        """Put the modules' own forwards back; one that another library wrapped meanwhile becomes inactive."""
+        """Put the modules' own forwards back.
+
+        One that another library wrapped meanwhile becomes inactive.
+        """
         for forward in self._live(tree):
             forward.is_active = False
             for slot in _SLOTS:

@@ -1,4 +1,7 @@
-"""Float32 tensors in place of half weights: the edit that lets modules use them, and the forward of a head."""
+"""Float32 tensors that stand in for half weights.
+
+Here are the edit that lets modules use them, and the forward of a head.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ from .norms import Float32Forward, float32_shell, to_float32
 
 
 class HeadForward(Float32Forward):
-    """A head's own ``forward`` without autocast, its half weight upcast at use; the output stays float32."""
+    """A head's own ``forward``, its half weight upcast at use.
+
+    It runs without autocast, and the output stays float32.
+    """
 
     def __init__(self, module: nn.Module, chunk_bytes: int | None) -> None:
         super().__init__(module)
@@ -55,13 +61,19 @@ class HeadForward(Float32Forward):
 
 
 class Float32Copy:
-    """An instance's ``__deepcopy__``: PEFT trains such copies, and they store half weights in float32."""
+    """An instance's ``__deepcopy__``.
+
+    PEFT trains such copies, and they store half weights in float32.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def __call__(self, memo: dict[int, Any]) -> nn.Module:
-        """Copy the module, without stand-ins; parameters shared with other modules stay shared among the copies."""
+        """Copy the module, without stand-ins.
+
+        Parameters shared with other modules stay shared among the copies.
+        """
         module = self.module
         result: nn.Module = object.__new__(type(module))
         memo[id(module)] = result
@@ -79,7 +91,10 @@ class Float32Copy:
 
 
 class StandInState:
-    """An instance's ``__getstate__``: a pickle of a module keeps its stand-ins and their half weights."""
+    """An instance's ``__getstate__``.
+
+    A pickle of a module keeps its stand-ins and their half weights.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -92,7 +107,10 @@ class StandInState:
 
 
 class Float32First:
-    """An instance's ``parameters`` with a stand-in for the first: a model takes the dtype of its first for its own."""
+    """An instance's ``parameters`` with a stand-in for the first.
+
+    A model takes the dtype of its first parameter for its own.
+    """
 
     def __init__(self, module: nn.Module, owner: nn.Module, name: str) -> None:
         self.module = module
@@ -113,7 +131,10 @@ INSTALLED = (UpcastTensor, Float32Copy, StandInState, Float32First)
 
 
 def can_stand_in(module: nn.Module, name: str) -> bool:
-    """Whether an instance attribute can stand in for a parameter, which must not be renormalized in place."""
+    """Whether an instance attribute can stand in for a parameter.
+
+    The parameter must not be renormalized in place.
+    """
     if isinstance(module, nn.Embedding) and module.max_norm is not None:
         return False
     is_taken = vars(module).keys() & {name, "__deepcopy__", "__getstate__"}
@@ -121,7 +142,10 @@ def can_stand_in(module: nn.Module, name: str) -> bool:
 
 
 class UpcastChange(ChangeBase):
-    """Instance attributes that stand in for parameters, and follow weights that are tied, parametrized or loaded."""
+    """Instance attributes that stand in for parameters.
+
+    They follow weights that are tied, parametrized or loaded.
+    """
 
     def __init__(self, tree: ModelTree, chunk_bytes: int | None) -> None:
         self._records, self._chunk_bytes = tree.records, chunk_bytes
@@ -151,7 +175,11 @@ class UpcastChange(ChangeBase):
                     yield module, name, value
 
     def put_float32_first(self) -> None:
-        """Put the stand-in first in each module with children that would begin with one of the weights."""
+        """Put a stand-in first among a module's ``parameters()``.
+
+        It is done in each module with children that would begin with one of the
+        weights.
+        """
         places: dict[int, tuple[nn.Module, str]] = {}
         for owner, name, value in self._weights():
             places.setdefault(id(value.held), (owner, name))
@@ -180,7 +208,10 @@ class UpcastChange(ChangeBase):
         weakref.finalize(self, self._hook.remove)
 
     def _registered(self, module: nn.Module, name: str, parameter: Any) -> Any:
-        """The parameter to register instead, if any: for a stand-in its half weight; the new place gets a stand-in."""
+        """The parameter to register instead, if any.
+
+        For a stand-in it is the half weight, and the new place gets a stand-in.
+        """
         if isinstance(module, ParametrizationList):
             # The owner gives the weight away, and gets a property in its place.
             for owner, names in self._names.items():
@@ -205,13 +236,19 @@ class UpcastChange(ChangeBase):
         return half
 
     def _is_taken(self, parameter: nn.Parameter, module: nn.Module) -> bool:
-        """Whether another module than this has a stand-in for a parameter: PEFT registers a layer's in its copies."""
+        """Whether another module than this has a stand-in for a parameter.
+
+        PEFT registers a layer's parameters in its copies of the layer.
+        """
         if any(own is parameter for own in module._parameters.values()):
             return False  # a second name is no weight that the module uses
         return any(value.held is parameter for _, _, value in self._weights())
 
     def _installed(self, tree: ModelTree) -> list[tuple[nn.Module, str, Any]]:
-        """All that was installed, with its places: in the live model, on PEFT's copies too."""
+        """All that was installed, with its places.
+
+        It is found in the live model, on PEFT's copies too.
+        """
         found = []
         for module in {**self._names, **{node.module: None for node in tree.modules}}:
             for name, value in vars(module).items():
@@ -248,7 +285,10 @@ class UpcastChange(ChangeBase):
 
 @dataclass(frozen=True, kw_only=True)
 class UpcastAtUse(EditBase):
-    """Make modules see and use half weights as float32, through a stand-in that upcasts at each use."""
+    """Make modules see and use half weights as float32.
+
+    A stand-in in front of each weight upcasts it at each use.
+    """
 
     weights: tuple[TensorRef, ...] = field(repr=False)
     chunk_bytes: int | None = None

@@ -1,4 +1,6 @@
-"""The edits of storage dtypes: a parameter is cast to float32 and exactly back, also if it is trained or shares memory.
+"""The edits of storage dtypes.
+
+A parameter is cast to float32 and exactly back, also if it is trained or shares memory.
 
 Half values survive the cast in every bit except NaN payloads, which are recorded
 sparsely. A value is untrained if it is exactly representable in the original dtype and
@@ -26,7 +28,10 @@ _PIECE = 4 << 20
 
 
 class TrainedError(RuntimeError):
-    """The value of a parameter changed while it was stored upcast, and the caller asked for that to be an error."""
+    """The value of a parameter changed while it was stored upcast.
+
+    The caller asked for that to be an error.
+    """
 
     def __init__(self, fqn: str) -> None:
         super().__init__(f"{fqn} was trained while it was stored in {torch.float32}")
@@ -34,7 +39,10 @@ class TrainedError(RuntimeError):
 
 @dataclass
 class _Found:
-    """The value to put back of a parameter, and what training did to the one that it has."""
+    """The value to put back of a parameter.
+
+    With it is what training did to the value that the parameter has.
+    """
 
     original: torch.Tensor
     is_trained: bool
@@ -89,14 +97,21 @@ class StorageChange(HeldOriginal):
         return tuple(current.shape) != self.layout.shape
 
     def _rounded(self, current: torch.Tensor) -> torch.Tensor:
-        """The current value in the original dtype, NaN payloads included, in memory of its own."""
+        """The current value in the original dtype, NaN payloads included.
+
+        It is in memory of its own.
+        """
         rounded = current.detach().to(self.dtype, copy=True)
         if self._payloads is not None and not self._is_resized(rounded):
             self._payloads.write(rounded)
         return rounded
 
     def against_kept(self, current: torch.Tensor) -> torch.Tensor:
-        """Whether a value is not the original held: in any dtype, in its own, and in the original's, without a sync."""
+        """Whether a value is not the original held, without a sync.
+
+        The three answers are by any dtype that it was cast to on the way, by its own,
+        and by the original's.
+        """
         assert self.kept is not None
         if self._is_resized(current):
             return torch.ones(3, dtype=torch.bool, device=current.device)
@@ -139,7 +154,10 @@ class StorageChange(HeldOriginal):
         return Layout.place([(original, self.layout)])[0]
 
     def original_of(self, current: torch.Tensor) -> torch.Tensor:
-        """The value that ``restore(trained="keep")`` would put back of a parameter that stores ``current``."""
+        """The value that ``restore(trained="keep")`` would put back.
+
+        ``current`` is what the parameter stores.
+        """
         if self.kept is None:
             return self._rounded(current)
         if _is_same_tensor(current, self.kept):
@@ -153,11 +171,11 @@ class StorageChange(HeldOriginal):
         return not _is_same_tensor(parameter, self.kept)
 
     def decide(self, policy: TrainedPolicy) -> None:
-        """Set what ``undo`` does with a value that changed while it was stored upcast."""
+        """Set what ``undo`` does with a value that changed since."""
         self._policy = policy
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The original of the live parameter, computed when it is used; see ``HeldOriginal``."""
+        """The original of the live parameter, computed when it is used."""
         if not self.converts(parameter):
             return parameter
         return LazyTensor(
@@ -169,7 +187,10 @@ class StorageChange(HeldOriginal):
         )
 
     def _pieces(self, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The original's values in flat pieces, so that not all of them are in memory at once."""
+        """The original's values in flat pieces.
+
+        So not all of them are in memory at once.
+        """
         is_rounded = self.kept is None and self._payloads is None
         if is_rounded and parameter.is_contiguous():
             for piece in parameter.detach().view(-1).split(_PIECE):
@@ -185,7 +206,10 @@ class StorageChange(HeldOriginal):
         return parameter
 
     def undo(self, tree: ModelTree) -> None:
-        """Put the original storage back, exactly where nothing was trained, else by the policy."""
+        """Put the original storage back.
+
+        It is exact where nothing was trained; else the policy says what is put back.
+        """
         parameter = self._current()
         if parameter is None:
             return
@@ -241,7 +265,10 @@ def _is_same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class SharingChange(ChangeBase):
-    """Parameters that are different objects over the same memory, to be undone after the change of each of them."""
+    """Parameters that are different objects over the same memory.
+
+    This is undone after the change of each of them.
+    """
 
     def __init__(self, changes: Sequence[StorageChange]) -> None:
         self.changes = changes
@@ -274,7 +301,10 @@ class SharingChange(ChangeBase):
 
 @dataclass(frozen=True, kw_only=True)
 class Store(EditBase):
-    """Store a parameter, or several over the same memory, in another dtype, and record the original storage."""
+    """Store a parameter in another dtype, and record the original storage.
+
+    Several over the same memory are stored by one edit.
+    """
 
     refs: tuple[TensorRef, ...] = field(repr=False)
     dtype: torch.dtype | None = None  # `None`: record only
@@ -286,7 +316,10 @@ class Store(EditBase):
     record_bytes: int = 0
 
     def capture(self, tree: ModelTree) -> Together:
-        """Record dtype, layout, NaN payloads and digest, or the originals themselves."""
+        """Record the original storage, or the originals themselves.
+
+        Of the storage, these are dtype, layout, NaN payloads and digest.
+        """
         changes = []
         for fqn, ref in zip(self.fqns, self.refs, strict=True):
             module, parameter = ref.owner(), ref()
@@ -321,7 +354,10 @@ class Store(EditBase):
 
 @dataclass(eq=False)
 class CopyChange(HeldOriginal):
-    """PEFT's copy of an upcast parameter, or a base parameter that others cast (``is_base``): undo rounds it."""
+    """PEFT's copy of an upcast parameter, which undoing rounds.
+
+    With ``is_base`` it is a parameter of the base that others cast.
+    """
 
     record: ParameterRecord
     parameter: nn.Parameter
@@ -331,7 +367,10 @@ class CopyChange(HeldOriginal):
     policy: TrainedPolicy = "keep"
 
     def decide(self, policy: TrainedPolicy) -> None:
-        """Set whether ``undo`` is to refuse, because the copy was made to be trained."""
+        """Set whether ``undo`` is to refuse.
+
+        There is no other choice: the copy was made to be trained.
+        """
         self.policy = policy
 
     def undo(self, tree: ModelTree) -> None:
@@ -346,6 +385,6 @@ class CopyChange(HeldOriginal):
         return Call(lambda: self.resume(self.parameter, saved, saved.to(self.dtype)))
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The live parameter rounded to the original dtype when it is used; see ``HeldOriginal``."""
+        """The live parameter, rounded to the original dtype when it is used."""
         shape, dtype = parameter.shape, self.dtype
         return LazyTensor(shape, dtype, lambda: parameter.data.to(dtype))

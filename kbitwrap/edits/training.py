@@ -1,4 +1,7 @@
-"""The edits that record what training rewrites: train modes, caches, ``use_cache``, layers' and accelerate's fields."""
+"""The edits that record what training rewrites.
+
+It rewrites train modes, caches, ``use_cache``, and fields of layers and of accelerate.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,10 @@ Fields = dict[str, Any]
 
 
 class AccelerateChange(AttributesNow):
-    """A model as it was before a ``Trainer`` or ``Accelerator.prepare`` gave it a forward under autocast and a mark."""
+    """A model as it was before ``Accelerator.prepare``, which a ``Trainer`` calls.
+
+    That gives it a forward under autocast, and a mark.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__([model], _ACCELERATE_ATTRIBUTES)
@@ -65,7 +71,10 @@ class AccelerateChange(AttributesNow):
 
 @dataclass(frozen=True, kw_only=True)
 class FollowTrainMode(EditBase):
-    """Give modules outside the base (adapters, wrappers, copies) the train mode of the module that contains them."""
+    """Give modules outside the base the train mode of what contains them.
+
+    Such modules are adapters, wrappers and copies.
+    """
 
     def capture(self, tree: ModelTree) -> AttributesNow:
         """Record their modes, each module with the one to set."""
@@ -85,7 +94,7 @@ class FollowTrainMode(EditBase):
 
 
 class RuntimeChange(HeldOriginal):
-    """The fields that a bitsandbytes layer rewrites on itself when it runs, as they were.
+    """The fields that a bitsandbytes layer rewrites when it runs, as they were.
 
     ``Linear4bit`` fills in ``compute_dtype``, and on some CPUs repacks its weight in
     eval mode; ``Linear8bitLt`` moves its weight's statistics into ``state``, and writes
@@ -115,7 +124,10 @@ class RuntimeChange(HeldOriginal):
         return None if module is None else module._parameters.get("weight")
 
     def keep_unpacked(self) -> None:
-        """Keep the trainable layout in eval mode too: the kernel for the other has no backward."""
+        """Keep the trainable layout in eval mode too.
+
+        The kernel for the other layout has no backward.
+        """
         weight = self._weight()
         state = getattr(weight, "quant_state", None)
         if weight is not None and state is not None and is_repacked(vars(state)):
@@ -160,11 +172,14 @@ class RuntimeChange(HeldOriginal):
         return RuntimeChange(module, self.record)
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A copy of the weight as it was before the layer repacked it; the weight itself where the layer did not."""
+        """The weight as it was before the layer repacked it.
+
+        It is a copy, or the weight itself where the layer did not repack it.
+        """
         return unpacked_copy(parameter, self._settle)
 
     def _settle(self, fields: Fields) -> None:
-        """Replace the fields of copied 4-bit statistics by the recorded ones, where there are any."""
+        """Replace the fields of copied 4-bit statistics by the recorded ones."""
         if "quant_state" in self._state:
             tensors = _by_memory([fields])
             values = _found(self._state["quant_state"], fields, tensors)
@@ -172,7 +187,10 @@ class RuntimeChange(HeldOriginal):
             fields.update(values)
 
     def original_quant_state(self, parameter: torch.Tensor) -> Any:
-        """The layer's 4-bit statistics from before repacking, for a weight that lost them when it was sharded."""
+        """The layer's 4-bit statistics from before repacking.
+
+        They are for a weight that lost them when it was sharded.
+        """
         module = self._module()
         if module is None:
             return None
@@ -180,7 +198,10 @@ class RuntimeChange(HeldOriginal):
 
 
 def _weakly(value: Any) -> Any:
-    """A value, held weakly if it is an 8-bit weight, or a tensor that is as large as the statistics of a 4-bit one."""
+    """A value, held weakly if it is a large tensor.
+
+    That is an 8-bit weight, or as large as the statistics of a 4-bit one.
+    """
     if not isinstance(value, torch.Tensor):
         return value
     if value.dtype != torch.int8 and value.nbytes <= _SMALL_BYTES:
@@ -201,7 +222,10 @@ def _by_memory(places: list[Fields]) -> dict[int, torch.Tensor]:
 def _found(
     recorded: Fields, fields: Fields, tensors: dict[int, torch.Tensor]
 ) -> Fields:
-    """The recorded fields that there were, with the current value for a tensor that is gone."""
+    """The recorded fields that there were.
+
+    For a tensor that is gone they have the current value.
+    """
     found = {}
     for key, value in recorded.items():
         if isinstance(value, MemoryRef):
@@ -213,7 +237,10 @@ def _found(
 
 @dataclass(frozen=True, kw_only=True)
 class Record(EditBase):
-    """Record what training rewrites, and keep layers in the layout, and with the kernel, that can be trained."""
+    """Record what training rewrites, and keep layers trainable.
+
+    They keep the layout, and the kernel, that has a backward.
+    """
 
     # those that rewrite their own fields
     layers: tuple[weakref.ref[nn.Module], ...] = field(default=(), repr=False)
@@ -238,7 +265,11 @@ class Record(EditBase):
         )
 
     def apply(self, change: Together) -> None:
-        """Keep layers in the layout, and with the kernel, that can be trained, and mark all modules."""
+        """Keep layers trainable, and mark all modules.
+
+        By the mark, copies that others make of the modules are told from modules of
+        theirs.
+        """
         for ref in self.layers:
             fields = vars(ref())
             if fields.get(KERNEL, MISSING) is None:
