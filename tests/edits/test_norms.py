@@ -9,6 +9,7 @@ import inspect
 import io
 import pickle
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -201,6 +202,29 @@ def test_keywords_are_inputs_too() -> None:
     assert_same_bits(norm(gate=gate, hidden_states=x), expected)
     assert_same_bits(norm(x, gate=None), ungated)
     assert_same_bits(norm(hidden_states=x), ungated)
+
+
+class Noisy(RMSNorm):
+    """A norm that draws random numbers, and warns."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        warnings.warn("noisy", UserWarning, stacklevel=2)
+        return super().forward(x) + torch.rand_like(x)
+
+
+def test_the_run_that_finds_the_dtypes_draws_no_random_number_and_warns_of_nothing() -> None:
+    norm, x = Noisy(8).bfloat16(), torch.ones(2, 8, dtype=torch.bfloat16)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.manual_seed(0)
+        norm(x.float())
+        expected = torch.rand(4)
+        install(norm)
+        torch.manual_seed(0)
+        norm(x)
+        found = torch.rand(4)
+    assert torch.equal(found, expected)
+    assert len(caught) == 2
 
 
 class TwoResults(RMSNorm):

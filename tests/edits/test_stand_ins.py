@@ -319,6 +319,12 @@ class TestAsAnAttribute:
         assert twin._parameters["weight"] is linear._parameters["weight"]
         assert torch.equal(twin(x), linear(x))
 
+    def test_its_bytes_are_those_of_float32(self) -> None:
+        linear = self.linear()
+        full = linear.weight.float()
+        assert torch.equal(linear.weight.view(torch.uint8), full.view(torch.uint8))
+        assert torch.equal(linear.weight.view(torch.int32), full.view(torch.int32))
+
     def test_reading_its_memory(self) -> None:
         linear = self.linear()
         full = linear._parameters["weight"].float()

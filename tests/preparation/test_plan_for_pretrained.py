@@ -74,6 +74,13 @@ def llama() -> LlamaConfig:
     return LlamaConfig(**zoo.ARCHITECTURES["llama"].config)
 
 
+def test_the_samples_of_a_tied_weight_are_counted_once() -> None:
+    tied, untied = (zoo.load("gemma2", tie_word_embeddings=is_tied) for is_tied in (True, False))
+    runs = build_plan(untied).sample_bytes - build_plan(tied).sample_bytes
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    assert runs == 64 * 64 * tied.lm_head.weight.element_size()
+
+
 # ----------------------------------------------------------------------------------------------------
 # Exactness.
 # ----------------------------------------------------------------------------------------------------
