@@ -1,1 +1,4 @@
-"""One preparation: planned, in force, verified, and the record of what was there before."""
+"""One preparation: planned, in force, verified and restored.
+
+The record of what was there before lives here too.
+"""

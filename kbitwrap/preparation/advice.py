@@ -40,9 +40,10 @@ def of_lost_gradients(tree: ModelTree) -> Warnings:
     if not found:
         return []
     return [
-        f"{len(found)} layers, {found[0]} the first, let no gradient through to their input, so adapters in "
-        "front of them are trained by what goes around them, or not at all: activations that are quantized as "
-        "they are used have no backward; quantize weights only"
+        f"{len(found)} layers, {found[0]} the first, let no gradient through to their "
+        "input, so adapters in front of them are trained by what goes around them, or "
+        "not at all: activations that are quantized as they are used have no "
+        "backward; quantize weights only"
     ]
 
 
@@ -59,8 +60,8 @@ def of_unquantized_stacks(casts: Casts) -> Warnings:
         return []
     num_bytes = format_bytes(sum(tensor.parameter.nbytes for tensor in stacks))
     return [
-        f"{len(stacks)} stacks of experts are not quantized, {stacks[0].fqn} the first: {num_bytes}; "
-        f"{STACKS_QUANTIZED_BY} quantizes them"
+        f"{len(stacks)} stacks of experts are not quantized, {stacks[0].fqn} the "
+        f"first: {num_bytes}; {STACKS_QUANTIZED_BY} quantizes them"
     ]
 
 
@@ -72,17 +73,23 @@ def of_precision(casts: Casts) -> Warnings:
     if precision is Precision.NONE:
         return []
     return [
-        f"{casts.quantization.method} manages its own precision: precision {precision.value!r} changes nothing"
+        f"{casts.quantization.method} manages its own precision: precision "
+        f"{precision.value!r} changes nothing"
     ]
 
 
 def _of_upcasts(casts: Casts) -> Warnings:
+    """Say what it costs to store or use half parameters as float32.
+
+    Their bytes are in the plan's table; these are the consequences beside them.
+    """
     found = []
     roles = {casts.role(tensor) for tensor in casts.castable}
     if Role.INPUT_EMBEDDINGS in roles or Role.NORM in roles:
         found.append(
-            "float32 embeddings and norms make the residual stream float32 in most models: activations take "
-            "twice the bytes, and FlashAttention refuses float32 queries, keys and values"
+            "float32 embeddings and norms make the residual stream float32 in most "
+            "models: activations take twice the bytes, and FlashAttention refuses "
+            "float32 queries, keys and values"
         )
     found += _of_mixed_precision(casts)
     experts = [store for store in casts.stores if store.role is Role.EXPERT]
@@ -103,14 +110,16 @@ def _of_mixed_precision(casts: Casts) -> Warnings:
         return []
     if policy.casts_parameters:
         return [
-            f"the mixed-precision policy of FSDP casts every parameter to {policy.dtype} before it is used, which "
-            "nullifies the upcast: precision 'norms' or 'none' computes the same from half the bytes"
+            "the mixed-precision policy of FSDP casts every parameter to "
+            f"{policy.dtype} before it is used, which nullifies the upcast: precision "
+            "'norms' or 'none' computes the same from half the bytes"
         ]
     if not any(isinstance(tensor.module, nn.Linear) for tensor in casts.castable):
         return []
     return [
-        f"under {policy.dtype} autocast linear layers, the head among them, are computed in {policy.dtype} "
-        "whatever they store: their upcast is nullified, as it is in PEFT"
+        f"under {policy.dtype} autocast linear layers, the head among them, are "
+        f"computed in {policy.dtype} whatever they store: their upcast is nullified, "
+        "as it is in PEFT"
     ]
 
 
@@ -138,7 +147,8 @@ def of_adapters(casts: Casts, *, is_suspended: bool = False) -> Warnings:
     if can_be_float32 and not is_float32:
         others = " or prepare with precision 'full' or 'compute'"
     return [
-        f"the adapters on {first_of(names, 1)} return float32 where the model computes in {dtype}: attention, or "
-        "the head, will raise that dtypes differ, as in the unprepared model; run it under autocast "
-        f"(torch.autocast, Trainer(bf16=True)){others}"
+        f"the adapters on {first_of(names, 1)} return float32 where the model computes "
+        f"in {dtype}: attention, or the head, will raise that dtypes differ, as in the "
+        "unprepared model; run it under autocast (torch.autocast, "
+        f"Trainer(bf16=True)){others}"
     ]

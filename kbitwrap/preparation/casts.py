@@ -89,14 +89,19 @@ class Casts:
         quantization = self.tree.quantization
         if not quantization.is_known_to_peft:
             raise UnsupportedModelError(
-                f"{tensor.path} is a {type(tensor.parameter).__name__} of {quantization.method}, whose dtype cannot be "
-                "changed: PEFT's function raises half-way on this model. KbitPreparedModel(model) prepares it",
+                f"{tensor.path} is a {type(tensor.parameter).__name__} of "
+                f"{quantization.method}, whose dtype cannot be changed: PEFT's "
+                "function raises half-way on this model. KbitPreparedModel(model) "
+                "prepares it",
                 fqn=tensor.path,
             )
 
     @property
     def upcasts(self) -> list[UpcastAtUse]:
-        """The edits by which weights are float32 where they are used, one for each role."""
+        """The edits by which weights are float32 where they are used.
+
+        There is one for each role, in the order of the roles.
+        """
         by_role: defaultdict[Role, _Tensors] = defaultdict(list)
         for tensor in self._upcast:
             by_role[self.role(tensor)].append(tensor)
@@ -171,8 +176,8 @@ class Casts:
     def _store(self, group: _Tensors) -> Store:
         """The edit that casts parameters of one memory.
 
-        Where the precision stores nothing, it only records what their layers rewrite when
-        they run.
+        Where the precision stores nothing, it only records what their layers rewrite
+        when they run.
         """
         parameters = [tensor.parameter for tensor in group]
         refs = [TensorRef(weakref.ref(tensor.module), tensor.name) for tensor in group]
@@ -221,6 +226,7 @@ class Casts:
 
 
 def _fqns(tensors: _Tensors) -> tuple[str, ...]:
+    """The names of parameters, as an edit shows them."""
     return tuple(tensor.fqn for tensor in tensors)
 
 

@@ -115,6 +115,7 @@ def _compare_places(original: Original, tree: ModelTree, found: Changes) -> _Par
             there[record] = tensor.parameter
         else:
             found.not_compared.append(record.fqn)
+    # What is left has a name that the base did not have.
     for fqn, tensor in live.items():
         if not original.is_alias(tensor.module, tensor.name):
             added = _outermost(fqn, original.modules)

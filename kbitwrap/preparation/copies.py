@@ -1,4 +1,7 @@
-"""Copies of base parameters, as PEFT's ``modules_to_save`` makes them, and what others cast."""
+"""Copies of base parameters, and what others cast.
+
+PEFT makes copies for ``modules_to_save``; its own function for preparing casts.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,12 @@ from .original import Original
 
 
 class Copies:
-    """Finds what is to be rounded, beside what the preparation itself stores upcast."""
+    """Finds what is to be rounded, beside what the preparation itself stores upcast.
+
+    Args:
+        original: The record of the base.
+        tree: The live model, in which the recorded parameters were found again.
+    """
 
     def __init__(self, original: Original, tree: ModelTree) -> None:
         self._original = original
@@ -95,6 +103,7 @@ class Copies:
         return named if is_copy else None
 
     def _is_adapters(self, tensor: NamedTensor) -> bool:
+        """Whether a parameter belongs to an adapter, as those of ``modules_to_save`` do."""
         return id(tensor.parameter) in self._tree.adapter_ids
 
     def _dtype_before(
@@ -114,8 +123,8 @@ class Copies:
 def half_copies(original: Original, tree: ModelTree) -> list[NamedTensor]:
     """The copies of half parameters that are stored in half too.
 
-    They stand, by name, for parameters of the base. Those made while a model is prepared
-    are in float32; these were made while it was suspended.
+    They stand, by name, for parameters of the base. Those made while a model is
+    prepared are in float32; these were made while it was suspended.
     """
     found = []
     for tensor in tree.tensors:

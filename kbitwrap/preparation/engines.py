@@ -1,4 +1,7 @@
-"""The effect of each engine that trains with several processes on a prepared model, told before it happens."""
+"""The effect of each engine that trains with several processes on a prepared model.
+
+It is told before it happens.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ ENGINES = ("ddp", "fsdp1", "fsdp2", "zero2", "zero3")
 def check_sharding(
     model: nn.Module, engine: str, param_dtype: torch.dtype | str | None = None
 ) -> ShardingReport:
-    """Say what will happen with each precision under an engine, before it happens; changes nothing.
+    """Say what will happen with each precision under an engine; changes nothing.
 
     Args:
         model: The model as it is before it is prepared, on a device or on the meta
@@ -106,15 +109,17 @@ def notes_on(
             else ", or prepare with precision 'full' or 'compute'"
         )
         return [
-            "the model computes in the dtype that it was loaded in, as it does unprepared: give it its float inputs "
-            f"(input_features, pixel_values) in model.dtype, or run it under autocast{others}"
+            "the model computes in the dtype that it was loaded in, as it does "
+            "unprepared: give it its float inputs (input_features, pixel_values) in "
+            f"model.dtype, or run it under autocast{others}"
         ]
     if not message.startswith(_OF_FSDP1):
         return []
     return [
-        "FSDP1 lays out parameters of one dtype together, and the model was prepared with precision "
-        f"{precision.value!r}: take one that stores no other dtype ('norms', 'adapted', 'none'), with "
-        "bnb_4bit_quant_storage in the model's dtype and get_peft_model(..., autocast_adapter_dtype=False). Before a "
+        "FSDP1 lays out parameters of one dtype together, and the model was prepared "
+        f"with precision {precision.value!r}: take one that stores no other dtype "
+        "('norms', 'adapted', 'none'), with bnb_4bit_quant_storage in the model's "
+        "dtype and get_peft_model(..., autocast_adapter_dtype=False). Before a "
         'model is prepared, check_sharding(model, "fsdp1") names what FSDP1 will refuse'
     ]
 
@@ -122,6 +127,10 @@ def notes_on(
 def _outcome(
     tree: ModelTree, precision: Precision, engine: str, param_dtype: torch.dtype | None
 ) -> ShardingOutcome:
+    """What will happen with one precision under an engine.
+
+    Its notes name first what fails, and then what is to be minded.
+    """
     config = PrepareConfig(precision=precision, gradient_checkpointing=False)
     try:
         plan = build_plan(tree.model, config)
@@ -133,24 +142,27 @@ def _outcome(
     notes = []
     if is_retyped and param_dtype in HALF_DTYPES:
         notes.append(
-            f"{dtype_name(param_dtype)} is what the engine computes in, whatever is stored: take 'norms' or 'none'"
+            f"{dtype_name(param_dtype)} is what the engine computes in, whatever is "
+            "stored: take 'norms' or 'none'"
         )
     if is_retyped and engine in ("ddp", "zero2"):
         notes.append(
-            "suspended() is refused while a trained copy (modules_to_save) is stored in float32"
+            "suspended() is refused while a trained copy (modules_to_save) is stored "
+            "in float32"
         )
     if engine == "zero2":
         notes.append("parameters stay whole, as under DDP")
     elif engine == "zero3":
         notes.append(
-            "a ZeRO-3 partition holds no values: restore(), suspended(), export() and manifest() come before "
-            "deepspeed.initialize()"
+            "a ZeRO-3 partition holds no values: restore(), suspended(), export() and "
+            "manifest() come before deepspeed.initialize()"
         )
     elif engine != "ddp":
         if is_retyped:
             restores = False
             notes.append(
-                "no dtype of a sharded parameter can be changed back: export() the base, or take another precision"
+                "no dtype of a sharded parameter can be changed back: export() the "
+                "base, or take another precision"
             )
         if engine == "fsdp1":
             failures += _not_uniform(tree, plan)
@@ -159,7 +171,8 @@ def _outcome(
         else:
             if _uses_stand_ins(plan):
                 failures.append(
-                    "FSDP2 takes what stands in front of a weight for the weight: the first forward raises"
+                    "FSDP2 takes what stands in front of a weight for the weight: the "
+                    "first forward raises"
                 )
             if any(t.parameter.dtype == torch.int8 for t in tree.tensors):
                 notes.append(
@@ -173,6 +186,7 @@ def _outcome(
 
 
 def _uses_stand_ins(plan: Plan) -> bool:
+    """Whether something stands in front of weights, so that they are upcast at use."""
     return any(isinstance(edit, UpcastAtUse) for edit in plan.edits)
 
 
@@ -187,8 +201,9 @@ def _packed(tree: ModelTree, param_dtype: torch.dtype | None) -> list[str]:
         if param_dtype is not None and is_packed and dtype != param_dtype:
             name = dtype_name(param_dtype)
             return [
-                f"{tensor.path} packs 4-bit values in {dtype_name(dtype)}, which would be cast to {name} as if they "
-                f"were numbers: load with bnb_4bit_quant_storage={name}"
+                f"{tensor.path} packs 4-bit values in {dtype_name(dtype)}, which would "
+                f"be cast to {name} as if they were numbers: load with "
+                f"bnb_4bit_quant_storage={name}"
             ]
     return []
 
@@ -205,18 +220,21 @@ def _not_uniform(tree: ModelTree, plan: Plan) -> list[str]:
     for dtype, path in first.items():
         if not dtype.is_floating_point:
             return [
-                f"FSDP1 lays out no integers, and {path} is {dtype_name(dtype)}: load 4-bit weights with "
-                "bnb_4bit_quant_storage set to the dtype of the model"
+                f"FSDP1 lays out no integers, and {path} is {dtype_name(dtype)}: load "
+                "4-bit weights with bnb_4bit_quant_storage set to the dtype of the "
+                "model"
             ]
     if len(first) > 1:
         found = [f"{path} in {dtype_name(dtype)}" for dtype, path in first.items()]
         return [
-            f"FSDP1 lays out parameters of one dtype together, and would find {', '.join(found)}: take a precision "
-            "that stores no other dtype, get_peft_model(..., autocast_adapter_dtype=False), or wrap what differs by "
-            "itself"
+            "FSDP1 lays out parameters of one dtype together, and would find "
+            f"{', '.join(found)}: take a precision that stores no other dtype, "
+            "get_peft_model(..., autocast_adapter_dtype=False), or wrap what differs "
+            "by itself"
         ]
     if _uses_stand_ins(plan):
         return [
-            "FSDP1 takes weights off their modules, and what stands in front of them would not be used"
+            "FSDP1 takes weights off their modules, and what stands in front of them "
+            "would not be used"
         ]
     return []

@@ -74,7 +74,8 @@ def _sample(record: ParameterRecord, parameter: torch.Tensor) -> torch.Tensor | 
 class Fingerprints:
     """A sample of every parameter, on its device; with ``audit``, digests too.
 
-    A sample of a large parameter may miss a change of a few elements; a digest sees any.
+    A sample of a large parameter may miss a change of a few elements; a digest sees
+    any.
 
     Attributes:
         samples: The samples, flat, in the recorded dtypes.
@@ -104,8 +105,14 @@ class Fingerprints:
     ) -> set[ParameterRecord]:
         """Find the parameters whose samples are others than the recorded ones.
 
-        ``answers`` are boolean scalars that say so of parameters that were compared
-        otherwise: all are read from each device at once.
+        Args:
+            parameters: The live parameters, or their values, with their records. One
+                that has no sample is not compared.
+            answers: Boolean scalars that tell of parameters that were compared
+                otherwise whether they changed: they are read together with the rest.
+
+        Returns:
+            The records of those that changed, after one read of each device.
         """
         changed: set[ParameterRecord] = set()
         comparable: _Tensors = {}

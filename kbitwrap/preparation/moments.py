@@ -22,6 +22,11 @@ def read_moment(tree: ModelTree) -> Moment:
 
 
 def _state(tree: ModelTree) -> dict[str, Any]:
+    """Hooks, flags and modes of the base. Modules are named by their fqns.
+
+    Input-gradient hooks are counted by module, and those modules are named whose
+    ``gradient_checkpointing`` is true.
+    """
     modules: dict[nn.Module, str] = {}
     for node in tree.base:
         modules.setdefault(node.module, node.fqn)
@@ -64,6 +69,7 @@ def _memory(tree: ModelTree) -> dict[str, int | None]:
 
 
 def _counted(devices: set[torch.device], function: str) -> int | None:
+    """The sum of what a function of each device's module counts."""
     counts = []
     for device in devices:
         count = function_of(device.type, function)

@@ -1,4 +1,6 @@
-"""The record of the unprepared model, which restore, verify, export and the manifest all read.
+"""The record of the unprepared model.
+
+Restore, ``verify``, export and the manifest all read it.
 
 It holds no parameter, and no value but samples: see ``ParameterRecord`` and
 ``Fingerprints``.
@@ -37,7 +39,10 @@ _HOOK_DICTS = (
 
 
 def configs_of(module: nn.Module) -> list[tuple[str, Any]]:
-    """The configs of a module that a checkpoint holds, each with its attribute's name."""
+    """The configs of a module that a checkpoint holds.
+
+    Each comes with the name of its attribute.
+    """
     found = []
     for name in CONFIG_ATTRIBUTES:
         config = vars(module).get(name)
@@ -61,6 +66,13 @@ class Buffer:
 class Original:
     """The base of a model before it was prepared.
 
+    It is made when a preparation begins, before the first edit, in one pass over the
+    model. What lies on an accelerator is not waited for.
+
+    Args:
+        tree: The walk of the model. Its records become those of the preparation.
+        audit: Whether every unquantized parameter is to be digested as a whole.
+
     Attributes:
         model: The model, held weakly.
         before: Its hooks, flags, modes and memory, as the manifest records them.
@@ -68,8 +80,8 @@ class Original:
         parameters: The same records, each once.
         flags: ``requires_grad`` of these and of adapters that were there before.
         modules: The base's modules by fqn, held weakly.
-        fingerprints: Samples of the values; with ``audit`` every unquantized parameter is
-            digested as a whole too.
+        fingerprints: Samples of the values; with ``audit`` every unquantized parameter
+            is digested as a whole too.
         sharing_memory: The records of parameters that lie over the memory of others.
         buffers: The buffers that a checkpoint holds, by fqn.
         hooks: The hooks of all modules, by their ids, each as a line of a report.
@@ -111,7 +123,7 @@ class Original:
         return self._configs.get(id(config), config)
 
     def turned_on(self, tree: ModelTree) -> list[TensorRef]:
-        """The places of base parameters that a restore makes trainable under an adapter.
+        """The places of base parameters that a restore makes trainable.
 
         None where no adapter is live: then the base is all that can be trained.
         """

@@ -1,4 +1,7 @@
-"""The plan of a preparation: its edits in order and their exact bytes. Read-only; works on the meta device."""
+"""The plan of a preparation: its edits in order and their exact bytes.
+
+Read-only; works on the meta device.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,9 @@ class Plan(Report):
         dtype: Any = None,
         **fields: Any,
     ) -> Plan:
-        """Plan from a config alone: no weight is read or allocated. The bytes are those of the loaded model.
+        """Plan from a config alone: no weight is read or allocated.
+
+        The bytes are those of the loaded model.
 
         Args:
             name_or_path: A name or path as for ``from_pretrained``, a ``config.json``,
@@ -161,7 +166,8 @@ class Plan(Report):
     def _lines(self) -> list[str]:
         peak, cache = format_bytes(self.peak_bytes), format_bytes(self.cache_bytes)
         said = [
-            f"peak while preparing {peak}; PEFT's way leaves {cache} in the allocator's cache",
+            f"peak while preparing {peak}; PEFT's way leaves {cache} in the "
+            "allocator's cache",
             f"beside it, samples of the parameters: {format_bytes(self.sample_bytes)}",
         ]
         return [*said, *few([f"warning: {warning}" for warning in self.warnings])]
@@ -225,8 +231,9 @@ def plan_as_detected(tree: ModelTree, config: PrepareConfig) -> Plan:
         else "no precision fits"
     )
     raise MemoryBudgetError(
-        f"preparing with precision {config.precision.value!r} needs {format_bytes(plan.peak_bytes)} at its peak, "
-        f"the budget is {format_bytes(budget)}; {remedy}",
+        f"preparing with precision {config.precision.value!r} needs "
+        f"{format_bytes(plan.peak_bytes)} at its peak, the budget is "
+        f"{format_bytes(budget)}; {remedy}",
         plan=plan,
         budget_bytes=budget,
         fitting=fitting,
@@ -250,7 +257,10 @@ def signature(tree: ModelTree) -> tuple[list[Any], list[Any]]:
 
 
 def write_plan(planner: Planner) -> Plan:
-    """Make a plan of the edits that a planner finds."""
+    """Make a plan of the edits that a planner finds.
+
+    The planner says by which rules: the model's own detection, or PEFT's.
+    """
     edits = planner.edits()
     casts, quantization = planner.casts, planner.quantization
     return Plan(

@@ -71,6 +71,7 @@ class Planner:
         self.alarms: list[str] = []
 
     def _alarm(self, *warnings: str) -> None:
+        """Add warnings that nobody may miss."""
         self.warnings += warnings
         self.alarms += warnings
 
@@ -112,8 +113,8 @@ class Planner:
         name = type(self.tree.model).__name__
         if not self.quantization.is_quantized:
             self.warnings.append(
-                f"{name} has neither a quantization attribute nor a quantized layer: it is frozen and cast as asked, "
-                "but not checkpointed"
+                f"{name} has neither a quantization attribute nor a quantized layer: "
+                "it is frozen and cast as asked, but not checkpointed"
             )
             return
         dtype = getattr(getattr(self.tree.model, "config", None), "dtype", None)
@@ -121,16 +122,18 @@ class Planner:
         if not num_bytes:
             return
         warning = (
-            f"{name} was upcast before, as peft.prepare_model_for_kbit_training does it: its config says {dtype}, and "
-            f"all that is not quantized, {format_bytes(num_bytes)}, is frozen and float32; nothing is left to cast, "
-            "and restore() returns to this state; prepare a model as from_pretrained returned it"
+            f"{name} was upcast before, as peft.prepare_model_for_kbit_training does "
+            f"it: its config says {dtype}, and all that is not quantized, "
+            f"{format_bytes(num_bytes)}, is frozen and float32; nothing is left to "
+            "cast, and restore() returns to this state; prepare a model as "
+            "from_pretrained returned it"
         )
         self.warnings.append(warning)
         if not self.freeze_adapters:
             self.alarms.append(warning)
 
     def _upcast_before(self) -> int:
-        """The float32 bytes of what is not quantized, if all of it was frozen and upcast.
+        """The float32 bytes of what is not quantized, if all was frozen and upcast.
 
         Else 0: then nobody has prepared the model.
         """
@@ -160,7 +163,8 @@ class Planner:
     def compute_norms(self) -> list[ComputeInFloat32]:
         """The norms that the precision computes in float32, as at most one edit.
 
-        Those that compute so already are left out: adapters may be new, and the rest not.
+        Those that compute so already are left out: adapters may be new, and the rest
+        not.
         """
         precision = self.config.precision
         if precision is Precision.NORMS:
@@ -187,8 +191,9 @@ class Planner:
                 nodes.append(node)
             else:
                 self.warnings.append(
-                    f"{node.fqn} computes as loaded: it has buffers, as norms with statistics do, or its forward was "
-                    "replaced by a function that is not its method"
+                    f"{node.fqn} computes as loaded: it has buffers, as norms with "
+                    "statistics do, or its forward was replaced by a function that is "
+                    "not its method"
                 )
         return _compute(nodes, Role.NORM, Float32Forward)
 
@@ -202,8 +207,9 @@ class Planner:
         found = [node for node in heads(self.tree) if can_rebind_forward(node.module)]
         if not found or not self.quantization.casts:
             self._alarm(
-                "head='float32' changes nothing: no output head was found that is an unquantized linear layer with a "
-                "half weight and its own forward, in a model whose quantization method permits casts"
+                "head='float32' changes nothing: no output head was found that is an "
+                "unquantized linear layer with a half weight and its own forward, in "
+                "a model whose quantization method permits casts"
             )
             return []
         new = [node for node in found if not computes_in_float32(node.module)]
@@ -212,6 +218,11 @@ class Planner:
         return _compute(new, Role.OUTPUT_EMBEDDINGS, forward)
 
     def _checkpoint(self) -> Checkpoint:
+        """The edit that enables checkpointing, and hooks what that needs hooked.
+
+        Reentrant checkpointing of a frozen model needs inputs that require grad. The other
+        kind needs none, but its blocks are hooked for backward hooks of others.
+        """
         config = self.config
         enable = config.gradient_checkpointing and self.quantization.is_quantized
         if enable:
@@ -237,7 +248,10 @@ class Planner:
         )
 
     def by_role(self) -> dict[str, dict[str, int]]:
-        """Count parameters, and the bytes they hold and are to hold, by the part they play."""
+        """Count parameters, and the bytes they hold and are to hold, by role.
+
+        What is one memory, seen in one way, counts once.
+        """
         rows = {role: {"count": 0, "bytes": 0, "added_bytes": 0} for role in Role}
         seen = set()  # what is one memory seen in one way counts once
         for tensor in self.tree.tensors:

@@ -69,8 +69,8 @@ class Preparation:
         journal: The changes made, and the way back.
         plans: The plans applied, one on top of the other.
         turned_on: The places of base parameters that a restore made trainable.
-        put_back: The names of what a restore put back. These two are added to by each of
-            the calls that fail and are made again.
+        put_back: The names of what a restore put back. These two are added to by each
+            of the calls that fail and are made again.
     """
 
     original: Original  # what was there before the first plan was applied
@@ -127,8 +127,8 @@ class Preparation:
     def tree(self, model: nn.Module | None = None) -> ModelTree:
         """Walk the prepared model, or what was made of it.
 
-        Every recorded parameter that is there is found again; what others left sharded or
-        laid out otherwise after a forward is as it is stored.
+        Every recorded parameter that is there is found again; what others left sharded
+        or laid out otherwise after a forward is as it is stored.
         """
         model = self.original.model() if model is None else model
         assert model is not None  # who calls holds it
@@ -193,8 +193,8 @@ class Preparation:
     def adopt(self, peft_model: nn.Module) -> None:
         """Compute norms of blocks with new adapters as the precision says.
 
-        It is all or nothing, and the plan grows by it. What accelerate sets on the model
-        with the adapters is recorded, and undone by a restore.
+        It is all or nothing, and the plan grows by it. What accelerate sets on the
+        model with the adapters is recorded, and undone by a restore.
         """
         # Only forwards of modules are replaced: no parameter has to be found again.
         model = cast("nn.Module", self.original.model())
@@ -223,7 +223,10 @@ class Preparation:
             warnings.warn(warning, UserWarning, stacklevel=3)
 
     def explain(self, error: BaseException | None) -> None:
-        """Add to an error of torch about dtypes, as notes, what is known of its cause, each once."""
+        """Add to an error of torch about dtypes, as notes, what is known of its cause.
+
+        Each note is added once.
+        """
         is_suspended = getattr(self.holder(), "state", None) is LifecycleState.SUSPENDED
         notes = notes_on(error, self.plan.config.precision, is_suspended=is_suspended)
         if type(error) is RuntimeError and "dtype" in str(error):
@@ -291,8 +294,8 @@ class Preparation:
     def _upcast_copies(self) -> None:
         """Store copies in float32 that were made of base modules while suspended.
 
-        Those made while the model is prepared are in float32, and so are its activations. A
-        copy that was there, and kept in half by somebody, stays so.
+        Those made while the model is prepared are in float32, and so are its
+        activations. A copy that was there, and kept in half by somebody, stays so.
         """
         if not self.upcasts_all:
             return
@@ -305,7 +308,10 @@ class Preparation:
                 parameter.data = parameter.data.float()
 
     def resume(self, way_back: Journal) -> None:
-        """End a suspension; what failed stays in ``way_back``, and this may be called again."""
+        """End a suspension.
+
+        What failed stays in ``way_back``, and this may be called again.
+        """
         with plain_mode():
             way_back.resume(self.tree())
 
@@ -323,8 +329,8 @@ def _refuse_to_adopt(peft_model: nn.Module, tree: ModelTree) -> None:
     # it.
     if not (tree.adapter_ids or ModelTree(peft_model).adapter_ids):
         raise UnsupportedModelError(
-            f"adopt() expects a model with adapters, found no adapter in this {given}; make them first, with "
-            "get_peft_model"
+            f"adopt() expects a model with adapters, found no adapter in this {given}; "
+            "make them first, with get_peft_model"
         )
 
 
@@ -361,8 +367,8 @@ def refuse_held(tree: ModelTree, but: Preparation | None = None) -> None:
         else:
             continue
         raise StateError(
-            f"this {type(tree.model).__name__}{what} is prepared already; restore() that first, or find its wrapper "
-            "with kbitwrap.prepared_of(model)",
+            f"this {type(tree.model).__name__}{what} is prepared already; restore() "
+            "that first, or find its wrapper with kbitwrap.prepared_of(model)",
             state=getattr(preparation.holder(), "state", None),
             expected=(LifecycleState.NEW, LifecycleState.RESTORED),
         )
@@ -371,8 +377,8 @@ def refuse_held(tree: ModelTree, but: Preparation | None = None) -> None:
 def _emptying_cache(edits: Iterable[Any]) -> Iterator[Any]:
     """The edits, with freed memory given back between them.
 
-    When the next one is asked for, a large cast's freed blocks are returned to the device
-    first, so that the peak is the plan's.
+    When the next one is asked for, a large cast's freed blocks are returned to the
+    device first, so that the peak is the plan's.
     """
     for edit in edits:
         yield edit

@@ -22,12 +22,13 @@ from .comparison import Replacement
 from .process import is_distributed
 
 State = dict[str, Any]
-"""What is compared of a parameter or of a module, by the name that a difference gets."""
+"""What is compared of a parameter or of a module, by the names of differences.
+"""
 _HOOKS = "input_gradient_hooks"
 
 
 class PreparedState:
-    """The state of every parameter and of the base's modules at the end of a preparation."""
+    """The state of every parameter, and of the base's modules, as it was left."""
 
     def __init__(self, tree: ModelTree) -> None:
         with only_reading():
@@ -40,7 +41,10 @@ class PreparedState:
             }
 
     def of(self, record: ParameterRecord) -> State | None:
-        """The state that a parameter was left in; ``None`` of one that was not there."""
+        """The state that a parameter was left in.
+
+        ``None`` of one that was not there.
+        """
         return self._parameters.get(record)
 
     def reread(self, tree: ModelTree, modules: Collection[nn.Module]) -> PreparedState:
@@ -63,8 +67,14 @@ class PreparedState:
     ) -> StateDiff:
         """Compare a live model with this state. Adapters do not count.
 
-        The parameters that were found ``replaced`` and ``drifted`` are named too; of
-        the former nothing else is compared.
+        Args:
+            tree: The live model, in which the recorded parameters were found again.
+            replaced: What happened to parameters of the base that are not there, by
+                fqn. Nothing else of them is compared.
+            drifted: The fqns of frozen parameters that hold other values.
+
+        Returns:
+            The differences by fqn, each a pair of what was expected and what was found.
         """
         found: defaultdict[str, dict[str, tuple[Any, Any]]] = defaultdict(dict)
         for fqn, replacement in replaced.items():
@@ -120,7 +130,7 @@ def _rewritten(tensor: NamedTensor) -> set[str]:
 
 
 def _written_by_adapters(tree: ModelTree) -> set[int]:
-    """The ``id`` of each parameter that an adapter on it writes back after each forward.
+    """The ``id`` of each parameter that an adapter writes back after each forward.
 
     Adapters on parameters (``target_parameters``) do so.
     """
@@ -133,6 +143,10 @@ def _written_by_adapters(tree: ModelTree) -> set[int]:
 
 
 def _state_of_parameter(parameter: nn.Parameter) -> State:
+    """The properties that an edit or an optimizer changes.
+
+    Writes are counted in place of values: a tensor made in inference mode counts none.
+    """
     return {
         "dtype": parameter.dtype,
         "shape": tuple(parameter.shape),

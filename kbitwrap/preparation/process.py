@@ -108,14 +108,15 @@ def _refuse_whole(tree: ModelTree) -> None:
                 continue
             fqn = join(node.path, name)
             raise UnsupportedModelError(
-                f"{fqn} is whole, as a forward under autograd leaves it until its backward with FSDP1's "
-                "SHARD_GRAD_OP; call backward(), or run a forward under torch.no_grad(), first",
+                f"{fqn} is whole, as a forward under autograd leaves it until its "
+                "backward with FSDP1's SHARD_GRAD_OP; call backward(), or run a "
+                "forward under torch.no_grad(), first",
                 fqn=fqn,
             )
 
 
 def empty_cache() -> None:
-    """Return the blocks that the caching allocator of the process's accelerator holds free."""
+    """Return the blocks that the accelerator's caching allocator holds free."""
     device_type = accelerator_type()
     empty = None if device_type is None else function_of(device_type, "empty_cache")
     if empty is not None:
@@ -123,7 +124,7 @@ def empty_cache() -> None:
 
 
 class MixedPrecision(NamedTuple):
-    """A mixed-precision policy that this process trains under, as far as it is known yet."""
+    """A mixed-precision policy that this process trains under."""
 
     dtype: str  # that it computes in: "bfloat16" or "float16"
     casts_parameters: bool  # as FSDP's does; others cast operands of matrix products
@@ -167,7 +168,8 @@ def refuse_retyping_under_ddp(held: Sequence[HeldOriginal]) -> None:
             continue
         if parameter.requires_grad:
             raise StateError(
-                f"suspended() would change the dtype of {one.record.fqn}, which is being trained, and "
-                "DistributedDataParallel would no longer synchronize it; use precision 'norms' or 'none', which "
-                "change no dtype, or restore() and wrap the model again"
+                f"suspended() would change the dtype of {one.record.fqn}, which is "
+                "being trained, and DistributedDataParallel would no longer "
+                "synchronize it; use precision 'norms' or 'none', which change no "
+                "dtype, or restore() and wrap the model again"
             )

@@ -1,4 +1,7 @@
-"""The restore of a model: what is read before anything is undone, the undoing, and the report."""
+"""The restore of a model.
+
+It reads the model before anything is undone, undoes everything, and reports.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,8 @@ from .training_on import warn_of_training_on
 class Restoring:
     """One restore of a model.
 
-    When it is made, it reads the model as it is prepared. The call undoes everything, and
-    may be made again after an interrupt.
+    When it is made, it reads the model as it is prepared. The call undoes everything,
+    and may be made again after an interrupt.
 
     Args:
         preparation: What is to be undone.
@@ -86,7 +89,11 @@ class Restoring:
         return report
 
     def _undo(self) -> dict[str, Exception]:
-        """Undo every change but the wrapper's hold on the model, and return the failures by name."""
+        """Undo every change but the wrapper's hold on the model.
+
+        Returns:
+            The failures, by the names of what could not be undone.
+        """
         is_shown = self._preparation.plan.config.progress
         show = functools.partial(bar, what="restore", is_shown=is_shown)
         failures: dict[str, Exception] = {}
@@ -136,6 +143,7 @@ class Restoring:
 
 
 def _once(names: list[str]) -> tuple[str, ...]:
+    """The names, each at its first place."""
     return tuple(dict.fromkeys(names))
 
 
@@ -160,12 +168,14 @@ def _refuse_without_originals(preparation: Preparation) -> None:
 
 
 def _error_of(failures: dict[str, Exception]) -> RestoreError:
+    """The error that names everything that could not be undone."""
     named = [
         str(error) if isinstance(error, TrainedError) else f"{name}: {error}"
         for name, error in failures.items()
     ]
     return RestoreError(
-        f"not restored: {'; '.join(named)}. Everything else was; restore(trained='keep') or "
-        "restore(trained='discard') settles what was trained",
+        f"not restored: {'; '.join(named)}. Everything else was; "
+        "restore(trained='keep') or restore(trained='discard') settles what was "
+        "trained",
         failures=failures,
     )

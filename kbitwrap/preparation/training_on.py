@@ -53,8 +53,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del _watched[model]
         if ModelTree(model).adapter_ids:
             warnings.warn(
-                f"restore() made {len(turned_on)} base parameters trainable again, as they were before prepare(), and "
-                "an adapter still sits on top: this step trains the base too where its optimizer holds them; prepare "
+                f"restore() made {len(turned_on)} base parameters trainable again, as "
+                "they were before prepare(), and an adapter still sits on top: this "
+                "step trains the base too where its optimizer holds them; prepare "
                 "again to train the adapter, or unload or merge it",
                 UserWarning,
                 stacklevel=3,
@@ -64,7 +65,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _trains(
     optimizer: Optimizer, model: nn.Module, turned_on: Sequence[TensorRef]
 ) -> bool:
-    """Whether an optimizer of the model is about to step and the parameters have gradients."""
+    """Whether an optimizer is about to train the parameters of a restored model.
+
+    It must hold parameters of the model, and the parameters have gradients.
+    """
     parameters = [ref() for ref in turned_on]
     if all(parameter is None or parameter.grad is None for parameter in parameters):
         return False
