@@ -52,10 +52,7 @@ def load_base(
     trust_remote_code: bool = False,
 ) -> TrainedBase:
     """Load a base as the run had it, by the manifest or else by the adapter; what its files lack is marked by NaN."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    if saved is not None:
-        for name, stored in saved.tensors.items():
-            shapes[canonical_fqn(name)] = stored.shape
+    shapes = {} if saved is None else _shapes_in(saved)
     if manifest is not None:
         shapes.update(recorded_shapes(manifest))
 
@@ -89,6 +86,24 @@ def load_base(
             tensor.data[start:] = torch.nan
 
     return TrainedBase(os.fspath(name_or_path), model, unknown)
+
+
+def _shapes_in(saved: SavedAdapter) -> dict[str, tuple[int, ...]]:
+    """The shapes of the base's tensors that an adapter holds whole, or has LoRA's factors of."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, stored in saved.tensors.items():
+        shapes[canonical_fqn(name)] = stored.shape
+
+    for name, shape in list(shapes.items()):
+        module, _, factor = name.partition(".lora_")
+        if factor == "B.weight":  # (outputs, rank), beside (rank, inputs)
+            inputs = shapes.get(f"{module}.lora_A.weight", ())[1:]
+            shapes[f"{module}.weight"] = shape[:1] + inputs
+        elif factor == "embedding_A":  # (rank, rows), beside (features, rank)
+            features = shapes.get(f"{module}.lora_embedding_B", ())[:1]
+            shapes[f"{module}.weight"] = shape[1:] + features
+
+    return shapes
 
 
 def check_base(manifest: Manifest, base: TrainedBase) -> None:
