@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -34,6 +33,7 @@ from .console import (
     InputError,
     as_text,
     check_file,
+    expect_installed,
     hanging,
     quiet_libraries,
 )
@@ -350,9 +350,7 @@ def _tell(result: dict[str, Any], given: SimpleNamespace) -> int:
 def _measure(
     settings: Settings | LossSettings, given: SimpleNamespace
 ) -> dict[str, Any]:
-    for name in ("bitsandbytes", "peft", "transformers"):
-        if importlib.util.find_spec(name) is None:
-            raise InputError(f"the benchmark needs {name}, which is not installed")
+    expect_installed("the benchmark", "bitsandbytes", "peft", "transformers")
     with Doing("importing torch") as doing:
         from ..bench import runner
         from .loading import choose_device

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import json
 import logging
 import os
 import sys
 import textwrap
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +30,6 @@ _LEAST_COLUMNS = 20
 
 class InputError(Exception):
     """The user's input cannot be used. The message is one line and is all that the user sees."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """One thing that must hold.
-
-    Attributes:
-        name: What must hold.
-        measured: What was found.
-        passed: Whether it holds.
-        group: What it is a part of.
-    """
-
-    name: str
-    measured: str
-    passed: bool
-    group: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """The check as plain values, ready for JSON."""
-        return asdict(self)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -73,6 +53,15 @@ def show(*parts: RenderableType) -> None:
     """
     # not by Rich, which has a status of its own for a closed pipe
     print(as_text(*parts, is_plain=False), end="")
+
+
+def show_json(result: dict[str, Any]) -> None:
+    """Print what was found as one JSON object.
+
+    Args:
+        result: Plain values; others are written as text.
+    """
+    print(json.dumps(result, indent=2, default=str))
 
 
 def as_text(
@@ -270,6 +259,21 @@ def quiet_libraries() -> Iterator[None]:
 # ----------------------------------------------------------------------------------------------------
 # What is refused before anything is computed.
 # ----------------------------------------------------------------------------------------------------
+
+
+def expect_installed(what: str, *libraries: str) -> None:
+    """Refuse what libraries are missing for, before they are imported.
+
+    Args:
+        what: What needs them.
+        *libraries: Their names.
+
+    Raises:
+        InputError: One is not installed.
+    """
+    for name in libraries:
+        if importlib.util.find_spec(name) is None:
+            raise InputError(f"{what} needs {name}, which is not installed")
 
 
 def first_line(error: BaseException) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -28,6 +27,7 @@ from .console import (
     quiet_libraries,
     say,
     show,
+    show_json,
 )
 from .usage import (
     HALF_DTYPES,
@@ -55,51 +55,56 @@ Exit status: 0 written, 1 the checkpoint is not of the manifest's model, 2 bad u
 written; unless it is 0, nothing is left at DST."""
 
 
+_Source = Annotated[
+    Path,
+    value(
+        "--from",
+        "SRC",
+        path,
+        "A folder with safetensors files or pytorch_model.bin, or one such file.",
+    ),
+]
+_Manifest = Annotated[
+    Path | None,
+    value("--manifest", "FILE", path, "Take the original dtypes from this manifest."),
+]
+_Like = Annotated[
+    Path | None,
+    value(
+        "--like",
+        "REFERENCE",
+        path,
+        "... from this checkpoint of the original model, or from its config.json.",
+    ),
+]
+_Dtype = Annotated[
+    str | None,
+    choice(
+        "--dtype",
+        HALF_DTYPES,
+        "... from the model loaded in this dtype; the one that the config of SRC names, if left out.",
+    ),
+]
+_MaxShardSize = Annotated[
+    int | None,
+    value(
+        "--max-shard-size",
+        "SIZE",
+        file_size,
+        "The maximum size of a file, such as 5GB; the files of SRC are kept, if left out.",
+    ),
+]
+
+
 def command(
     context: typer.Context,
-    source: Annotated[
-        Path,
-        value(
-            "--from",
-            "SRC",
-            path,
-            "A folder with safetensors files or pytorch_model.bin, or one such file.",
-        ),
-    ],
+    source: _Source,
     out: Out,
     overwrite: Overwrite = False,
-    manifest: Annotated[
-        Path | None,
-        value(
-            "--manifest", "FILE", path, "Take the original dtypes from this manifest."
-        ),
-    ] = None,
-    like: Annotated[
-        Path | None,
-        value(
-            "--like",
-            "REFERENCE",
-            path,
-            "... from this checkpoint of the original model, or from its config.json.",
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        choice(
-            "--dtype",
-            HALF_DTYPES,
-            "... from the model loaded in this dtype; the one that the config of SRC names, if left out.",
-        ),
-    ] = None,
-    max_shard_size: Annotated[
-        int | None,
-        value(
-            "--max-shard-size",
-            "SIZE",
-            file_size,
-            "The maximum size of a file, such as 5GB; the files of SRC are kept, if left out.",
-        ),
-    ] = None,
+    manifest: _Manifest = None,
+    like: _Like = None,
+    dtype: _Dtype = None,
+    max_shard_size: _MaxShardSize = None,
     json_: Json = False,
 ) -> int:
     """Convert, and print what was written.
@@ -157,12 +162,12 @@ def write(
                 "unexpected": error.unexpected,
                 "different": error.different,
             }
-            print(json.dumps(result, indent=2, default=str))
+            show_json(result)
         return EXIT_NO
     except (ConfigError, ExportError, ManifestError, UnsupportedModelError) as error:
         raise InputError(first_line(error)) from error
     if as_json:
-        print(json.dumps(report.to_dict(), indent=2))
+        show_json(report.to_dict())
     else:
         show(hanging(str(report), 2))
     return EXIT_DONE

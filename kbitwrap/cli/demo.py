@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 from collections.abc import Iterator
 from typing import Annotated, Any
 
@@ -14,13 +12,12 @@ from .. import Precision, PrepareConfig
 from .console import (
     EXIT_DONE,
     EXIT_NO,
-    Doing,
-    InputError,
+    expect_installed,
     hanging,
-    quiet_libraries,
     show,
+    show_json,
 )
-from .hub import models
+from .hub import working
 from .tables import table
 from .usage import (
     PRECISIONS,
@@ -35,6 +32,7 @@ from .usage import (
 )
 
 _MAX_SEED = 2**63 - 1
+_DEFAULT_PRECISION = PrepareConfig().precision.value
 _TITLES = {
     "plan": "the bytes added are those planned",
     "numbers": 'same bits before; loss and gradients of "compute" are PEFT\'s',
@@ -54,36 +52,41 @@ network.
 Exit status: 0 every check passed, 1 one failed, 2 bad usage or bad input."""
 
 
+_Model = Annotated[
+    str | None,
+    value(
+        "--model",
+        "MODEL",
+        str,
+        "A causal language model to use in place of the small built-in one.",
+    ),
+]
+_Quant = Annotated[str, choice("--quant", TRAINED_QUANTS, "Quantization.")]
+_Precision = Annotated[str, choice("--precision", PRECISIONS, "Where float32 is used.")]
+_Device = Annotated[
+    str | None,
+    value(
+        "--device",
+        "DEVICE",
+        device,
+        "Such as cpu or cuda:1; cuda, if there is one.",
+    ),
+]
+_Steps = Annotated[int, value("--steps", "N", integer(1), "Training steps.")]
+_Seed = Annotated[int, value("--seed", "N", integer(0, _MAX_SEED), "Random seed.")]
+_Verbose = Annotated[
+    bool, flag("--verbose", "Print the plan, the text and every check.")
+]
+
+
 def command(
-    model: Annotated[
-        str | None,
-        value(
-            "--model",
-            "MODEL",
-            str,
-            "A causal language model to use in place of the small built-in one.",
-        ),
-    ] = None,
-    quant: Annotated[str, choice("--quant", TRAINED_QUANTS, "Quantization.")] = "nf4",
-    precision: Annotated[
-        str, choice("--precision", PRECISIONS, "Where float32 is used.")
-    ] = PrepareConfig().precision.value,
-    device: Annotated[
-        str | None,
-        value(
-            "--device",
-            "DEVICE",
-            device,
-            "Such as cpu or cuda:1; cuda, if there is one.",
-        ),
-    ] = None,
-    steps: Annotated[int, value("--steps", "N", integer(1), "Training steps.")] = 30,
-    seed: Annotated[
-        int, value("--seed", "N", integer(0, _MAX_SEED), "Random seed.")
-    ] = 0,
-    verbose: Annotated[
-        bool, flag("--verbose", "Print the plan, the text and every check.")
-    ] = False,
+    model: _Model = None,
+    quant: _Quant = "nf4",
+    precision: _Precision = _DEFAULT_PRECISION,
+    device: _Device = None,
+    steps: _Steps = 30,
+    seed: _Seed = 0,
+    verbose: _Verbose = False,
     trust_remote_code: TrustRemoteCode = False,
     json_: Json = False,
 ) -> int:
@@ -92,12 +95,8 @@ def command(
     Raises:
         InputError: The model or the device cannot be used.
     """
-    _expect_installed()
-    with (
-        models(model, trust_remote_code),
-        Doing("importing torch") as doing,
-        quiet_libraries(),
-    ):
+    expect_installed("the demonstration", "bitsandbytes", "peft", "transformers")
+    with working(model, "importing torch", trust_remote_code) as doing:
         from .demo_run import Demo
 
         def say(text: str) -> None:
@@ -118,16 +117,10 @@ def command(
             doing=doing.now,
         ).run()
     if json_:
-        print(json.dumps(result, indent=2))
+        show_json(result)
     else:
         _show_result(result, verbose=verbose)
     return EXIT_DONE if result["passed"] else EXIT_NO
-
-
-def _expect_installed() -> None:
-    for name in ("bitsandbytes", "peft", "transformers"):
-        if importlib.util.find_spec(name) is None:
-            raise InputError(f"the demonstration needs {name}, which is not installed")
 
 
 def _show_result(result: dict[str, Any], *, verbose: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,15 +10,14 @@ from rich.console import Group, RenderableType
 from .console import (
     EXIT_DONE,
     EXIT_NO,
-    Doing,
     InputError,
     first_line,
     hanging,
     printable,
-    quiet_libraries,
     show,
+    show_json,
 )
-from .hub import models
+from .hub import working
 from .usage import Json, argument, path, value
 
 SUMMARY = "Look for faults of a saved run that raise no error."
@@ -63,17 +61,16 @@ def command(
     """
     if not path.exists():
         raise InputError(f"there is nothing at {str(path)!r}")
-    with models(base), Doing(f"examining {path}"):
+    with working(base, f"examining {path}"):
         from .. import KbitWrapError, doctor  # not before: they load torch
 
         try:
-            with quiet_libraries():
-                report = doctor(path, base=base, adapter=adapter)
+            report = doctor(path, base=base, adapter=adapter)
         except (KbitWrapError, OSError) as error:
             raise InputError(first_line(error)) from error
     result = report.to_dict()
     if json_:
-        print(json.dumps(result, indent=2))
+        show_json(result)
     else:
         show(*_describe(result))
     return EXIT_NO if report else EXIT_DONE

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import ConfigError, UnsupportedModelError
-from .console import InputError, first_line, say
+from .console import Doing, InputError, first_line, quiet_libraries, say
 from .usage import DEFAULT_QUANT, QUANTS
 
 _TIMEOUT = 3.0  # seconds for a hub to answer
@@ -76,6 +76,27 @@ def models(name: str | None, trust_remote_code: bool = False) -> Iterator[None]:
         del os.environ[_OFFLINE]
         if before is not None:
             os.environ[_OFFLINE] = before
+
+
+@contextlib.contextmanager
+def working(
+    model: str | None, what: str, trust_remote_code: bool = False
+) -> Iterator[Doing]:
+    """See that a model is to be had, and work on it: with a line of progress, and libraries that are quiet.
+
+    Args:
+        model: As for ``models``, as is ``trust_remote_code``.
+        what: What is being done, in a few words.
+        trust_remote_code: Whether the code that the model brings along is run.
+
+    Yields:
+        The line of progress.
+
+    Raises:
+        InputError: The model is nowhere.
+    """
+    with models(model, trust_remote_code), Doing(what) as doing, quiet_libraries():
+        yield doing
 
 
 def _is_here(name: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections import Counter
 from pathlib import Path
@@ -22,6 +21,7 @@ from .console import (
     printable,
     quiet_libraries,
     show,
+    show_json,
 )
 from .tables import table
 from .usage import Json, argument, path
@@ -72,7 +72,7 @@ def command(
     except OSError as error:  # a name that is too long for the system
         raise InputError(f"cannot read {str(path)!r}: {error.strerror}") from error
     if json_:
-        print(json.dumps(result, indent=2))
+        show_json(result)
     elif is_checkpoint:
         show(*_describe_checkpoint(result))
     else:

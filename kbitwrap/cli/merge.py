@@ -46,52 +46,59 @@ _OPTIONS = {
 }
 
 
+_Base = Annotated[str, argument("BASE", str, "A folder, or a name on the hub.")]
+_Adapter = Annotated[Path, argument("ADAPTER", path, "The folder of a saved adapter.")]
+_Manifest = Annotated[
+    Path | None,
+    value(
+        "--manifest",
+        "FILE",
+        path,
+        "The manifest of the run; kbitwrap.json in ADAPTER, if left out.",
+    ),
+]
+_Quant = Annotated[
+    str | None,
+    choice(
+        "--quant",
+        QUANTS,
+        "How BASE was quantized in training, where neither its config nor a manifest says it: "
+        f"{KINDS_OF_NF4}. Another than in training gives other weights.",
+    ),
+]
+_Dtype = Annotated[
+    str | None,
+    choice(
+        "--dtype",
+        HALF_DTYPES,
+        "Dtype of the tensors that were not quantized; what the manifest or the config of BASE names, "
+        "if left out.",
+    ),
+]
+_MaxShardSize = Annotated[
+    int, value("--max-shard-size", "SIZE", file_size, "The maximum size of a file.")
+]
+_Device = Annotated[
+    str | None,
+    value(
+        "--device",
+        "DEVICE",
+        device,
+        "The device to merge on; cuda if there is one, else cpu.",
+    ),
+]
+
+
 def command(
-    base: Annotated[str, argument("BASE", str, "A folder, or a name on the hub.")],
-    adapter: Annotated[
-        Path, argument("ADAPTER", path, "The folder of a saved adapter.")
-    ],
+    base: _Base,
+    adapter: _Adapter,
     out: Out,
     overwrite: Overwrite = False,
-    manifest: Annotated[
-        Path | None,
-        value(
-            "--manifest",
-            "FILE",
-            path,
-            "The manifest of the run; kbitwrap.json in ADAPTER, if left out.",
-        ),
-    ] = None,
-    quant: Annotated[
-        str | None,
-        choice(
-            "--quant",
-            QUANTS,
-            "How BASE was quantized in training, where neither its config nor a manifest says it: "
-            f"{KINDS_OF_NF4}. Another than in training gives other weights.",
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        choice(
-            "--dtype",
-            HALF_DTYPES,
-            "Dtype of the tensors that were not quantized; what the manifest or the config of BASE names, "
-            "if left out.",
-        ),
-    ] = None,
-    max_shard_size: Annotated[
-        int, value("--max-shard-size", "SIZE", file_size, "The maximum size of a file.")
-    ] = "5GB",  # type: ignore[assignment]  # which Typer shows, and parses
-    device: Annotated[
-        str | None,
-        value(
-            "--device",
-            "DEVICE",
-            device,
-            "The device to merge on; cuda if there is one, else cpu.",
-        ),
-    ] = None,
+    manifest: _Manifest = None,
+    quant: _Quant = None,
+    dtype: _Dtype = None,
+    max_shard_size: _MaxShardSize = "5GB",  # type: ignore[assignment]  # which Typer shows, and parses
+    device: _Device = None,
     trust_remote_code: TrustRemoteCode = False,
     json_: Json = False,
 ) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +15,14 @@ from .. import Precision
 from .console import (
     EXIT_DONE,
     EXIT_NO,
-    Doing,
     InputError,
+    expect_installed,
     hanging,
-    quiet_libraries,
     show,
+    show_json,
     warned,
 )
-from .hub import choose_quantization, models, refusing
+from .hub import choose_quantization, refusing, working
 from .plot import check_plot, draw
 from .tables import Bars, figure, table
 from .usage import (
@@ -210,11 +208,13 @@ def command(
         )
     if plot is not None:
         check_plot(plot, overwrite=overwrite, source=model)
-    _expect_installed(quant)
+    expect_installed("planning", "transformers")
+    if quant != "none":
+        expect_installed("planning", "bitsandbytes")
     if not step:
         # With a budget all are planned, so that those that fit can be named.
         wanted = () if memory_budget is not None else (precision or ())
-        with models(model), Doing(f"planning for {model}"):
+        with working(model, f"planning for {model}"):
             plans = _plans(model, quant, dtype, wanted)
         asked = {
             name: plan for name, plan in plans.items() if name in (precision or plans)
@@ -246,13 +246,6 @@ def _refuse_of_steps(precisions: Sequence[str], **of_steps: object) -> None:
         raise InputError(f"{named[0]} applies to training steps only: add --step")
 
 
-def _expect_installed(quant: str | None) -> None:
-    for name in ("transformers", "bitsandbytes"):
-        is_needed = quant != "none" or name != "bitsandbytes"
-        if is_needed and importlib.util.find_spec(name) is None:
-            raise InputError(f"planning needs {name}, which is not installed")
-
-
 # ----------------------------------------------------------------------------------------------------
 # What is planned.
 # ----------------------------------------------------------------------------------------------------
@@ -268,15 +261,14 @@ def _plans(
     from .. import Plan
 
     plans: Plans = {}
-    with quiet_libraries():
-        quantization = choose_quantization(model, quant, dtype).config
-        for precision in PRECISIONS:
-            if precisions and precision not in (*precisions, Precision.FULL):
-                continue
-            with refusing(f"the model {model!r} cannot be prepared"):
-                plans[precision] = Plan.for_pretrained(
-                    model, quantization, dtype, precision=precision
-                )
+    quantization = choose_quantization(model, quant, dtype).config
+    for precision in PRECISIONS:
+        if precisions and precision not in (*precisions, Precision.FULL):
+            continue
+        with refusing(f"the model {model!r} cannot be prepared"):
+            plans[precision] = Plan.for_pretrained(
+                model, quantization, dtype, precision=precision
+            )
     return plans
 
 
@@ -394,7 +386,7 @@ def _tell(planned: Planned, plot: Path | None, as_json: bool) -> int:
     if plot is not None:
         _draw(planned, plot)
     if as_json:
-        print(json.dumps(planned.to_dict(), indent=2))
+        show_json(planned.to_dict())
     else:
         quantization = planned.full.quantization or "none"
         loaded = _mib(planned.loaded)

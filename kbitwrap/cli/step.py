@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +10,15 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group
 
 from .. import StepPredictor
-from .console import EXIT_DONE, EXIT_NO, Doing, hanging, quiet_libraries, show, warned
-from .hub import choose_quantization, models, refusing
+from .console import (
+    EXIT_DONE,
+    EXIT_NO,
+    hanging,
+    show,
+    show_json,
+    warned,
+)
+from .hub import choose_quantization, refusing, working
 from .plot import draw_steps
 from .tables import figure, table
 
@@ -102,7 +108,7 @@ def plan_steps(
     """
     model, budget = request.model, request.budget
     found: Predictions = {}
-    with models(model), Doing(f"building {model}") as doing, quiet_libraries():
+    with working(model, f"building {model}") as doing:
         quantization = choose_quantization(model, request.quant, request.dtype).name
         for number, precision in enumerate(precisions, 1):
             what = f"predicting {precision} ({number} of {len(precisions)})"
@@ -115,7 +121,7 @@ def plan_steps(
     if as_json:
         predicted = {name: one.to_dict(budget) for name, one in found.items()}
         result = {"model": model, "budget_bytes": budget, "steps": predicted}
-        print(json.dumps(result, indent=2))
+        show_json(result)
     else:
         _show(request, quantization, found)
     fits = [one.fits(budget) for one in found.values()]

@@ -237,12 +237,16 @@ def option(name: str) -> str:
 # ----------------------------------------------------------------------------------------------------
 
 
-class Command(TyperCommand):
-    """A command. An option that may be repeated takes several values after it, too: ``--tokens 512 1024``."""
+class _Helped:
+    """Writes the help of a command, or of several."""
 
-    def format_help(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
+    def format_help(self, ctx: typer.Context, formatter: Any) -> None:
         """Write the help."""
         formatter.write(of_command(self, ctx))
+
+
+class Command(_Helped, TyperCommand):  # type: ignore[misc]
+    """A command. An option that may be repeated takes several values after it, too: ``--tokens 512 1024``."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Parse what was typed after the command's name."""
@@ -265,12 +269,8 @@ class Command(TyperCommand):
         return rest
 
 
-class Group(TyperGroup):
+class Group(_Helped, TyperGroup):  # type: ignore[misc]
     """The commands together."""
-
-    def format_help(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
-        """Write the help."""
-        formatter.write(of_command(self, ctx))
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
         """Find the command that was typed."""

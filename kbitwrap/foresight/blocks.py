@@ -10,6 +10,7 @@ out to the byte; else all blocks are run.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections import Counter
@@ -233,13 +234,22 @@ class Blocks:
                 if part in by_part:
                     yield by_part[part]
 
-    def announce(self, watch: Watch) -> list[Any]:
-        """Let each block tell a watch when it begins, forward and backward; returns the hooks to remove."""
-        hooks: list[Any] = []
-        for stack in self.stacks:
-            for index, block in zip(stack.kept, stack.blocks, strict=True):
-                hooks += _announce(block, watch, (stack.number, index))
-        return hooks
+    @contextlib.contextmanager
+    def announced(self, watch: Watch) -> Iterator[None]:
+        """Let each block tell a watch when it begins, forward and backward.
+
+        Args:
+            watch: The watch of a step.
+
+        Yields:
+            Nothing.
+        """
+        with contextlib.ExitStack() as hooks:
+            for stack in self.stacks:
+                for index, block in zip(stack.kept, stack.blocks, strict=True):
+                    for hook in _announce(block, watch, (stack.number, index)):
+                        hooks.callback(hook.remove)
+            yield
 
     def whole_step(self, ledger: Ledger, measure: Measure) -> list[Run]:
         """The runs of the whole model's step, from those of the kept blocks."""

@@ -10,9 +10,18 @@ def largest(
 ) -> int:
     """The largest whole number up to ``limit`` whose bytes are within a budget; 0 where 1 is not.
 
-    The bytes must not fall as the number grows. They grow nearly in proportion, so the
-    next number to try is found on the line through the two that came nearest to the
-    budget; every third one halves the range, in case the line misleads.
+    The bytes grow nearly in proportion, so the next number to try is found on the line
+    through the two that came nearest to the budget; every third one halves the range,
+    in case the line misleads.
+
+    Args:
+        num_bytes: The bytes of a number, which must not fall as it grows.
+        budget: The most bytes.
+        start: The number to try first.
+        limit: The largest number that may be given back.
+
+    Returns:
+        The number.
     """
     tried: dict[int, int] = {}
     low = 0

@@ -100,7 +100,7 @@ def _autocast(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return args, kwargs
 
 
-def _softmax(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+def _softmax(func: Any, args: Any, kwargs: Any) -> Tensor:
     """A float32 softmax of float16 is one operation, without a copy of its input: native/SoftMax.cpp, ``softmax``.
 
     bfloat16 is copied to float32 first, as on a CPU.
@@ -118,8 +118,8 @@ def _softmax(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
 
 
 def _dropout(
-    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> torch.Tensor:
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
     """Dropout keeps a mask of one byte an element: native/Dropout.cpp, ``is_fused_kernel_acceptable``."""
     if training and 0 < p < 1 and input.numel() and not inplace:
         return _aten.native_dropout(input, p, True)[0]  # type: ignore[no-any-return]
@@ -127,56 +127,49 @@ def _dropout(
 
 
 def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """The kernel that CUDA chooses, with what it keeps: flash, else memory-efficient, else plain products.
 
     The order and the conditions are those of native/transformers/cuda/sdp_utils.cpp for
     compute capability 8.0 and up, with the switches of
     ``torch.nn.attention.sdpa_kernel``. cuDNN's kernel, which newer devices take first,
     keeps what flash keeps.
+
+    Args:
+        query: ``(batch, heads, length, size)``, or of other dimensions.
+        key: ``(batch, key heads, key length, size)``.
+        value: ``(batch, key heads, key length, value size)``.
+        attn_mask: As for ``F.scaled_dot_product_attention``, as are the others.
+        dropout_p: The probability of dropout.
+        is_causal: Whether no query sees a later key.
+        scale: What products are multiplied with.
+        enable_gqa: Whether several heads may share a key.
+
+    Returns:
+        ``(batch, heads, length, value size)``, in the dtype of ``value``.
+
+    Raises:
+        UnsupportedModelError: All kernels that take such tensors are switched off.
     """
     if torch.is_autocast_enabled("cpu"):
         lower = torch.get_autocast_dtype("cpu")
         query, key, value = (_cast(tensor, lower) for tensor in (query, key, value))
         attn_mask = _cast(attn_mask, lower)
-    size = query.shape[-1]
     is_dense = query.ndim == key.ndim == value.ndim == 4
     is_grouped = not (is_dense and query.shape[1] == key.shape[1] == value.shape[1])
-    flash = (
-        flash_sdp_enabled()
-        and attn_mask is None
-        and query.dtype in _HALF
-        and size == key.shape[-1] == value.shape[-1]
-        and size <= 256
-        and (query.shape[-2] == key.shape[-2] or not is_causal)
-        and is_dense
-        and (enable_gqa or not is_grouped)
-    )
-    if flash:
-        # native/transformers/attention.cpp, `pad_last_dim`: heads are padded to a
-        # multiple of 8.
-        scale = size**-0.5 if scale is None else scale
-        padded: tuple[Tensor, ...] = (query, key, value)
-        if size % 8:
-            padded = tuple(F.pad(tensor, (0, -size % 8)) for tensor in padded)
-        found = _aten._scaled_dot_product_flash_attention(
-            *padded, dropout_p, is_causal, False, scale=scale
-        )[0]
-        return found[..., :size] if size % 8 else found  # type: ignore[no-any-return]
-    aligned = all(
-        tensor.shape[-1] % (16 // tensor.element_size()) == 0
-        for tensor in (query, value)
-    )
-    can_be_efficient = query.dtype in (*_HALF, torch.float32) and aligned
-    if mem_efficient_sdp_enabled() and can_be_efficient and not is_grouped:
+    can_group = is_dense and enable_gqa
+    takes_flash = attn_mask is None and _takes_flash(query, key, value, is_causal)
+    if takes_flash and (can_group or not is_grouped):
+        return _flash(query, key, value, dropout_p, is_causal, scale)
+    if _takes_efficient(query, value) and not is_grouped:
         keeps = query.requires_grad or key.requires_grad or value.requires_grad
         bias = None if attn_mask is None else _bias(attn_mask, query, key)
         return _aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
@@ -205,9 +198,52 @@ def attention(
     )[0]
 
 
-def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """A mask as the memory-efficient kernel takes it: of the query's dtype, its rows at multiples of 8 elements.
+def _takes_flash(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> bool:
+    """Whether the flash kernel is switched on and takes tensors of such shapes, without a mask."""
+    size = query.shape[-1]
+    is_square = query.shape[-2] == key.shape[-2]
+    return (
+        flash_sdp_enabled()
+        and query.dtype in _HALF
+        and size == key.shape[-1] == value.shape[-1]
+        and size <= 256
+        and (is_square or not is_causal)
+    )
 
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """The flash kernel: native/transformers/attention.cpp, ``pad_last_dim``, pads heads to a multiple of 8."""
+    size = query.shape[-1]
+    padded = (query, key, value)
+    if size % 8:
+        query, key, value = (F.pad(tensor, (0, -size % 8)) for tensor in padded)
+    if scale is None:
+        scale = size**-0.5
+    found: Tensor = _aten._scaled_dot_product_flash_attention(
+        query, key, value, dropout_p, is_causal, False, scale=scale
+    )[0]
+    return found[..., :size] if size % 8 else found
+
+
+def _takes_efficient(query: Tensor, value: Tensor) -> bool:
+    """Whether the memory-efficient kernel is switched on and takes tensors of such dtypes and shapes."""
+    if not mem_efficient_sdp_enabled() or query.dtype not in (*_HALF, torch.float32):
+        return False
+    multiple = 16 // query.element_size()
+    return query.shape[-1] % multiple == 0 and value.shape[-1] % multiple == 0
+
+
+def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """A mask as the memory-efficient kernel takes it.
+
+    It is of the query's dtype, and its rows begin at multiples of 8 elements:
     native/transformers/attention.cpp, ``convert_boolean_attn_mask`` and
     ``preprocess_mask``.
     """
@@ -226,7 +262,7 @@ def rounded_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _copied_bytes(tensor: torch.Tensor) -> int:
+def _copied_bytes(tensor: Tensor) -> int:
     """The bytes of what a kernel copies first: a tensor whose rows by token are not in order."""
     return 0 if tensor.transpose(1, 2).is_contiguous() else tensor.nbytes
 

@@ -249,7 +249,17 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 class FakeModel:
-    """A throwaway model, on the meta device, given fake tensors on the CPU in place of its own; ties stay ties."""
+    """A model given fake tensors on the CPU in place of its own; ties stay ties.
+
+    Args:
+        model: A model to throw away, on the meta device.
+
+    Attributes:
+        model: The same.
+        mode: The mode of its fake tensors.
+        failed: The operation that raised in the last run, and what it raised.
+        notes: What was assumed of values in it.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

@@ -41,7 +41,13 @@ Times = Mapping[tuple[Mark, Mark], int]
 
 @dataclass(eq=False, frozen=True)
 class Storage:
-    """A storage, and where in the step it was made."""
+    """A storage.
+
+    Attributes:
+        num_bytes: Its bytes, as an allocator counts them.
+        kind: One of ``KINDS``.
+        origin: Where in the step it was made.
+    """
 
     num_bytes: int
     kind: str
@@ -59,7 +65,13 @@ def in_bytes(storage: Storage) -> int:
 
 @dataclass(frozen=True)
 class Run:
-    """The net bytes by kind of all that was made and freed between two marks, and the highest level above the start."""
+    """The effect on memory of what happens between two marks.
+
+    Attributes:
+        mark: The first of them.
+        net: What is made and not freed, less what is freed and was made before, by kind.
+        at_peak: The highest level above the start, by kind; empty where none is.
+    """
 
     mark: Mark
     net: Sizes
@@ -68,7 +80,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Span:
-    """What happens between two marks, in order: a storage is made, or it is freed."""
+    """What happens between two marks.
+
+    Attributes:
+        mark: The first of them.
+        events: The storages that are made (``True``) or freed, in order.
+    """
 
     mark: Mark
     events: list[tuple[Storage, bool]] = field(default_factory=list)
@@ -107,7 +124,15 @@ class Ledger:
         self.spans: list[Span] = []
 
     def made(self, num_bytes: int, kind: str) -> Storage:
-        """Write down a new storage."""
+        """Write down a new storage.
+
+        Args:
+            num_bytes: Its bytes.
+            kind: One of ``KINDS``.
+
+        Returns:
+            The storage, to be given to ``freed``.
+        """
         storage = Storage(num_bytes, kind, self._last.mark)
         self._last.events.append((storage, True))
         return storage
@@ -131,21 +156,38 @@ class Ledger:
     ) -> list[Run]:
         """The runs of the step, in order.
 
-        What one run made and another frees is freed as many times as ``times`` says for
-        (the other, the one), or once.
+        Args:
+            measure: What is added up.
+            times: How often what one run made is freed by another, for (the other, the
+                one); once where it does not say.
+
+        Returns:
+            The runs.
         """
         return [span.run(measure, times or {}) for span in self.spans]
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """The highest level that a step reaches in each phase, in bytes by kind."""
+    """The highest level that a step reaches in each phase.
+
+    Attributes:
+        by_phase: ``{phase: {kind: bytes}}``, without phases that did not run.
+    """
 
     by_phase: dict[str, dict[str, int]]
 
     @classmethod
     def of(cls, held: Sizes, runs: Sequence[Run]) -> Peaks:
-        """Add up the runs of a step, one after the other, on top of what was held."""
+        """Add up the runs of a step, one after the other.
+
+        Args:
+            held: What was held before it, by kind.
+            runs: The runs, in order.
+
+        Returns:
+            The levels that it reaches.
+        """
         level = Counter(held)
         highest: dict[str, Sizes] = {}
         for run in runs:

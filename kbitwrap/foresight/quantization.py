@@ -63,7 +63,12 @@ def _places(owner: Any, depth: int = 4) -> Iterator[tuple[Any, Any, torch.Tensor
 
 
 def replace_tensors(owner: Any, fake: Callable[[Any], Any]) -> None:
-    """Replace the tensors in a holder, and in the holders in it, in place."""
+    """Replace the tensors in a holder, and in the holders in it, in place.
+
+    Args:
+        owner: A list, a dict, or an object of a quantization library.
+        fake: Makes a fake tensor of any other.
+    """
     for fields, key, value in list(_places(owner)):
         fields[key] = fake(value)
 
@@ -195,10 +200,16 @@ SCRATCH: dict[str, Callable[..., list[int]]] = {
 
 
 def follow_cuda(model: nn.Module) -> bool:
-    """Make the 8-bit layers of a throwaway model compute as on CUDA, as if nothing was an outlier; whether it has any.
+    """Make the 8-bit layers of a model compute as on CUDA, as if nothing was an outlier.
 
     In training, bitsandbytes computes them by another function on a CPU, but not in
     layers in evaluation mode.
+
+    Args:
+        model: A model to throw away.
+
+    Returns:
+        Whether it has such layers.
     """
     has_any = False
     for module in model.modules():
@@ -232,7 +243,16 @@ def warm_tables() -> None:
 
 
 def eight_bit_optimizer(parameters: Any, bits: int, is_paged: bool) -> Any:
-    """The AdamW of bitsandbytes: small states stay in float32, and large paged ones lie in managed memory."""
+    """The AdamW of bitsandbytes: small states stay in float32, and large paged ones lie in managed memory.
+
+    Args:
+        parameters: What it trains.
+        bits: The bits of a value of its state.
+        is_paged: Whether the state lies in managed memory.
+
+    Returns:
+        The optimizer.
+    """
     optimizers = importlib.import_module("bitsandbytes.optim")
     with _disable_current_modes():  # it computes its tables of codes
         return optimizers.AdamW(parameters, lr=1e-4, optim_bits=bits, is_paged=is_paged)

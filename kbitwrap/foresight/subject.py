@@ -78,7 +78,17 @@ class _AsOnCpu(TorchFunctionMode):
 
 
 def without_values(model: nn.Module) -> nn.Module:
-    """Copy a model onto the meta device; nothing of it changes, and no value is read."""
+    """Copy a model onto the meta device; nothing of it changes, and no value is read.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The copy, whose tensors share memory where those of the model do.
+
+    Raises:
+        UnsupportedModelError: A forward is a function that was made for the model.
+    """
     memo: dict[int, Any] = {}
     with _CopiesWithoutValues() as copies:
         for parameter in model.parameters():
@@ -117,7 +127,20 @@ def _leave_functions(module: nn.Module, original: nn.Module) -> None:
 
 
 def base_of(source: Any, quantization_config: Any, dtype: Any) -> nn.Module:
-    """The model of a step, on the meta device: copied from a live one, or built from a config."""
+    """The model of a step, on the meta device: copied from a live one, or built from a config.
+
+    Args:
+        source: A model, or a name, folder or config of one.
+        quantization_config: As for ``from_pretrained``, for what is no model.
+        dtype: The dtype to load in, for what is no model.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigError: A model is given with one of these.
+        StateError: The model is prepared.
+    """
     if not isinstance(source, nn.Module):
         model = flash_model(source, quantization_config, dtype)
         return (

@@ -84,14 +84,10 @@ def trace(
         owners.update(_held(ModelTree(model), blocks, watch))
         for tensor in inputs.values():
             watch.hold(tensor, INPUTS)
-        hooks = blocks.announce(watch)
-        watch.follow_phase()
-        try:
+        with blocks.announced(watch):
+            watch.follow_phase()
             with watch:
                 _backward(forward(), functions)
-        finally:
-            for hook in hooks:
-                hook.remove()
         return watch.close()
 
     with fakes.running():

@@ -210,7 +210,14 @@ def _has_own_operations(cls: type) -> bool:
 
 
 def held_tensors(tree: ModelTree) -> Iterator[tuple[torch.Tensor, str, nn.Module]]:
-    """The tensors that a model holds, each with its kind and the module that it lies in; some more than once."""
+    """The tensors that a model holds.
+
+    Args:
+        tree: The model.
+
+    Yields:
+        Each tensor with its kind and the module that it lies in; some more than once.
+    """
     adapters = tree.adapter_ids
     for tensor in tree.all_tensors:
         is_adapter = id(tensor.parameter) in adapters
@@ -226,7 +233,16 @@ def held_tensors(tree: ModelTree) -> Iterator[tuple[torch.Tensor, str, nn.Module
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, on_cuda: bool = False
 ) -> Iterator[torch.Tensor]:
-    """The tensors of an optimizer's state on its device; torch counts steps on the host, unless it is fused."""
+    """The tensors of an optimizer's state on its device.
+
+    Args:
+        optimizer: The optimizer.
+        on_cuda: Whether that is a CUDA device. Then torch counts steps on the host,
+            unless the optimizer is fused, and some states lie in managed memory.
+
+    Yields:
+        The tensors.
+    """
     for group in optimizer.param_groups:
         on_host = on_cuda and not (group.get("fused") or group.get("capturable"))
         for parameter in group["params"]:

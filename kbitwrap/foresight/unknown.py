@@ -25,7 +25,13 @@ FUSED_TOKENS = 1536  # bitsandbytes/backends/cuda/ops.py, `_gemm_4bit_custom_max
 
 @dataclass(frozen=True)
 class Unknown:
-    """The least and the most bytes that something adds to the measured peak, and what it is."""
+    """Something that may add to the measured peak.
+
+    Attributes:
+        what: What it is.
+        least_bytes: The least that it adds; less than 0 where it may spare memory.
+        most_bytes: The most.
+    """
 
     what: str
     least_bytes: int
@@ -38,7 +44,17 @@ class Unknown:
 def unknowns(
     step: Step, tokens: int, sampled: int, *, has_int8: bool
 ) -> tuple[Unknown, ...]:
-    """The unknown parts of a step's peak on CUDA; ``sampled`` are the bytes of the samples that a preparation keeps."""
+    """The unknown parts of a step's peak on CUDA.
+
+    Args:
+        step: The predicted step.
+        tokens: The tokens of its batch.
+        sampled: The bytes of the samples that a preparation keeps.
+        has_int8: Whether the model has 8-bit layers.
+
+    Returns:
+        The parts, each with its range.
+    """
     least, most = (THREADS * size for size in WORKSPACE_BYTES)
     blocks, peaks = step.most_blocks, step.peaks
     found = [
