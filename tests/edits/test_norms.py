@@ -1,112 +1,42 @@
-"""Norms that compute in float32 while they store half: the numbers, the dtypes, and everything around a module."""
+"""A norm computes in float32 and returns the dtype of the unprepared one, with gradients, copies and compilers."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
-import inspect
 import io
 import pickle
-import types
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-import accelerate.hooks
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
-from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
-from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from kbitwrap import KbitPreparedModel, build_plan
-from kbitwrap.edits.norms import ComputeChange, Float32Forward, can_rebind_forward, forward_slot
 from kbitwrap.model.tree import ModelTree
 from support import forks
+from support.norms import NORMS, WIDTH, assert_same_bits, autocasting, install, make, make_inputs, reference
 from support.strategies import HALF_DTYPES, RMSNorm
 from support.thorough import each_once
 
-WIDTH = 8
-
-
-def gated_norm() -> nn.Module:
-    """Mamba 2's norm, which has groups in newer versions of transformers."""
-    groups = {"group_size": 4} if "group_size" in inspect.signature(MambaRMSNormGated).parameters else {}
-    return MambaRMSNormGated(WIDTH, **groups)
-
-
-NORMS: dict[str, Callable[[], nn.Module]] = {
-    "LayerNorm": lambda: nn.LayerNorm(WIDTH),
-    "LayerNorm without bias": lambda: nn.LayerNorm(WIDTH, bias=False),
-    "RMSNorm": lambda: nn.RMSNorm(WIDTH),
-    "GroupNorm": lambda: nn.GroupNorm(2, WIDTH),
-    "Llama": lambda: LlamaRMSNorm(WIDTH),
-    "T5": lambda: T5LayerNorm(WIDTH),
-    "Gemma 2": lambda: Gemma2RMSNorm(WIDTH),
-    "Mamba 2, gated": gated_norm,
-}
 every_norm = pytest.mark.parametrize("kind", NORMS)
+
+
 every_dtype = pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)
+
+
 # torch says once in a process that an unprepared RMSNorm is slow with a float32 input; the references below run one.
 pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning:torch")
+
+
 # What a model feeds its norms: its own dtype, or a residual stream in float32.
 every_input = pytest.mark.parametrize("input_dtype", ["half", torch.float32], ids=str)
+
+
 every_autocast = pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
-
-
-def make(kind: str, dtype: torch.dtype = torch.bfloat16, *, seed: int = 0) -> nn.Module:
-    """A norm whose parameters are all different, frozen."""
-    norm = NORMS[kind]()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in norm.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
-    return norm.to(dtype).requires_grad_(False)
-
-
-def make_inputs(kind: str, dtype: torch.dtype, *, seed: int = 1) -> tuple[torch.Tensor, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    count = 2 if "gated" in kind else 1
-    return tuple((torch.randn(2, WIDTH, WIDTH, generator=generator) * 3).to(dtype) for _ in range(count))
-
-
-def install(norm: nn.Module) -> ComputeChange:
-    change = ComputeChange()
-    change.install(Float32Forward(norm))
-    return change
-
-
-def autocasting(is_enabled: bool) -> contextlib.AbstractContextManager[None]:
-    return torch.autocast("cpu", torch.bfloat16) if is_enabled else contextlib.nullcontext()
-
-
-def unprepared_dtype(norm: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.dtype:
-    """The dtype that an unprepared norm returns; the input's, where its kernel refuses the mix of dtypes."""
-    try:
-        return norm(*inputs).dtype
-    except RuntimeError:
-        return inputs[0].dtype
-
-
-def reference(norm: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """What an unprepared norm gives with float32 parameters and inputs, in the dtype that it gives with its own."""
-    parameters = {name: parameter.float() for name, parameter in norm.named_parameters()}
-    output = functional_call(norm, parameters, tuple(x.float() for x in inputs))
-    return output.to(unprepared_dtype(norm, inputs))
-
-
-def assert_same_bits(found: torch.Tensor | None, expected: torch.Tensor | None) -> None:
-    assert found is not None
-    assert expected is not None
-    assert found.dtype == expected.dtype
-    assert torch.equal(found.detach().view(torch.uint8), expected.detach().view(torch.uint8))
 
 
 def loss(output: torch.Tensor) -> torch.Tensor:
@@ -471,198 +401,3 @@ def test_undoing_reaches_a_compiled_module(fresh_compiler: None) -> None:
     assert_same_bits(compiled(*inputs), prepared)
     change.undo(ModelTree(norm))
     assert_same_bits(compiled(*inputs), before)
-
-
-# ----------------------------------------------------------------------------------------------------
-# Other people's forwards.
-# ----------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def undone_as_it_was(norm: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Iterator[None]:
-    """Compute in float32 inside; afterwards the module has the attributes and the output from before."""
-    before, attributes = norm(*inputs), dict(vars(norm))
-    change = install(norm)
-    yield
-    change.undo(ModelTree(norm))
-    assert vars(norm) == attributes
-    assert_same_bits(norm(*inputs), before)
-
-
-@every_norm
-def test_undoing_leaves_the_module_as_it_was(kind: str) -> None:
-    norm, inputs = make(kind), make_inputs(kind, torch.bfloat16)
-    with undone_as_it_was(norm, inputs):
-        norm(*inputs)
-
-
-@every_norm
-def test_suspending_is_undoing_for_a_while(kind: str) -> None:
-    norm, inputs = make(kind), make_inputs(kind, torch.bfloat16)
-    before = norm(*inputs)
-    change = install(norm)
-    forward, prepared = norm.forward, norm(*inputs)
-    tree = ModelTree(norm)
-    way_back = change.now(tree)
-    change.undo(tree)
-    assert "forward" not in vars(norm)
-    assert_same_bits(norm(*inputs), before)
-    way_back.undo(tree)
-    assert norm.forward is forward
-    assert_same_bits(norm(*inputs), prepared)
-
-
-def half_of_it(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """A method that replaces a norm's forward on one instance, as kernel libraries do."""
-    assert x.dtype == self.weight.dtype
-    return F.layer_norm(x, (WIDTH,), self.weight, None) / 2
-
-
-@every_dtype
-def test_a_method_that_replaced_the_forward_is_what_runs(dtype: torch.dtype) -> None:
-    norm, inputs = make("LayerNorm", dtype), make_inputs("LayerNorm", dtype)
-    norm.forward = method = types.MethodType(half_of_it, norm)
-    expected = (F.layer_norm(inputs[0].float(), (WIDTH,), norm.weight.float(), None) / 2).to(dtype)
-    assert can_rebind_forward(norm)
-    change = install(norm)
-    assert_same_bits(norm(*inputs), expected)
-    change.undo(ModelTree(norm))
-    assert vars(norm)["forward"] is method
-
-
-def test_a_forward_that_is_no_method_of_the_module_cannot_be_rebound() -> None:
-    norm, other = make("LayerNorm"), make("LayerNorm")
-    assert can_rebind_forward(norm)
-    for forward in (lambda x: x, functools.partial(half_of_it, norm), types.MethodType(half_of_it, other)):
-        norm.forward = forward
-        assert not can_rebind_forward(norm)
-
-
-class Doubling(accelerate.hooks.ModelHook):
-    """A hook that changes what goes in and what comes out."""
-
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return tuple(2 * x for x in args), kwargs
-
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
-        return 2 * output
-
-
-def doubled(norm: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    return 2 * reference(norm, tuple(2 * x for x in inputs))
-
-
-@every_norm
-def test_accelerates_hook_from_before_stays_around_it(kind: str) -> None:
-    norm, inputs = make(kind), make_inputs(kind, torch.bfloat16)
-    expected = doubled(norm, inputs)
-    accelerate.hooks.add_hook_to_module(norm, Doubling())
-    assert forward_slot(norm) == "_old_forward"
-    assert can_rebind_forward(norm)
-    with undone_as_it_was(norm, inputs):
-        assert_same_bits(norm(*inputs), expected)
-
-
-@every_norm
-def test_accelerates_hook_from_after_stays_around_it(kind: str) -> None:
-    norm, inputs = make(kind), make_inputs(kind, torch.bfloat16)
-    plain, expected = norm(*inputs), doubled(norm, inputs)
-    half = 2 * norm(*(2 * x for x in inputs))
-    change = install(norm)
-    accelerate.hooks.add_hook_to_module(norm, Doubling())
-    assert_same_bits(norm(*inputs), expected)
-    change.undo(ModelTree(norm))
-    assert_same_bits(norm(*inputs), half)
-    accelerate.hooks.remove_hook_from_module(norm)
-    assert_same_bits(norm(*inputs), plain)
-    assert not any(isinstance(value, Float32Forward) for value in vars(norm).values())
-
-
-@every_norm
-def test_accelerates_hook_can_go_while_prepared(kind: str) -> None:
-    norm, inputs = make(kind), make_inputs(kind, torch.bfloat16)
-    plain, expected = norm(*inputs), reference(norm, inputs)
-    accelerate.hooks.add_hook_to_module(norm, Doubling())
-    change = install(norm)
-    accelerate.hooks.remove_hook_from_module(norm)
-    assert_same_bits(norm(*inputs), expected)
-    change.undo(ModelTree(norm))
-    assert_same_bits(norm(*inputs), plain)
-
-
-def test_a_wrapper_that_holds_on_to_it_gets_the_original_after_undoing() -> None:
-    # accelerate's autocast keeps the forward that it found in a closure.
-    norm, inputs = make("Llama"), make_inputs("Llama", torch.bfloat16)
-    before = norm(*inputs)
-    change = install(norm)
-    inner = norm.forward
-    norm.forward = lambda *args: inner(*args)
-    change.undo(ModelTree(norm))
-    assert_same_bits(norm(*inputs), before)
-
-
-def test_hooks_of_torch_see_the_dtypes_of_the_unprepared_module() -> None:
-    norm, inputs = make("Llama"), make_inputs("Llama", torch.bfloat16)
-    seen = []
-    norm.register_forward_pre_hook(lambda module, args: seen.append((module, args[0].dtype)))
-    norm.register_forward_hook(lambda module, args, output: seen.append((module, output.dtype)))
-    install(norm)
-    norm(*inputs)
-    # Once each: finding the dtype out calls no hook.
-    assert seen == [(norm, torch.bfloat16)] * 2
-
-
-# ----------------------------------------------------------------------------------------------------
-# Faults and threads.
-# ----------------------------------------------------------------------------------------------------
-
-
-@every_norm
-def test_an_exception_leaves_the_module_intact(kind: str) -> None:
-    norm, inputs = make(kind), make_inputs(kind, torch.bfloat16)
-    install(norm)
-    expected, attributes = norm(*inputs), dict(vars(norm))
-    weight, values = norm.weight, norm.weight.clone()
-    bad = tuple(torch.zeros(2, 3, 5).bfloat16() for _ in inputs)
-    with pytest.raises(RuntimeError):
-        norm(*bad)
-    assert vars(norm) == attributes
-    assert norm.weight is weight
-    assert_same_bits(norm.weight, values)
-    assert_same_bits(norm(*inputs), expected)
-
-
-def test_an_exception_of_the_forward_is_what_the_caller_sees() -> None:
-    norm = make("LayerNorm")
-    error = ValueError("no such input")
-
-    def fail(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        raise error
-
-    norm.forward = types.MethodType(fail, norm)
-    install(norm)
-    with pytest.raises(ValueError, match="no such input") as caught:
-        norm(*make_inputs("LayerNorm", torch.bfloat16))
-    assert caught.value is error
-
-
-@every_norm
-def test_threads_do_not_disturb_one_another(kind: str) -> None:
-    norm = make(kind)
-    cases = []
-    for seed in range(4):
-        for dtype in (torch.bfloat16, torch.float32):
-            for autocast in (False, True):
-                inputs = make_inputs(kind, dtype, seed=seed)
-                with autocasting(autocast):
-                    cases.append((inputs, autocast, reference(norm, inputs)))
-    install(norm)
-
-    def run(case: tuple[Any, bool, torch.Tensor]) -> bool:
-        inputs, autocast, expected = case
-        with autocasting(autocast):
-            output = norm(*inputs)
-        return output.dtype == expected.dtype and torch.equal(output, expected)
-
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(run, cases * 4)) == [True] * len(cases) * 4

@@ -1,14 +1,10 @@
-"""Training with transformers' Trainer, or with one's own loop and optimizer, and coming back from it.
-
-Every statement and every code block of docs/trainer.md is held here, and the blocks with `Trainer` of other pages.
-"""
+"""A prepared model under Trainer: the numbers of PEFT, and nothing left on the base."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +16,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainingArguments
 
-from kbitwrap import KbitPreparedModel, LifecycleState, Manifest, StateError
-from support import pages, zoo
+from kbitwrap import KbitPreparedModel, LifecycleState, StateError
+from support import zoo
 from support.files import saved
 from support.snapshot import Snapshot, tensor_digest
-from support.trainers import NUM_STEPS, RecordingTrainer, adapt, dataset, prompt, trained_weights, trainer_for
+from support.trainers import NUM_STEPS, RecordingTrainer, adapt, prompt, train, trained_weights, trainer_for
 
-PAGES = ("trainer.md", "generation.md", "resume.md")
 PRECISIONS = ("full", "norms", "none")
+
 
 pytestmark = [
     # These two names are those of every transformers that is supported; 5.23 calls them `activation_checkpointing…`.
@@ -40,14 +36,6 @@ pytestmark = [
 # ----------------------------------------------------------------------------------------------------
 # Training runs, and what they come to.
 # ----------------------------------------------------------------------------------------------------
-
-
-def train(model: nn.Module, folder: Path, *, modules_to_save: bool = False, **kwargs: Any) -> RecordingTrainer:
-    """Adapt a prepared model and train it."""
-    trainer = trainer_for(adapt(model, modules_to_save=modules_to_save), folder, **kwargs)
-    trainer.train()
-    assert len(set(trainer.losses)) == NUM_STEPS
-    return trainer
 
 
 def train_prepared(folder: Path, precision: str, **kwargs: Any) -> RecordingTrainer:
@@ -111,12 +99,18 @@ WRAPPER: dict[str, dict[str, Any]] = {
     "non-reentrant": {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
     "reentrant": {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
 }
+
+
 TRAINER: dict[str, dict[str, Any]] = {
     "none": {"gradient_checkpointing": False},
     "non-reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
     "reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
 }
+
+
 CASES = [(*pair, "norms") for pair in itertools.product(WRAPPER, TRAINER)]
+
+
 CASES += [("non-reentrant", "reentrant", "full"), ("reentrant", "non-reentrant", "none")]
 
 
@@ -359,107 +353,6 @@ def test_after_pefts_own_preparation_the_merged_model_is_another(tmp_path: Path)
 
 
 # ----------------------------------------------------------------------------------------------------
-# An optimizer of one's own, and suspensions.
-# ----------------------------------------------------------------------------------------------------
-
-Between = Callable[[KbitPreparedModel, peft.PeftModel], None]
-
-
-def generate_suspended(*, do_sample: bool) -> Between:
-    def between(prepared: KbitPreparedModel, model: peft.PeftModel) -> None:
-        random_state = torch.get_rng_state()
-        with prepared.suspended():
-            assert not any(module.training for module in model.get_base_model().modules())
-            assert model.config.use_cache
-            lora = [p for fqn, p in model.named_parameters() if "lora_" in fqn]
-            others = [p for fqn, p in model.named_parameters() if "lora_" not in fqn]
-            assert {p.dtype for p in others} == {torch.bfloat16, torch.uint8}
-            assert {p.dtype for p in lora} == {torch.float32}
-            tokens = model.generate(**prompt(model), max_new_tokens=8, min_new_tokens=8, do_sample=do_sample)
-            assert tokens.shape == (1, 14)
-            assert torch.equal(torch.get_rng_state(), random_state) != do_sample
-
-    return between
-
-
-def generate_prepared(prepared: KbitPreparedModel, model: peft.PeftModel) -> None:
-    model.generate(**prompt(model), max_new_tokens=8, min_new_tokens=8, do_sample=True)
-
-
-def do_nothing(prepared: KbitPreparedModel, model: peft.PeftModel) -> None:
-    pass
-
-
-def train_by_hand(precision: str, modules_to_save: bool, between: Between) -> list[Any]:
-    """Train with one optimizer, and return everything that could tell one run from another."""
-    prepared = KbitPreparedModel(zoo.load("llama"), precision=precision).prepare()
-    model = adapt(prepared.model, modules_to_save=modules_to_save).train()
-    trainable = {fqn: p for fqn, p in model.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(trainable.values(), lr=1e-2)
-    losses = []
-    for seed in range(NUM_STEPS):
-        loss = zoo.loss("llama", model, zoo.inputs("llama", model, seed=seed))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        between(prepared, model)
-    assert trainable == {fqn: p for fqn, p in model.named_parameters() if p.requires_grad}
-    assert len(set(losses)) == NUM_STEPS
-    moments = [tensor_digest(value) for state in optimizer.state.values() for value in state.values()]
-    return [losses, trained_weights(model), moments, tensor_digest(torch.get_rng_state())]
-
-
-@functools.cache
-def uninterrupted(precision: str, modules_to_save: bool) -> list[Any]:
-    return train_by_hand(precision, modules_to_save, do_nothing)
-
-
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(("precision", "modules_to_save"), [("full", True), ("norms", False), ("none", False)])
-def test_an_optimizer_stays_valid_across_suspensions(precision: str, modules_to_save: bool, do_sample: bool) -> None:
-    suspended = train_by_hand(precision, modules_to_save, generate_suspended(do_sample=do_sample))
-    assert suspended == uninterrupted(precision, modules_to_save)
-
-
-def test_sampling_without_a_suspension_changes_what_follows() -> None:
-    assert train_by_hand("full", True, generate_prepared)[0] != uninterrupted("full", True)[0]
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_suspended_generation_is_that_of_the_restored_model(tmp_path: Path, precision: str) -> None:
-    model = zoo.load("llama")
-    with KbitPreparedModel(model, precision=precision) as prepared:
-        peft_model = train(model, tmp_path, modules_to_save=True).model
-        exact = peft_model.get_base_model().lm_head.modules_to_save.default.weight.clone()
-        with prepared.suspended(), torch.no_grad():
-            suspended = peft_model(**prompt(model)).logits
-        assert torch.equal(model.lm_head.modules_to_save.default.weight, exact)
-        with torch.no_grad():
-            still_prepared = peft_model.eval()(**prompt(model)).logits
-    assert exact.dtype == (torch.float32 if precision == "full" else torch.bfloat16)
-    assert torch.equal(model.lm_head.modules_to_save.default.weight, exact.bfloat16())
-    with torch.no_grad():
-        assert torch.equal(suspended, peft_model.eval()(**prompt(model)).logits)
-    assert torch.equal(suspended, still_prepared) == (precision == "none")
-
-
-@pytest.mark.parametrize("precision", ["full", "norms"])
-def test_generating_from_a_callback_changes_no_loss(tmp_path: Path, precision: str) -> None:
-    prepared = KbitPreparedModel(zoo.load("llama"), precision=precision).prepare()
-    states = []
-
-    def sample(model: nn.Module) -> None:
-        with prepared.suspended():
-            states.append(prepared.state)
-            model.generate(**prompt(model), max_new_tokens=8, do_sample=True)
-
-    with_samples = train(prepared.model, tmp_path, at_step_end=sample)
-    assert states == [LifecycleState.SUSPENDED] * NUM_STEPS
-    assert outcome(with_samples) == outcome(train_prepared(tmp_path, precision))
-
-
-# ----------------------------------------------------------------------------------------------------
 # Resuming, and DistributedDataParallel.
 # ----------------------------------------------------------------------------------------------------
 
@@ -540,88 +433,3 @@ def test_ddp_synchronizes_after_a_suspension_all_that_it_did_before_or_the_suspe
             pass
         ddp.step()
         assert not ddp.unsynchronized()
-
-
-# ----------------------------------------------------------------------------------------------------
-# The page's code.
-# ----------------------------------------------------------------------------------------------------
-
-
-def code_blocks() -> list[str]:
-    return [block.text for name in PAGES for block in pages.blocks(pages.DOCS / name, "python")]
-
-
-@pytest.fixture
-def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
-    """Runs the one block that holds a text, in a folder of its own, and returns the names it leaves."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(text: str) -> dict[str, Any]:
-        (block,) = (block for block in code_blocks() if text in block)
-        torch.manual_seed(0)
-        model = zoo.load("llama")
-        names = {
-            "model": model,
-            "lora_config": zoo.lora_config("llama", task_type="CAUSAL_LM", lora_dropout=0.1),
-            "train_dataset": dataset(model),
-            "eval_dataset": dataset(model)[:2],
-            "prompt": prompt(model),
-        }
-        before = Snapshot(model)
-        exec(compile(block, "block", "exec"), names)
-        assert names["prepared"].state is LifecycleState.RESTORED
-        names["diff"] = lambda: before.diff(Snapshot(names["peft_model"].unload()), moved="full" in block)
-        return names
-
-    return run
-
-
-# The page leaves `dataloader_pin_memory` to its default, which asks for an accelerator.
-as_on_a_machine_without_accelerator = pytest.mark.filterwarnings(
-    r"ignore:'pin_memory' argument is set as true but no accelerator is found:UserWarning:torch\.utils\.data"
-)
-
-
-@as_on_a_machine_without_accelerator
-def test_block_that_trains_and_merges(page: Callable[[str], dict[str, Any]]) -> None:
-    names = page("train_dataset=train_dataset).train()")
-    assert {p.dtype for p in names["merged"].parameters()} == {torch.bfloat16}
-    with torch.no_grad():
-        merged = names["merged"](**prompt(names["merged"])).logits
-        adapted = names["peft_model"].eval()(**prompt(names["model"])).logits
-        assert names["diff"]() == []
-        base = names["model"](**prompt(names["model"])).logits
-    assert (merged - adapted).norm() < (base - adapted).norm() / 20
-
-
-@as_on_a_machine_without_accelerator
-def test_block_with_a_callback(page: Callable[[str], dict[str, Any]]) -> None:
-    names = page("class Sample")
-    assert len(names["sample"].samples) == 3
-    assert names["diff"]() == []
-
-
-@as_on_a_machine_without_accelerator
-@pytest.mark.parametrize("text", ["suspend_evaluation=True", "SuspendedEvaluation("])
-def test_block_that_evaluates_suspended(page: Callable[[str], dict[str, Any]], text: str) -> None:
-    names = page(text)
-    losses = [row["eval_loss"] for row in names["trainer"].state.log_history if "eval_loss" in row]
-    assert len(losses) == 3
-    with torch.no_grad():
-        assert losses[-1] == zoo.loss("llama", names["peft_model"].eval(), zoo.inputs("llama", names["model"])).item()
-
-
-@as_on_a_machine_without_accelerator
-def test_block_with_checkpoints(page: Callable[[str], dict[str, Any]], tmp_path: Path) -> None:
-    names = page("KbitTrainerCallback(prepared)\n    Trainer(")
-    manifests = [Manifest.load(path) for path in tmp_path.glob("run/checkpoint-*/kbitwrap.json")]
-    assert len(manifests) == 3
-    assert names["diff"]() == []
-    for manifest in manifests:
-        manifest.check(names["model"])
-
-
-def test_block_with_an_optimizer(page: Callable[[str], dict[str, Any]]) -> None:
-    names = page("torch.optim.AdamW(p for p in")
-    assert {int(state["step"]) for state in names["optimizer"].state.values()} == {2 * NUM_STEPS}
-    assert names["diff"]() == []

@@ -1,13 +1,11 @@
-"""What is wrapped around a model: names map back, adapters are told from the base, sharding is refused."""
+"""What is wrapped around a model: names map back, and adapters are told from the base."""
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import accelerate
 import peft
 import pytest
 import torch
@@ -15,15 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import distribute_module
+from torch.distributed.fsdp import fully_shard
 
-from kbitwrap import KbitPreparedModel, UnsupportedModelError, build_plan
-from kbitwrap.model.checks import refuse_unsupported_tensors, tree_of
+from kbitwrap import KbitPreparedModel
 from kbitwrap.model.records import key_of
 from kbitwrap.model.tree import ModelTree
 from kbitwrap.model.wrappers import canonical_fqn
 from support import zoo
+from support.wrapped import Tiny, checkpointed, compiled, ddp, fsdp1, fsdp2, lora
 
 
 @pytest.fixture
@@ -32,39 +29,6 @@ def one_process() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj = nn.Linear(4, 4)
-        self.norm = nn.LayerNorm(4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.q_proj(x))
-
-
-class Body(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(8, 4)
-        self.layers = nn.ModuleList([Layer(), Layer()])
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed_tokens(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-class Tiny(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Body()
-        self.lm_head = nn.Linear(4, 8, bias=False)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.lm_head(self.model(ids))
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -117,48 +81,11 @@ def test_a_wrapped_name_maps_back(fqn: str, canonical: str) -> None:
     assert canonical_fqn(canonical) == canonical
 
 
-def lora(model: nn.Module, **kwargs: Any) -> nn.Module:
-    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2, **kwargs))
-
-
-def compiled(model: nn.Module) -> Any:
-    return torch.compile(model, backend="eager")
-
-
-def checkpointed(model: Any) -> nn.Module:
-    """Wrap each layer, wherever it is by now."""
-    for module in list(model.modules()):
-        if isinstance(module, nn.ModuleList):
-            for i, layer in enumerate(module):
-                module[i] = checkpoint_wrapper(layer)
-    return model
-
-
 def layers_compiled(model: Any) -> nn.Module:
     for module in list(model.modules()):
         if isinstance(module, nn.ModuleList):
             for i, layer in enumerate(module):
                 module[i] = compiled(layer)
-    return model
-
-
-def ddp(model: nn.Module) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(model)
-
-
-def fsdp1(model: Any) -> nn.Module:
-    def shard(module: nn.Module) -> nn.Module:
-        return FullyShardedDataParallel(module, use_orig_params=True, device_id=torch.device("cpu"))
-
-    for module in list(model.modules()):
-        if isinstance(module, nn.ModuleList):
-            for i, layer in enumerate(module):
-                module[i] = shard(layer)
-    return shard(model)
-
-
-def fsdp2(model: Any) -> nn.Module:
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     return model
 
 
@@ -207,6 +134,8 @@ def test_the_names_in_a_wrapped_model_map_back(wraps: tuple[Callable[[Any], Any]
 # ----------------------------------------------------------------------------------------------------
 
 CAUSAL = {"task_type": "CAUSAL_LM"}
+
+
 ADAPTERS: dict[str, Callable[[], Any]] = {
     "lora": lambda: zoo.lora_config("llama"),
     "dora": lambda: zoo.lora_config("llama", use_dora=True),
@@ -224,6 +153,8 @@ ADAPTERS: dict[str, Callable[[], Any]] = {
     "prefix tuning": lambda: peft.PrefixTuningConfig(num_virtual_tokens=2, **CAUSAL),
     "p-tuning": lambda: peft.PromptEncoderConfig(num_virtual_tokens=2, encoder_hidden_size=8, **CAUSAL),
 }
+
+
 every_adapter = pytest.mark.parametrize("make", ADAPTERS.values(), ids=ADAPTERS)
 
 
@@ -317,117 +248,6 @@ def test_storage_keys_are_equal_over_one_memory_alone() -> None:
         assert key_of(tensor) == key_of(tensor.t()) == key_of(nn.Parameter(tensor)[1:])
         assert key_of(tensor) != key_of(torch.zeros(4, 6, device=device))
         assert key_of(tensor) != key_of(tensor.clone())
-
-
-# ----------------------------------------------------------------------------------------------------
-# What is refused.
-# ----------------------------------------------------------------------------------------------------
-
-
-def refused(model: Any, *, allow_meta: bool = False) -> UnsupportedModelError:
-    with pytest.raises(UnsupportedModelError) as caught:
-        refuse_unsupported_tensors(tree_of(model), allow_meta=allow_meta)
-    return caught.value
-
-
-@pytest.mark.parametrize("model", [None, "meta-llama/Llama-3-8B", {}, torch.zeros(2), nn.Linear], ids=repr)
-def test_an_object_that_is_not_a_module_is_refused(model: Any) -> None:
-    error = refused(model, allow_meta=True)
-    assert isinstance(error, TypeError)
-    assert f"found {type(model).__name__}" in str(error)
-    with pytest.raises(UnsupportedModelError):
-        build_plan(model)
-
-
-def test_a_model_without_parameters_is_refused() -> None:
-    assert "ReLU has no parameters" in str(refused(nn.ReLU()))
-    assert "no parameters" in str(refused(nn.Sequential(), allow_meta=True))
-
-
-def test_the_first_parameter_on_meta_is_named() -> None:
-    model = Tiny()
-    model.model.layers[1].to("meta")
-    assert refused(model).fqn == "model.layers.1.q_proj.weight"
-    assert "build_plan works on the meta device" in str(refused(model))
-    refuse_unsupported_tensors(tree_of(model), allow_meta=True)
-
-
-def test_offloaded_weights_are_called_by_name() -> None:
-    model = zoo.load("llama", None)
-    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-    error = refused(model)
-    assert error.fqn == "model.embed_tokens.weight"
-    assert "offload" in str(error)
-
-
-def test_a_dtensor_is_refused_by_name(one_process: None) -> None:
-    mesh = init_device_mesh("cpu", (1,))
-
-    model = distribute_module(Tiny(), mesh)
-    for allow_meta in (True, False):
-        error = refused(model, allow_meta=allow_meta)
-        assert error.fqn == "model.embed_tokens.weight"
-        assert "DTensor" in str(error)
-
-
-def test_fsdp2_is_refused_by_the_first_sharded_parameter(one_process: None) -> None:
-    model = Tiny()
-    fully_shard(model.model.layers[1], mesh=init_device_mesh("cpu", (1,)))
-    assert refused(model, allow_meta=True).fqn == "model.layers.1.q_proj.weight"
-    assert "before it is sharded" in str(refused(model))
-
-
-@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning:torch")
-@pytest.mark.filterwarnings("ignore:FSDP1 is deprecated:FutureWarning:torch")
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_fsdp1_is_refused_by_name(one_process: None, use_orig_params: bool) -> None:
-    model = Tiny()
-    layers = model.model.layers
-    layers[1] = FullyShardedDataParallel(layers[1], use_orig_params=use_orig_params, device_id=torch.device("cpu"))
-    error = refused(model, allow_meta=True)
-    assert error.fqn == "model.layers.1._fsdp_wrapped_module." + ("q_proj.weight" if use_orig_params else "_flat_param")
-    assert "FSDP1" in str(error)
-
-
-def test_the_marks_of_flat_and_partitioned_parameters_are_refused() -> None:
-    for mark, name in (("_is_flat_param", "FSDP1"), ("ds_id", "ZeRO-3")):
-        model = Tiny()
-        # ds_id is a count from 0: present, not true.
-        setattr(model.lm_head.weight, mark, True if mark == "_is_flat_param" else 0)
-        for allow_meta in (True, False):
-            error = refused(model, allow_meta=allow_meta)
-            assert error.fqn == "lm_head.weight"
-            assert name in str(error)
-
-
-@pytest.mark.parametrize(
-    "wraps",
-    [(), (ddp,), (compiled,), (lora,), (checkpointed,)],
-    ids=["plain", "ddp", "compiled", "lora", "checkpointed"],
-)
-def test_what_is_not_sharded_is_accepted(wraps: tuple[Callable[[Any], Any], ...], one_process: None) -> None:
-    model: nn.Module = Tiny()
-    for wrap in wraps:
-        model = wrap(model)
-    refuse_unsupported_tensors(tree_of(model), allow_meta=False)
-    refuse_unsupported_tensors(tree_of(copy.deepcopy(model)), allow_meta=False)
-
-
-@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning:torch")
-@pytest.mark.filterwarnings("ignore:FSDP1 is deprecated:FutureWarning:torch")
-@pytest.mark.filterwarnings("ignore:Tiny has neither a quantization attribute:UserWarning")
-@pytest.mark.parametrize("shard", [fsdp1, fsdp2])
-def test_restoring_what_was_sharded_since_is_refused_before_anything_changes(
-    shard: Callable[[Any], Any], one_process: None
-) -> None:
-    model = Tiny().bfloat16()
-    prepared = KbitPreparedModel(model, precision="full").prepare()
-    shard(model)
-    before = [(fqn, id(p), p.dtype, p.requires_grad) for fqn, p in model.named_parameters()]
-    for leave in (prepared.restore, lambda: prepared.suspended().__enter__()):
-        with pytest.raises(UnsupportedModelError, match="sharded after it was prepared"):
-            leave()
-    assert [(fqn, id(p), p.dtype, p.requires_grad) for fqn, p in model.named_parameters()] == before
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -546,13 +366,3 @@ def test_names_that_only_look_like_a_wrappers_are_kept(one_process: None) -> Non
     assert [t.fqn for t in ModelTree(model).tensors] == names
     fully_shard(inner, mesh=init_device_mesh("cpu", (1,)))  # gives it a class of torch's
     assert [t.fqn for t in ModelTree(model).tensors] == names
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
-@pytest.mark.parametrize("is_inside", [False, True])
-def test_a_module_of_torchscript_is_refused_by_name(is_inside: bool) -> None:
-    scripted = torch.jit.trace(nn.Linear(4, 4), torch.ones(1, 4))
-    model = nn.Sequential(nn.Linear(4, 4), scripted) if is_inside else scripted
-    with pytest.raises(UnsupportedModelError, match="of TorchScript") as caught:
-        KbitPreparedModel(model)
-    assert caught.value.fqn == ("1" if is_inside else "")

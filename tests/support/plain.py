@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from kbitwrap import KbitPreparedModel, Manifest
+from kbitwrap.edits.storage import StorageChange
+from kbitwrap.model.records import ParameterRecord
 
 
 class Tied(nn.Module):
@@ -44,3 +47,25 @@ def tied(seed: int = 0) -> Tied:
 def small_manifest(**options: Any) -> Manifest:
     with KbitPreparedModel(tied(), **{"precision": "full", **options}) as prepared:
         return prepared.manifest()
+
+
+class Holder(nn.Module):
+    """A model that is nothing but its parameters, `p0`, `p1`, ..."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        super().__init__()
+        for i, tensor in enumerate(tensors):
+            self.register_parameter(f"p{i}", tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor))
+
+
+def changed_storage(parameter: nn.Parameter) -> StorageChange:
+    """The change of one parameter's storage."""
+    holder = Holder(parameter)
+    return StorageChange(ParameterRecord("p0", [(holder, "p0")], parameter), parameter)
+
+
+def full(model: nn.Module, **fields: Any) -> KbitPreparedModel:
+    """Prepare at precision "full"; a model that is not quantized is warned about, which is tested elsewhere."""
+    prepared = KbitPreparedModel(model, precision="full", **fields)
+    with pytest.warns(UserWarning, match="neither a quantization attribute nor a quantized layer"):
+        return prepared.prepare()

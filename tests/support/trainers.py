@@ -116,3 +116,11 @@ def resume(prepared: KbitPreparedModel | nn.Module, checkpoint: Path, folder: Pa
         assert trainer.losses == []
         raise
     return trainer
+
+
+def train(model: nn.Module, folder: Path, *, modules_to_save: bool = False, **kwargs: Any) -> RecordingTrainer:
+    """Adapt a prepared model and train it."""
+    trainer = trainer_for(adapt(model, modules_to_save=modules_to_save), folder, **kwargs)
+    trainer.train()
+    assert len(set(trainer.losses)) == NUM_STEPS
+    return trainer
