@@ -31,7 +31,12 @@ _Tensors = list[NamedTensor]
 class Casts:
     """Finds what is cast, by the settings and by how the model is quantized.
 
-    ``freeze_adapters`` treats adapters as the base, as PEFT's function does.
+    Args:
+        tree: The walk of the model, on a device or on the meta device.
+        config: The settings.
+        quantization: How the model is quantized, as found, or as PEFT would find it.
+        freeze_adapters: Whether adapters are treated as the base, as PEFT's function
+            treats them.
 
     Attributes:
         base: The parameters that are prepared, each once.

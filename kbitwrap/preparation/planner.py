@@ -48,6 +48,12 @@ from .fingerprints import sample_bytes
 class Planner:
     """Writes the edits down, and gathers warnings.
 
+    Args:
+        tree: The walk of the model, on a device or on the meta device.
+        config: The settings.
+        quantization: How the model is quantized, as found, or as PEFT would find it.
+        freeze_adapters: Whether adapters are prepared as the base is.
+
     Attributes:
         casts: What is cast, which the warnings read too.
         warnings: Consequences that need attention.

@@ -73,16 +73,14 @@ class Preparation:
             of the calls that fail and are made again.
     """
 
-    original: Original  # what was there before the first plan was applied
-    left: PreparedState  # what the last one left
-    after: Moment  # at its end
+    original: Original
+    left: PreparedState
+    after: Moment
 
     def __init__(self, holder: object) -> None:
-        self.holder = weakref.ref(holder)  # the wrapper, which the model keeps alive
+        self.holder = weakref.ref(holder)
         self.journal = Journal()
-        self.plans: list[Plan] = []  # applied, one on top of the other
-        # by restores, of which all but the last failed: the places of parameters that
-        # they made trainable, and the names of what they put back
+        self.plans: list[Plan] = []
         self.turned_on: list[TensorRef] = []
         self.put_back: list[str] = []
 

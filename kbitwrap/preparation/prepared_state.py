@@ -52,11 +52,12 @@ class PreparedState:
 
         Their attributes now are the expected ones.
         """
+        edited = [node for node in tree.base if node.module in modules]
         state = copy.copy(self)
-        state._modules = dict(self._modules)
-        for node in tree.base:
-            if node.module in modules:
-                state._modules[node.fqn] = _state_of_module(node.module)
+        state._modules = {
+            **self._modules,
+            **{node.fqn: _state_of_module(node.module) for node in edited},
+        }
         return state
 
     def diff(
