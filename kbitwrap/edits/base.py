@@ -20,6 +20,9 @@ from ..reports import first_of
 from ..tensors.bits import differ
 from .journal import MISSING
 
+Fields = dict[str, Any]
+"""Attributes of an object by their names, ``MISSING`` where there was none."""
+
 TrainedPolicy = Literal["keep", "discard", "error"]
 """The treatment of a value that changed while it was stored upcast."""
 
@@ -162,18 +165,18 @@ class Anchor:
 ANCHOR_ATTRIBUTE = "_kbitwrap_prepared"
 
 
-def read_attributes(holder: Any, names: Collection[str]) -> dict[str, Any]:
+def read_attributes(holder: Any, names: Collection[str]) -> Fields:
     """Read instance attributes of an object; ``MISSING`` where one is absent."""
     return {name: vars(holder).get(name, MISSING) for name in names}
 
 
-def write_attributes(holder: Any, values: dict[str, Any]) -> None:
+def write_attributes(holder: Any, values: Fields) -> None:
     """Set instance attributes of an object, or remove those that were ``MISSING``."""
     for name, value in values.items():
         write_attribute(vars(holder), name, value)
 
 
-def write_attribute(fields: dict[str, Any], name: str, value: Any) -> None:
+def write_attribute(fields: Fields, name: str, value: Any) -> None:
     """Set an instance attribute, or remove it where it was ``MISSING``."""
     if value is MISSING:
         fields.pop(name, None)

@@ -301,8 +301,10 @@ def _remove_superfluous_hooks(
     is_left = False
     for _, module in live:
         added = hooks.added(module)
+        if not added:
+            continue
         had_one = not hooks.before.isdisjoint(input_gradient_hooks(module))
-        if added and keep_one and not had_one:
+        if keep_one and not had_one:
             added.pop()
             is_left = True
         remove_hooks(module, added)

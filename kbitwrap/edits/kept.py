@@ -15,7 +15,7 @@ from torch import nn
 
 from ..model.quantization import KERNEL, transposed_codes
 from ..model.tree import ModelTree, Node, join
-from .base import ChangeBase, write_attribute
+from .base import ChangeBase, Fields, write_attribute
 from .journal import MISSING
 
 # The types of the plain attributes that a module computes with, and may replace when it
@@ -51,7 +51,7 @@ class _Kept:
     """A module as it was."""
 
     # its attributes, buffers and children, each by name
-    values: list[dict[str, Any]]
+    values: list[Fields]
     # the names of buffers that no checkpoint holds
     unsaved: set[str]
     # the numbers of elements of its parameters
@@ -63,7 +63,7 @@ class _Difference:
     """A value that is to be put back: an attribute, a buffer or a child."""
 
     # the dictionary that the module has it in
-    place: dict[str, Any]
+    place: Fields
     name: str
     found: Any
     was: Any
@@ -149,12 +149,12 @@ def _holds_any(node: Node, paths: Iterable[str]) -> bool:
     return any(path.startswith(join(node.path, "")) for path in paths)
 
 
-def _places(module: nn.Module) -> tuple[dict[str, Any], ...]:
+def _places(module: nn.Module) -> tuple[Fields, ...]:
     return vars(module), module._buffers, module._modules
 
 
 def _read(module: nn.Module) -> _Kept:
-    values: list[dict[str, Any]] = []
+    values: list[Fields] = []
     for place in _places(module):
         names = [name for name in place if name not in _OWN]
         values.append({name: _to_keep(place[name]) for name in names})

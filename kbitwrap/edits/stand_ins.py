@@ -60,14 +60,21 @@ class HeadForward(Float32Forward):
         return UpcastTensor(parameter, None, self._chunk_bytes)
 
 
-class Float32Copy:
+class StandInMethod:
+    """A callable that stands in front of a module's method, as an instance attribute."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+
+STAND_INS = (UpcastTensor, StandInMethod)
+
+
+class Float32Copy(StandInMethod):
     """An instance's ``__deepcopy__``.
 
     PEFT trains such copies, and they store half weights in float32.
     """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
 
     def __call__(self, memo: dict[int, Any]) -> nn.Module:
         """Copy the module, without stand-ins.
@@ -85,19 +92,16 @@ class Float32Copy:
                     parameter.detach().float(), requires_grad=parameter.requires_grad
                 )
         for name, value in vars(module).items():
-            if not isinstance(value, INSTALLED):
+            if not isinstance(value, STAND_INS):
                 result.__dict__[name] = copy.deepcopy(value, memo)
         return result
 
 
-class StandInState:
+class StandInState(StandInMethod):
     """An instance's ``__getstate__``.
 
     A pickle of a module keeps its stand-ins and their half weights.
     """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
 
     def __call__(self) -> dict[str, Any]:
         """The module's attributes, with each stand-in marked as the module's own."""
@@ -106,14 +110,14 @@ class StandInState:
         return {**state, **{k: v.as_state() for k, v in stand_ins.items()}}
 
 
-class Float32First:
+class Float32First(StandInMethod):
     """An instance's ``parameters`` with a stand-in for the first.
 
     A model takes the dtype of its first parameter for its own.
     """
 
     def __init__(self, module: nn.Module, owner: nn.Module, name: str) -> None:
-        self.module = module
+        super().__init__(module)
         self.owner = owner
         self.name = name
 
@@ -124,10 +128,6 @@ class Float32First:
             if parameter is weight:
                 parameter = vars(self.owner).get(self.name, weight)
             yield parameter
-
-
-INSTALLED = (UpcastTensor, Float32Copy, StandInState, Float32First)
-"""The classes of the instance attributes by which a weight is upcast at use."""
 
 
 def can_stand_in(module: nn.Module, name: str) -> bool:
@@ -252,7 +252,7 @@ class UpcastChange(ChangeBase):
         found = []
         for module in {**self._names, **{node.module: None for node in tree.modules}}:
             for name, value in vars(module).items():
-                if isinstance(value, INSTALLED):
+                if isinstance(value, STAND_INS):
                     found.append((module, name, value))
         return found
 

@@ -74,8 +74,6 @@ class StorageChange(HeldOriginal):
         self.record = record
         self.dtype = data.dtype
         self.layout = Layout.of(data)
-        # whether `undo` found another shape; such a value is not counted as trained
-        self.was_resized = False
         # where other parameters lie over the same memory
         self.group: SharingChange | None = None
         self._is_rewritten, self._is_seen = is_rewritten, is_seen
@@ -93,7 +91,8 @@ class StorageChange(HeldOriginal):
         # what a suspension puts back, from `now` to `undo`
         self._ready: _Found | None = None
 
-    def _is_resized(self, current: torch.Tensor) -> bool:
+    def is_resized(self, current: torch.Tensor) -> bool:
+        """Whether others gave a value another shape; it is not counted as trained."""
         return tuple(current.shape) != self.layout.shape
 
     def _rounded(self, current: torch.Tensor) -> torch.Tensor:
@@ -102,7 +101,7 @@ class StorageChange(HeldOriginal):
         It is in memory of its own.
         """
         rounded = current.detach().to(self.dtype, copy=True)
-        if self._payloads is not None and not self._is_resized(rounded):
+        if self._payloads is not None and not self.is_resized(rounded):
             self._payloads.write(rounded)
         return rounded
 
@@ -113,7 +112,7 @@ class StorageChange(HeldOriginal):
         and by the original's.
         """
         assert self.kept is not None
-        if self._is_resized(current):
+        if self.is_resized(current):
             return torch.ones(3, dtype=torch.bool, device=current.device)
         kept = self.kept.to(current.device)
         is_other = differ(current, kept)
@@ -136,7 +135,7 @@ class StorageChange(HeldOriginal):
         if self.kept is not None:
             return self._compared_with(self.kept, current)
         rounded = self._rounded(current)
-        is_altered = is_other = self._is_resized(current)
+        is_altered = is_other = self.is_resized(current)
         if self._digest is not None and not is_altered:
             is_altered = content_digest(rounded) != self._digest()
             is_other = is_altered or bool(differ(current, rounded))
@@ -144,7 +143,7 @@ class StorageChange(HeldOriginal):
 
     def _compared_with(self, kept: torch.Tensor, current: torch.Tensor) -> _Found:
         is_trained, is_other, is_altered = self.against_kept(current).tolist()
-        is_discarded = self._policy == "discard" and not self._is_resized(current)
+        is_discarded = self._policy == "discard" and not self.is_resized(current)
         if is_trained and not is_discarded:
             return _Found(self._rounded(current), True, is_altered, not is_other)
         return _Found(kept.to(current.device), is_trained, False, not is_other)
@@ -217,13 +216,13 @@ class StorageChange(HeldOriginal):
         self._ready = None
         if found.is_trained and self._policy == "error":
             raise TrainedError(self.fqn)
-        self.was_resized = self._is_resized(parameter)
-        self.was_trained = found.is_trained and not self.was_resized
+        is_resized = self.is_resized(parameter)
+        self.was_trained = found.is_trained and not is_resized
         self.was_altered = self.was_trained and found.is_altered
         original = found.original
         if self.kept is not None and self._is_seen and self.group is None:
             # by others, who see what was trained too
-            original = original if self.was_resized else self.kept.copy_(original)
+            original = original if is_resized else self.kept.copy_(original)
         self.write(parameter, original)
 
     def now(self, tree: ModelTree) -> WayBack:
@@ -282,7 +281,7 @@ class SharingChange(ChangeBase):
             parameter = change.record.live()
             if parameter is None:
                 continue
-            is_other = change.was_trained or change.was_resized
+            is_other = change.was_trained or change.is_resized(parameter)
             if is_other or parameter.dtype != change.dtype:
                 return
             live.append((change, parameter))

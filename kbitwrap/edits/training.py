@@ -30,6 +30,7 @@ from .base import (
     AttributesChange,
     AttributesNow,
     EditBase,
+    Fields,
     HeldOriginal,
     Together,
     read_attributes,
@@ -45,9 +46,6 @@ _ACCELERATE_ATTRIBUTES = ("forward", "_original_forward", "_is_accelerate_prepar
 # The most bytes of a tensor beside a weight that a record keeps alive, whatever device
 # it is on.
 _SMALL_BYTES = 1 << 16
-
-
-Fields = dict[str, Any]
 
 
 class AccelerateChange(AttributesNow):

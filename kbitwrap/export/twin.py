@@ -17,7 +17,7 @@ from torch import nn
 from ..edits.base import Anchor, HeldOriginal
 from ..edits.kept import KeptChange, lay_as_stored
 from ..edits.norms import Float32Forward
-from ..edits.stand_ins import Float32Copy, Float32First, StandInState
+from ..edits.stand_ins import STAND_INS
 from ..edits.storage import StorageChange
 from ..errors import ExportError
 from ..model.quantization import has_runtime_state, lacks_statistics, unpacked_copy
@@ -28,7 +28,6 @@ from ..preparation.comparison import DECOMPRESSED, Changes
 from ..preparation.original import Original, configs_of
 from ..preparation.preparation import Preparation
 from ..tensors.bits import Layout, differ
-from ..tensors.upcast import UpcastTensor
 from .sharding import Gathering, drift_of
 
 # The attributes that PEFT, and transformers' own use of it, leave on the base model.
@@ -37,15 +36,8 @@ _ADAPTER_ATTRIBUTES = ("peft_config", "_hf_peft_config_loaded", "active_adapter"
 _Held = dict[tuple[int, str], HeldOriginal]
 # by the ``id`` of the live parameter
 _Promised = dict[int, torch.Tensor]
-_STAND_INS = (
-    Anchor,
-    Float32Copy,
-    Float32First,
-    Float32Forward,
-    Mark,
-    StandInState,
-    UpcastTensor,
-)
+# the classes of the attributes that a preparation sets on modules
+_OURS = (Anchor, Float32Forward, Mark, *STAND_INS)
 
 
 @dataclass
@@ -122,7 +114,7 @@ class _Copier:
             change.undo_on(shell, module)
         fields = vars(shell)
         for name, value in list(fields.items()):
-            if isinstance(value, _STAND_INS) or name in _ADAPTER_ATTRIBUTES:
+            if isinstance(value, _OURS) or name in _ADAPTER_ATTRIBUTES:
                 del fields[name]
         for name, config in configs_of(module):
             recorded = config if self.original is None else self.original.config(config)
