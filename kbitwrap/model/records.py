@@ -175,17 +175,12 @@ class Mark:
     It says whose they are, and what their parameters stored.
     """
 
-    def __init__(
-        self, of: nn.Module | None = None, records: Records | None = None
-    ) -> None:
-        self._of = None if of is None else weakref.ref(of)
+    def __init__(self, of: int = 0, records: Records | None = None) -> None:
+        # the ``id`` of the module, which copies of it outlive
+        self.of = of
         self.records = records  # those of the preparation; a pickle is of none
         # of the parameters that are upcast, by name
         self.dtypes: dict[str, torch.dtype] = {}
-
-    def original(self) -> nn.Module | None:
-        """The module that was marked first, if it is alive."""
-        return None if self._of is None else self._of()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
         return self
@@ -218,7 +213,7 @@ class Records:
         """The module's mark, made where it has none."""
         found = self.mark_of(module)
         if found is None:
-            found = vars(module)[MARK] = Mark(module, self)
+            found = vars(module)[MARK] = Mark(id(module), self)
         return found
 
     def mark_of(self, module: nn.Module) -> Mark | None:

@@ -345,6 +345,8 @@ class ModuleIndex:
         for number, node in enumerate(tree.modules):
             self._numbers[node.module] = number
             self._classes.append(type(node.module))
+        # Of modules that are gone too: copies of them have their marks.
+        self._by_id = {id(module): n for module, n in self._numbers.items()}
         # A shared module is there under each of its names.
         self._by_fqn = {node.fqn: self._numbers[node.module] for node in tree.nodes}
 
@@ -362,8 +364,7 @@ class ModuleIndex:
             if self.number(node.module) is not None:
                 continue
             mark = tree.records.mark_of(node.module)
-            original = None if mark is None else mark.original()
-            number = None if original is None else self.number(original)
+            number = None if mark is None else self._by_id.get(mark.of)
             if number is None:
                 number = self._by_fqn.get(node.fqn)
             if number is not None and self._classes[number] is type(node.module):
