@@ -135,9 +135,8 @@ def tokens_of(name: str, model: Any, trust_remote_code: bool) -> Tokens:
         return TokenizerTokens(
             AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         )
-    except (
-        Exception
-    ) as error:  # whatever transformers raises without a tokenizer that it can read
+    # whatever transformers raises without a tokenizer that it can read
+    except Exception as error:
         if model.get_input_embeddings().weight.shape[0] >= NUM_BYTES:
             return ByteTokens()
         raise InputError(

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from .fakes import tensors_in
 from .ledger import BACKWARD, PHASES, Ledger, Mark, Measure, Run, Times, in_bytes
 from .tracker import Watch
 
@@ -415,8 +415,8 @@ def _announce(block: nn.Module, watch: Watch, part: Part) -> list[Any]:
         watch.enter_part(part)
 
     def follow(module: nn.Module, args: Any, output: Any) -> None:
-        for value in tree_leaves(output):
-            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+        for value in tensors_in(output):
+            if value.grad_fn is not None:
                 value.grad_fn.register_prehook(begin)
                 return
 

@@ -193,7 +193,7 @@ class KnownValues(TorchDispatchMode):
 
     def _is_for_real(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether an operation is computed: a view of what is real, or what is known and small."""
-        tensors = _tensors((args, kwargs))
+        tensors = tensors_in((args, kwargs))
         if _is_view(func) and all(map(_is_real, tensors)):
             return True  # it lies in the memory of a real tensor, known or not
         is_random = torch.Tag.nondeterministic_seeded in func.tags
@@ -204,7 +204,7 @@ class KnownValues(TorchDispatchMode):
         if func._schema.is_mutable or not _DEPENDING.isdisjoint(func.tags):
             made = tensors
         else:
-            made = _tensors(func(*args, **kwargs))
+            made = tensors_in(func(*args, **kwargs))
         return all(tensor.nbytes <= _LARGE for tensor in made)
 
     def _forget(self, tensor: torch.Tensor) -> None:
@@ -221,9 +221,10 @@ class KnownValues(TorchDispatchMode):
 _DEPENDING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    leaves = tree_leaves(values)
-    return [value for value in leaves if isinstance(value, torch.Tensor)]
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in a value, such as the arguments or outputs of an operation."""
+    leaves = [value] if isinstance(value, torch.Tensor) else tree_leaves(value)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _is_real(value: Any) -> bool:

@@ -312,7 +312,14 @@ class StepPredictor:
 
 @dataclass(frozen=True)
 class Made:
-    """The model whose steps are predicted, its fake tensors, and the blocks of it that are run."""
+    """The model whose steps are predicted.
+
+    Attributes:
+        subject: The model, prepared and with its adapters.
+        fakes: The same model with fake tensors.
+        blocks: Those of its blocks that are run.
+        has_int8: Whether it has 8-bit layers, and follows CUDA.
+    """
 
     subject: Subject
     fakes: FakeModel

@@ -160,13 +160,6 @@ def base_of(source: Any, quantization_config: Any, dtype: Any) -> nn.Module:
     return without_values(source)
 
 
-def default_lora() -> Any:
-    """QLoRA's choice of layers (Dettmers et al. 2023): adapters on every linear layer, here of rank 16."""
-    from peft import LoraConfig
-
-    return LoraConfig(r=16, target_modules="all-linear")
-
-
 class Subject:
     """A prepared model with adapters, on the meta device; it is thrown away after the prediction.
 
@@ -174,7 +167,8 @@ class Subject:
         source: A model, or a name, folder or config of one.
         precision: A ``Precision``, or ``"peft"`` for PEFT's own preparation.
         lora: The adapters' config; ``None`` for those that the model has, or else
-            `default_lora`.
+            QLoRA's choice of layers (Dettmers et al. 2023), here of rank 16: adapters
+            on every linear layer.
         fields: Fields of ``PrepareConfig``.
     """
 
@@ -207,7 +201,7 @@ class Subject:
             )
             preparation = Preparation(self._holder)
             preparation.apply(build_plan(base, config), tree_of(base))
-        model = base if has_adapters else _with_adapters(base, lora or default_lora())
+        model = base if has_adapters else _with_adapters(base, lora)
         if preparation is not None:
             preparation.adopt(model)
         # While it lives, weights that are upcast at use follow what is done to the
@@ -225,19 +219,20 @@ def _prepared_by_peft(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
     prepare: Any = peft.prepare_model_for_kbit_training
     while (own := vars(prepare).get(REPLACES)) is not None:
         prepare = own
-    names = {"gradient_checkpointing": "use_gradient_checkpointing"}
-    known = {*names, "gradient_checkpointing_kwargs"}
+    known = {"gradient_checkpointing", "gradient_checkpointing_kwargs"}
     if unknown := {*fields} - known:
         raise ConfigError(
             f"precision 'peft' knows no {', '.join(sorted(unknown))}; it takes {', '.join(sorted(known))}"
         )
+    options = dict(fields)
+    if "gradient_checkpointing" in options:
+        is_on = options.pop("gradient_checkpointing")
+        options["use_gradient_checkpointing"] = is_on
     try:
         with torch.device("meta"):
-            options = {names.get(k, k): v for k, v in fields.items()}
             prepared: nn.Module = prepare(model, **options)
-    except (
-        Exception
-    ) as error:  # whatever PEFT raises for a model that it cannot prepare
+    # whatever PEFT raises for a model that it cannot prepare
+    except Exception as error:
         raise UnsupportedModelError(
             f"PEFT cannot prepare this {type(model).__name__}: {error}"
         ) from error
@@ -247,6 +242,8 @@ def _prepared_by_peft(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
 def _with_adapters(model: nn.Module, lora: Any) -> nn.Module:
     import peft
 
+    if lora is None:
+        lora = peft.LoraConfig(r=16, target_modules="all-linear")
     if not isinstance(lora, peft.PeftConfig):
         raise ConfigError(
             f"lora: expected a config of PEFT such as LoraConfig(r=16), found {type(lora).__name__}"
@@ -258,9 +255,8 @@ def _with_adapters(model: nn.Module, lora: Any) -> nn.Module:
     try:
         with with_statistics(model), torch.device("meta"), _AsOnCpu():
             adapted: nn.Module = peft.get_peft_model(model, lora)
-    except (
-        Exception
-    ) as error:  # whatever PEFT raises for a config that does not suit the model
+    # whatever PEFT raises for a config that does not suit the model
+    except Exception as error:
         raise UnsupportedModelError(
             f"PEFT cannot put these adapters on the model: {error}"
         ) from error

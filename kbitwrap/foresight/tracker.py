@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ..errors import UnsupportedModelError
 from ..model.checks import tree_of
@@ -19,6 +18,7 @@ from ..model.tree import ModelTree
 from ..preparation.preparation import Preparation
 from ..tensors.bits import parts_of
 from .cuda import ALLOCATION_BYTES, SCRATCH, rounded_up
+from .fakes import tensors_in
 from .ledger import (
     ACTIVATIONS,
     ADAPTERS,
@@ -153,7 +153,7 @@ class Watch(TorchDispatchMode):
         """The kind of what an operation made: if it is computed of weights alone, a copy of weights."""
         if self.phase == OPTIMIZER_STEP:
             return OPTIMIZER
-        inputs = [self._known(tensor) for tensor in _tensors(arguments)]
+        inputs = [self._known(tensor) for tensor in tensors_in(arguments)]
         kinds = {None if storage is None else storage.kind for storage in inputs}
         if kinds and kinds <= _OF_WEIGHTS:
             return DEQUANTIZED
@@ -178,7 +178,7 @@ class Watch(TorchDispatchMode):
             with self:
                 return DECOMPOSED[name]()(*args, **kwargs)
         output = func(*args, **kwargs)
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if self._counts(tensor) and self._known(tensor) is None:
                 self.follow_phase(is_made=True)
                 self._add(tensor, self._kind((args, kwargs), tensor))
@@ -193,12 +193,6 @@ class Watch(TorchDispatchMode):
 def _key(tensor: torch.Tensor) -> int:
     key: int = tensor.untyped_storage()._cdata
     return key
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors in a value, such as the arguments or outputs of an operation."""
-    leaves = [value] if isinstance(value, torch.Tensor) else tree_leaves(value)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 @functools.cache
@@ -224,7 +218,7 @@ def held_tensors(tree: ModelTree) -> Iterator[tuple[torch.Tensor, str, nn.Module
         yield tensor.parameter, ADAPTERS if is_adapter else WEIGHTS, tensor.module
     for node in tree.nodes:
         module = node.module
-        for value in _tensors([*module._buffers.values(), *vars(module).values()]):
+        for value in tensors_in([*module._buffers.values(), *vars(module).values()]):
             yield value, WEIGHTS, module
         for value in statistics_of(module):
             yield value, STATISTICS, module
@@ -249,7 +243,7 @@ def optimizer_tensors(
             state = dict(optimizer.state.get(parameter, {}))
             if on_host:
                 state.pop("step", None)
-            for value in _tensors(state):
+            for value in tensors_in(state):
                 if not (on_cuda and is_managed(optimizer, value)):
                     yield value
 
@@ -324,7 +318,9 @@ class StepTracker:
             for tensor in optimizer_tensors(optimizer, on_cuda):
                 watch.hold(tensor, OPTIMIZER)
         inputs = self._inputs
-        for tensor in _tensors(dict(inputs) if isinstance(inputs, Mapping) else inputs):
+        for tensor in tensors_in(
+            dict(inputs) if isinstance(inputs, Mapping) else inputs
+        ):
             watch.hold(tensor, INPUTS)
         self.static_bytes = watch.ledger.held().total()
         preparation = Preparation.find(tree)
