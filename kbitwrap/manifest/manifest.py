@@ -247,8 +247,7 @@ class Manifest(Report, Record):
             >>> manifest.check(model)
             Traceback (most recent call last):
             ...
-            kbitwrap.errors.ManifestMismatchError: ... bias: digest: expected ..., found
-                '...'...
+            kbitwrap.errors.ManifestMismatchError: ... bias: digest: expected ..., found '...'...
         """
         with _refusing(
             "this is not the model that was prepared", ManifestMismatchError
