@@ -251,6 +251,8 @@ def _differences(module: nn.Module, kept: _Kept) -> list[_Difference]:
             one = _Difference(
                 place, name, place.get(name, MISSING), before.get(name, MISSING)
             )
+            if one.found is one.was:  # a nested tensor has no shape to compare
+                continue
             is_saved = name not in module._non_persistent_buffers_set
             is_trained = is_saved and _are_alike(one.found, one.was)
             if place is module._buffers and is_trained:
