@@ -248,17 +248,13 @@ def _differences(module: nn.Module, kept: _Kept) -> list[_Difference]:
     found = []
     for place, before in zip(_places(module), kept.values, strict=True):
         for name in {**place, **before}:
-            one = _Difference(
-                place, name, place.get(name, MISSING), before.get(name, MISSING)
-            )
-            if one.found is one.was:  # a nested tensor has no shape to compare
+            there, was = place.get(name, MISSING), before.get(name, MISSING)
+            if name in _OWN or _is_to_stay(there, was):
                 continue
             is_saved = name not in module._non_persistent_buffers_set
-            is_trained = is_saved and _are_alike(one.found, one.was)
-            if place is module._buffers and is_trained:
+            if place is module._buffers and is_saved and _are_alike(there, was):
                 continue
-            if name not in _OWN and not _is_to_stay(one.found, one.was):
-                found.append(one)
+            found.append(_Difference(place, name, there, was))
     return found
 
 
