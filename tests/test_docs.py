@@ -40,11 +40,11 @@ NOT_CODE = {"bibtex", "json", "text"}
 
 # Blocks that hold these texts are run by other tests, which compare what they leave.
 ELSEWHERE = {
-    "train_dataset=train_dataset).train()": "integrations/test_trainer.py",
-    "class Sample": "integrations/test_trainer.py",
-    "torch.optim.AdamW(p for p in": "integrations/test_trainer.py",
-    "suspend_evaluation=True": "integrations/test_trainer.py",
-    "SuspendedEvaluation(": "integrations/test_trainer.py",
+    "train_dataset=train_dataset).train()": "integrations/test_trainer_page.py",
+    "class Sample": "integrations/test_trainer_page.py",
+    "torch.optim.AdamW(p for p in": "integrations/test_trainer_page.py",
+    "suspend_evaluation=True": "integrations/test_trainer_page.py",
+    "SuspendedEvaluation(": "integrations/test_trainer_page.py",
     "float64, rounded to bfloat16": "export/test_merge.py",
     "replace_parameter_4bit_prequantized": "test_experts.py",
 }
