@@ -156,8 +156,8 @@ def _places(module: nn.Module) -> tuple[Fields, ...]:
 def _read(module: nn.Module) -> _Kept:
     values: list[Fields] = []
     for place in _places(module):
-        names = [name for name in place if name not in _OWN]
-        values.append({name: _to_keep(place[name]) for name in names})
+        own = place.items()
+        values.append({name: _to_keep(one) for name, one in own if name not in _OWN})
     return _Kept(values, set(module._non_persistent_buffers_set), _sizes(module))
 
 

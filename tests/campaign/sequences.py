@@ -713,12 +713,17 @@ def _note_cast(world: World, module: nn.Module) -> None:
     world.suspended, world.is_used, world.moves = None, True, True
     twins = dict(world.tops[1].named_parameters())
     for name, p in world.tops[0].named_parameters():
-        is_ours = id(p) in world.flags  # the drop-in prepares adapters too, and takes it back
-        if is_adapter(name) and name in twins and not is_ours:
-            twins[name].requires_grad_(p.requires_grad)
-            # A copy of a base module that was made meanwhile gets the base's dtype again.
-            if "lora_" in name or id(p) in world.before.parameters:
-                twins[name].data = twins[name].data.to(p.dtype)
+        if not is_adapter(name) or name not in twins:
+            continue
+        twin = twins[name]
+        is_ours = id(p) in world.flags  # the drop-in prepares adapters too, and takes it back: flags, and half dtypes
+        if not is_ours:
+            twin.requires_grad_(p.requires_grad)
+        is_lora = "lora_" in name and not (is_ours and twin.dtype in (torch.float16, torch.bfloat16))
+        # A copy of a base module that was made meanwhile gets the base's dtype again.
+        is_old_copy = not is_ours and id(p) in world.before.parameters
+        if is_lora or is_old_copy:
+            twin.data = twin.data.to(p.dtype)
 
 
 @operation(3)
