@@ -689,6 +689,9 @@ def load_while_suspended(world: World, rng: random.Random) -> None:
     named = {name: p for name, p in world.tops[0].named_parameters() if name in twins}
     loaded = [name for name, p in named.items() if type(p) is nn.Parameter and p.dtype in (*HALF, torch.float32)]
     loaded = [name for name in loaded if rng.random() < 0.3 and not named[name].isnan().any()]
+    # Two parameters over one memory are two memories in the twin, which a value for one of them does not reach.
+    memory = [p.untyped_storage().data_ptr() for p in named.values()]
+    loaded = [name for name in loaded if memory.count(named[name].untyped_storage().data_ptr()) == 1]
     saved = {name: twins[name].detach() + 0.25 for name in loaded}
     world.both(lambda top: top.load_state_dict(saved, strict=False))
     world.trained.update({id(named[name]): named[name] for name in loaded})
@@ -831,9 +834,12 @@ def add_adapter(world: World, rng: random.Random) -> None:
             world.tops = tops[0], tops[1]
     else:
         world.both(lambda top: top.add_adapter(name, copy.deepcopy(config)))
+    named = dict(world.tops[1].named_parameters())
+    for path, p in world.tops[0].named_parameters():
+        if "lora_" in path and name in path and path in named:  # on a layer that the user cast to float64
+            named[path].data = named[path].data.to(p.dtype)
     _after_peft(world)
     if world.state == "prepared":  # PEFT copied what is frozen, and makes only copies of active adapters trainable
-        named = dict(world.tops[1].named_parameters())
         for path, p in world.tops[0].named_parameters():
             if path.endswith((f".modules_to_save.{name}.weight", f".modules_to_save.{name}.bias")) and path in named:
                 named[path].requires_grad_(p.requires_grad)

@@ -35,6 +35,7 @@ def _kind(value: object) -> str:
     return f"{type(value).__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
 
 
+@torch.no_grad()  # reading is not training: a stand-in whose weight was made trainable refuses that alone
 def tensor_digest(tensor: torch.Tensor, identify: Callable[[object], object] = id) -> tuple[Any, ...]:
     """Dtype, layout and a hash of the bytes, NaN payloads included; of a tensor made of others, those of each."""
     if hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "to_local"):
