@@ -28,6 +28,7 @@ from torch.nn.utils import prune
 
 import kbitwrap
 from kbitwrap import KbitPreparedModel, KbitWrapError, Manifest, UnsupportedModelError
+from kbitwrap.model.records import key_of
 from kbitwrap.model.wrappers import canonical_fqn
 from kbitwrap.tensors.upcast import UpcastTensor
 from support import trees, zoo
@@ -690,8 +691,8 @@ def load_while_suspended(world: World, rng: random.Random) -> None:
     loaded = [name for name, p in named.items() if type(p) is nn.Parameter and p.dtype in (*HALF, torch.float32)]
     loaded = [name for name in loaded if rng.random() < 0.3 and not named[name].isnan().any()]
     # Two parameters over one memory are two memories in the twin, which a value for one of them does not reach.
-    memory = [p.untyped_storage().data_ptr() for p in named.values()]
-    loaded = [name for name in loaded if memory.count(named[name].untyped_storage().data_ptr()) == 1]
+    memory = [key_of(p) for p in named.values()]
+    loaded = [name for name in loaded if memory.count(key_of(named[name])) == 1]
     saved = {name: twins[name].detach() + 0.25 for name in loaded}
     world.both(lambda top: top.load_state_dict(saved, strict=False))
     world.trained.update({id(named[name]): named[name] for name in loaded})
