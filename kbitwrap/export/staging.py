@@ -166,21 +166,23 @@ def beside(path: Source) -> Iterator[tuple[Path, Path]]:
     made = [parent for parent in target.parents if not os.path.lexists(parent)]
     # A hash, because the destination's own name may be as long as names can be.
     prefix = f"{_HIDDEN}{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}-"
-    hidden, lock = target.parent / prefix, None
+    hidden = lock = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         home = target if target.is_dir() else target.parent
         _recover(target, prefix)
-        try:
-            # another one where it was taken for a leftover before it was locked
-            while lock is None:
-                hidden = home / f"{prefix}{secrets.token_hex(8)}"
-                hidden.mkdir(mode=0o700)
-                lock = _lock(hidden)
-            yield hidden, target
-        finally:
-            finish(_clear, hidden.name, target)
+        # another one where it was taken for a leftover before it was locked
+        while lock is None:
+            hidden = home / f"{prefix}{secrets.token_hex(8)}"
+            hidden.mkdir(mode=0o700)
+            lock = _lock(hidden)
+        assert hidden is not None
+        yield hidden, target
+        finish(_clear, hidden.name, target)
     except BaseException as error:
+        # an interrupt may have come at the line above
+        if hidden is not None:
+            finish(_clear, hidden.name, target)
         for parent in made:
             with contextlib.suppress(OSError):
                 parent.rmdir()
