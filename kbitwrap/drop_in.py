@@ -93,9 +93,8 @@ def prepare_model_for_kbit_training(
 
     Example:
         >>> import warnings, torch, kbitwrap
-        >>> warnings.simplefilter(
-        ...     "ignore", UserWarning
-        ... )  # it says that this model is not quantized
+        >>> # A warning says that this model is not quantized.
+        >>> warnings.simplefilter("ignore", UserWarning)
         >>> model = kbitwrap.prepare_model_for_kbit_training(
         ...     torch.nn.Linear(4, 4).half()
         ... )
@@ -174,9 +173,8 @@ def patched(precision: Precision | str = "full") -> Iterator[None]:
 
     Example:
         >>> import peft, torch, warnings, kbitwrap
-        >>> warnings.simplefilter(
-        ...     "ignore", UserWarning
-        ... )  # it says that this model is not quantized
+        >>> # A warning says that this model is not quantized.
+        >>> warnings.simplefilter("ignore", UserWarning)
         >>> with kbitwrap.patched(precision="norms"):
         ...     model = peft.prepare_model_for_kbit_training(
         ...         torch.nn.LayerNorm(4).bfloat16()

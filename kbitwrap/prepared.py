@@ -69,9 +69,8 @@ class KbitPreparedModel:
         >>> model = torch.nn.Sequential(
         ...     torch.nn.Embedding(8, 4), torch.nn.LayerNorm(4)
         ... ).bfloat16()
-        >>> warnings.simplefilter(
-        ...     "ignore", UserWarning
-        ... )  # it says that this model is not quantized
+        >>> # A warning says that this model is not quantized.
+        >>> warnings.simplefilter("ignore", UserWarning)
         >>> with KbitPreparedModel(model, precision="full") as prepared:
         ...     print(
         ...         prepared.state, model[0].weight.dtype, model[0].weight.requires_grad
@@ -276,9 +275,8 @@ class KbitPreparedModel:
         Example:
             >>> import warnings, torch
             >>> from kbitwrap import KbitPreparedModel
-            >>> warnings.simplefilter(
-            ...     "ignore", UserWarning
-            ... )  # it says that this model is not quantized
+            >>> # A warning says that this model is not quantized.
+            >>> warnings.simplefilter("ignore", UserWarning)
             >>> with KbitPreparedModel(
             ...     torch.nn.LayerNorm(4).bfloat16(), precision="full"
             ... ) as prepared:
@@ -439,9 +437,8 @@ class KbitPreparedModel:
         Example:
             >>> import tempfile, warnings, torch
             >>> from kbitwrap import KbitPreparedModel
-            >>> warnings.simplefilter(
-            ...     "ignore", UserWarning
-            ... )  # it says that this model is not quantized
+            >>> # A warning says that this model is not quantized.
+            >>> warnings.simplefilter("ignore", UserWarning)
             >>> with KbitPreparedModel(
             ...     torch.nn.LayerNorm(4).bfloat16(), precision="full"
             ... ) as prepared:
@@ -489,9 +486,8 @@ class KbitPreparedModel:
         Example:
             >>> import warnings, torch
             >>> from kbitwrap import KbitPreparedModel
-            >>> warnings.simplefilter(
-            ...     "ignore", UserWarning
-            ... )  # it says that this model is not quantized
+            >>> # A warning says that this model is not quantized.
+            >>> warnings.simplefilter("ignore", UserWarning)
             >>> with KbitPreparedModel(
             ...     torch.nn.LayerNorm(4).bfloat16(), precision="full"
             ... ) as prepared:
@@ -530,9 +526,8 @@ class KbitPreparedModel:
         Example:
             >>> import warnings, torch
             >>> from kbitwrap import KbitPreparedModel
-            >>> warnings.simplefilter(
-            ...     "ignore", UserWarning
-            ... )  # it says that this model is not quantized
+            >>> # A warning says that this model is not quantized.
+            >>> warnings.simplefilter("ignore", UserWarning)
             >>> with KbitPreparedModel(
             ...     torch.nn.LayerNorm(4).bfloat16(), precision="full"
             ... ) as prepared:

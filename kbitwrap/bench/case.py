@@ -41,7 +41,7 @@ _PRECISIONS = {PEFT_UNCLEARED: PEFT, CHUNKED: "compute", MERGED: "norms"}
 
 @dataclass(frozen=True)
 class _Preparing:
-    """What one preparation cost, which was taken back afterwards.
+    """The cost of one preparation, which was taken back afterwards.
 
     Attributes:
         seconds: The time to prepare and, under ``"adapted"``, to adopt the adapter.

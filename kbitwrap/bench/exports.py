@@ -72,7 +72,7 @@ class ExportMeasurement:
         saved = self.folder / "saved.safetensors"
         report = self._export(exported)
         (file,) = exported.glob("*.safetensors")
-        # Copies: what is read of a file anew would be timed as writing.
+        # Copies: reading a file again would be timed as writing.
         tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
         self._save(tensors, saved)
         self._merge()

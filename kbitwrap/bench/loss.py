@@ -200,7 +200,7 @@ def _summary(name: str, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]
 def _differences(
     own: list[dict[str, Any]], others: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """What a case's losses are above another's, seed by seed; of the training's losses, step by step."""
+    """The losses of a case less another's, seed by seed; those of the training, step by step."""
     pairs = list(zip(own, others, strict=True))
     differences: dict[str, Any] = {}
     for key in ("held_out_loss", "end_loss"):

@@ -60,7 +60,7 @@ def _step_line(settings: dict[str, Any]) -> str:
 
 
 def _options(settings: dict[str, Any]) -> dict[str, str]:
-    """What may change the arithmetic of a step, in words."""
+    """The options that may change the arithmetic of a step, in words."""
     return {
         "head": "tied" if settings["shape"]["is_tied"] else "not tied",
         "checkpointing": "reentrant" if settings["reentrant"] else "non-reentrant",
@@ -195,7 +195,7 @@ def allocator_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _held(allocator: dict[str, Any], kind: str) -> list[str]:
-    """What was held before and after, what was added, and the peak."""
+    """The bytes held before and after, those added, and the peak."""
     before = allocator["before"][f"{kind}_bytes"]
     after = allocator["after"][f"{kind}_bytes"]
     peak = allocator["after"][f"{kind}_peak_bytes"]

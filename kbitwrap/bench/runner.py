@@ -129,7 +129,7 @@ def is_identical(result: dict[str, Any]) -> bool:
 
 
 def _is_identical_step(step: dict[str, Any]) -> bool:
-    """What was not compared, for want of memory, is not identical."""
+    """Whether two steps are identical; those not compared, for want of memory, are not."""
     differences = (step.get("loss_difference"), step.get("largest_gradient_difference"))
     return differences == (0, 0)
 

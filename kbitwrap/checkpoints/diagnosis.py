@@ -46,7 +46,7 @@ class Examined:
 
 @dataclass(frozen=True)
 class Result:
-    """What a check found: the outcome, what is at fault or was not measured, the evidence, and the remedy."""
+    """The result of a check: the outcome, what is at fault or was not measured, the evidence, and the remedy."""
 
     outcome: str
     what: str

@@ -1,4 +1,4 @@
-"""What the doctor examines: the adapters and the base of a folder or of a live model, and the files of a run."""
+"""The subjects that the doctor examines: adapters and base, of a folder or of a live model, and the files of a run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _Sources = dict[str, torch.dtype | None]
 
 @dataclass(frozen=True)
 class Given:
-    """What the caller gave beside the subject.
+    """The caller's options beside the subject.
 
     Attributes:
         base: The base that was trained on: a folder, a name, a model, or ``None``.

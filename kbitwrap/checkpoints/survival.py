@@ -21,7 +21,7 @@ from .reader import saved_manifest
 
 @dataclass(frozen=True)
 class Survival:
-    """What is left of an adapter's delta, over all layers that were measured.
+    """The part of an adapter's delta that is left, over all layers that were measured.
 
     Attributes:
         layers: The fqns of the layers whose weights are not the base's.

@@ -99,7 +99,7 @@ def _finding(finding: dict[str, str]) -> Group:
 
 
 def _checklist(where: str, checks: list[dict[str, str]]) -> Group:
-    """What was looked at in one place, a line for each check."""
+    """The checks of one place, a line for each."""
     lines = [f"looked at in {printable(where)}:"]
     for check in checks:
         line = f"{check['what']}: {check['outcome']}: {check['evidence']}"

@@ -204,7 +204,7 @@ def choose_quantization(model: str, quant: str | None, dtype: str) -> Quantizati
 
 
 def _own_quantization(model: str) -> dict[str, Any] | None:
-    """What the config of a model says of how it is quantized; ``None`` where it is not."""
+    """The quantization that the config of a model names; ``None`` where it is not quantized."""
     from transformers import PretrainedConfig
 
     try:

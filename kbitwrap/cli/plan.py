@@ -317,7 +317,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Planned:
-    """What was planned for a model; some plans were made to be compared with, and were not asked for."""
+    """The plans for a model; some were made to be compared with, and were not asked for."""
 
     model: str
     dtype: str

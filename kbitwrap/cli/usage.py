@@ -300,7 +300,7 @@ def line(error: Any) -> str:
 
 
 def _what(error: Any) -> str:
-    """What was wrong, in our words for the errors of Typer's parser."""
+    """The mistake, in our words for the errors of Typer's parser."""
     context = error.ctx
     parameter: Any = getattr(error, "param", None)  # only some kinds have it
     message = str(error.message)

@@ -107,7 +107,8 @@ class HeldOriginal(ChangeBase):
     ) -> None:
         """Write the value from before a suspension, which ``left`` another.
 
-        Elements that others wrote meanwhile stay theirs.
+        Where others wrote to any element meanwhile, the whole value is theirs, and is
+        upcast: nothing tells which of its elements they meant to keep.
 
         It does not wait for the device.
         """

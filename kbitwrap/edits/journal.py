@@ -130,22 +130,29 @@ class Journal:
                 self.changes += change.parts()[::-1]
                 edit.apply(change)
         except BaseException as error:
-            failures = [failure for _, failure in self.roll_back(start, view)]
+            outcome = self.roll_back(start, view, error)
             if not isinstance(error, Exception):
                 raise
+            failed = f"could not {edit.describe() if edit else 'plan'}: {error}"
+            raise EditError(f"{failed}; {outcome}", edit=edit) from error
+
+    def roll_back(self, start: int, view: Any, error: BaseException) -> str:
+        """Undo what was recorded after the ``start`` oldest changes, and forget it.
+
+        Returns:
+            What an error says of the model then: an undo may have failed too. An
+            interrupt that came meanwhile is raised, unless the error is one.
+        """
+        failures = [failure for _, failure in self.undo(view.again(), since=start)]
+        del self.changes[start:]
+        if isinstance(error, Exception):
             for failure in failures:
                 if not isinstance(failure, Exception):
                     raise failure from error
-            message = f"could not {edit.describe() if edit else 'plan'}: {error}; the model is as it was"
-            if failures:
-                message = f"{message}, except that undoing failed: {'; '.join(map(str, failures))}"
-            raise EditError(message, edit=edit) from error
-
-    def roll_back(self, start: int, view: Any) -> Failures:
-        """Undo what was recorded after the ``start`` oldest changes, and forget it."""
-        failures = self.undo(view.again(), since=start)
-        del self.changes[start:]
-        return failures
+        if not failures:
+            return "the model is as it was"
+        told = "; ".join(map(str, failures))
+        return f"the model is as it was, except that undoing failed: {told}"
 
     def record(self, *changes: Any) -> None:
         """Add changes that were captured elsewhere.

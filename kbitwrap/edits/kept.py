@@ -244,7 +244,7 @@ def _put_back(
 
 
 def _differences(module: nn.Module, kept: _Kept) -> list[_Difference]:
-    """What is to be put back."""
+    """The values that are to be put back."""
     found = []
     for place, before in zip(_places(module), kept.values, strict=True):
         for name in {**place, **before}:

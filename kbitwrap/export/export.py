@@ -128,7 +128,7 @@ def _tree_of(live: Any, model: nn.Module, preparation: Preparation | None) -> Mo
 
 
 def _sources(model: nn.Module, processing_class: Any) -> set[str]:
-    """What a model and its tokenizer were loaded from: folders, or names on the hub."""
+    """The places that a model and its tokenizer were loaded from: folders, or names on the hub."""
     found = [getattr(processing_class, "name_or_path", None)]
     for module in model.modules():
         config = vars(module).get("config")

@@ -115,7 +115,7 @@ class Gathering:
         return promised
 
     def _sharded(self, tensor: NamedTensor, was: ParameterRecord) -> _Sharded:
-        """What is gathered of a parameter; the units of FSDP1 around it are looked up once."""
+        """The parts that are gathered of a parameter; the units of FSDP1 around it are looked up once."""
         if not is_flattened(tensor.parameter):
             return _Sharded(tensor.fqn, tensor.parameter.shape, tensor.parameter, None)
         if id(tensor.module) not in self._units:

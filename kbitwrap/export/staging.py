@@ -136,7 +136,7 @@ def _refuse_sources(target: Path, where: str, sources: Iterable[object]) -> None
 
 
 def _identities(paths: Iterable[Source]) -> set[tuple[int, int]]:
-    """What tells the files and folders that are there from all others, whatever their paths."""
+    """The device and inode of each path that is there, which tell it from all others."""
     found = set()
     for path in paths:
         with contextlib.suppress(OSError, ValueError):
@@ -308,7 +308,7 @@ def _move_in(hidden: Path, target: Path) -> None:
 
 
 def _in_order(folder: Path) -> list[Path]:
-    """What is in a folder; last, that without which it is taken for no checkpoint."""
+    """The files in a folder; last, the one without which it is taken for no checkpoint."""
     entries = [path for path in folder.iterdir() if not path.name.startswith(_HIDDEN)]
     return sorted(entries, key=lambda path: (path.name in _LAST, path.name))
 

@@ -172,7 +172,7 @@ def build_twin(
 
 
 def _held_by_place(tree: ModelTree, preparation: Preparation) -> _Held:
-    """What holds the original of each parameter stored in another dtype; the oldest decides, as when undoing."""
+    """The change that holds the original of each parameter stored in another dtype; the oldest decides."""
     held: _Held = {}
     for one in [*preparation.copies(tree), *preparation.journal.parts(HeldOriginal)]:
         for ref in one.record.refs:

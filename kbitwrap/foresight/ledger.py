@@ -80,7 +80,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Span:
-    """What happens between two marks.
+    """The events between two marks.
 
     Attributes:
         mark: The first of them.
@@ -117,7 +117,7 @@ class Span:
 
 
 class Ledger:
-    """What is held before a step, and what is made and freed in it: one span after the other."""
+    """The memory held before a step, and made and freed in it: one span after the other."""
 
     def __init__(self) -> None:
         self._last = self._before = Span(BEFORE)
@@ -148,7 +148,7 @@ class Ledger:
             self.spans.append(self._last)
 
     def held(self, measure: Measure = in_bytes) -> Sizes:
-        """What was held when the step began, by kind."""
+        """The bytes held when the step began, by kind."""
         return self._before.run(measure, {}).net
 
     def runs(

@@ -153,7 +153,7 @@ def _held(tree: ModelTree, blocks: Blocks, watch: Watch) -> Owners:
 
 
 def _held_by_all(owners: Owners, blocks: Blocks, measure: Measure) -> Sizes:
-    """What the whole model holds, by kind."""
+    """The memory that the whole model holds, by kind."""
     by_part: dict[Part | None, Sizes] = {}
     for storage, owner in owners.items():
         sizes = by_part.setdefault(owner, Sizes())

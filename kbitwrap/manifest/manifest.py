@@ -235,9 +235,8 @@ class Manifest(Report, Record):
 
         Example:
             >>> import warnings, torch, kbitwrap
-            >>> warnings.simplefilter(
-            ...     "ignore", UserWarning
-            ... )  # it says that this model is not quantized
+            >>> # A warning says that this model is not quantized.
+            >>> warnings.simplefilter("ignore", UserWarning)
             >>> model = torch.nn.Linear(2, 2).bfloat16()
             >>> with kbitwrap.KbitPreparedModel(model, precision="full") as prepared:
             ...     manifest = prepared.manifest()

@@ -1,4 +1,4 @@
-"""What a plan warns of.
+"""The warnings of a plan.
 
 Each function names what it found, and returns at most one warning for each thing.
 """

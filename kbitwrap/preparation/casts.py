@@ -1,4 +1,4 @@
-"""What a preparation casts to float32: stored so, or cast as it is used.
+"""The parameters that a preparation casts to float32: stored so, or cast as they are used.
 
 Read-only; works on the meta device.
 """

@@ -31,7 +31,7 @@ _Parameters = dict[ParameterRecord, nn.Parameter]
 
 @dataclass(frozen=True)
 class Replacement:
-    """What happened to a parameter, or to a module that holds it."""
+    """The fate of a parameter, or of a module that holds it."""
 
     fqn: str  # of the parameter or the module
     what: str
@@ -137,7 +137,7 @@ def _outermost(fqn: str, modules: Collection[str]) -> str:
 
 
 def _replacement(fqn: str, module: nn.Module | None, what: str) -> Replacement:
-    """What happened to a module's parameter, unless its library itself replaced it."""
+    """The fate of a module's parameter, unless its library itself replaced it."""
     if module is not None and was_decompressed(module):
         what = DECOMPRESSED
     return Replacement(fqn, what)

@@ -127,7 +127,7 @@ def notes_on(
 def _outcome(
     tree: ModelTree, precision: Precision, engine: str, param_dtype: torch.dtype | None
 ) -> ShardingOutcome:
-    """What will happen with one precision under an engine.
+    """The outcome of one precision under an engine.
 
     Its notes name first what fails, and then what is to be minded.
     """

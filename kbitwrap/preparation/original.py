@@ -28,8 +28,6 @@ from ..tensors.bits import begin_digest, content_digest, is_dense
 from .fingerprints import Fingerprints
 from .moments import read_moment
 
-DECOMPRESSED = "was decompressed by its library when the model ran"
-_FEW = 1 << 16  # elements of a buffer that is compared
 _HOOK_DICTS = (
     "_forward_pre_hooks",
     "_forward_hooks",

@@ -140,7 +140,10 @@ class Plan(Report):
 
     def __str__(self) -> str:
         keys = ("count", "bytes", "added_bytes")
-        total = {key: sum(row[key] for row in self.by_role.values()) for key in keys}
+        total = dict.fromkeys(keys, 0)
+        for row in self.by_role.values():
+            for key in keys:
+                total[key] += row[key]
         rows = [("role", "parameters", "loaded", "added")]
         for role, figures in {**self.by_role, "total": total}.items():
             count, loaded, added = (figures[key] for key in keys)
@@ -154,14 +157,12 @@ class Plan(Report):
         return said + (f", warnings: {len(self.warnings)}" if self.warnings else "")
 
     def _bars(self) -> list[tuple[str, tuple[int, ...], str]]:
-        sizes = {
-            role: (row["bytes"], row["added_bytes"])
-            for role, row in self.by_role.items()
-        }
-        return [
-            (role, pair, " + ".join(format_bytes(n) for n in pair if n))
-            for role, pair in sizes.items()
-        ]
+        bars: list[tuple[str, tuple[int, ...], str]] = []
+        for role, row in self.by_role.items():
+            pair = row["bytes"], row["added_bytes"]
+            told = [format_bytes(size) for size in pair if size]
+            bars.append((role, pair, " + ".join(told)))
+        return bars
 
     def _lines(self) -> list[str]:
         peak, cache = format_bytes(self.peak_bytes), format_bytes(self.cache_bytes)
@@ -241,7 +242,7 @@ def plan_as_detected(tree: ModelTree, config: PrepareConfig) -> Plan:
 
 
 def signature(tree: ModelTree) -> tuple[list[Any], list[Any]]:
-    """What a plan depends on, to be compared: the modules, and what is in them.
+    """The state that a plan depends on, to be compared: the modules, and what is in them.
 
     It holds no module and no parameter, but ids, which are good while the model lives.
     """

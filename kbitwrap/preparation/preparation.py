@@ -145,44 +145,45 @@ class Preparation:
         Raises:
             EditError: An edit failed; the model is as it was before this call.
         """
-        try:
-            with self._all_or_nothing(tree), plain_mode():
-                config = plan.config
-                edits: list[Any] = list(plan.edits)
-                if not self.journal.changes:
-                    lay_as_stored(tree)
-                    edits.insert(0, Hold("hold", ("",), anchor=Anchor(self.holder())))
-                    self.original = Original(tree, audit=config.audit)
-                shown = bar(edits, "prepare", is_shown=config.progress)
-                if config.empty_cache:
-                    self.journal.apply(_emptying_cache(shown), tree)
-                    empty_cache()
-                else:
-                    self.journal.apply(shown, tree)
-                tree = tree.again()
-                self.left, self.after = PreparedState(tree), read_moment(tree)
-                self.plans = [*self.plans, plan]
-                _in_force[id(self)] = self
-        except EditError:
-            raise
-        except Exception as error:
-            raise EditError(
-                f"could not prepare: {error}; the model is as it was", edit=None
-            ) from error
+        with self._all_or_nothing(tree, "prepare"), plain_mode():
+            config = plan.config
+            edits: list[Any] = list(plan.edits)
+            if not self.journal.changes:
+                lay_as_stored(tree)
+                edits.insert(0, Hold("hold", ("",), anchor=Anchor(self.holder())))
+                self.original = Original(tree, audit=config.audit)
+            shown = bar(edits, "prepare", is_shown=config.progress)
+            if config.empty_cache:
+                self.journal.apply(_emptying_cache(shown), tree)
+                empty_cache()
+            else:
+                self.journal.apply(shown, tree)
+            tree = tree.again()
+            self.left, self.after = PreparedState(tree), read_moment(tree)
+            self.plans = [*self.plans, plan]
+            _in_force[id(self)] = self
 
     @contextlib.contextmanager
-    def _all_or_nothing(self, tree: ModelTree) -> Iterator[None]:
-        """Take back what the body did to the model and to this, if it raises."""
+    def _all_or_nothing(self, tree: ModelTree, doing: str) -> Iterator[None]:
+        """Take back what the body did to the model and to this, if it raises.
+
+        An error that is not the journal's own becomes an ``EditError``.
+        """
         before, start = dict(vars(self)), len(self.journal.changes)
         try:
             yield
-        except BaseException:
-            with plain_mode():
-                self.journal.roll_back(start, tree)
-            vars(self).update(before)
-            if not self.journal.changes:
-                self.release()
-            raise
+        except BaseException as error:
+            try:
+                with plain_mode():
+                    outcome = self.journal.roll_back(start, tree, error)
+            finally:
+                vars(self).update(before)
+                if not self.journal.changes:
+                    self.release()
+            if isinstance(error, EditError) or not isinstance(error, Exception):
+                raise
+            failed = f"could not {doing}: {error}; {outcome}"
+            raise EditError(failed, edit=None) from error
 
     def release(self) -> None:
         """Be found no more by the model, in which nothing is left to undo."""
@@ -204,7 +205,7 @@ class Preparation:
             told = self.plan.warnings
             found = advice.of_adapters(planner.casts)
             new = [warning for warning in found if warning not in told]
-        with self._all_or_nothing(tree):
+        with self._all_or_nothing(tree, "adopt"):
             self.journal.apply(computes, tree)
             taken = [one.model for one in self.journal.parts(AccelerateChange)]
             if all(model is not peft_model for model in taken):
@@ -272,9 +273,6 @@ class Preparation:
             refuse_sharded_since(tree, changes_dtypes=self.upcasts_all)
             copies = self.copies(tree)
             refuse_retyping_under_ddp([*self.journal.parts(HeldOriginal), *copies])
-            for tensor in tree.tensors:
-                if id(tensor.parameter) not in tree.known:
-                    tree.record(tensor)  # copies lose their marks until it is resumed
             for tensor in tree.tensors:
                 if id(tensor.parameter) not in tree.known:
                     tree.record(tensor)  # copies lose their marks until it is resumed

@@ -349,5 +349,5 @@ def _meta_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _storage_key(meta: torch.Tensor) -> Any:
-    """What tensors on the meta device have in common that are views of one another."""
+    """The key that tensors on the meta device share when they are views of one another."""
     return meta.untyped_storage()._cdata
