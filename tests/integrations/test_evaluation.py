@@ -19,20 +19,18 @@ from support import zoo
 from support.snapshot import Snapshot
 from support.thorough import each_once
 from support.trainers import (
+    EVERY_STEP,
+    NAME,
     NUM_STEPS,
     RecordingTrainer,
     adapt,
     dataset,
+    outcome,
     prepare,
     trained_weights,
     trainer_for,
     trainer_with_callback,
 )
-
-NAME = "kbitwrap.json"
-
-
-EVERY_STEP = {"save_strategy": "steps", "save_steps": 1}
 
 
 def every_run(test: Callable[..., None]) -> Callable[..., None]:
@@ -48,10 +46,6 @@ def every_run(test: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.parametrize(("run", "precision"), each_once(list(runs.values()), ["full", "compute", "norms"]))(
         test
     )
-
-
-def outcome(trainer: RecordingTrainer) -> tuple[list[float], dict[str, object]]:
-    return trainer.losses, trained_weights(trainer.model)
 
 
 # ----------------------------------------------------------------------------------------------------

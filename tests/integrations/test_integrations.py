@@ -19,31 +19,23 @@ from support.pairwise import pairwise
 from support.snapshot import Snapshot
 from support.thorough import each_once, few
 from support.trainers import (
+    EVERY_STEP,
+    NAME,
     NUM_STEPS,
     RecordingTrainer,
     adapt,
     dataset,
+    outcome,
     prepare,
     resume,
-    trained_weights,
     trainer_for,
     trainer_with_callback,
 )
-
-NAME = "kbitwrap.json"
-
-
-EVERY_STEP = {"save_strategy": "steps", "save_steps": 1}
-
 
 PRECISIONS = ("full", "compute", "norms", "adapted", "none")
 
 
 FEW, BOOLS = ("full", "norms"), (False, True)
-
-
-def outcome(trainer: RecordingTrainer) -> tuple[list[float], dict[str, object]]:
-    return trainer.losses, trained_weights(trainer.model)
 
 
 # ----------------------------------------------------------------------------------------------------

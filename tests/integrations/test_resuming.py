@@ -18,24 +18,16 @@ from kbitwrap import KbitPreparedModel, Manifest, ManifestMismatchError
 from kbitwrap.integrations import KbitTrainerCallback
 from support import forks, zoo
 from support.trainers import (
-    RecordingTrainer,
+    EVERY_STEP,
+    NAME,
     adapt,
+    outcome,
     prepare,
     resume,
     trained_weights,
     trainer_for,
     trainer_with_callback,
 )
-
-NAME = "kbitwrap.json"
-
-
-EVERY_STEP = {"save_strategy": "steps", "save_steps": 1}
-
-
-def outcome(trainer: RecordingTrainer) -> tuple[list[float], dict[str, object]]:
-    return trainer.losses, trained_weights(trainer.model)
-
 
 # ----------------------------------------------------------------------------------------------------
 # Resuming.

@@ -15,7 +15,7 @@ from torch import nn
 from kbitwrap import KbitPreparedModel, LifecycleState
 from support import zoo
 from support.snapshot import tensor_digest
-from support.trainers import NUM_STEPS, RecordingTrainer, adapt, prompt, train, trained_weights
+from support.trainers import NUM_STEPS, adapt, outcome, prompt, train, train_prepared, trained_weights
 
 PRECISIONS = ("full", "norms", "none")
 
@@ -26,19 +26,6 @@ pytestmark = [
         r"ignore:`gradient_checkpointing(_kwargs)?` is deprecated:FutureWarning:transformers\.training_args"
     ),
 ]
-
-
-# ----------------------------------------------------------------------------------------------------
-# Training runs, and what they come to.
-# ----------------------------------------------------------------------------------------------------
-
-
-def train_prepared(folder: Path, precision: str, **kwargs: Any) -> RecordingTrainer:
-    return train(KbitPreparedModel(zoo.load("llama"), precision=precision).prepare().model, folder, **kwargs)
-
-
-def outcome(trainer: RecordingTrainer) -> tuple[list[float], dict[str, object]]:
-    return trainer.losses, trained_weights(trainer.model)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -20,7 +20,16 @@ from kbitwrap import KbitPreparedModel, LifecycleState, StateError
 from support import zoo
 from support.files import saved
 from support.snapshot import Snapshot, tensor_digest
-from support.trainers import NUM_STEPS, RecordingTrainer, adapt, prompt, train, trained_weights, trainer_for
+from support.trainers import (
+    NUM_STEPS,
+    RecordingTrainer,
+    adapt,
+    outcome,
+    prompt,
+    train,
+    train_prepared,
+    trainer_for,
+)
 
 PRECISIONS = ("full", "norms", "none")
 
@@ -31,19 +40,6 @@ pytestmark = [
         r"ignore:`gradient_checkpointing(_kwargs)?` is deprecated:FutureWarning:transformers\.training_args"
     ),
 ]
-
-
-# ----------------------------------------------------------------------------------------------------
-# Training runs, and what they come to.
-# ----------------------------------------------------------------------------------------------------
-
-
-def train_prepared(folder: Path, precision: str, **kwargs: Any) -> RecordingTrainer:
-    return train(KbitPreparedModel(zoo.load("llama"), precision=precision).prepare().model, folder, **kwargs)
-
-
-def outcome(trainer: RecordingTrainer) -> tuple[list[float], dict[str, object]]:
-    return trainer.losses, trained_weights(trainer.model)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -17,6 +17,8 @@ from support import zoo
 from support.snapshot import tensor_digest
 
 NUM_STEPS = 3
+NAME = "kbitwrap.json"
+EVERY_STEP = {"save_strategy": "steps", "save_steps": 1}
 
 
 class RecordingTrainer(Trainer):
@@ -124,3 +126,12 @@ def train(model: nn.Module, folder: Path, *, modules_to_save: bool = False, **kw
     trainer.train()
     assert len(set(trainer.losses)) == NUM_STEPS
     return trainer
+
+
+def train_prepared(folder: Path, precision: str, **kwargs: Any) -> RecordingTrainer:
+    return train(KbitPreparedModel(zoo.load("llama"), precision=precision).prepare().model, folder, **kwargs)
+
+
+def outcome(trainer: RecordingTrainer) -> tuple[list[float], dict[str, object]]:
+    """The losses of a training, and its weights."""
+    return trainer.losses, trained_weights(trainer.model)
