@@ -28,10 +28,13 @@ class Copies:
     def __init__(self, original: Original, tree: ModelTree) -> None:
         self._original = original
         self._tree = tree
-        self._live = tree.live
         self._base = set(original.parameters)
         resized = tree.resized(self._base)
         self._resized = {id(tensor.parameter): record for record, tensor in resized}
+        # by record, the parameter itself, or what resizing made of it
+        self._there = dict(tree.live)
+        for record, tensor in resized:
+            self._there[record] = tensor.parameter
 
     def changes(self, ours: Collection[ParameterRecord]) -> list[CopyChange]:
         """Find casts by others, and copies of parameters that they or we cast.
@@ -94,8 +97,8 @@ class Copies:
         named = self._original.base.get(tensor.fqn)
         if named is None:
             return None
-        if named in self._live:
-            is_cast_alike = self._live[named].dtype == tensor.parameter.dtype
+        if named in self._there:
+            is_cast_alike = self._there[named].dtype == tensor.parameter.dtype
             return named if is_cast_alike and self._is_adapters(tensor) else None
         if self._is_adapters(tensor) or named in self._tree.sharded.values():
             return None

@@ -45,3 +45,18 @@ def test_it_gets_the_dtype_back_that_it_was_copied_in(precision: str) -> None:
         assert model.lm_head.weight.dtype == torch.float32
     prepared.restore()
     assert model.lm_head.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("num_rows", [zoo.VOCAB_SIZE - 4, zoo.VOCAB_SIZE + 4])
+@pytest.mark.parametrize("precision", ["full", "compute", "norms"])
+def test_a_trained_copy_of_a_resized_head_gets_the_original_dtype(precision: str, num_rows: int) -> None:
+    model = zoo.load("llama")
+    with KbitPreparedModel(model, precision=precision) as prepared:
+        model.resize_token_embeddings(num_rows)
+        adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+        copy = adapted.base_model.model.lm_head.modules_to_save["default"].weight
+        with prepared.suspended():
+            assert copy.dtype == torch.bfloat16
+            adapted(input_ids=torch.tensor([[1, 2, 3]]))
+    assert copy.dtype == adapted.base_model.model.lm_head.original_module.weight.dtype == torch.bfloat16
+    adapted(input_ids=torch.tensor([[1, 2, 3]]))
