@@ -71,9 +71,12 @@ class Before:
     """The parameters and hooks of a model when it is prepared, which a restore puts back or names."""
 
     def __init__(self, model: nn.Module) -> None:
+        named = dict(model.named_parameters())
         self.parameters = {
-            id(p): (p, canonical_fqn(name), _state_of(name, p), p.requires_grad) for name, p in model.named_parameters()
+            id(p): (p, canonical_fqn(name), _state_of(name, p), p.requires_grad) for name, p in named.items()
         }
+        # by `id`: the fqn of a trained copy is that of the module that it is a copy of
+        self.of_adapters = {id(p) for name, p in named.items() if is_adapter(name)}
         self.hooks = _hooks_of(model)
 
     def unnamed(self, model: nn.Module, report: kbitwrap.RestoreReport) -> Iterator[str]:
@@ -82,7 +85,7 @@ class Before:
         now = {id(p): name for name, p in model.named_parameters()}
         for key, (parameter, fqn, state, flag) in self.parameters.items():
             if key not in now:
-                if fqn not in named and not is_adapter(fqn):
+                if fqn not in named and key not in self.of_adapters:
                     yield f"{fqn} is gone, which the report does not name"
             elif {fqn, now[key]}.isdisjoint(named):
                 if _state_of(now[key], parameter) != state:
@@ -321,12 +324,18 @@ def _end(world: World, report: Any) -> None:
 
 
 def _take_what_is_named(world: World, report: kbitwrap.RestoreReport) -> None:
-    """Give the twin what others cast and the report names: the dtype, and the value."""
+    """Give the twin what others changed and the report names: dtype and value of casts, the flag of what is new."""
     twins = dict(world.twin.named_parameters())
     for name, parameter in world.model.named_parameters():
         is_named = not {name, canonical_fqn(name)}.isdisjoint((*report.replaced, *report.trained))
-        if is_named and id(parameter) in world.cast and name in twins:
+        if not is_named or name not in twins:
+            continue
+        if id(parameter) in world.cast:
             twins[name].data = parameter.data.clone()
+        # A flag from before is that of the base's parameter, and not of what took its place.
+        if id(parameter) not in world.before.parameters or id(parameter) in world.before.of_adapters:
+            world.flags.pop(id(parameter), None)
+            twins[name].requires_grad_(parameter.requires_grad)
 
 
 @operation(10)
