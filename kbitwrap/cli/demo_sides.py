@@ -78,11 +78,6 @@ class Subject:
         )
         self.blocks = Blocks(blocks.training.to(device), blocks.held_out.to(device))
 
-    @property
-    def is_builtin(self) -> bool:
-        """Whether it is the built-in model."""
-        return self._model is None
-
     def load(self) -> Any:
         """Load the model."""
         torch.manual_seed(self._seed)
