@@ -338,7 +338,9 @@ KINDS = {
     "kbitwrap convert": Kind(4, "shards", _command("convert", "--from", "{folder}", "--out", "{dst}", "--overwrite")),
     "kbitwrap doctor": Kind(4, "run", _command("doctor", "{folder}")),
     "kbitwrap plan": Kind(3, "model", _command("plan", "{folder}", "--quant", "none"), ("config.json",)),
-    "kbitwrap plan --step": Kind(3, "model", _command("plan", "{folder}", "--step", "--seq", "8"), ("config.json",)),
+    "kbitwrap plan --step": Kind(
+        3, "model", _command("plan", "{folder}", "--step", "--seq", "8", "--precision", "norms"), ("config.json",)
+    ),
     "kbitwrap merge": Kind(
         2,
         "adapter",
