@@ -168,13 +168,15 @@ ANCHOR_ATTRIBUTE = "_kbitwrap_prepared"
 
 def read_attributes(holder: Any, names: Collection[str]) -> Fields:
     """Read instance attributes of an object; ``MISSING`` where one is absent."""
-    return {name: vars(holder).get(name, MISSING) for name in names}
+    fields = vars(holder)
+    return {name: fields.get(name, MISSING) for name in names}
 
 
 def write_attributes(holder: Any, values: Fields) -> None:
     """Set instance attributes of an object, or remove those that were ``MISSING``."""
+    fields = vars(holder)
     for name, value in values.items():
-        write_attribute(vars(holder), name, value)
+        write_attribute(fields, name, value)
 
 
 def write_attribute(fields: Fields, name: str, value: Any) -> None:

@@ -84,12 +84,14 @@ def input_gradient_hooks(module: nn.Module) -> list[int]:
 
     These are the hooks of the libraries that prepare models, not a user's.
     """
-    hooks = _hooks_of(module).items()
-    return [key for key, hook in hooks if _is_input_gradient_hook(hook)]
+    hooks = _hooks_of(module)
+    return [key for key, hook in hooks.items() if _is_input_gradient_hook(hook)]
 
 
 def _hooks_of(module: nn.Module) -> dict[int, Any]:
     """A module's forward hooks and pre-hooks by their ids, which no two hooks share."""
+    if not (module._forward_hooks or module._forward_pre_hooks):
+        return {}  # nearly all modules
     return {**module._forward_hooks, **module._forward_pre_hooks}
 
 

@@ -137,10 +137,14 @@ class ParameterRecord:
         Others write to a parameter by replacing it.
         """
         found = self.at_places()
-        same = [parameter for parameter in found if self.is_seen(parameter)]
-        alike = [parameter for parameter in found if parameter.shape == self.shape]
-        shards = [parameter for parameter in found if is_sharded_tensor(parameter)]
-        return next(iter(same + alike + shards), None)
+        for is_it in (self.is_seen, self._is_alike, is_sharded_tensor):
+            for parameter in found:
+                if is_it(parameter):
+                    return parameter
+        return None
+
+    def _is_alike(self, parameter: torch.Tensor) -> bool:
+        return parameter.shape == self.shape
 
 
 def _memory_of(tensor: torch.Tensor) -> dict[Any, Any]:
