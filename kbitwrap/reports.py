@@ -62,12 +62,15 @@ Bar = tuple[str, tuple[int, ...], str]
 """A row of a report in a notebook: its name, the lengths of its bar's parts, and the text beside it."""
 
 
-def counted(found: Mapping[str, Sequence[str]]) -> list[Bar]:
-    """A bar for each kind of what was found, as long as there are names."""
+def counted(
+    found: Mapping[str, Sequence[str]], limit: int = 12, separator: str = ", "
+) -> list[Bar]:
+    """A bar for each kind of what was found, as long as there are names; the first of them stand beside it."""
     bars: list[Bar] = []
     for name, names in found.items():
         if names:
-            bars.append((name, (len(names),), ", ".join(few(names))))
+            text = separator.join(few(names, limit))
+            bars.append((name, (len(names),), text))
     return bars
 
 

@@ -10,44 +10,46 @@ import torch
 from torch import nn
 
 from ..preparation.process import plain_mode
-from . import base_checks, run_checks
-from .diagnosis import Checks, DoctorReport, Examination, Finding
-from .subjects import Given, Subject, read_run, walk_live
+from . import doctor_base, doctor_run
+from .doctor_report import Checks, DoctorReport, Examination, Finding
+from .doctor_subjects import Given, Subject, read_run, walk_live
 
 __all__ = ["DoctorReport", "Finding", "doctor"]
 
+# The checks, by the names of their lines. A new one is a function of the kind of subject
+# that its list is made of (`doctor_subjects`), and an entry here.
 _OF_A_FOLDER: Checks = {
-    "newest checkpoint": run_checks.newest_checkpoint,
-    "files": run_checks.files,
-    "optimizer": run_checks.optimizer,
-    "trainer state": run_checks.trainer_state,
-    "tokenizer": run_checks.tokenizer,
-    "lora_B": run_checks.lora_b,
-    "merge": base_checks.merge,
+    "newest checkpoint": doctor_run.newest_checkpoint,
+    "files": doctor_run.files,
+    "optimizer": doctor_run.optimizer,
+    "trainer state": doctor_run.trainer_state,
+    "tokenizer": doctor_run.tokenizer,
+    "lora_B": doctor_run.lora_b,
+    "merge": doctor_base.merge,
+}
+_OF_THE_NEWEST_FOLDER: Checks = {
+    "devices": doctor_base.devices,
+    "base": doctor_base.recorded_base,
 }
 _OF_A_MODEL: Checks = {
-    "base": base_checks.drift,
-    "lora_B": run_checks.lora_b,
-    "merge": base_checks.merge,
+    "base": doctor_base.drift,
+    "lora_B": doctor_run.lora_b,
+    "merge": doctor_base.merge,
 }
 _OF_AN_ADAPTER: Checks = {
-    "adapter values": run_checks.adapter_values,
-    "adapter dtypes": run_checks.adapter_dtypes,
+    "adapter values": doctor_run.adapter_values,
+    "adapter dtypes": doctor_run.adapter_dtypes,
 }
 _OF_A_SAVED_ADAPTER: Checks = {
-    "adapter config": run_checks.adapter_config,
+    "adapter config": doctor_run.adapter_config,
     **_OF_AN_ADAPTER,
 }
 _OF_A_BASE: Checks = {
-    "dtypes": base_checks.dtypes,
-    "generation config": base_checks.generation_config,
-    "ties": base_checks.ties,
-    "experts": base_checks.experts,
-    "layers": base_checks.layers,
-}
-_OF_A_MANIFEST: Checks = {
-    "devices": base_checks.devices,
-    "base": base_checks.recorded_base,
+    "dtypes": doctor_base.dtypes,
+    "generation config": doctor_base.generation_config,
+    "ties": doctor_base.ties,
+    "experts": doctor_base.experts,
+    "layers": doctor_base.layers,
 }
 
 
@@ -95,11 +97,9 @@ def doctor(
         folders = read_run(Path(path_or_model), given)
         for folder in folders:
             _examine(examination, folder, _OF_A_FOLDER, _OF_A_SAVED_ADAPTER)
-        # The manifests of one run agree: the base is compared, and may be loaded, once.
-        recorded = [folder for folder in folders if folder.manifest is not None]
-        adapted = [folder for folder in folders if folder.adapters]
-        newest = (recorded or adapted or folders)[-1]
-        examination.make(_OF_A_MANIFEST, newest, newest.where)
+        # The base of a run is compared, and may be loaded, once.
+        newest = folders[-1]
+        examination.make(_OF_THE_NEWEST_FOLDER, newest, newest.where)
         return examination.report(folders[0].where)
 
 

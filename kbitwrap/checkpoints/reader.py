@@ -198,13 +198,11 @@ def _without_ties(checkpoint: SavedCheckpoint) -> SavedCheckpoint:
         canonical_fqn(name): (stored.path, stored.start, stored.shape)
         for name, stored in checkpoint.tensors.items()
     }
-    is_shared = len(set(places.values())) < len(places)
-    model = checkpoint.meta_model() if is_shared else None
-    if model is None:  # its ties are not known
+    if len(set(places.values())) == len(places):
         return checkpoint
 
     tied: set[str] = set()
-    for first, *others in tied_names(model):
+    for first, *others in tied_names(checkpoint.meta_model()):
         place = places.get(first)
         tied.update(fqn for fqn in others if places.get(fqn) == place)
 
@@ -217,7 +215,10 @@ def _without_ties(checkpoint: SavedCheckpoint) -> SavedCheckpoint:
 
 
 def tied_names(model: Any) -> list[list[str]]:
-    """The names of each parameter of a model that has several."""
+    """The names of each parameter of a model that has several; none of an unknown model, which is ``None``."""
+    if model is None:
+        return []
+
     found: dict[int, list[str]] = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), []).append(fqn)

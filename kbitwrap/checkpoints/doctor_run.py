@@ -13,9 +13,8 @@ import torch
 from ..errors import ConfigError
 from ..reports import shown
 from ..tensors.lazy import materialize
-from .diagnosis import Result, fault, fine, not_measured
-from .reader import read_json
-from .subjects import (
+from .doctor_report import Result, fault, fine, not_measured
+from .doctor_subjects import (
     OPTIMIZER_NAME,
     Adapter,
     Folder,
@@ -26,6 +25,7 @@ from .subjects import (
     numbered_folders,
     tensors_of,
 )
+from .reader import read_json
 
 _STATE_NAME = "trainer_state.json"
 # What LoRA initializes with zeros, so that it adds nothing before the first step.
@@ -194,10 +194,9 @@ def optimizer(folder: Folder) -> Result | None:
     generators, and its own state last: where one of these is there without it, it was
     lost.
     """
-    if folder.unknown_optimizer:
-        return _unknown_optimizer(folder)
-    if folder.optimizer is not None:
-        return _states(folder, folder.optimizer)
+    found = folder.optimizer
+    if found is not None:
+        return _states(folder, found)
     if not folder.is_numbered:
         return None
     if _has_optimizer(folder):
@@ -216,13 +215,6 @@ def optimizer(folder: Folder) -> Result | None:
     )
 
 
-def _unknown_optimizer(folder: Folder) -> Result:
-    # ``torch.save`` writes last what makes a file an archive.
-    if zipfile.is_zipfile(folder.path / OPTIMIZER_NAME):
-        return not_measured(_WHAT_WAS_TRAINED, folder.unknown_optimizer)
-    return _interrupted(folder, folder.unknown_optimizer)
-
-
 def _has_optimizer(folder: Folder) -> bool:
     """Whether an optimizer was saved, by FSDP and DeepSpeed in shards."""
     found = [*folder.path.glob("*optimizer*"), *folder.path.glob("global_step*")]
@@ -230,6 +222,13 @@ def _has_optimizer(folder: Folder) -> bool:
 
 
 def _states(folder: Folder, optimizer: Optimizer) -> Result:
+    """Whether an optimizer that was saved can be read, and has states of what was saved alone."""
+    if optimizer.unreadable:
+        # ``torch.save`` writes last what makes a file an archive.
+        if zipfile.is_zipfile(folder.path / OPTIMIZER_NAME):
+            return not_measured(_WHAT_WAS_TRAINED, optimizer.unreadable)
+        return _interrupted(folder, optimizer.unreadable)
+
     saved = tensors_of(folder.adapters)
     # what computes prompts is not saved
     is_prompt = any(name.startswith("prompt_") for name, _ in saved)

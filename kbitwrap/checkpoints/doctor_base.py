@@ -19,9 +19,9 @@ from ..tensors.devices import accelerator_type
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import materialize
 from .base import TrainedBase, check_base, load_base
-from .diagnosis import Result, fault, fine, not_measured
+from .doctor_report import Result, fault, fine, not_measured
+from .doctor_subjects import Base, Folder, Given, LiveModel, Subject, Tensors
 from .reader import recorded_quantization
-from .subjects import Base, Folder, Given, LiveModel, Subject, Tensors
 from .survival import measure_merge
 
 _EXPERTS = re.compile(r"(?:^|\.)experts?\.(?!.*bias)")

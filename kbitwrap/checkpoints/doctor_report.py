@@ -1,4 +1,4 @@
-"""The words of a diagnosis: the result of one check, and the report of all of them."""
+"""The result of one of the doctor's checks, and the report of all of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..reports import Report, few, shown
+from ..reports import Bar, Report, counted, few, shown
 
 FINE = "fine"
 FAULT = "fault"
@@ -46,31 +46,34 @@ class Examined:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a check: the outcome, what is at fault or was not measured, the evidence, and the remedy."""
+    """The result of a check: made by `fine`, `fault` or `not_measured`.
+
+    ``what`` is the fault, or what could not be measured.
+    """
 
     outcome: str
-    what: str
     evidence: str
+    what: str = ""
     remedy: str = ""
 
 
 Checks = Mapping[str, Callable[[Any], Result | None]]
-"""Checks by name; ``None`` of one says that there is nothing to look at."""
+"""Checks of one kind of subject, by name; ``None`` of one says that there is nothing to look at."""
 
 
 def fine(evidence: str) -> Result:
     """The result of a check that found no fault."""
-    return Result(FINE, "", evidence)
+    return Result(FINE, evidence)
 
 
 def fault(what: str, evidence: str, remedy: str) -> Result:
     """The result of a check that found a fault."""
-    return Result(FAULT, what, evidence, remedy)
+    return Result(FAULT, evidence, what, remedy)
 
 
 def not_measured(what: str, why: str) -> Result:
     """The result of a check that could not be made."""
-    return Result(NOT_MEASURED, what, why)
+    return Result(NOT_MEASURED, why, what)
 
 
 @dataclass(frozen=True, repr=False)
@@ -102,14 +105,11 @@ class DoctorReport(Report):
     def _brief(self) -> str:
         return f"findings: {len(self.findings)}, not measured: {len(self.not_measured)}, {shown(self.subject)}"
 
-    def _bars(self) -> list[tuple[str, tuple[int, ...], str]]:
+    def _bars(self) -> list[Bar]:
         texts: dict[str, list[str]] = {}
         for finding in self.findings:
             texts.setdefault(finding.what, []).append(str(finding))
-        return [
-            (what, (len(found),), " | ".join(few(found, 3)))
-            for what, found in texts.items()
-        ]
+        return counted(texts, 3, " | ")
 
     def _lines(self) -> list[str]:
         # What is fine comes last, where the list is cut.
@@ -122,8 +122,7 @@ class Examination:
 
     def __init__(self) -> None:
         self._findings: list[Finding] = []
-        # each once: the checkpoints of a run lack the same
-        self._not_measured: dict[str, None] = {}
+        self._not_measured: list[str] = []
         self._looked_at: list[Examined] = []
 
     def make(self, checks: Checks, subject: Any, where: str) -> None:
@@ -138,14 +137,13 @@ class Examination:
                 self._findings.append(finding)
                 evidence = result.what
             elif result.outcome == NOT_MEASURED:
-                self._not_measured[f"{result.what}: {evidence}"] = None
+                self._not_measured.append(f"{result.what}: {evidence}")
             self._looked_at.append(Examined(name, where, result.outcome, evidence))
 
     def report(self, subject: str) -> DoctorReport:
         """The report of the checks that were made."""
+        # each once: the checkpoints of a run lack the same
+        lacking = dict.fromkeys(self._not_measured)
         return DoctorReport(
-            subject,
-            tuple(self._findings),
-            tuple(self._not_measured),
-            tuple(self._looked_at),
+            subject, tuple(self._findings), tuple(lacking), tuple(self._looked_at)
         )

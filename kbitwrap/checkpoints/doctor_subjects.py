@@ -39,7 +39,7 @@ from .reader import (
 )
 
 OPTIMIZER_NAME = "optimizer.pt"
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
 # an optimizer's state in the shape of its parameter
 _MOMENTS = ("exp_avg", "state1", "momentum_buffer")
 _MAX_STATE_BYTES = 4096  # of a 4-bit weight's statistics, as JSON
@@ -81,11 +81,13 @@ class Optimizer:
         moments: The states that have the shape of their parameter, without values.
         is_torchs: Whether it is torch's own, whose states have the dtype of the
             parameter too.
+        unreadable: Why it cannot be read, or ``""``.
     """
 
-    num_states: int
-    moments: Sequence[torch.Tensor]
-    is_torchs: bool
+    num_states: int = 0
+    moments: Sequence[torch.Tensor] = ()
+    is_torchs: bool = False
+    unreadable: str = ""
 
 
 @dataclass(frozen=True)
@@ -161,26 +163,21 @@ class Folder(Subject):
     """A folder of a run, or a file of weights, as far as it can be read.
 
     Attributes:
-        manifest: The manifest in it, or else the newest of the run.
+        path: The path.
+        manifest: The manifest of the run, or ``None``.
         optimizer: The optimizer in it, or ``None``.
         damaged: Why files of adapters and weights cannot be read.
-        unknown_optimizer: Why the optimizer cannot be read, or ``""``.
     """
 
+    path: Path
     manifest: Manifest | None
     optimizer: Optimizer | None
     damaged: Sequence[str]
-    unknown_optimizer: str
-
-    @property
-    def path(self) -> Path:
-        """Its path."""
-        return Path(self.where)
 
     @property
     def is_numbered(self) -> bool:
         """Whether a ``Trainer`` saved it on the way."""
-        return _CHECKPOINT.fullmatch(self.path.name) is not None
+        return is_numbered(self.path)
 
     def embedding(self) -> tuple[str, int] | None:
         """The name of the input embeddings, and the number of their rows; ``None`` where nothing tells them.
@@ -188,34 +185,39 @@ class Folder(Subject):
         Those that are saved here count, and else those of the manifest: they were
         resized or trained.
         """
-        model = self.given.model if self.base is None else self.base.meta
-        described = [] if model is None else [*model.named_parameters()]
-        own = [] if self.base is None else [*self.base.tensors.items()]
-        saved = own + tensors_of(self.adapters)
-        shapes = {canonical_fqn(name): tensor.shape for name, tensor in described}
+        shapes: dict[str, Sequence[int]] = {}
         if self.manifest is not None:
             shapes.update(recorded_shapes(self.manifest))
+        saved = tensors_of(self.adapters)
+        if self.base is not None:
+            saved += self.base.tensors.items()
+        for name, tensor in saved:
+            shapes[canonical_fqn(name)] = tensor.shape
 
-        shapes.update({canonical_fqn(name): tensor.shape for name, tensor in saved})
-
-        names = [fqn for fqn in shapes if fqn.endswith("embed_tokens.weight")]
+        model = self.given.model if self.base is None else self.base.meta
         if model is not None:
-            names = _embedding_names(model)
-        if not names:
-            return None
+            return _embedding_of(model, shapes)
+        for fqn, shape in shapes.items():
+            if fqn.endswith("embed_tokens.weight"):
+                return fqn, shape[0]
+        return None
 
-        fqn = names[0]
-        return fqn, shapes[fqn][0]
 
-
-def _embedding_names(model: Any) -> list[str]:
-    """The names of a model's input embeddings; none where its input is no text."""
+def _embedding_of(
+    model: Any, shapes: Mapping[str, Sequence[int]]
+) -> tuple[str, int] | None:
+    """The name of a model's input embeddings, and their rows, by a shape that is known or else the model's own."""
     try:
         weight = model.get_input_embeddings().weight
-    except (AttributeError, NotImplementedError):
-        return []
-    named = model.named_parameters()
-    return [canonical_fqn(name) for name, parameter in named if parameter is weight]
+    except (AttributeError, NotImplementedError):  # its input is no text
+        return None
+
+    for name, parameter in model.named_parameters():
+        if parameter is weight:
+            fqn = canonical_fqn(name)
+            shape = shapes.get(fqn, parameter.shape)
+            return fqn, shape[0]
+    return None
 
 
 @dataclass(frozen=True)
@@ -250,16 +252,17 @@ def dtype_names(tensors: Iterable[torch.Tensor]) -> frozenset[str]:
 
 
 def read_run(path: Path, given: Given) -> list[Folder]:
-    """Read a folder, or a file of weights, and the checkpoints that a ``Trainer`` left in it, the newest last."""
-    first = path.parent if path.stem == "adapter_model" else path
-    checkpoints = [
-        _read_folder(place, given, None) for place in numbered_folders(first)
-    ]
-    recorded = None
-    for checkpoint in checkpoints:
-        recorded = checkpoint.manifest or recorded  # those of one run agree
+    """Read a folder, or a file of weights, and the checkpoints that a ``Trainer`` left in it, the newest last.
 
-    folders = [_read_folder(first, given, recorded), *checkpoints]
+    The manifests of one run agree: the newest counts for all of it.
+    """
+    first = path.parent if path.stem == "adapter_model" else path
+    places = [first, *numbered_folders(first)]
+    manifest = None
+    for place in places:
+        manifest = saved_manifest(place) or manifest
+
+    folders = [_read_folder(place, given, manifest) for place in places]
     if not any(folder.adapters or folder.base or folder.damaged for folder in folders):
         raise ConfigError(
             f"{str(path)!r}: expected a checkpoint, an adapter or a Trainer's output, found neither"
@@ -268,55 +271,51 @@ def read_run(path: Path, given: Given) -> list[Folder]:
     return folders
 
 
+def is_numbered(path: Path) -> bool:
+    """Whether a folder has the name of one that a ``Trainer`` saves on the way."""
+    return _CHECKPOINT.fullmatch(path.name) is not None
+
+
 def numbered_folders(path: Path) -> list[Path]:
     """The checkpoints that a ``Trainer`` left in a folder, the newest last."""
     if not path.is_dir():
         return []
-    found = [inside for inside in path.iterdir() if _CHECKPOINT.fullmatch(inside.name)]
+    found = [inside for inside in path.iterdir() if is_numbered(inside)]
     return sorted(found, key=lambda inside: int(inside.name.rpartition("-")[2]))
 
 
 def checkpoint_before(path: Path) -> Path | None:
     """The newest checkpoint that a ``Trainer`` saved before a folder was written."""
-    if not _CHECKPOINT.fullmatch(path.name):
-        older = numbered_folders(path)
-    else:
+    older = numbered_folders(path)
+    if is_numbered(path):
         siblings = numbered_folders(path.parent)
         older = siblings[: siblings.index(path)]
     return older[-1] if older else None
 
 
-def _read_folder(path: Path, given: Given, recorded: Manifest | None) -> Folder:
-    """Read what there is in a folder: headers alone, but for JSON. Without a manifest, the one recorded counts."""
+def _read_folder(path: Path, given: Given, manifest: Manifest | None) -> Folder:
+    """Read what there is in a folder of a run: headers alone, but for JSON."""
+    optimizer = None
+    if (path / OPTIMIZER_NAME).is_file():
+        optimizer = _read_optimizer(path / OPTIMIZER_NAME)
+
     damaged: list[str] = []
-    stored: dict[Path, Tensors] = {}
-    for file in _adapter_files(path):
+    adapters = []
+    files = _adapter_files(path)
+    # one of several may be frozen
+    trained = optimizer if len(files) == 1 else None
+    for place, file in files.items():
         with _noting(damaged):
-            found = read_tensors(file).items()
-            stored[file.parent] = {name: tensor.lazy() for name, tensor in found}
+            name = "default" if place == path else place.name
+            dtypes = _trained_dtypes(name, manifest, trained)
+            adapters.append(Adapter(str(place), _lazy(read_tensors(file)), dtypes))
 
     base = None
     with _noting(damaged):
         if has_weights(path):
             base = _saved_base(path)
 
-    optimizer = None
-    unknown_optimizer: list[str] = []
-    with _noting(unknown_optimizer):
-        if (path / OPTIMIZER_NAME).is_file():
-            optimizer = _read_optimizer(path / OPTIMIZER_NAME)
-
-    manifest = saved_manifest(path) or recorded
-    # one of several may be frozen
-    trained = optimizer if len(stored) == 1 else None
-    adapters = []
-    for place, tensors in stored.items():
-        name = "default" if place == path else place.name
-        dtypes = _trained_dtypes(name, manifest, trained)
-        adapters.append(Adapter(str(place), tensors, dtypes))
-
-    why = "".join(unknown_optimizer)
-    return Folder(str(path), given, adapters, base, manifest, optimizer, damaged, why)
+    return Folder(str(path), given, adapters, base, path, manifest, optimizer, damaged)
 
 
 @contextlib.contextmanager
@@ -328,18 +327,27 @@ def _noting(damaged: list[str]) -> Iterator[None]:
         damaged.append(str(error))
 
 
-def _adapter_files(folder: Path) -> list[Path]:
-    """The files of adapters: PEFT saves ``default`` in the folder, and others in folders of their names."""
-    files = [adapter_file(folder)]
-    for place in folder.glob("*/"):
-        if not _CHECKPOINT.fullmatch(place.name):
-            files.append(adapter_file(place))
-    return [file for file in files if file is not None]
+def _lazy(stored: Mapping[str, StoredTensor]) -> Tensors:
+    return {name: tensor.lazy() for name, tensor in stored.items()}
+
+
+def _adapter_files(folder: Path) -> dict[Path, Path]:
+    """The files of adapters by their folders: of ``default`` it is this one, of others one of their name in it."""
+    files = {}
+    for place in (folder, *folder.glob("*/")):
+        file = adapter_file(place)
+        if file is not None and (place == folder or not is_numbered(place)):
+            files[place] = file
+    return files
 
 
 def _read_optimizer(path: Path) -> Optimizer:
-    """Read a saved optimizer, whose tensors stay unread; raise `ConfigError` where the file holds anything else."""
-    content = load_pickled(path)
+    """Read a saved optimizer, whose tensors stay unread."""
+    try:
+        content = load_pickled(path)
+    except ConfigError as error:
+        return Optimizer(unreadable=str(error))
+
     moments = []
     try:
         states = content["state"].values()
@@ -348,9 +356,8 @@ def _read_optimizer(path: Path) -> Optimizer:
             moments += [one for one in found if isinstance(one, torch.Tensor)]
         is_torchs = any("foreach" in group for group in content["param_groups"])
     except (AttributeError, LookupError, TypeError) as error:
-        raise ConfigError(
-            f"{path}: expected the state of an optimizer: {error!r}"
-        ) from error
+        why = f"{path}: expected the state of an optimizer: {error!r}"
+        return Optimizer(unreadable=why)
 
     return Optimizer(len(states), moments, is_torchs)
 
@@ -373,37 +380,34 @@ def _saved_base(path: Path) -> Base:
     checkpoint = open_checkpoint(path)
     report = inspect_checkpoint(path)
     sources = _saved_sources(checkpoint.tensors)
-    own = {
-        canonical_fqn(name): stored.lazy()
-        for name, stored in checkpoint.tensors.items()
-        if name not in checkpoint.beside
-    }
-    plain = {fqn: tensor for fqn, tensor in own.items() if fqn not in sources}
-    use_cache = {"config.json": checkpoint.config.get("use_cache")}
-    generation = checkpoint.folder / "generation_config.json"
-    if generation.is_file():
-        use_cache[generation.name] = read_json(generation).get("use_cache")
+    plain: dict[str, torch.Tensor] = {}
+    for name, stored in checkpoint.tensors.items():
+        fqn = canonical_fqn(name)
+        if name not in checkpoint.beside and fqn not in sources:
+            plain[fqn] = stored.lazy()
 
     left: list[str] = []
     if set(sources.values()) != {torch.float32}:
         for tensors in report.leftovers.values():
             left += tensors
 
-    is_float32 = report.half_dtype is None and report.dtypes.keys() == {"float32"}
-    meta = checkpoint.meta_model()
-    ties = []
-    if meta is not None and checkpoint.config.get("tie_word_embeddings") is not False:
-        ties = tied_names(meta)
+    use_cache = {}
+    for name in CONFIG_ATTRIBUTES:
+        file = checkpoint.folder / f"{name}.json"
+        if file.is_file():
+            use_cache[file.name] = read_json(file).get("use_cache")
 
+    meta = checkpoint.meta_model()
+    is_untied = checkpoint.config.get("tie_word_embeddings") is False
     return Base(
         plain,
         meta,
-        ties,
+        [] if is_untied else tied_names(meta),
         checkpoint.dtype,
         sources,
         left,
         use_cache,
-        is_float32,
+        report.half_dtype is None and report.dtypes.keys() == {"float32"},
     )
 
 
@@ -434,11 +438,11 @@ def walk_live(model: nn.Module, given: Given) -> LiveModel:
     tree, preparation = Preparation.tree_of(model)
     refuse_unreadable(tree, allow_sharded=False)
     base = _live_base(tree, is_prepared=preparation is not None)
-    own = {
-        tensor.path: tensor.parameter
-        for tensor in tree.tensors
-        if id(tensor.parameter) in tree.adapter_ids
-    }
+    own: dict[str, torch.Tensor] = {}
+    for tensor in tree.tensors:
+        if id(tensor.parameter) in tree.adapter_ids:
+            own[tensor.path] = tensor.parameter
+
     where = type(model).__name__
     adapters = []
     if own:
@@ -465,25 +469,24 @@ def _live_base(tree: ModelTree, *, is_prepared: bool) -> Base:
             sources[tensor.fqn] = vars(state).get("original_dtype", state.dtype)
 
     left = None
+    if meta is not None and not is_prepared:
+        left = _left_in_float32(plain, meta)
+
     use_cache = {}
     if not is_prepared:
-        left = None if meta is None else _left_in_float32(plain, meta)
         for name in CONFIG_ATTRIBUTES:
             found = getattr(bare, name, None)
             use_cache[name] = getattr(found, "use_cache", None)
 
-    ties = [] if meta is None else tied_names(meta)
     dtype = getattr(config, "dtype", None)
-    return Base(plain, meta, ties, dtype, sources, left, use_cache)
+    return Base(plain, meta, tied_names(meta), dtype, sources, left, use_cache)
 
 
 def _left_in_float32(plain: Tensors, meta: nn.Module) -> list[str]:
     """The float32 parameters that the architecture loads in half."""
-    loaded = dict(meta.named_parameters(remove_duplicate=False))
-    return [
-        fqn
-        for fqn, tensor in plain.items()
-        if tensor.dtype == torch.float32
-        and fqn in loaded
-        and loaded[fqn].dtype in HALF_DTYPES
-    ]
+    left = []
+    for fqn, loaded in meta.named_parameters(remove_duplicate=False):
+        is_float32 = fqn in plain and plain[fqn].dtype == torch.float32
+        if is_float32 and loaded.dtype in HALF_DTYPES:
+            left.append(fqn)
+    return left
