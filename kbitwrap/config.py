@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,9 @@ from enum import Enum
 from typing import Any, Literal
 
 from .errors import ConfigError
+
+StrPath = str | os.PathLike[str]
+"""A path; where a model is asked for, also its name on the hub."""
 
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)}

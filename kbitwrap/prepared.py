@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from .config import PrepareConfig
+from .config import PrepareConfig, StrPath
 from .edits.base import TrainedPolicy
 from .edits.journal import Journal, finish
 from .errors import ConfigError, StateError
@@ -383,7 +382,7 @@ class KbitPreparedModel:
 
     def export(
         self,
-        path: str | os.PathLike[str],
+        path: StrPath,
         *,
         merge_adapters: bool = False,
         model: nn.Module | None = None,
@@ -544,7 +543,7 @@ class KbitPreparedModel:
 
     @classmethod
     def from_manifest(
-        cls, model: nn.Module, manifest: Manifest | str | os.PathLike[str]
+        cls, model: nn.Module, manifest: Manifest | StrPath
     ) -> KbitPreparedModel:
         """Make the wrapper for the preparation that a manifest records; changes nothing.
 

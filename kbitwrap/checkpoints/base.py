@@ -1,18 +1,23 @@
-"""The base of a run, loaded from its files as the run had it: of its class, with its head and its vocabulary."""
+"""The base of a run, loaded from its files as the run had it, and checked.
+
+It is of the run's class, with its head and its vocabulary. Rows that the files do not hold
+are NaN until an adapter brings them: whoever computes with them is refused.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ..config import StrPath
 from ..errors import ConfigError, ManifestMismatchError
-from ..export.staging import Source
 from ..manifest.manifest import Manifest
 from ..model.pretrained import classes_of, load_pretrained, meta_model, read_config
 from ..model.quantization import is_quantized_parameter
@@ -34,16 +39,22 @@ _Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class TrainedBase:
-    """A base as a run had it, without the adapter."""
+    """A base as a run had it, without the adapter.
 
-    source: str  # its folder or name
+    Attributes:
+        source: Its folder or name.
+        model: The model.
+        unknown: By the name of a parameter, the row from which on the files do not hold
+            it, and it is NaN.
+    """
+
+    source: str
     model: Any
-    # by the name of a parameter, the row from which on the files do not hold it
     unknown: Mapping[str, int]
 
 
 def load_base(
-    name_or_path: Source,
+    name_or_path: StrPath,
     saved: SavedAdapter | None,
     quantization_config: dict[str, Any] | None,
     dtype: Any,
@@ -81,7 +92,7 @@ def load_base(
     unknown = dict.fromkeys(missing, 0)
     unknown.update(_resize(model, shapes))
     for fqn, start in unknown.items():
-        tensor = _tensor(model, fqn)
+        tensor = operator.attrgetter(fqn)(model)
         if tensor.is_floating_point():
             tensor.data[start:] = torch.nan
 
@@ -111,11 +122,8 @@ def check_base(manifest: Manifest, base: TrainedBase) -> None:
     try:
         manifest.check(base.model)
     except ManifestMismatchError as error:
-        if (
-            error.missing
-            or error.unexpected
-            or not error.different.keys() <= base.unknown.keys()
-        ):
+        is_known = error.different.keys() <= base.unknown.keys()
+        if error.missing or error.unexpected or not is_known:
             raise
 
 
@@ -128,26 +136,20 @@ def adapted_base(base: TrainedBase, saved: SavedAdapter) -> nn.Module:
             f"the base {base.source!r} lacks weights that {saved.name} does not hold: {first_of(absent)}"
         )
 
-    marked = [(_tensor(base.model, fqn), start) for fqn, start in base.unknown.items()]
+    tensors = {fqn: operator.attrgetter(fqn)(base.model) for fqn in base.unknown}
     adapted = with_adapter(base.model, saved)
-    for tensor, start in marked:
+    for fqn, tensor in tensors.items():
+        start = base.unknown[fqn]
         rows = tensor.data[start:]
-        if rows.isnan().any():  # they were not loaded since
+        if rows.isnan().any():  # no adapter brought them
             _refuse_in_use(tensor, start, adapted, base, saved)
             rows.zero_()
 
     return adapted
 
 
-def _tensor(model: nn.Module, fqn: str) -> torch.Tensor:
-    """A parameter or a buffer of a model."""
-    path, _, name = fqn.rpartition(".")
-    found: torch.Tensor = getattr(model.get_submodule(path), name)
-    return found
-
-
 def _refuse_in_use(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     start: int,
     adapted: nn.Module,
     base: TrainedBase,
@@ -156,9 +158,7 @@ def _refuse_in_use(
     """Raise where a model computes with rows of a parameter that the base's files lack."""
     num_rows = len(tensor)
     for name, parameter in adapted.named_parameters(remove_duplicate=False):
-        if parameter is not tensor:
-            continue
-        if not _is_replaced(adapted, name, range(start, num_rows)):
+        if parameter is tensor and not _is_replaced(adapted, name, start, num_rows):
             raise ConfigError(
                 f"{canonical_fqn(name)} had {num_rows} rows in training, where the base {base.source!r} has {start}, "
                 f"and {saved.name} does not hold the new ones: give the base that training began with, as "
@@ -166,7 +166,7 @@ def _refuse_in_use(
             )
 
 
-def _is_replaced(adapted: nn.Module, name: str, rows: range) -> bool:
+def _is_replaced(adapted: nn.Module, name: str, start: int, end: int) -> bool:
     """Whether an adapter's own rows take the place of those of a parameter, whose module PEFT may have wrapped."""
     path, _, _ = name.rpartition(".")
     wrapper_path, _, child = path.rpartition(".")
@@ -178,7 +178,7 @@ def _is_replaced(adapted: nn.Module, name: str, rows: range) -> bool:
     for indices in vars(wrapper).get("token_indices", {}).values():
         trained.update(indices)
 
-    return trained.issuperset(rows)
+    return trained.issuperset(range(start, end))
 
 
 def _class_name(
@@ -256,8 +256,7 @@ def _resize(model: Any, shapes: _Shapes) -> dict[str, int]:
         )
 
     model.resize_token_embeddings(size, mean_resizing=False)
-    layers = _vocabulary(model)
-    return {fqn: num_rows for fqn in layers if len(layers[fqn]) > num_rows}
+    return dict.fromkeys(_vocabulary(model), num_rows) if size > num_rows else {}
 
 
 def _vocabulary(model: Any) -> dict[str, nn.Parameter]:
@@ -269,11 +268,11 @@ def _vocabulary(model: Any) -> dict[str, nn.Parameter]:
 
     held: set[nn.Parameter] = set()
     for layer in layers:
-        if isinstance(layer, nn.Module):
+        if layer is not None:
             held.update(layer.parameters(recurse=False))
 
-    return {
-        fqn: parameter
-        for fqn, parameter in model.named_parameters(remove_duplicate=False)
-        if parameter in held and not is_quantized_parameter(parameter)
-    }
+    found = {}
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter in held and not is_quantized_parameter(parameter):
+            found[fqn] = parameter
+    return found

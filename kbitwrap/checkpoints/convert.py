@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from ..config import StrPath
 from ..errors import ConfigError, ManifestMismatchError
-from ..export.staging import Source
 from ..export.writer import Progress, checkpoint_writer, is_of_a_model, split_into_files
 from ..manifest.manifest import Manifest
 from ..model.quantization import is_of_another_library
@@ -42,11 +42,11 @@ _Originals = dict[str, Any]
 
 
 def convert_checkpoint(
-    src: str | os.PathLike[str],
-    dst: str | os.PathLike[str],
-    manifest: Manifest | str | os.PathLike[str] | None = None,
+    src: StrPath,
+    dst: StrPath,
+    manifest: Manifest | StrPath | None = None,
     *,
-    like: str | os.PathLike[str] | None = None,
+    like: StrPath | None = None,
     dtype: torch.dtype | str | None = None,
     max_shard_size: int | str | None = None,
     overwrite: bool = False,
@@ -151,15 +151,14 @@ def convert_checkpoint(
 
 def _as_safetensors(checkpoint: SavedCheckpoint) -> dict[str, list[str]]:
     """The names of the tensors in each file; those of ``torch.save`` become safetensors files."""
-    names = {
-        file: re.sub(r"^(?:pytorch_)?(.*)\.bin$", r"\1.safetensors", file)
-        for file in checkpoint.files
-    }
-    files: dict[str, list[str]] = {name: [] for name in names.values()}
+    files: dict[str, list[str]] = {_file_name(old): [] for old in checkpoint.files}
     for name, stored in checkpoint.tensors.items():
-        files[names[stored.path.name]].append(name)
-
+        files[_file_name(stored.path.name)].append(name)
     return files
+
+
+def _file_name(old: str) -> str:
+    return re.sub(r"^(?:pytorch_)?(.*)\.bin$", r"\1.safetensors", old)
 
 
 def _is_replaced(
@@ -183,8 +182,8 @@ def _is_replaced(
 
 def _casts(
     checkpoint: SavedCheckpoint,
-    manifest: Manifest | Source | None,
-    like: Source | None,
+    manifest: Manifest | StrPath | None,
+    like: StrPath | None,
     dtype: torch.dtype | str | None,
 ) -> tuple[_DTypes, torch.dtype | None]:
     """The dtypes to cast tensors to, by name, and the dtype for the config, if it is known."""
@@ -265,11 +264,12 @@ def _original(name: str, originals: _Originals) -> Any:
     """The original of a stored tensor, if it is known; a trained copy, which is not the base's, has none."""
     if is_trained_copy(name):
         return None
-    fqn = canonical_fqn(name)
-    if fqn not in originals:
-        # Prompt learning puts the model itself at `base_model`.
-        fqn = fqn.removeprefix("base_model.")
-    return originals.get(fqn)
+    # Prompt learning puts the model itself at `base_model`.
+    for full in (name, name.removeprefix("base_model.")):
+        fqn = canonical_fqn(full)
+        if fqn in originals:
+            return originals[fqn]
+    return None
 
 
 def _loaded(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> _Originals:
@@ -288,25 +288,25 @@ def _loaded(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> _Originals:
 
 def _recorded(checkpoint: SavedCheckpoint, manifest: Manifest) -> _Originals:
     """The tensors that a manifest records; raises where a checkpoint is not of its model."""
-    originals: _Originals = {
+    recorded = {
         fqn: _meta_tensor(record.shape, parse_dtype(record.original_dtype))
         for fqn, record in manifest.tensors.items()
     }
-    if _unknown(checkpoint, originals):  # they may be saved under other names
-        originals = {**_renamed(checkpoint.meta_model(), originals), **originals}
+    # They may be saved under other names.
+    originals = {**_renamed(checkpoint.meta_model(), recorded), **recorded}
 
-    unexpected = _unknown(checkpoint, originals)
+    unexpected: list[str] = []
     different: dict[str, dict[str, tuple[Any, Any]]] = {}
     for name, stored in checkpoint.tensors.items():
         original = _original(name, originals)
         if original is None:
+            if name not in checkpoint.beside:
+                unexpected.append(name)
             continue
-        dtypes = [original.dtype]
-        if original.dtype in HALF_DTYPES:
-            dtypes.append(torch.float32)
+        is_upcast = stored.dtype == torch.float32 and original.dtype in HALF_DTYPES
         if stored.shape != original.shape:
             different[name] = {"shape": (tuple(original.shape), stored.shape)}
-        elif stored.dtype not in dtypes:
+        elif stored.dtype != original.dtype and not is_upcast:
             different[name] = {"dtype": (original.dtype, stored.dtype)}
 
     if unexpected or different:
@@ -315,17 +315,11 @@ def _recorded(checkpoint: SavedCheckpoint, manifest: Manifest) -> _Originals:
         raise ManifestMismatchError(
             f"{checkpoint.path} is not a checkpoint of the model that the manifest records: "
             f"{first_of(lines, 3, '; ')}; nothing was written",
-            unexpected=unexpected,
+            unexpected=tuple(unexpected),
             different=different,
         )
 
     return originals
-
-
-def _unknown(checkpoint: SavedCheckpoint, originals: _Originals) -> tuple[str, ...]:
-    """The names of the tensors that have no original, and are neither an adapter's nor quantization state."""
-    own = [name for name in checkpoint.tensors if name not in checkpoint.beside]
-    return tuple(name for name in own if _original(name, originals) is None)
 
 
 def _renamed(model: Any, tensors: _Originals) -> _Originals:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..config import StrPath
 from ..preparation.process import plain_mode
 from . import doctor_base, doctor_run
 from .doctor_report import Checks, DoctorReport, Examination, Finding
@@ -54,7 +54,7 @@ _OF_A_BASE: Checks = {
 
 
 def doctor(
-    path_or_model: str | os.PathLike[str] | nn.Module,
+    path_or_model: StrPath | nn.Module,
     *,
     base: Any = None,
     adapter: Any = None,

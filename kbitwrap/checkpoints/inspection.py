@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..config import StrPath
 from ..model.wrappers import canonical_fqn
 from ..reports import Report, shown
 from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype
@@ -89,7 +89,7 @@ class CheckpointReport(Report):
         return f"{self.num_tensors} tensors, {size}, {wasted}, {shown(str(self.path))}"
 
 
-def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
+def inspect_checkpoint(path: StrPath) -> CheckpointReport:
     """Find the float32 tensors that a preparation left in a checkpoint. Only headers are read.
 
     A float32 tensor is left over where the model is half or quantized and its

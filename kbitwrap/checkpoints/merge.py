@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import format_bytes
+from ..config import StrPath, format_bytes
 from ..errors import ConfigError, ExportError
 from ..export.export import save_model
 from ..export.merge import merge_into
-from ..export.staging import Source
 from ..export.twin import build_twin
 from ..export.writer import (
     PROCESSOR_FILES,
@@ -55,11 +54,11 @@ on {device}.
 
 
 def merge_checkpoint(
-    base: str | os.PathLike[str],
-    adapter: str | os.PathLike[str],
-    dst: str | os.PathLike[str],
+    base: StrPath,
+    adapter: StrPath,
+    dst: StrPath,
     *,
-    manifest: Manifest | str | os.PathLike[str] | None = None,
+    manifest: Manifest | StrPath | None = None,
     quantization_config: Any = None,
     dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = "5GB",
@@ -173,7 +172,7 @@ def merge_checkpoint(
 
 
 def _quantization(
-    base: Source, given: Any, manifest: Manifest | None, trust_remote_code: bool
+    base: StrPath, given: Any, manifest: Manifest | None, trust_remote_code: bool
 ) -> dict[str, Any] | None:
     """The quantization config to load the base with; ``None`` where it has its own, or none."""
     if hasattr(given, "to_dict"):
@@ -200,7 +199,7 @@ def _quantization(
 
 
 def _refuse_other_quantization(
-    base: Source, own: Mapping[str, Any], given: Any
+    base: StrPath, own: Mapping[str, Any], given: Any
 ) -> None:
     """Raise where a base was saved quantized, and otherwise than given."""
     differing = [
@@ -218,7 +217,7 @@ def _refuse_other_quantization(
         )
 
 
-def _refuse_full_disk(model: nn.Module, folder: Path, dst: Source) -> None:
+def _refuse_full_disk(model: nn.Module, folder: Path, dst: StrPath) -> None:
     """Raise where a model does not fit beside what is on the disk."""
     tensors = {*model.parameters(), *model.buffers()}
     needed = sum(tensor.nbytes for tensor in tensors)
@@ -231,7 +230,7 @@ def _refuse_full_disk(model: nn.Module, folder: Path, dst: Source) -> None:
 
 
 def _write_beside(
-    dst: Path, base: Source, saved: SavedAdapter, how: str, device: torch.device | str
+    dst: Path, base: StrPath, saved: SavedAdapter, how: str, device: torch.device | str
 ) -> None:
     """Write what lies beside the weights: the files of the tokenizer and the processor, and the model card."""
     for names in (TOKENIZER_FILES, PROCESSOR_FILES):
@@ -240,7 +239,7 @@ def _write_beside(
     (dst / "README.md").write_text(card, encoding="utf-8")
 
 
-def _copy(names: tuple[str, ...], base: Source, adapter: Path, dst: Path) -> None:
+def _copy(names: tuple[str, ...], base: StrPath, adapter: Path, dst: Path) -> None:
     """Copy the files of those names that the adapter was saved with, or if there is none, the base's."""
     from transformers.utils.hub import cached_file
 
@@ -275,7 +274,7 @@ def _how(model: Any, said: str) -> str:
 
 
 def _card(
-    base: Source, adapter: SavedAdapter, how: str, device: torch.device | str
+    base: StrPath, adapter: SavedAdapter, how: str, device: torch.device | str
 ) -> str:
     """A model card that says what was merged from what; a folder is named by its last part."""
     name = str(adapter.config.get("base_model_name_or_path") or os.fspath(base))

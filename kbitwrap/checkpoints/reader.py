@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 
+from ..config import StrPath
 from ..errors import ConfigError, ExportError
-from ..export.staging import Source, refuse_special
+from ..export.staging import refuse_special
 from ..export.writer import read_header
 from ..manifest.manifest import MANIFEST_NAME, Manifest
 from ..model.pretrained import meta_model
@@ -74,11 +74,11 @@ class StoredTensor:
             file.seek(self.start)
             while left:
                 size = min(left, _PIECE)
-                data = np.fromfile(file, np.uint8, size)
+                data = bytearray(file.read(size))
                 if len(data) < size:
                     why = "the file became shorter while it was read"
                     raise OSError(errno.EIO, why, str(self.path))
-                values = torch.from_numpy(data).view(self.dtype)
+                values = torch.frombuffer(data, dtype=torch.uint8).view(self.dtype)
                 yield self._rounded(values, dtype)
                 left -= size
 
@@ -146,7 +146,7 @@ class SavedCheckpoint:
             return None
 
 
-def open_checkpoint(path: Source) -> SavedCheckpoint:
+def open_checkpoint(path: StrPath) -> SavedCheckpoint:
     """Read the headers of a checkpoint in a folder or a file; raise `ConfigError` where it is damaged or incomplete.
 
     Nothing in it is run, and no name in it is opened outside its folder.
@@ -194,23 +194,21 @@ def open_checkpoint(path: Source) -> SavedCheckpoint:
 
 def _without_ties(checkpoint: SavedCheckpoint) -> SavedCheckpoint:
     """Leave out tensors that share another's bytes, as in files of ``torch.save``, and are tied to it by loading."""
-    places = {
-        canonical_fqn(name): (stored.path, stored.start, stored.shape)
-        for name, stored in checkpoint.tensors.items()
-    }
+    names: dict[str, str] = {}
+    places = {}
+    for name, stored in checkpoint.tensors.items():
+        fqn = canonical_fqn(name)
+        names[fqn] = name
+        places[fqn] = (stored.path, stored.start, stored.shape)
     if len(set(places.values())) == len(places):
         return checkpoint
 
-    tied: set[str] = set()
+    tensors = dict(checkpoint.tensors)
     for first, *others in tied_names(checkpoint.meta_model()):
-        place = places.get(first)
-        tied.update(fqn for fqn in others if places.get(fqn) == place)
+        for fqn in others:
+            if fqn in places and places[fqn] == places.get(first):
+                del tensors[names[fqn]]
 
-    tensors = {
-        name: stored
-        for name, stored in checkpoint.tensors.items()
-        if canonical_fqn(name) not in tied
-    }
     return dataclasses.replace(checkpoint, tensors=tensors)
 
 
@@ -231,7 +229,7 @@ def adapter_file(folder: Path) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def load_manifest(given: Manifest | Source) -> Manifest:
+def load_manifest(given: Manifest | StrPath) -> Manifest:
     """A manifest that a caller gave, itself or as its path."""
     return given if isinstance(given, Manifest) else Manifest.load(given)
 

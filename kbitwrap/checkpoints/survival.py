@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from ..config import StrPath
 from ..export.adapters import Merger, active_adapters, is_tuner_layer
 from ..export.plain import float32_module, parameter_of, plain_layer
-from ..export.staging import Source
 from ..model.quantization import dequantizer, is_quantized_layer
 from ..model.tree import ModelTree
 from .adapters import read_adapter
@@ -35,7 +35,7 @@ class Survival:
 
 
 def measure_merge(
-    merged: Any, dtype: torch.dtype | None, base: Source, adapter: Source
+    merged: Any, dtype: torch.dtype | None, base: StrPath, adapter: StrPath
 ) -> Survival:
     """Compare the quantized weights of a model with those of a base and with what an adapter adds to them."""
     layers = {

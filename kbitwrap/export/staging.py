@@ -16,6 +16,7 @@ from pathlib import Path
 if sys.platform != "win32":
     import fcntl
 
+from ..config import StrPath
 from ..edits.journal import finish
 from ..errors import ExportError
 from ..reports import first_of
@@ -33,7 +34,7 @@ _MOST_NAMED = 5
 
 Owns = Callable[[Path], bool]
 """Tells of a file at a destination whether overwriting replaces it."""
-Source = str | os.PathLike[str]
+Source = StrPath
 """A path, or where a source is meant, a name on the hub, at which nothing is."""
 
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, ValidationError, model_validator
 from torch import nn
 
-from ..config import PrepareConfig, format_bytes
+from ..config import PrepareConfig, StrPath, format_bytes
 from ..errors import ManifestError, ManifestMismatchError, ManifestVersionError
 from ..export.staging import atomic_write, refuse_special
 from ..preparation.preparation import Preparation
@@ -424,7 +424,7 @@ class Manifest(Report, Record):
         with _refusing(f"{source} is invalid"):
             return cls.model_validate(data)._of_lowest_version()
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: StrPath) -> None:
         """Write the manifest to a file, atomically: if it cannot be written whole, the file stays as it was.
 
         Args:
@@ -437,7 +437,7 @@ class Manifest(Report, Record):
         atomic_write(path, self.to_json().encode(), owns=_is_replaced)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Manifest:
+    def load(cls, path: StrPath) -> Manifest:
         """Read a manifest from a file.
 
         Args:

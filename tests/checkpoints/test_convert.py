@@ -284,6 +284,24 @@ def test_a_state_dict_with_adapters_keeps_them_and_its_names(
     assert inspect_checkpoint(tmp_path / "out").adapters == tuple(sorted(adapters))
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])  # whose models stand at `model` and at `transformer`
+def test_the_names_of_prompt_learning_are_those_of_its_base(
+    name: str, saved: Callable[..., Saved], tmp_path: Path
+) -> None:
+    case = saved(name)
+    settings = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    prepared = KbitPreparedModel(zoo.load(name), precision="full").prepare()
+    state = peft.get_peft_model(prepared.model, settings).base_model.state_dict(prefix="base_model.")
+    source = checkpoint(tmp_path / "model", {fqn: tensor.clone() for fqn, tensor in state.items()})
+    report = convert_checkpoint(source, tmp_path / "out", case.manifest)
+    expected, found = tensors_of(case.original), tensors_of(tmp_path / "out")
+    assert set(report.converted) == {fqn for fqn, tensor in state.items() if tensor.dtype != found[fqn].dtype}
+    assert {fqn.removeprefix("base_model.") for fqn in found} >= set(expected)
+    for fqn, tensor in expected.items():
+        assert found[f"base_model.{fqn}"].dtype == tensor.dtype
+        assert torch.equal(found[f"base_model.{fqn}"], tensor)
+
+
 # ----------------------------------------------------------------------------------------------------
 # What is cast, and what is not.
 # ----------------------------------------------------------------------------------------------------
