@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ..config import StrPath
-from ..export.adapters import Merger, active_adapters, is_tuner_layer
-from ..export.plain import float32_module, parameter_of, plain_layer
-from ..model.quantization import dequantizer, is_quantized_layer
+from ..export.adapted import AdaptedTensor
+from ..export.adapters import ActiveLayer, active_adapters, is_tuner_layer
+from ..model.quantization import is_quantized_layer
 from ..model.tree import ModelTree
 from .adapters import read_adapter
 from .base import adapted_base, load_base
@@ -54,31 +54,23 @@ def measure_merge(
     for node in ModelTree(adapted).nodes:
         if node.fqn not in layers or not is_tuner_layer(node.module):
             continue
-        before, delta = _weight_and_delta(node.fqn, node.module)
-        after = dequantizer(layers[node.fqn])(...).cpu()
-        change = after.double() - before
-        if change.any():
+        layer = ActiveLayer(node.fqn, node.module, active_adapters(node.module))
+        trained_on = layer.layer.get_base_layer()
+        weight = AdaptedTensor(trained_on, "weight", [layer])
+        after = AdaptedTensor(layers[node.fqn], "weight")
+        is_changed = False
+        for rows in weight.blocks():
+            delta = weight.delta(rows)
+            change = after.base(rows).cpu().double() - weight.base(rows)
+            is_changed = is_changed or bool(change.any())
+            wanted += delta.square().sum().item()
+            done += change.square().sum().item()
+            overlap += (change * delta).sum().item()
+        if is_changed:
             changed.append(node.fqn)
-        wanted += delta.square().sum().item()
-        done += change.square().sum().item()
-        overlap += (change * delta).sum().item()
 
     if not wanted:
         return Survival([], 0.0, 0.0)
 
     off = max(done - 2 * overlap + wanted, 0)  # the square of their difference
     return Survival(changed, overlap / wanted, (off / wanted) ** 0.5)
-
-
-def _weight_and_delta(fqn: str, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weight of an adapted layer's base in float32, and what its adapter adds to it."""
-    source = layer.get_base_layer()
-    before = dequantizer(source)(...).float()
-    plain = float32_module(
-        plain_layer(source, as_linear=True),
-        {"weight": before.clone()},
-    )
-    active = active_adapters(layer, None)
-    merger = Merger(fqn, [(layer, active)])
-    after = parameter_of(merger.merge(plain, ...), "weight")
-    return before, after.double() - before

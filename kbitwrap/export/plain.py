@@ -26,35 +26,35 @@ HOOKED_FORWARD = ("forward", "_old_forward", "_hf_hook")
 
 def dequantize(twin: Twin, dtype: torch.dtype) -> set[int]:
     """Dequantize other libraries' weights in a twin; return the ``id`` of modules to be rounded to ``dtype``."""
-    # what takes the place of a shell whose class is of the library
-    plains: dict[nn.Module, nn.Module] = {}
     # of dequantized weights, by the classes of layer and weight
     dtypes: dict[tuple[type, type], torch.dtype] = {}
     rounded: set[int] = set()
     for fqn, shell in twin.model.named_modules():
         _dequantize_stacks(fqn, shell)
-        compute = library_dequantizer(shell)
+        source = shallow_copy(shell)
+        compute = library_dequantizer(source)
         if compute is None:
             continue
-        weight = shell._parameters.get("weight")
-        kind = type(shell), type(weight)
+        weight = source._parameters.get("weight")
+        kind = type(source), type(weight)
         if kind not in dtypes:
             dtypes[kind] = _dequantized_dtype(fqn, compute)
-        plain = shell
-        if is_made_plain(shell):
-            plain = plain_layer(shell).train(shell.training)
-            plain._parameters["bias"] = _bias_of(shell, dtype)
-            plains[shell] = plain
         if weight is None and dtypes[kind] != dtype:
-            rounded.add(id(plain))
-        shape = parameter_of(plain, "weight").shape
-        vars(plain)["_parameters"]["weight"] = LazyTensor(shape, dtypes[kind], compute)
-    for module in twin.model.modules():
-        for name, child in module._modules.items():
-            module._modules[name] = plains.get(child, child)  # type: ignore[arg-type]
-    for peeled in twin.peeled:
-        peeled.shell = plains.get(peeled.shell, peeled.shell)
+            rounded.add(id(shell))
+        if is_made_plain(source):
+            make_plain(shell)
+            vars(shell)["_parameters"]["bias"] = _bias_of(source, dtype)
+        shape = parameter_of(shell, "weight").shape
+        vars(shell)["_parameters"]["weight"] = LazyTensor(shape, dtypes[kind], compute)
     return rounded
+
+
+def make_plain(shell: nn.Module) -> None:
+    """Make a quantized layer, in place, the one that it was made from, with its parameters on the meta device."""
+    plain = plain_layer(shell).train(shell.training)
+    shell.__class__ = type(plain)
+    vars(shell).clear()
+    vars(shell).update(vars(plain))
 
 
 def _dequantized_dtype(fqn: str, compute: Callable[[], torch.Tensor]) -> torch.dtype:
@@ -136,10 +136,10 @@ def float32_module(plain: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.M
     for name in HOOKED_FORWARD:
         fields.pop(name, None)
     for name in made._parameters:
-        value = values.get(name)
-        made._parameters[name] = (
-            None if value is None else nn.Parameter(value, requires_grad=False)
-        )
+        made._parameters[name] = None
+        if name in values:
+            parameter = nn.Parameter(values[name], requires_grad=False)
+            made._parameters[name] = parameter
     for name in ("out_features", "num_embeddings"):
         if name in fields:
             fields[name] = values["weight"].shape[0]

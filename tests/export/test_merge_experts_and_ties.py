@@ -12,7 +12,7 @@ from peft import get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
-import kbitwrap.export.merge as merge_module
+import kbitwrap.export.adapted as adapted_module
 from kbitwrap import KbitPreparedModel
 from support import training, zoo
 from support.files import tensors_of
@@ -25,7 +25,7 @@ BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Merge layers as small as these by rows too, in a few blocks."""
-    monkeypatch.setattr(merge_module, "_BLOCK_BYTES", 3000)
+    monkeypatch.setattr(adapted_module, "_BLOCK_BYTES", 3000)
 
 
 def head_and_embeddings(model: PreTrainedModel) -> tuple[nn.Parameter, nn.Parameter]:
@@ -76,7 +76,7 @@ def test_fused_experts_are_rounded_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("num_experts", [2, 3, 4, 5, 64, 65])
 def test_stacks_of_any_number_of_experts(num_experts: int, is_transposed: bool, tmp_path: Path) -> None:
-    """Merged a few rows of one expert at a time, which PEFT takes for a matrix, whose sides it exchanges."""
+    """Merged a few experts at a time; a single one PEFT takes for a matrix, whose sides it exchanges."""
     stack = nn.Module()
     stack.up = nn.Parameter(torch.randn(num_experts, 8, 12))
     stack.is_transposed = is_transposed

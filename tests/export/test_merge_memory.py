@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import kbitwrap.export.merge as merge_module
+import kbitwrap.export.adapted as adapted_module
 from kbitwrap import ExportReport, KbitPreparedModel
 from support.layers import LARGE_LAYERS, adapted_layers
 from support.memory import allocations, peak
@@ -22,7 +22,7 @@ BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Merge layers as small as these by rows too, in a few blocks."""
-    monkeypatch.setattr(merge_module, "_BLOCK_BYTES", 3000)
+    monkeypatch.setattr(adapted_module, "_BLOCK_BYTES", 3000)
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "merge.md"
@@ -34,7 +34,7 @@ def test_two_tensors_are_in_memory_at_most(
 ) -> None:
     width, tensor = 1024, 2 * 1024 * 1024
     # In as many blocks as a layer of 4096 times 4096 elements.
-    monkeypatch.setattr(merge_module, "_BLOCK_BYTES", 4 * width * width // 32)
+    monkeypatch.setattr(adapted_module, "_BLOCK_BYTES", 4 * width * width // 32)
     wrapper = KbitPreparedModel(adapted_layers(kind, width, **options), gradient_checkpointing=False)
     reports: list[ExportReport] = []
     sizes = allocations(lambda: reports.append(wrapper.export(tmp_path / "merged", merge_adapters=True)))

@@ -57,6 +57,6 @@ LARGE_LAYERS = [
     # Of rank 1: that of 64 small experts, in float32, has an eighth of their bytes.
     *[
         (kind, {**LORA, "r": 1, "target_modules": None, "target_parameters": [f"{i}.up_proj" for i in range(3)]})
-        for kind in ("4 experts", "16 experts", "64 experts", "4 nf4 experts", "16 nf4 experts", "64 nf4 experts")
+        for kind in ("8 experts", "16 experts", "64 experts", "8 nf4 experts", "16 nf4 experts", "64 nf4 experts")
     ],
 ]

@@ -1,0 +1,320 @@
+"""One of PEFT's layers merged in float32, over a plain base.
+
+The merge is PEFT's own, on a float32 copy of the layer. By whatever method, it must
+compute what that copy computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ..model.quantization import PEFT_MODULES, Rows, is_quantized_layer
+from ..model.tree import shallow_copy
+from .adapters import ActiveLayer, is_tuner_layer
+from .plain import HOOKED_FORWARD
+
+# The largest difference allowed between what a layer and its merge compute, relative to
+# the largest output, adapted or not. Rounding in float32 stays below it; half a unit in
+# the last place of float16, the finer half dtype, is 2**-12.
+_TOLERANCE = 2.0**-15
+_QUANTIZED_MODULES = tuple(f".{name}" for name in PEFT_MODULES)
+# The methods and layers that merge row by row, with the containers whose tensors have
+# the rows of the base's weight and the dimension of these. Merging takes 6 to 12 times
+# the bytes that what is merged, a layer or a few rows, has in half.
+_ROWS = {
+    "adalora.SVDLinear": {"lora_B": 0},
+    "hira.Linear": {"hira_B": 0},
+    "ia3.Linear": {"ia3_l": 0},
+    "loha.Linear": {"hada_w1_a": 0, "hada_w2_a": 0},
+    "lora.Embedding": {"lora_embedding_A": 1},
+    "lora.Linear": {"lora_B": 0, "lora_magnitude_vector": 0},
+    "trainable_tokens.TrainableTokensLayer": {},
+    "vera.Linear": {"vera_B": 0, "vera_lambda_b": 0},
+}
+_VARIANTS_WITH_ROWS = {"DoraLinearVariant"}  # of LoRA
+_PLAIN_FORWARDS = (nn.Linear.forward, nn.Embedding.forward)
+_MOST_LOOKED_UP = 4096  # rows of an embedding in which a merge is compared
+
+
+class Merger:
+    """Merges the active adapters of a module's layers, the innermost first, into float32 blocks of its base."""
+
+    def __init__(self, layers: Sequence[ActiveLayer]) -> None:
+        self._layers = [_LayerMerge(one) for one in layers]
+        # A parameter that is adapted by name is not that of a layer that could be run
+        # by itself.
+        self._is_compared = all(one.parameter is None for one in layers)
+        # PEFT lets such a layer take the quantized storage for the weight's values.
+        innermost = layers[0].layer
+        is_quantized = is_quantized_layer(innermost.get_base_layer())
+        self._reads_storage = is_quantized and not _dequantizes(innermost)
+
+    def merge(self, plain: nn.Module, rows: Rows) -> nn.Module:
+        """Merge into ``rows`` of a plain base, which may be changed; what is merged computes what the layers did."""
+        # PEFT's methods may draw random numbers.
+        with torch.random.fork_rng(devices=[]):
+            if not self._is_compared:
+                return self._merged(plain, rows)
+            outermost = self._layers[-1]
+            with outermost.refusing():
+                probe = _probe(plain)
+                unadapted = plain(probe)
+                expected = self._adapted(plain, rows, probe, unadapted)
+            merged = self._merged(plain, rows)
+            with outermost.refusing():
+                _compare(merged(probe), expected, unadapted)
+            return merged
+
+    def _adapted(
+        self, plain: nn.Module, rows: Rows, probe: Tensor, unadapted: Tensor
+    ) -> Tensor:
+        """The output of the layers, one over the other, over a base that gives ``unadapted`` for the probe."""
+        base = shallow_copy(plain)
+        if self._reads_storage:  # whoever does gets no numbers
+            weight = plain.get_parameter("weight")
+            unknown = weight.new_full((1,), math.nan).expand(weight.shape)
+            base._parameters["weight"] = nn.Parameter(unknown, requires_grad=False)
+
+        def forward(given: Tensor) -> Tensor:  # may be written to
+            return unadapted.clone() if given is probe else plain(given)
+
+        vars(base)["forward"] = forward
+        for layer in self._layers:
+            base = layer.over(base, rows)
+        output: Tensor = base(probe)
+        return output
+
+    def _merged(self, plain: nn.Module, rows: Rows) -> nn.Module:
+        for layer in self._layers:
+            with layer.refusing():
+                plain = layer.merge(plain, rows)
+        return plain
+
+
+def _dequantizes(layer: Any) -> bool:
+    """Whether one of PEFT's layers computes the values of a quantized base."""
+    is_for_quantized = type(layer).__module__.endswith(_QUANTIZED_MODULES)
+    # not in every version of PEFT
+    has_backend = getattr(layer, "quantization_backend", None) is not None
+    return is_for_quantized or has_backend
+
+
+def _compare(found: Tensor, expected: Tensor, unadapted: Tensor) -> None:
+    """Raise unless two outputs are the same but for rounding; the caller refuses weights that are not finite."""
+    if not torch.isfinite(found).all():
+        return
+    difference = float((found - expected).abs().max())
+    largest = float(max(unadapted.abs().max(), expected.abs().max()))
+    if not difference <= _TOLERANCE * largest:
+        raise ValueError(
+            f"the merged layer computes another output (off by {difference:.1e}, the largest is {largest:.1e})"
+        )
+
+
+class _LayerMerge:
+    """Merges one layer's active adapters, by a copy of it that is made once."""
+
+    def __init__(self, one: ActiveLayer) -> None:
+        self._one = one
+        self._copy: Any = None  # of the layer, in float32
+        self._wholes: dict[Tensor, Tensor] = {}  # the values of the copy's tensors
+
+    @contextlib.contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Turn errors into `ExportError`."""
+        try:
+            yield
+        except Exception as error:
+            raise self._one.refusal(error) from error
+
+    def merge(self, plain: nn.Module, rows: Rows) -> nn.Module:
+        """Merge into ``rows`` of a plain base, which may be changed."""
+        adapted = self.over(plain, rows)
+        adapted.merge(safe_merge=False, adapter_names=adapted._active_adapter)
+        merged: nn.Module = adapted.get_base_layer()
+        return merged
+
+    def over(self, plain: nn.Module, rows: Rows) -> Any:
+        """The float32 copy of the layer, over some rows of a plain base."""
+        if self._copy is None:
+            _refuse_base(plain, self._one)
+            self._copy = _float32_layer(self._one, plain)
+            tensors = (*self._copy.parameters(), *self._copy.buffers())
+            self._wholes = {tensor: tensor.data for tensor in tensors}
+        # a merge may leave values of these rows on it
+        adapted: Any = shallow_copy(self._copy)
+        adapted._modules["base_layer"] = plain
+        adapted._active_adapter = [*self._one.adapters]
+        adapted._disable_adapters = False
+        adapted.merged_adapters = []
+        if rows is not ...:
+            self._take_rows(adapted, rows)
+        for magnitude in adapted._modules.get("lora_magnitude_vector", {}).values():
+            vars(magnitude).get("_dora_cache", {}).clear()
+        return adapted
+
+    def _take_rows(self, adapted: Any, rows: slice) -> None:
+        """Leave of an adapted layer what makes some rows; ``merges_by_rows`` says that this can be told."""
+        if self._one.parameter is not None:
+            self._take_experts(adapted, rows)
+            return
+        for container, dim in _ROWS[self._one.kind].items():
+            holder = getattr(adapted, container)
+            for tensor in (*holder.parameters(), *holder.buffers()):
+                whole = self._wholes[tensor]
+                # One with a single row, as IA3's that scales the input, has it for all.
+                if whole.shape[dim] > 1:
+                    taken = whole.narrow(dim, rows.start, rows.stop - rows.start)
+                    tensor.data = taken.clone()
+        if "token_indices" in vars(adapted):
+            self._take_tokens(adapted, rows)
+
+    def _take_experts(self, adapted: Any, rows: slice) -> None:
+        """Leave a few experts of a stack, whose factors PEFT holds side by side."""
+        num_experts = adapted.num_experts
+        adapted.num_experts = rows.stop - rows.start
+        # PEFT takes a single expert for a matrix, (out, in), which it transposes where
+        # it is told to.
+        is_swapped = getattr(adapted, "_did_swap_in_out_features", False)
+        adapted.fan_in_fan_out = not is_swapped
+        for name in self._one.adapters:
+            a, b = adapted.lora_A[name].weight, adapted.lora_B[name].weight
+            stack_a = self._wholes[a].unflatten(0, (num_experts, -1))
+            stack_b = self._wholes[b].unflatten(1, (-1, num_experts))
+            a.data = stack_a[rows].flatten(0, 1)
+            b.data = stack_b[:, :, rows].flatten(1)
+
+    def _take_tokens(self, adapted: Any, rows: slice) -> None:
+        """Leave the trained rows in a block, counted from its first; adapters without any there are not active."""
+        taken: dict[str, list[int]] = {}
+        for name, indices in adapted.token_indices.items():
+            delta = adapted.trainable_tokens_delta[name]
+            places = []
+            taken[name] = []
+            for place, index in enumerate(indices):
+                if rows.start <= index < rows.stop:
+                    places.append(place)
+                    taken[name].append(index - rows.start)
+            delta.data = self._wholes[delta][places]
+        adapted.token_indices = taken
+        adapted._active_adapter = [name for name in self._one.adapters if taken[name]]
+
+
+def _refuse_base(plain: nn.Module, one: ActiveLayer) -> None:
+    is_inner = is_tuner_layer(plain)
+    if plain._modules and not is_inner and one.parameter is None:
+        raise ValueError(f"it adapts several modules of {type(plain).__name__} at once")
+    if vars(plain).get("max_norm") is not None:
+        raise ValueError(
+            "the embedding renormalizes the rows that it looks up (max_norm)"
+        )
+
+
+def merges_by_rows(one: ActiveLayer, module: nn.Module, num_rows: int) -> bool:
+    """Whether each row of the merged weight depends on that row of the base's weight alone, and on no other row."""
+    if one.parameter is not None:
+        return one.kind == "lora.ParamWrapper" and one.layer.num_experts == num_rows
+    forward = type(module).forward
+    if not is_quantized_layer(module) and forward not in _PLAIN_FORWARDS:
+        return False  # it may do anything with what it computes
+    if one.kind not in _ROWS or one.variants - _VARIANTS_WITH_ROWS:
+        return False
+    # PEFT refuses other indices when it merges the whole.
+    for indices in vars(one.layer).get("token_indices", {}).values():
+        if not all(0 <= index < num_rows for index in indices):
+            return False
+    return True
+
+
+# ----------------------------------------------------------------------------------------------------
+# A layer in float32, and what it is given.
+# ----------------------------------------------------------------------------------------------------
+
+
+def _float32_layer(one: ActiveLayer, plain: nn.Module) -> Any:
+    """A copy of one of PEFT's layers in float32, without its base, on the device of a plain one."""
+    layer = one.layer
+    fields = vars(layer)
+    if "forward" in fields and "_hf_hook" not in fields:
+        raise TypeError(
+            "its forward was replaced, and may depend on the input in any way"
+        )
+    base = layer._modules["base_layer"]
+    memo: dict[int, Any] = {id(base): None}
+    # Hooks, accelerate's forward and tied adapters refer to objects far outside the
+    # layer.
+    for name in HOOKED_FORWARD:
+        if name in fields:
+            memo[id(fields[name])] = None
+    if "_tied_adapter" in fields:
+        memo[id(fields["_tied_adapter"])] = []
+    for _, module in layer.named_modules(memo={base}):
+        for name, value in vars(module).items():
+            if name.endswith("_hooks"):
+                memo[id(value)] = OrderedDict()
+            # Views with a history, which a layer keeps of tied adapters, cannot be
+            # copied.
+            for leaf in tree_leaves(value):
+                if isinstance(leaf, Tensor) and not leaf.is_leaf:
+                    memo[id(leaf)] = leaf.detach().clone()
+    copied = copy.deepcopy(layer, memo)
+    for name in HOOKED_FORWARD:
+        vars(copied).pop(name, None)
+    for magnitude in copied._modules.get("lora_magnitude_vector", {}).values():
+        if type(magnitude).__name__ == "DoraLinearLayer":
+            vars(magnitude)["get_lora_weight"] = _product
+    _let_base_be_plain(copied, one.kind)
+    device = next(plain.parameters()).device
+    return copied.to(device=device, dtype=torch.float32).eval().requires_grad_(False)
+
+
+def _let_base_be_plain(copied: Any, kind: str) -> None:
+    """Make a layer for a quantized base one for a plain base."""
+    copied.quantization_backend = None
+    if not type(copied).__module__.endswith(_QUANTIZED_MODULES):
+        return
+    method, _, name = kind.partition(".")
+    module = importlib.import_module(f"peft.tuners.{method}.layer")
+    copied.__class__ = getattr(module, name)
+    # A layer for bitsandbytes may lack this field: its weights are stored as those of
+    # ``nn.Linear``.
+    vars(copied).setdefault("fan_in_fan_out", False)
+
+
+def _product(
+    lora_A: nn.Linear,  # noqa: N803
+    lora_B: nn.Linear,  # noqa: N803
+    adapter_name: str | None = None,
+) -> Tensor:
+    """Compute ``DoraLinearLayer.get_lora_weight`` without the unit matrix, as wide as the layer, that FSDP needs."""
+    return lora_B.weight @ lora_A.weight
+
+
+def _probe(plain: nn.Module) -> Tensor:
+    """An input for a plain module, always the same; torch's global generators are not used."""
+    weight = plain.get_parameter("weight")
+    fields = vars(plain)
+    if isinstance(plain, nn.Embedding):
+        step = math.ceil(plain.num_embeddings / _MOST_LOOKED_UP)
+        return torch.arange(0, plain.num_embeddings, step, device=weight.device)[None]
+    if "kernel_size" in fields:
+        sizes = [2 * size + 1 for size in fields["kernel_size"]]
+        shape = [2, fields["in_channels"], *sizes]
+    else:
+        # ``nx`` is the width of transformers' ``Conv1D``; a norm's is the last
+        # dimension of its weight.
+        width = fields.get("in_features", fields.get("nx", weight.shape[-1]))
+        shape = [1, 2, width]
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+    return drawn.to(weight.device)
