@@ -17,9 +17,18 @@ from .errors import ConfigError
 StrPath = str | os.PathLike[str]
 """A path; where a model is asked for, also its name on the hub."""
 
-_UNITS = {"": 1, "b": 1}
-_UNITS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)}
-_UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)}
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
 
 
 class Precision(str, Enum):

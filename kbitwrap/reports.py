@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 80
 _repr.maxtuple = _repr.maxlist = 12
 _COLORS = ("#4a90c4", "#d9772b")  # of a bar's parts; seen on white and on black
-_BAR = '<span style="display:inline-block;height:0.75em;{}"></span>'
+_BAR = '<span style="display:inline-block;height:0.75em;width:{:.3f}em;background:{}"></span>'
+_LONGEST_BAR = 14  # em
 _CELL = '<td style="text-align:left;vertical-align:top;overflow-wrap:anywhere;min-width:6em">{}</td>'
 
 
@@ -39,38 +40,52 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *others in rows:
-        cells = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
-        lines.append("  ".join(cells))
+        line = first.ljust(widths[0])
+        for cell, width in zip(others, widths[1:], strict=True):
+            line += f"  {cell:>{width}}"
+        lines.append(line)
     return "\n".join(lines)
 
 
 def first_of(texts: Sequence[str], limit: int = 3, separator: str = ", ") -> str:
     """The first of many texts in one line, and how many more there are."""
+    named = separator.join(texts[:limit])
     num_left = len(texts) - limit
-    more = f" and {num_left:,} more" if num_left > 0 else ""
-    return separator.join(texts[:limit]) + more
+    return f"{named} and {num_left:,} more" if num_left > 0 else named
 
 
 def few(texts: Sequence[str], limit: int = 12) -> list[str]:
     """The first of many texts, and how many more there are."""
+    found = list(texts[:limit])
     num_left = len(texts) - limit
-    more = [f"... and {num_left:,} more"] if num_left > 0 else []
-    return [*texts[:limit], *more]
+    if num_left > 0:
+        found.append(f"... and {num_left:,} more")
+    return found
 
 
-Bar = tuple[str, tuple[int, ...], str]
-"""A row of a report in a notebook: its name, the lengths of its bar's parts, and the text beside it."""
+class Bar(NamedTuple):
+    """A row of a report in a notebook.
+
+    Attributes:
+        name: Its name.
+        sizes: The lengths of its bar's parts, two at most.
+        text: The text beside it.
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    text: str
 
 
 def counted(
     found: Mapping[str, Sequence[str]], limit: int = 12, separator: str = ", "
 ) -> list[Bar]:
     """A bar for each kind of what was found, as long as there are names; the first of them stand beside it."""
-    bars: list[Bar] = []
+    bars = []
     for name, names in found.items():
         if names:
             text = separator.join(few(names, limit))
-            bars.append((name, (len(names),), text))
+            bars.append(Bar(name, (len(names),), text))
     return bars
 
 
@@ -84,7 +99,7 @@ class Report:
         return json.loads(json.dumps(asdict(self), default=str))  # type: ignore[call-overload, no-any-return]
 
     def _brief(self) -> str:
-        counts = [f"{sum(sizes)} {name}" for name, sizes, _ in self._bars()]
+        counts = [f"{sum(bar.sizes)} {bar.name}" for bar in self._bars()]
         return ", ".join(counts) or self._empty
 
     def _bars(self) -> list[Bar]:
@@ -106,18 +121,21 @@ class Report:
         bars = self._bars()
         if not bars:
             return None
-        longest = max(sum(sizes) for _, sizes, _ in bars) or 1
+
+        longest = max(sum(bar.sizes) for bar in bars) or 1
         rows = ""
-        for name, sizes, text in bars:
-            bar = ""
-            for size, color in zip(sizes, _COLORS, strict=False):
-                width = 14 * size / longest
-                bar += _BAR.format(f"width:{width:.3f}em;background:{color}")
-            cells = (html.escape(name), bar, html.escape(text))
+        for bar in bars:
+            parts = ""
+            for size, color in zip(bar.sizes, _COLORS, strict=False):
+                parts += _BAR.format(_LONGEST_BAR * size / longest, color)
+            cells = [html.escape(bar.name), parts, html.escape(bar.text)]
             rows += f"<tr>{''.join(map(_CELL.format, cells))}</tr>"
-        below = "".join(f"<div>{html.escape(line)}</div>" for line in self._lines())
-        title = f"<b>{html.escape(repr(self))}</b>"
-        return f"<div>{title}<table>{rows}</table>{below}</div>"
+
+        title = html.escape(repr(self))
+        below = ""
+        for line in self._lines():
+            below += f"<div>{html.escape(line)}</div>"
+        return f"<div><b>{title}</b><table>{rows}</table>{below}</div>"
 
 
 class LifecycleState(str, Enum):
@@ -170,12 +188,14 @@ class RestoreReport(Report):
     _empty = "nothing changed by others"
 
     def __str__(self) -> str:
-        lines = [f"{name}: {text}" for name, _, text in self._bars()]
+        lines = [f"{bar.name}: {bar.text}" for bar in self._bars()]
         return "\n".join(["restored", *lines])
 
     def _bars(self) -> list[Bar]:
-        found = self.to_dict()
-        return counted({name.replace("_", " "): found[name] for name in found})
+        found = {}
+        for name, names in asdict(self).items():
+            found[name.replace("_", " ")] = names
+        return counted(found)
 
 
 @dataclass(frozen=True, repr=False)
@@ -198,9 +218,10 @@ class Differences(Report):
         lines = []
         for fqn, rows in self.different.items():
             where = f"{fqn}: " if fqn else self._whole
-            for what, pair in rows.items():
-                expected, found = map(self._text, pair)
-                lines.append(f"{where}{what}: expected {expected}, found {found}")
+            for what, (expected, found) in rows.items():
+                told = f"expected {self._text(expected)}, found {self._text(found)}"
+                lines.append(f"{where}{what}: {told}")
+
         lines += [f"{fqn}: missing" for fqn in self.missing]
         lines += [f"{fqn}: unexpected" for fqn in self.unexpected]
         return lines
@@ -217,6 +238,7 @@ class Differences(Report):
         for fqn, rows in self.different.items():
             for what in rows:
                 found.setdefault(what, []).append(fqn or "the whole")
+
         added = {"missing": self.missing, "unexpected": self.unexpected}
         return counted({**found, **added})
 
@@ -287,21 +309,27 @@ class ShardingReport(Report):
 
     def _brief(self) -> str:
         trains = [name for name, outcome in self.outcomes.items() if outcome.trains]
-        return f"{self.engine!r}, trains with: {', '.join(trains) or 'none'}"
+        precisions = ", ".join(trains) or "none"
+        return f"{self.engine!r}, trains with: {precisions}"
 
     def __str__(self) -> str:
         rows = [["precision", "trains", "restore, suspended", "export, manifest"]]
         told: dict[str, list[str]] = {}  # the precisions of each note
         for name, outcome in self.outcomes.items():
-            answers = (outcome.trains, outcome.restores, outcome.exports)
-            rows.append([name, *["yes" if answer else "no" for answer in answers]])
+            row = [name]
+            for works in (outcome.trains, outcome.restores, outcome.exports):
+                row.append("yes" if works else "no")
+            rows.append(row)
             for note in outcome.notes:
                 told.setdefault(note, []).append(name)
-        notes = [f"{', '.join(names)}: {note}" for note, names in told.items()]
-        engine = f"engine {self.engine!r}"
+
+        said = f"engine {self.engine!r}"
         if self.param_dtype is not None:
-            engine += f", param_dtype {self.param_dtype}"
-        return "\n".join([engine, table(rows), *notes])
+            said += f", param_dtype {self.param_dtype}"
+        lines = [said, table(rows)]
+        for note, names in told.items():
+            lines.append(f"{', '.join(names)}: {note}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, repr=False)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..config import format_bytes
-from ..reports import Report, few, table
+from ..reports import Bar, Report, few, table
 from .ledger import KINDS, Peaks
 from .unknown import Unknown
 
@@ -152,9 +152,9 @@ class StepMemory(Report):
         step = f"{self.precision!r}, batch {self.batch_size}, {self.seq_len} tokens, on {self.kernels}"
         return f"{step}: {format_bytes(self.peak_bytes)} at the peak"
 
-    def _bars(self) -> list[tuple[str, tuple[int, ...], str]]:
+    def _bars(self) -> list[Bar]:
         return [
-            (kind.replace("_", " "), (size,), format_bytes(size))
+            Bar(kind.replace("_", " "), (size,), format_bytes(size))
             for kind, size in self.by_kind.items()
         ]
 

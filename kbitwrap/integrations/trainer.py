@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -132,11 +132,9 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         if prepared is None and expected is not None:
             self._refuse(args, state, expected, None)
         if prepared is None:
-            found = (
-                "is not prepared"
-                if self.prepared is None
-                else "is not the given wrapper's model, or was restored"
-            )
+            found = "is not prepared"
+            if self.prepared is not None:
+                found = "is not the given wrapper's model, or was restored"
             raise StateError(
                 f"KbitTrainerCallback expects a Trainer whose model is prepared; this {type(model).__name__} {found}: "
                 "train inside `with KbitPreparedModel(model) as prepared`, or after prepare()",
@@ -206,12 +204,8 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         self, args: Any, state: Any, control: Any, model: _Model = None, **kwargs: Any
     ) -> None:
         """Refuse to evaluate the prepared model where the original state is to be evaluated."""
-        prepared = prepared_of(model)
-        if (
-            self.suspend_evaluation
-            and prepared is not None
-            and prepared.state is LifecycleState.PREPARED
-        ):
+        prepared = _prepared(model)
+        if self.suspend_evaluation and prepared is not None:
             raise StateError(
                 "KbitTrainerCallback(suspend_evaluation=True): this evaluation runs on the prepared model, not in its "
                 "original state. A callback can suspend only for an evaluation during training, only for the first "
@@ -277,18 +271,13 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         # derived from this one; those of several callbacks of one class are a list.
         for saved in vars(state)["stateful_callbacks"].values():
             states = saved if isinstance(saved, list) else [saved]
-            for callback_state in states:
-                essence = (
-                    callback_state.get("preparation")
-                    if isinstance(callback_state, Mapping)
-                    else None
-                )
+            for one in states:
+                essence = one.get("preparation") if isinstance(one, dict) else None
                 if isinstance(essence, dict):
                     return essence
+
         path = self._manifest_path(args, state)
-        if path is None:
-            return None
-        return Manifest.load(path).essence()
+        return None if path is None else Manifest.load(path).essence()
 
     def _manifest_path(
         self, args: TrainingArguments, state: TrainerState
@@ -313,21 +302,17 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         """Raise with the differences, those of tensors too if the checkpoint's own manifest is found."""
         path = self._manifest_path(args, state)
         recorded = None
+        where = f"the checkpoint's {self.manifest_name}"
         if path is not None:
-            # damaged: the essence is compared without it
+            # damaged, or another checkpoint's: the essence is compared without it
             with contextlib.suppress(ManifestError):
-                recorded = Manifest.load(path)
-        if recorded is not None and recorded.diff_essence(expected):
-            recorded = None  # another checkpoint's
+                found_there = Manifest.load(path)
+                if not found_there.diff_essence(expected):
+                    recorded, where = found_there, repr(str(path))
+
+        found = ManifestDiff({"": {"prepared": (True, False)}})
         if manifest is not None:
             found = manifest.diff_essence(expected, recorded)
-        else:
-            found = ManifestDiff({"": {"prepared": (True, False)}})
-        where = (
-            f"the checkpoint's {self.manifest_name}"
-            if recorded is None
-            else repr(str(path))
-        )
         raise ManifestMismatchError(
             f"the checkpoint of step {state.global_step} was trained on a base that was prepared differently; "
             f"{found.summary()}. No step was taken. Load that base again and prepare it with "
@@ -355,10 +340,8 @@ class SuspendedEvaluation(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        prepared = prepared_of(self.model)
-        if prepared is None or prepared.state is not LifecycleState.PREPARED:
-            return
-        if _has_adapters(self.model):
+        prepared = _prepared(self.model)
+        if prepared is not None and _has_adapters(self.model):
             prepared.adopt(self.model)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
@@ -368,10 +351,8 @@ class SuspendedEvaluation(Trainer):
             StateError: Several processes train, and a trained parameter would change
                 its dtype.
         """
-        prepared = prepared_of(self.model)
-        if prepared is None or prepared.state is not LifecycleState.PREPARED:
-            return super().evaluation_loop(*args, **kwargs)
-        with prepared.suspended():
+        prepared = _prepared(self.model)
+        with contextlib.nullcontext() if prepared is None else prepared.suspended():
             return super().evaluation_loop(*args, **kwargs)
 
 
@@ -412,22 +393,20 @@ def prepared_trainer(trainer: Trainer, **fields: Any) -> Iterator[KbitPreparedMo
     for name in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
         # transformers 5.23 reads the new name, and drops the old one in 6.
         new_name = name.replace("gradient", "activation")
-        value = getattr(
-            trainer.args, new_name if hasattr(trainer.args, new_name) else name
-        )
+        old = getattr(trainer.args, name, None)
+        value = getattr(trainer.args, new_name, old)
         if value is not None:
             fields.setdefault(name, value)
+
+    callbacks = trainer.callback_handler.callbacks
+    has_callback = any(isinstance(one, KbitTrainerCallback) for one in callbacks)
+    prepared = KbitPreparedModel(cast("nn.Module", trainer.model), **fields)
     with contextlib.ExitStack() as stack:
-        if not any(
-            isinstance(callback, KbitTrainerCallback)
-            for callback in trainer.callback_handler.callbacks
-        ):
+        if not has_callback:
             callback = KbitTrainerCallback()
             trainer.add_callback(callback)
             stack.callback(trainer.remove_callback, callback)
-        yield stack.enter_context(
-            KbitPreparedModel(cast("nn.Module", trainer.model), **fields)
-        )
+        yield stack.enter_context(prepared)
 
 
 _manifests: weakref.WeakKeyDictionary[KbitPreparedModel, Manifest] = (
@@ -453,6 +432,14 @@ def _checkpoint_folders(args: TrainingArguments, state: TrainerState) -> list[Pa
     found = Path(args.output_dir or ".").glob(pattern)
     folders = [path for path in found if path.is_dir()]
     return sorted(folders, key=lambda folder: folder.stat().st_mtime, reverse=True)
+
+
+def _prepared(model: _Model) -> KbitPreparedModel | None:
+    """The wrapper that holds a model, unless it is suspended."""
+    found = prepared_of(model)
+    if found is None or found.state is LifecycleState.SUSPENDED:
+        return None
+    return found
 
 
 def _has_adapters(model: _Model) -> bool:

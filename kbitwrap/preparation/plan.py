@@ -17,7 +17,7 @@ from ..errors import MemoryBudgetError
 from ..model.checks import refuse_unsupported_tensors, tree_of
 from ..model.pretrained import meta_model
 from ..model.tree import ModelTree, only_reading
-from ..reports import Report, few, table
+from ..reports import Bar, Report, few, table
 from .casts import peak_bytes
 from .planner import Planner
 
@@ -156,12 +156,12 @@ class Plan(Report):
         said = f"{self.config.precision.value!r} on {self.quantization or 'none'}: {added} added, peak {peak}"
         return said + (f", warnings: {len(self.warnings)}" if self.warnings else "")
 
-    def _bars(self) -> list[tuple[str, tuple[int, ...], str]]:
-        bars: list[tuple[str, tuple[int, ...], str]] = []
+    def _bars(self) -> list[Bar]:
+        bars = []
         for role, row in self.by_role.items():
             pair = row["bytes"], row["added_bytes"]
             told = [format_bytes(size) for size in pair if size]
-            bars.append((role, pair, " + ".join(told)))
+            bars.append(Bar(role, pair, " + ".join(told)))
         return bars
 
     def _lines(self) -> list[str]:
