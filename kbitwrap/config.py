@@ -63,7 +63,7 @@ class Precision(str, Enum):
 
 def parse_bytes(value: int | str) -> int:
     """Read a number of bytes: an integer, or a string such as ``"512MiB"`` (powers of 1024) or ``"8 GB"`` (of 1000)."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+    if type(value) is int and value >= 0:  # no bool
         return value
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
@@ -153,15 +153,10 @@ class PrepareConfig:
         values = ", ".join(repr(precision.value) for precision in Precision)
         self._expect("precision", self.precision in list(Precision), f"one of {values}")
         self._set("precision", Precision(self.precision))
-        for name in (
-            "freeze",
-            "gradient_checkpointing",
-            "audit",
-            "keep_originals",
-            "empty_cache",
-            "progress",
-        ):
-            self._expect(name, isinstance(getattr(self, name), bool), "True or False")
+        for setting in dataclasses.fields(self):
+            if setting.type == "bool":
+                is_bool = isinstance(getattr(self, setting.name), bool)
+                self._expect(setting.name, is_bool, "True or False")
         hooks = self.input_require_grads
         self._expect(
             "input_require_grads",
@@ -170,7 +165,7 @@ class PrepareConfig:
         )
         self._expect("head", self.head in (None, "float32"), "None or 'float32'")
         chunk = self.head_chunk_bytes
-        is_count = isinstance(chunk, int) and not isinstance(chunk, bool) and chunk > 0
+        is_count = type(chunk) is int and chunk > 0  # no bool
         self._expect(
             "head_chunk_bytes",
             chunk is None or is_count,

@@ -25,6 +25,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+Different = Mapping[str, Mapping[str, tuple[Any, Any]]]
+"""By the name of a tensor, and by what it has: what was expected, and what was found."""
+
 
 @dataclass(eq=False, repr=False)
 class KbitWrapError(Exception):
@@ -158,4 +161,4 @@ class ManifestMismatchError(ManifestError):
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
-    different: Mapping[str, Mapping[str, tuple[Any, Any]]] = field(default_factory=dict)
+    different: Different = field(default_factory=dict)

@@ -11,6 +11,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+from .errors import Different
+
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 80
 _repr.maxtuple = _repr.maxlist = 12
@@ -202,7 +204,7 @@ class RestoreReport(Report):
 class Differences(Report):
     """Differences between what was expected and what was found; false where there are none. ``""`` is the whole."""
 
-    different: Mapping[str, Mapping[str, tuple[Any, Any]]] = field(default_factory=dict)
+    different: Different = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
 
@@ -262,7 +264,7 @@ class StateDiff(Differences):
     _text = staticmethod(str)
 
     @property
-    def differences(self) -> Mapping[str, Mapping[str, tuple[Any, Any]]]:
+    def differences(self) -> Different:
         """``{fqn: {what: (expected, found)}}``."""
         return self.different
 

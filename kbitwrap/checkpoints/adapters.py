@@ -21,21 +21,29 @@ from .reader import StoredTensor, adapter_file, read_json, read_tensors
 
 _RANKS = ("r", "init_r", "num_virtual_tokens")
 _MOST_RANKS = 1024  # so many are allocated without a tensor of that size
-# What Unsloth adds to a config: how the columns of ``lora_B`` lie for a stack of
+# What Unsloth adds to a config: how the columns of LoRA's factors lie for a stack of
 # experts, and the same by parameter.
-_LAYOUT, _DETAIL = "lora_B_layout", "unsloth_fused_expert_lora"
+_LAYOUT_OF_A, _LAYOUT_OF_B = "lora_A_layout", "lora_B_layout"
+_DETAIL = "unsloth_fused_expert_lora"
 _BY_RANK = "rank_major"  # PEFT's own: of each rank the columns of all experts
 _BY_EXPERT = "grouped_by_expert"  # of each expert the columns of all ranks
+_LAYOUTS = {_LAYOUT_OF_A: [_BY_EXPERT], _LAYOUT_OF_B: [_BY_RANK, _BY_EXPERT]}
 _NO_VALUES: tuple[Any, ...] = (None, False, "", [], {})
 
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """An adapter that PEFT saved."""
+    """An adapter that PEFT saved.
+
+    Attributes:
+        folder: Its folder.
+        config: The content of ``adapter_config.json``.
+        tensors: Its tensors, by their names in the file.
+    """
 
     folder: Path
-    config: Mapping[str, Any]  # the content of ``adapter_config.json``
-    tensors: Mapping[str, StoredTensor]  # by their names in the file
+    config: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
 
     @property
     def name(self) -> str:
@@ -74,7 +82,6 @@ def _refuse_large_ranks(saved: SavedAdapter) -> None:
     sizes = [_MOST_RANKS]
     for stored in saved.tensors.values():
         sizes += stored.shape
-
     largest = max(sizes)
 
     for rank in ranks:
@@ -96,7 +103,7 @@ def _refuse_unknown_keys(saved: SavedAdapter) -> None:
         )
 
     known = {field.name for field in dataclasses.fields(config_class)}
-    known.update(["peft_version", _LAYOUT, _DETAIL])
+    known.update(["peft_version", _LAYOUT_OF_B, _DETAIL])
     unknown = [key for key in saved.config if key not in known]
     said = [
         f"{key}: {shown(saved.config[key])}"
@@ -122,27 +129,23 @@ def _layout_of(saved: SavedAdapter, parameter: str) -> str:
     """How the columns of ``lora_B`` lie for a stack of experts; `ConfigError` where it is a way that is not known."""
     detail: Any = saved.config.get(_DETAIL) or {}
     try:
-        of_a = detail.get("lora_A_layout", _BY_EXPERT)
         fields = detail.get("parameters", {}).get(parameter, saved.config)
-        of_b = fields.get(_LAYOUT, _BY_RANK)
-    except AttributeError:
-        of_a, of_b = detail, _BY_RANK
+        layouts = {
+            _LAYOUT_OF_A: detail.get(_LAYOUT_OF_A, _BY_EXPERT),
+            _LAYOUT_OF_B: fields.get(_LAYOUT_OF_B, _BY_RANK),
+        }
+    except AttributeError:  # a part of it is no object
+        layouts = {_LAYOUT_OF_A: detail}
 
-    if of_a != _BY_EXPERT:
-        raise _unknown_layout(saved, "lora_A_layout", of_a, repr(_BY_EXPERT))
-    if of_b not in (_BY_RANK, _BY_EXPERT):
-        raise _unknown_layout(saved, _LAYOUT, of_b, f"{_BY_RANK!r} or {_BY_EXPERT!r}")
+    for key, layout in layouts.items():
+        if layout not in _LAYOUTS[key]:
+            expected = " or ".join(map(repr, _LAYOUTS[key]))
+            raise ConfigError(
+                f"the config of {saved.name} says {key}: {shown(layout)}; expected {expected}: how it lays out "
+                "experts is not known, so it cannot be merged"
+            )
 
-    return str(of_b)
-
-
-def _unknown_layout(
-    saved: SavedAdapter, key: str, layout: Any, expected: str
-) -> ConfigError:
-    return ConfigError(
-        f"the config of {saved.name} says {key}: {shown(layout)}; expected {expected}: how it lays out experts is "
-        "not known, so it cannot be merged"
-    )
+    return str(layouts[_LAYOUT_OF_B])
 
 
 def with_adapter(model: nn.Module, saved: SavedAdapter) -> nn.Module:
@@ -201,12 +204,12 @@ def _refuse_unknown_stacks(model: nn.Module, saved: SavedAdapter) -> None:
     version = saved.config.get("peft_version")
     origin = saved.config.get("auto_mapping")
     is_unsloths = isinstance(origin, dict) and "unsloth_fixed" in origin
-    is_told = _LAYOUT in saved.config or _DETAIL in saved.config
+    is_told = _LAYOUT_OF_B in saved.config or _DETAIL in saved.config
     for stack, is_transposed in _adapted_stacks(model, saved):
         if is_unsloths and not is_told:
             raise ConfigError(
                 f"{saved.name} is on the stack of experts {stack}, and it is not known how its lora_B lies: it was "
-                f"saved by Unsloth without {_LAYOUT}. Add that to its adapter_config.json: {_BY_EXPERT!r} if it "
+                f"saved by Unsloth without {_LAYOUT_OF_B}. Add that to its adapter_config.json: {_BY_EXPERT!r} if it "
                 f"was trained by a version from before 17 September 2026, else {_BY_RANK!r}"
             )
         then = _exchanges(version, is_transposed)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..config import StrPath
 from ..errors import ConfigError, ManifestMismatchError
@@ -283,7 +284,7 @@ def _loaded(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> _Originals:
 
     tensors = dict(model.named_buffers())
     tensors |= model.named_parameters(remove_duplicate=False)
-    return {**_renamed(model, tensors), **tensors}
+    return _by_all_names(model, tensors)
 
 
 def _recorded(checkpoint: SavedCheckpoint, manifest: Manifest) -> _Originals:
@@ -292,8 +293,7 @@ def _recorded(checkpoint: SavedCheckpoint, manifest: Manifest) -> _Originals:
         fqn: _meta_tensor(record.shape, parse_dtype(record.original_dtype))
         for fqn, record in manifest.tensors.items()
     }
-    # They may be saved under other names.
-    originals = {**_renamed(checkpoint.meta_model(), recorded), **recorded}
+    originals = _by_all_names(checkpoint.meta_model(), recorded)
 
     unexpected: list[str] = []
     different: dict[str, dict[str, tuple[Any, Any]]] = {}
@@ -322,23 +322,26 @@ def _recorded(checkpoint: SavedCheckpoint, manifest: Manifest) -> _Originals:
     return originals
 
 
-def _renamed(model: Any, tensors: _Originals) -> _Originals:
-    """The tensors as transformers saves them: renamed, split, merged; none where the model is not known."""
+def _by_all_names(model: Any, tensors: _Originals) -> _Originals:
+    """The tensors by their names, and as transformers saves them: renamed, split, merged.
+
+    The latter are not known where the model is not, which is ``None`` then.
+    """
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # before version 5, under their own names
-        return {}
+        return tensors
 
     if model is None:
-        return {}
+        return tensors
 
     plain = {
         fqn: _meta_tensor(tensor.shape, tensor.dtype) for fqn, tensor in tensors.items()
     }
-    return dict(revert_weight_conversion(model, plain))
+    return {**revert_weight_conversion(model, plain), **tensors}
 
 
-def _meta_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def _meta_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from ..config import StrPath
 from ..errors import ConfigError, ExportError
@@ -47,7 +48,16 @@ EIGHT_BIT_STATE = ("SCB", "weight_format")
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, whose bytes begin at ``start``."""
+    """A tensor in a file.
+
+    Attributes:
+        name: Its name there.
+        path: The file.
+        dtype: Its dtype.
+        shape: Its shape.
+        start: The place of its bytes in the file.
+        num_bytes: Their number.
+    """
 
     name: str
     path: Path
@@ -61,13 +71,13 @@ class StoredTensor:
         kept = dtype or self.dtype
         pieces = functools.partial(self._pieces, kept)
 
-        def compute() -> torch.Tensor:
+        def compute() -> Tensor:
             nothing = torch.empty(0, dtype=kept, device="cpu")
             return torch.cat([nothing, *pieces()]).view(self.shape)
 
         return LazyTensor(self.shape, kept, compute, pieces)
 
-    def _pieces(self, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    def _pieces(self, dtype: torch.dtype) -> Iterator[Tensor]:
         """Read a little at a time; nothing is mapped, because a mapped file counts as memory in use."""
         left = self.num_bytes
         with open(self.path, "rb") as file:
@@ -82,7 +92,7 @@ class StoredTensor:
                 yield self._rounded(values, dtype)
                 left -= size
 
-    def _rounded(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _rounded(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         rounded = values.to(dtype)
         # bfloat16 has nearly the range of float32: larger values round to infinity
         # as they should.
@@ -97,26 +107,33 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint in safetensors files, or in those that ``torch.save`` wrote."""
+    """A checkpoint in safetensors files, or in those that ``torch.save`` wrote.
 
-    path: Path  # the folder or the file that was opened
+    Attributes:
+        path: The folder or the file that was opened.
+        folder: The folder.
+        files: The names of the files that hold the tensors.
+        tensors: The tensors by name, without those that loading ties to others.
+        index: The name of the index file, or ``None``.
+        config: The content of ``config.json``; empty where there is none.
+    """
+
+    path: Path
     folder: Path
-    files: Sequence[str]  # the names of those that hold the tensors
-    # by name, without those that loading ties to others
+    files: Sequence[str]
     tensors: Mapping[str, StoredTensor]
-    index: str | None  # the name of the index file
-    # the content of ``config.json``; empty where there is none
+    index: str | None
     config: Mapping[str, Any]
 
     @functools.cached_property
     def beside(self) -> set[str]:
         """The names of what is not the base's own: adapters, trained copies and the state of quantized weights."""
         fqns = {canonical_fqn(name) for name in self.tensors}
-        return {
-            name
-            for name in self.tensors
-            if is_trained_copy(name) or _is_beside(name, fqns)
-        }
+        found = set()
+        for name in self.tensors:
+            if is_trained_copy(name) or _is_beside(name, fqns):
+                found.add(name)
+        return found
 
     @property
     def num_bytes(self) -> int:
@@ -292,9 +309,7 @@ def _files_in_index(path: Path) -> list[str]:
     """The names of the files that an index names, which lie beside it."""
     content = read_json(path)
     weight_map = content.get("weight_map")
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(name, str) for name in weight_map.values()
-    ):
+    if not isinstance(weight_map, dict) or not _are_names(weight_map.values()):
         raise ConfigError(f"{path}: expected a weight_map of file names")
     if not isinstance(content.get("metadata", {}), dict):
         raise ConfigError(f"{path}: expected an object as its metadata")
@@ -309,6 +324,10 @@ def _files_in_index(path: Path) -> list[str]:
             raise ConfigError(f"{path}: names the file {name!r}, which does not exist")
 
     return names
+
+
+def _are_names(found: Collection[Any]) -> bool:
+    return all(isinstance(name, str) for name in found)
 
 
 def _refuse_without_weights(folder: Path) -> NoReturn:
@@ -368,12 +387,18 @@ def _read_safetensors(path: Path) -> list[StoredTensor]:
             raise ConfigError(
                 f"{path}: {name}: torch {torch.__version__} has no dtype {code}"
             )
+
         shape = list(entry["shape"])
         if code == TWO_A_BYTE:
             shape[-1] //= 2
         start, end = entry["data_offsets"]
         stored = StoredTensor(
-            name, path, dtype, tuple(shape), beginning + start, end - start
+            name,
+            path,
+            dtype,
+            tuple(shape),
+            beginning + start,
+            end - start,
         )
         tensors.append(stored)
 
@@ -396,14 +421,11 @@ def load_pickled(path: Path) -> dict[str, Any]:
             "no code in it was run"
         ) from error
 
-    if not isinstance(content, dict) or not all(
-        isinstance(key, str) for key in content
-    ):
-        raise ConfigError(
-            f"{path}: expected tensors by name, found a {type(content).__name__}"
-        )
-
-    return content
+    if isinstance(content, dict) and _are_names(content):
+        return content
+    raise ConfigError(
+        f"{path}: expected tensors by name, found a {type(content).__name__}"
+    )
 
 
 def _read_pickled(path: Path) -> list[StoredTensor]:
@@ -411,22 +433,26 @@ def _read_pickled(path: Path) -> list[StoredTensor]:
     num_bytes = path.stat().st_size
     tensors = []
     for name, tensor in load_pickled(path).items():
-        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+        where = f"{path}: {name}"
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
             found = getattr(tensor, "layout", f"a {type(tensor).__name__}")
-            raise ConfigError(f"{path}: {name}: expected a dense tensor, found {found}")
+            raise ConfigError(f"{where}: expected a dense tensor, found {found}")
+
         beginning: Any = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
         if beginning is None:
             raise ConfigError(
-                f"{path}: {name}: is stored in the format of torch before 1.6, or read by torch before 2.7; load it "
+                f"{where}: is stored in the format of torch before 1.6, or read by torch before 2.7; load it "
                 "with torch.load and save it as safetensors"
             )
         if not tensor.is_contiguous():
             raise ConfigError(
-                f"{path}: {name}: is not contiguous; load it with torch.load and save it as safetensors"
+                f"{where}: is not contiguous; load it with torch.load and save it as safetensors"
             )
+
         start = beginning + tensor.storage_offset() * tensor.itemsize
         if start + tensor.nbytes > num_bytes:
-            raise ConfigError(f"{path}: {name}: reaches beyond the end of the file")
+            raise ConfigError(f"{where}: reaches beyond the end of the file")
+
         shape = tuple(tensor.shape)
         stored = StoredTensor(name, path, tensor.dtype, shape, start, tensor.nbytes)
         tensors.append(stored)
