@@ -59,16 +59,14 @@ def export_model(
     """Write the base of a model, or the merged model, as ``KbitPreparedModel.export`` documents it."""
     start = time.perf_counter()
     live = model if live is None else live
-    if processing_class is not None and not hasattr(
-        processing_class, "save_pretrained"
-    ):
-        raise ConfigError(
-            "processing_class: expected a tokenizer, a processor or another object with save_pretrained, found a "
-            f"{type(processing_class).__name__}"
-        )
+    _refuse_unsavable(processing_class)
+    # refuses an invalid size before anything is computed
+    split_into_files({}, max_shard_size)
+
     with plain_mode():
         tree = ModelTree(model) if preparation is None else preparation.tree()
         gathering = Gathering(tree, preparation, "export", ExportError)
+        merged: tuple[str, ...] = ()
         with gathering.agreeing():
             if gathering.is_sharded and merge_adapters:
                 raise UnsupportedModelError(
@@ -79,8 +77,9 @@ def export_model(
             if live is not model:
                 tree = _tree_of(live, model, preparation)
             twin = build_twin(tree, preparation, gathering)
-            merged = merge_into(twin) if merge_adapters else None
-        if merged == ():
+            if merge_adapters:
+                merged = merge_into(twin)
+        if merge_adapters and not merged:
             warnings.warn(
                 "no adapter of the model is active, so none was merged, and the dequantized base is written: activate "
                 "one (set_adapter), or give the model that holds it (model=)",
@@ -89,9 +88,6 @@ def export_model(
             )
 
         def write() -> ExportReport:
-            # refuses an invalid size before anything is written
-            split_into_files({}, max_shard_size)
-            refusing = _refusing(twin.model, f"{os.fspath(path)} is as it was")
             writing = checkpoint_writer(
                 path,
                 "export",
@@ -99,6 +95,7 @@ def export_model(
                 progress=progress,
                 sources=_sources(live, processing_class),
             )
+            refusing = _refusing(twin.model, f"{os.fspath(path)} is as it was")
             with writing as writer, refusing:
                 save_model(twin.model, writer, max_shard_size)
                 if processing_class is not None:
@@ -109,12 +106,21 @@ def export_model(
                 writer.num_tensors,
                 writer.num_bytes,
                 twin.converted,
-                merged or (),
+                merged,
                 time.perf_counter() - start,
                 is_merge=merge_adapters,
             )
 
         return gathering.lead(write)
+
+
+def _refuse_unsavable(processing_class: Any) -> None:
+    if processing_class is None or hasattr(processing_class, "save_pretrained"):
+        return
+    raise ConfigError(
+        "processing_class: expected a tokenizer, a processor or another object with save_pretrained, found a "
+        f"{type(processing_class).__name__}"
+    )
 
 
 def _tree_of(live: Any, model: nn.Module, preparation: Preparation | None) -> ModelTree:
@@ -185,7 +191,7 @@ def _computed(
     """Each tensor by its name, in memory of its own. Modes of torch and of lazy tensors end before it is handed out."""
     kept: dict[LazyTensor, torch.Tensor] = {}
     for fqn in [*tensors]:
-        if any(now is not then for now, then in zip(moment(), before, strict=True)):
+        if moment() != before:
             raise StateError(
                 f"merged_weights() began while the wrapper was {before[0]}, and it was suspended, resumed or restored "
                 "since; iterate again from the beginning",
@@ -225,7 +231,7 @@ def save_model(model: Any, writer: CheckpointWriter, max_shard_size: int | str) 
     _materialize(model, reason)
     function(model, writer.folder, **options)
     for path in writer.folder.rglob("*.safetensors"):
-        header = read_header(path)[0]
+        header, _ = read_header(path)
         header.pop("__metadata__", None)
         for entry in header.values():
             start, end = entry["data_offsets"]

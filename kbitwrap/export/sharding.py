@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 
 from ..edits.base import HeldOriginal
 from ..edits.storage import StorageChange
@@ -84,19 +84,19 @@ class Gathering:
         fqn, parameter = tensor.fqn, tensor.parameter
         _refuse_lost_scales(fqn, was)
         index = len(self._tensors)
-        sharded = self._sharded(tensor, was)
-        self._tensors.append(sharded)
+        one = self._sharded(tensor, was)
+        self._tensors.append(one)
         stored = None
         if isinstance(held, StorageChange) and held.converts(parameter):
             stored = held
 
-        def compute() -> torch.Tensor:
+        def compute() -> Tensor:
             if not self._is_led:
                 raise RuntimeError(
                     f"{fqn} is sharded: its values can be read only while all ranks export together"
                 )
             _tell(index)
-            value = self._gather(index)
+            value = self._gather(one)
             if stored is not None:
                 value = stored.original_of(value)
             if original.differs(was, value):
@@ -106,7 +106,7 @@ class Gathering:
             return value
 
         dtype = parameter.dtype if stored is None else stored.dtype
-        promised = _lazy_class(was.quantized_class)(sharded.shape, dtype, compute)
+        promised = _lazy_class(was.quantized_class)(one.shape, dtype, compute)
         if was.quant_state is not None:
             state = was.quant_state()
             if isinstance(held, RuntimeChange):
@@ -116,13 +116,14 @@ class Gathering:
 
     def _sharded(self, tensor: NamedTensor, was: ParameterRecord) -> _Sharded:
         """The parts that are gathered of a parameter; the units of FSDP1 around it are looked up once."""
-        if not is_flattened(tensor.parameter):
-            return _Sharded(tensor.fqn, tensor.parameter.shape, tensor.parameter, None)
-        if id(tensor.module) not in self._units:
-            outermost, units = _fsdp1_units(tensor.module)
+        parameter, owner = tensor.parameter, tensor.module
+        if not is_flattened(parameter):
+            return _Sharded(tensor.fqn, parameter.shape, parameter, None)
+        if id(owner) not in self._units:
+            outermost, units = _fsdp1_units(owner)
             self._outermost.append(outermost)
             self._units |= units
-        return _Sharded(tensor.fqn, was.shape, tensor.parameter, tensor.module)
+        return _Sharded(tensor.fqn, was.shape, parameter, owner)
 
     @contextlib.contextmanager
     def agreeing(self) -> Iterator[None]:
@@ -176,15 +177,14 @@ class Gathering:
 
     def _follow(self) -> Any:
         while isinstance(message := _tell(None), int):
-            self._gather(message)
+            self._gather(self._tensors[message])
         self._open(None)
         error, result = message
         if error is not None:
             raise error(f"rank 0 could not {self._verb}: {result}")
         return result
 
-    def _gather(self, index: int) -> torch.Tensor:
-        one = self._tensors[index]
+    def _gather(self, one: _Sharded) -> Tensor:
         if one.owner is not None:
             self._open(one.owner)
             if one.parameter.shape != one.shape:
@@ -196,7 +196,7 @@ class Gathering:
         # offloaded: gathered where the ranks communicate
         if tensor.device.type != tensor.device_mesh.device_type:
             tensor = tensor.to(tensor.device_mesh.device_type)
-        gathered: torch.Tensor = tensor.full_tensor()
+        gathered: Tensor = tensor.full_tensor()
         return gathered
 
     def _open(self, owner: nn.Module | None) -> None:

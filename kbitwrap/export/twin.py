@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..edits.base import Anchor, HeldOriginal
 from ..edits.kept import KeptChange, lay_as_stored
@@ -21,7 +20,7 @@ from ..edits.stand_ins import STAND_INS
 from ..edits.storage import StorageChange
 from ..errors import ExportError
 from ..model.quantization import has_runtime_state, lacks_statistics, unpacked_copy
-from ..model.records import Mark
+from ..model.records import Mark, ParameterRecord
 from ..model.tree import ModelTree, join, shallow_copy
 from ..model.wrappers import class_before_sharding, is_sharded_tensor, unwrap
 from ..preparation.comparison import DECOMPRESSED, Changes
@@ -32,10 +31,9 @@ from .sharding import Gathering, drift_of
 
 # The attributes that PEFT, and transformers' own use of it, leave on the base model.
 _ADAPTER_ATTRIBUTES = ("peft_config", "_hf_peft_config_loaded", "active_adapter")
-# by the ``id`` of the owner and the parameter's name there
-_Held = dict[tuple[int, str], HeldOriginal]
+_Held = dict[ParameterRecord, HeldOriginal]
 # by the ``id`` of the live parameter
-_Promised = dict[int, torch.Tensor]
+_Promised = dict[int, Tensor]
 # the classes of the attributes that a preparation sets on modules
 _OURS = (Anchor, Float32Forward, Mark, *STAND_INS)
 
@@ -60,50 +58,50 @@ class Twin:
     converted: tuple[str, ...]
 
 
-@dataclass
 class _Copier:
-    """Copies modules as shells with the original tensors and configs."""
+    """Copies a model's modules as shells, with the original tensors and configs."""
 
-    # the twin's tensor, by the ``id`` of the live parameter
-    promised: _Promised = field(default_factory=dict)
-    held: _Held = field(default_factory=dict)
-    original: Original | None = None  # of a model that was prepared
-    rewritten: Sequence[KeptChange] = ()
-    # of configs, for ``copy.deepcopy``
-    memo: dict[int, Any] = field(default_factory=dict)
-    shells: dict[int, nn.Module] = field(default_factory=dict)
-    peeled: list[Peeled] = field(default_factory=list)
+    def __init__(self, tree: ModelTree) -> None:
+        self.tree = tree
+        # the changes that hold the originals of parameters stored in another dtype
+        self.held: _Held = {}
+        self.rewritten: Sequence[KeptChange] = ()
+        self.original: Original | None = None  # of a model that was prepared
+        # the twin's tensors, each the same at all places of the parameter
+        self.promised: _Promised = {}
+        self._memo: dict[int, Any] = {}  # of configs, for ``copy.deepcopy``
+        self._shells: dict[int, nn.Module] = {}
+        self._peeled: list[Peeled] = []
 
-    def twin_of(self, tree: ModelTree) -> Twin:
-        """The twin of a model, which this copies once."""
-        model = self.copy("", tree.model)
+    def twin(self) -> Twin:
+        """The twin of the model, which this copies once."""
+        model = self._copy("", self.tree.model)
         stored = {}
-        for node in tree.base:
+        for node in self.tree.base:
             for name, parameter in node.module._parameters.items():
-                if parameter is not None:
-                    stored[join(node.fqn, name)] = parameter.dtype
-        converted = [
-            fqn
-            for fqn, original in model.named_parameters()
-            if original.dtype != stored[fqn]
-        ]
-        return Twin(model, tuple(self.peeled), tuple(converted))
+                stored[join(node.fqn, name)] = parameter
+        converted = []
+        for fqn, original in model.named_parameters():
+            parameter = stored[fqn]
+            if parameter is not None and parameter.dtype != original.dtype:
+                converted.append(fqn)
+        return Twin(model, tuple(self._peeled), tuple(converted))
 
-    def copy(self, fqn: str, module: nn.Module) -> nn.Module:
+    def _copy(self, fqn: str, module: nn.Module) -> nn.Module:
         """The shell of what a module wraps, and of all below it; a module that is there twice has one shell."""
         base, wrappers = unwrap(module)
         _refuse_merged(fqn, wrappers)
-        is_new = id(base) not in self.shells
-        if is_new:
+        shell = self._shells.get(id(base))
+        is_new = shell is None
+        if shell is None:
             _refuse_without_scales(fqn, base)
-            self.shells[id(base)] = self._shell(base)
-        shell = self.shells[id(base)]
+            shell = self._shells[id(base)] = self._shell(base)
         if wrappers:
-            self.peeled.append(Peeled(fqn, shell, wrappers))
+            self._peeled.append(Peeled(fqn, shell, wrappers))
         if is_new:
             for name, child in shell._modules.items():
                 if child is not None:
-                    shell._modules[name] = self.copy(join(fqn, name), child)
+                    shell._modules[name] = self._copy(join(fqn, name), child)
         return shell
 
     def _shell(self, module: nn.Module) -> nn.Module:
@@ -118,28 +116,54 @@ class _Copier:
                 del fields[name]
         for name, config in configs_of(module):
             recorded = config if self.original is None else self.original.config(config)
-            fields[name] = copy.deepcopy(recorded, self.memo)
+            fields[name] = copy.deepcopy(recorded, self._memo)
         for name, parameter in module._parameters.items():
             if self.original is not None and self.original.is_alias(module, name):
                 del fields["_parameters"][name]
             elif parameter is not None:
-                # the same tensor at each of its places
-                if id(parameter) not in self.promised:
-                    value = self._value_of(module, name, parameter)
-                    self.promised[id(parameter)] = value
-                fields["_parameters"][name] = self.promised[id(parameter)]
+                fields["_parameters"][name] = self._promise(module, name, parameter)
         return shell
 
-    def _value_of(
+    def _promise(self, module: nn.Module, name: str, parameter: nn.Parameter) -> Tensor:
+        """The twin's tensor for a parameter, with its original value."""
+        key = id(parameter)
+        if key not in self.promised:
+            held = self.held_of(module, name, parameter)
+            if held is not None:
+                self.promised[key] = held.read(parameter)
+            elif name == "weight" and has_runtime_state(module):
+                self.promised[key] = unpacked_copy(parameter)
+            else:
+                self.promised[key] = parameter
+        return self.promised[key]
+
+    def held_of(
         self, module: nn.Module, name: str, parameter: nn.Parameter
-    ) -> torch.Tensor:
-        """The original value of a parameter."""
-        held = self.held.get((id(module), name))
-        if held is not None:
-            return held.read(parameter)
-        if name == "weight" and has_runtime_state(module):
-            return unpacked_copy(parameter)
-        return parameter
+    ) -> HeldOriginal | None:
+        """The change that holds the original of a parameter; ``None`` where it stores that itself."""
+        key = id(parameter)
+        record = self.tree.known.get(key) or self.tree.sharded.get(key)
+        record = record or self.tree.records.at(module, name)
+        return None if record is None else self.held.get(record)
+
+    def promise_shards(self, original: Original, gathering: Gathering) -> None:
+        """Promise the originals of parameters that were sharded since."""
+        for tensor in self.tree.base_tensors:
+            key, fqn = id(tensor.parameter), tensor.fqn
+            if not is_sharded_tensor(tensor.parameter) or key in self.promised:
+                continue
+            was, why = original.base.get(fqn), ""
+            if was is None:
+                why = "was added after the model was prepared"
+            elif was in original.sharing_memory:
+                why = "shared its memory with another parameter"
+            if was is None or why:
+                raise ExportError(
+                    f"{fqn}: it {why}, so its original cannot be written from shards; export before sharding",
+                    fqn=fqn,
+                )
+            held = self.held_of(tensor.module, tensor.name, tensor.parameter)
+            self.promised[key] = gathering.promise(tensor, was, held, original)
 
 
 def build_twin(
@@ -149,37 +173,27 @@ def build_twin(
 ) -> Twin:
     """Copy a live model's base as it was; raise `ExportError` where that cannot be told. ``gathering`` gets shards."""
     lay_as_stored(tree)
-    copier = _Copier()
+    copier = _Copier(tree)
     if preparation is None:
-        return copier.twin_of(tree)
-    copier.held = _held_by_place(tree, preparation)
+        return copier.twin()
+    changes = [*preparation.copies(tree), *preparation.journal.parts(HeldOriginal)]
+    copier.held = {one.record: one for one in changes}  # the oldest decides
     copier.rewritten = preparation.journal.parts(KeptChange)
     copier.promised = _sharing_memory(copier.held)
     original = preparation.original
     prepared = original.model()
     # and no part or container of it
     if prepared is None or unwrap(prepared)[0] is not unwrap(tree.model)[0]:
-        return copier.twin_of(tree)
-    changes = preparation.changes(tree)
-    _refuse_replaced(changes)
+        return copier.twin()
+    found = preparation.changes(tree)
+    _refuse_replaced(found)
     copier.original = original
     if gathering is not None and gathering.is_sharded:
-        copier.promised |= _gathered(tree, original, copier.held, gathering)
-    twin = copier.twin_of(tree)
-    for fqn in changes.drifted:
+        copier.promise_shards(original, gathering)
+    twin = copier.twin()
+    for fqn in found.drifted:
         raise ExportError(drift_of(fqn), fqn=fqn)
     return twin
-
-
-def _held_by_place(tree: ModelTree, preparation: Preparation) -> _Held:
-    """The change that holds the original of each parameter stored in another dtype; the oldest decides."""
-    held: _Held = {}
-    for one in [*preparation.copies(tree), *preparation.journal.parts(HeldOriginal)]:
-        for ref in one.record.refs:
-            module = ref.owner()
-            if module is not None:
-                held[id(module), ref.name] = one
-    return held
 
 
 def _refuse_merged(fqn: str, wrappers: tuple[nn.Module, ...]) -> None:
@@ -212,31 +226,6 @@ def _refuse_replaced(changes: Changes) -> None:
             f"{fqn or 'the model'} {what} since the model was prepared{cause}, so the exact base is gone; {remedy}",
             fqn=fqn,
         )
-
-
-def _gathered(
-    tree: ModelTree, original: Original, held: _Held, gathering: Gathering
-) -> _Promised:
-    """The tensors promised for the parameters that were sharded since, by the ``id`` of the parameter."""
-    found: _Promised = {}
-    for tensor in tree.base_tensors:
-        fqn, parameter = tensor.fqn, tensor.parameter
-        if not is_sharded_tensor(parameter) or id(parameter) in found:
-            continue
-        was = original.base.get(fqn)
-        why = ""
-        if was is None:
-            why = "was added after the model was prepared"
-        elif was in original.sharing_memory:
-            why = "shared its memory with another parameter"
-        if was is None or why:
-            raise ExportError(
-                f"{fqn}: it {why}, so its original cannot be written from shards; export before sharding",
-                fqn=fqn,
-            )
-        holder = held.get((id(tensor.module), tensor.name))
-        found[id(parameter)] = gathering.promise(tensor, was, holder, original)
-    return found
 
 
 def _sharing_memory(held: _Held) -> _Promised:

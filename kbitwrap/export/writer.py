@@ -72,16 +72,12 @@ class CheckpointWriter:
     files: tuple[str, ...] = ()
 
     def save_file(
-        self,
-        tensors: Tensors,
-        path: Source,
-        metadata: Metadata = None,
+        self, tensors: Tensors, path: Source, metadata: Metadata = None
     ) -> None:
         """Write one file and count its tensors; called as ``safetensors.torch.save_file`` is."""
-        self.num_bytes += write_safetensors(
-            path, tensors, metadata, progress=self.progress
-        )
+        write_safetensors(path, tensors, metadata, progress=self.progress)
         self.num_tensors += len(tensors)
+        self.num_bytes += sum(tensor.nbytes for tensor in tensors.values())
 
     def save(
         self,
@@ -99,10 +95,9 @@ class CheckpointWriter:
             return
         content = dict(index or {})
         old = content.get("metadata", {})
+        where = {name: file for file, names in files.items() for name in names}
         content["metadata"] = {**old, "total_size": self.num_bytes}
-        content["weight_map"] = {
-            name: file for file, names in files.items() for name in names
-        }
+        content["weight_map"] = where
         text = json.dumps(content, indent=2, sort_keys=True) + "\n"
         (self.folder / (index_name or INDEX_NAME)).write_text(text, encoding="utf-8")
 
@@ -137,10 +132,9 @@ def checkpoint_writer(
             told = progress if callable(progress) else bar.update
             writer = CheckpointWriter(folder, told)
             yield writer
-        files = [found for found in folder.rglob("*") if found.is_file()]
-        writer.files = tuple(
-            sorted(found.relative_to(folder).as_posix() for found in files)
-        )
+        found = [path for path in folder.rglob("*") if path.is_file()]
+        names = [path.relative_to(folder).as_posix() for path in found]
+        writer.files = tuple(sorted(names))
 
 
 def split_into_files(
@@ -167,8 +161,8 @@ def write_safetensors(
     metadata: Metadata = None,
     *,
     progress: Progress | None = None,
-) -> int:
-    """Write the file that ``safetensors.torch.save_file`` would, with sorted metadata; return the tensors' bytes."""
+) -> None:
+    """Write the file that ``safetensors.torch.save_file`` would, with sorted metadata."""
     # One tensor's values are in memory at a time; no file is left after an error.
     if sys.byteorder == "big":
         raise ExportError(
@@ -188,7 +182,6 @@ def write_safetensors(
         with contextlib.suppress(OSError):
             os.unlink(path)
         raise
-    return num_bytes
 
 
 def _write_tensor(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..errors import ExportError, ManifestError
@@ -23,6 +23,7 @@ from ..model.checks import refuse_unreadable
 from ..model.quantization import DISTRIBUTIONS, is_quantized_parameter
 from ..model.tree import ModelTree, join
 from ..model.wrappers import COPIES, loaded_class
+from ..preparation.original import Buffer
 from ..preparation.preparation import Preparation
 from ..preparation.process import plain_mode
 from ..tensors.bits import content_digest, is_dense, parts_of
@@ -96,79 +97,97 @@ def _read(
     progress: bool,
 ) -> Contents:
     """Read the contents of a twin of a live model."""
-    live: dict[str, torch.Tensor | None] = {}
+    live = _live_tensors(tree)
+    state = twin.state_dict(keep_vars=True)
+    originals = {fqn: one for fqn, one in state.items() if isinstance(one, Tensor)}
+    parameters = [fqn for fqn in originals if isinstance(live.get(fqn), nn.Parameter)]
+    ties = _ties({fqn: originals[fqn] for fqn in parameters})
+    buffers = {} if preparation is None else preparation.original.buffers
+
+    tensors = {}
+    for fqn in tqdm(
+        originals, desc="digest", unit="tensor", disable=not progress, leave=False
+    ):
+        was = buffers.get(fqn) or _as_it_is(fqn, originals[fqn])
+        flags = _flags(live.get(fqn), was.dtype, tree, preparation)
+        tensors[fqn] = TensorRecord(
+            fqn=fqn,
+            type=_type_of(live.get(fqn)),
+            shape=tuple(was.shape),
+            original_dtype=dtype_name(was.dtype),
+            **flags,
+            digest=f"{was.digest():016x}",
+            tie_group=ties.get(fqn),
+        )
+
+    dtype = None
+    for fqn in parameters:
+        if dtype is None and _is_plain(live[fqn]):
+            dtype = tensors[fqn].original_dtype
+    trained = [] if preparation is None else preparation.changes(tree).trained
+    return Contents(
+        _model_record(twin, dtype),
+        tensors,
+        _adapters(tree),
+        trained=(*trained, *gathering.trained),
+    )
+
+
+def _live_tensors(tree: ModelTree) -> dict[str, Tensor | None]:
+    """The parameters and buffers of the base, by name."""
+    live: dict[str, Tensor | None] = {}
     for node in tree.base:
         for held in (node.module._parameters, node.module._buffers):
             live |= {join(node.fqn, name): tensor for name, tensor in held.items()}
-    parameters = {
-        fqn: tensor for fqn, tensor in live.items() if isinstance(tensor, nn.Parameter)
-    }
-    state = {
-        fqn: tensor
-        for fqn, tensor in twin.state_dict(keep_vars=True).items()
-        if isinstance(tensor, torch.Tensor)
-    }
-    ties = _ties({fqn: state[fqn] for fqn in state if fqn in parameters})
-    buffers = {} if preparation is None else preparation.original.buffers
-    digests: dict[int, int] = {}  # a tied tensor is read once
-    tensors = {}
-    for fqn, tensor in tqdm(
-        state.items(), desc="digest", unit="tensor", disable=not progress, leave=False
-    ):
-        if fqn in buffers:
-            was = buffers[fqn]
-            dtype, shape, digest = was.dtype, was.shape, was.digest()
-        else:
-            if id(tensor) not in digests:
-                digests[id(tensor)] = _digest(fqn, tensor)
-            dtype, shape, digest = tensor.dtype, tensor.shape, digests[id(tensor)]
-        kind = "quantization" if live.get(fqn) is None else "buffer"
-        flag = False
-        left: Mapping[str, Any] = {"dtype": dtype, "requires_grad": False}
-        if fqn in parameters:
-            kind = "parameter"
-            flag, left = _flags(parameters[fqn], dtype, tree, preparation)
-        tensors[fqn] = TensorRecord(
-            fqn=fqn,
-            type=kind,
-            shape=tuple(shape),
-            original_dtype=dtype_name(dtype),
-            prepared_dtype=dtype_name(left["dtype"]),
-            requires_grad=flag,
-            prepared_requires_grad=left["requires_grad"],
-            digest=f"{digest:016x}",
-            tie_group=ties.get(fqn),
+    return live
+
+
+def _as_it_is(fqn: str, tensor: Tensor) -> Buffer:
+    """The record of a tensor of the twin, whose values are the original ones."""
+    if not is_dense(tensor):
+        raise ManifestError(
+            f"{fqn}: expected a dense tensor, whose bytes can be read, found {type(tensor).__name__} of "
+            f"{tensor.layout} and {tensor.dtype}; register a buffer that checkpoints do not need with persistent=False"
         )
-    plain = [
-        tensors[fqn].original_dtype
-        for fqn in tensors
-        if fqn in parameters and _is_plain(parameters[fqn])
-    ]
-    model = _model_record(twin, plain[0] if plain else None)
-    trained = [] if preparation is None else preparation.changes(tree).trained
-    trained += gathering.trained
-    return Contents(model, tensors, _adapters(tree), tuple(trained))
+    digest = functools.partial(_digest, tensor)
+    return Buffer(tensor.dtype, tensor.shape, digest)
+
+
+def _digest(tensor: Tensor) -> int:
+    return content_digest(values_of(tensor))
+
+
+def _type_of(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "quantization"  # it is in the state dict, and nowhere in the model
+    return "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
 
 
 def _flags(
-    parameter: nn.Parameter,
+    tensor: Tensor | None,
     dtype: torch.dtype,
     tree: ModelTree,
     preparation: Preparation | None,
-) -> tuple[bool, Mapping[str, Any]]:
-    """``requires_grad`` as it was, and with the dtype, as a preparation left it."""
-    flag = parameter.requires_grad
-    left: Mapping[str, Any] | None = None
-    record = tree.known.get(id(parameter)) or tree.sharded.get(id(parameter))
-    if preparation is not None and record is not None:
-        flag = preparation.original.flags[record]
-        left = preparation.left.of(record)
-    if left is None:
-        left = {"dtype": dtype, "requires_grad": parameter.requires_grad}
-    return flag, left
+) -> dict[str, Any]:
+    """The flags of a live tensor, before and while prepared, and its dtype then."""
+    flag = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+    found = {
+        "requires_grad": flag,
+        "prepared_dtype": dtype_name(dtype),
+        "prepared_requires_grad": flag,
+    }
+    record = tree.known.get(id(tensor)) or tree.sharded.get(id(tensor))
+    if preparation is None or record is None:
+        return found
+    found["requires_grad"] = preparation.original.flags[record]
+    left = preparation.left.of(record)
+    if left is not None:
+        found["prepared_dtype"] = dtype_name(left["dtype"])
+        found["prepared_requires_grad"] = left["requires_grad"]
+    return found
 
 
-def _is_plain(parameter: nn.Parameter) -> bool:
+def _is_plain(parameter: Any) -> bool:
     return parameter.is_floating_point() and not is_quantized_parameter(parameter)
 
 
@@ -211,28 +230,22 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _digest(fqn: str, tensor: torch.Tensor) -> int:
-    if not is_dense(tensor):
-        raise ManifestError(
-            f"{fqn}: expected a dense tensor, whose bytes can be read, found {type(tensor).__name__} of "
-            f"{tensor.layout} and {tensor.dtype}; register a buffer that checkpoints do not need with persistent=False"
-        )
-    return content_digest(values_of(tensor))
-
-
-def _ties(parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
+def _ties(parameters: Mapping[str, Tensor]) -> dict[str, int]:
     """Number the groups of names that are the same memory with the same dtype, shape and stride."""
     groups: dict[Any, list[str]] = {}
     for fqn, parameter in parameters.items():
-        key: Any = id(parameter)
-        if parameter.numel():
-            key = tuple(
-                (part.data_ptr(), part.dtype, part.shape, part.stride())
-                for part in parts_of(parameter)
-            )
-        groups.setdefault(key, []).append(fqn)
+        groups.setdefault(_memory_of(parameter), []).append(fqn)
     tied = [names for names in groups.values() if len(names) > 1]
     return {name: number for number, names in enumerate(tied) for name in names}
+
+
+def _memory_of(parameter: Tensor) -> Any:
+    if not parameter.numel():  # such have no memory to share
+        return id(parameter)
+    return tuple(
+        (part.data_ptr(), part.dtype, part.shape, part.stride())
+        for part in parts_of(parameter)
+    )
 
 
 def _model_record(twin: nn.Module, dtype: str | None) -> ModelRecord:
@@ -249,14 +262,13 @@ def _model_record(twin: nn.Module, dtype: str | None) -> ModelRecord:
         method=ModelTree(twin).quantization.method,
         config=quantizations.get("", quantizations),
     )
-    data = {
-        "class": type(twin).__name__,
-        "name_or_path": str(getattr(configs.get(""), "_name_or_path", "")),
-        "config_sha256": _sha256(text) if settled else None,
-        "dtype": dtype,
-        "quantization": quantization,
-    }
-    return ModelRecord.model_validate(data)
+    return ModelRecord(
+        **{"class": type(twin).__name__},
+        name_or_path=str(getattr(configs.get(""), "_name_or_path", "")),
+        config_sha256=_sha256(text) if settled else None,
+        dtype=dtype,  # type: ignore[arg-type]
+        quantization=quantization,
+    )
 
 
 def _outermost_configs(module: nn.Module, fqn: str = "") -> Iterator[tuple[str, Any]]:

@@ -8,6 +8,9 @@ from typing import Any
 from ..reports import Differences
 from .schema import TensorRecord
 
+Tensors = Mapping[str, TensorRecord]
+Pairs = dict[str, tuple[Any, Any]]
+
 
 class ManifestDiff(Differences):
     """Differences between two manifests, or between a manifest and a model. Empty, and false, where there are none.
@@ -22,32 +25,25 @@ class ManifestDiff(Differences):
 
 
 def compare(
-    first: Mapping[str, TensorRecord],
-    second: Mapping[str, TensorRecord],
-    read: Callable[[TensorRecord], Mapping[str, Any]],
+    first: Tensors,
+    second: Tensors,
+    read: Callable[[TensorRecord], dict[str, Any]],
     header: Mapping[str, Any],
     other_header: Mapping[str, Any],
     ignored: Collection[str] = (),
 ) -> ManifestDiff:
     """Compare two sets of tensors, by the values that ``read`` gives of each, and two headers of nested values."""
-    one, other = _flat(header), _flat(other_header)
-    whole = {
-        key: (one.get(key), other.get(key))
-        for key in (*one, *other)
-        if key not in ignored
-    }
-    pairs = {"": whole}
+    whole = _unequal(_flat(header), _flat(other_header))
+    for name in ignored:
+        whole.pop(name, None)
+    different = {"": whole} if whole else {}
     ties, other_ties = _tied(first), _tied(second)
     for fqn in first:
-        if fqn in second:
-            values, others = read(first[fqn]), read(second[fqn])
-            pairs[fqn] = {name: (values[name], others.get(name)) for name in values}
-            # a number that may differ where the group does not
-            pairs[fqn].pop("tie_group", None)
-            pairs[fqn]["tied"] = ties.get(fqn, ()), other_ties.get(fqn, ())
-    different = {}
-    for fqn, rows in pairs.items():
-        unequal = {name: pair for name, pair in rows.items() if pair[0] != pair[1]}
+        if fqn not in second:
+            continue
+        one = {**read(first[fqn]), "tied": ties.get(fqn, ())}
+        other = {**read(second[fqn]), "tied": other_ties.get(fqn, ())}
+        unequal = _unequal(one, other)
         if unequal:
             different[fqn] = unequal
     return ManifestDiff(
@@ -57,7 +53,13 @@ def compare(
     )
 
 
-def _tied(tensors: Mapping[str, TensorRecord]) -> dict[str, tuple[str, ...]]:
+def _unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> Pairs:
+    """The values that differ, by their names; one that is not there is ``None``."""
+    pairs = {name: (one.get(name), other.get(name)) for name in (*one, *other)}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _tied(tensors: Tensors) -> dict[str, tuple[str, ...]]:
     """For each tied tensor, the names of its group."""
     groups: dict[int, list[str]] = {}
     for fqn, record in tensors.items():
@@ -77,22 +79,25 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-_AS_LOADED = ("type", "shape", "original_dtype", "digest")
-# The flag from before depends on whether the adapter or the preparation came first.
-_FOR_TRAINING = (
-    *("type", "shape", "original_dtype", "prepared_dtype", "prepared_requires_grad"),
-    "digest",
-)
+def all_values(tensor: TensorRecord) -> dict[str, Any]:
+    """All values of a tensor, but the number of its group, which says nothing."""
+    values = dict(vars(tensor))
+    del values["tie_group"]
+    return values
 
 
 def as_loaded(tensor: TensorRecord) -> dict[str, Any]:
     """The values of a tensor to compare with a live model's."""
-    return {name: getattr(tensor, name) for name in _AS_LOADED}
+    names = ("type", "shape", "original_dtype", "digest")
+    return {name: getattr(tensor, name) for name in names}
 
 
 def for_training(tensor: TensorRecord) -> dict[str, Any]:
     """The values of a tensor that training depends on, in the order in which an essence hashes them."""
-    values = {name: getattr(tensor, name) for name in _FOR_TRAINING}
+    values = all_values(tensor)
+    # it depends on whether the adapter or the preparation came first
+    del values["requires_grad"]
+    del values["fqn"]
     if tensor.prepared_requires_grad:
         del values["digest"]  # training changes the content
     return values

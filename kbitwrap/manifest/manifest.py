@@ -27,7 +27,7 @@ from ..preparation.preparation import Preparation
 from ..preparation.process import devices
 from ..reports import Report, first_of, shown
 from .contents import read_contents, versions
-from .diff import ManifestDiff, as_loaded, compare, for_training
+from .diff import ManifestDiff, all_values, as_loaded, compare, for_training
 from .schema import (
     AdapterRecord,
     ConfigRecord,
@@ -170,12 +170,12 @@ class Manifest(Report, Record):
                     "trained value as the original; make the manifest before training",
                     fqn=fqn,
                 )
-            kinds: dict[tuple[Any, ...], int] = {}
+            kinds: dict[Kind, int] = {}
             ties: dict[int, list[str]] = {}
             rows = {}
             for fqn, tensor in contents.tensors.items():
-                kind = tuple(getattr(tensor, name) for name in Kind.model_fields)
-                rows[fqn] = (kinds.setdefault(kind, len(kinds)), tensor.digest)
+                kind = Kind.model_validate(tensor)
+                rows[fqn] = kinds.setdefault(kind, len(kinds)), tensor.digest
                 if tensor.tie_group is not None:
                     ties.setdefault(tensor.tie_group, []).append(fqn)
             data = {
@@ -190,7 +190,7 @@ class Manifest(Report, Record):
                 "before": preparation.original.before,
                 "after": preparation.after,
                 "plan": plan,
-                "kinds": [dict(zip(Kind.model_fields, k, strict=True)) for k in kinds],
+                "kinds": list(kinds),
                 "ties": list(ties.values()),
                 "tensors": rows,
             }
@@ -294,7 +294,7 @@ class Manifest(Report, Record):
             How it differs from this one.
         """
         return compare(
-            self.tensors, other.tensors, vars, self._header(), other._header()
+            self.tensors, other.tensors, all_values, self._header(), other._header()
         )
 
     def _header(self) -> dict[str, Any]:
@@ -364,22 +364,7 @@ class Manifest(Report, Record):
     def to_json(self) -> str:
         """The manifest as JSON text, in ASCII: indented, one tensor a line."""
         data = self.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-        parts = []
-        for key, value in data.items():
-            if key in ("kinds", "ties"):
-                body = _lines("[", (json.dumps(item) for item in value), "]")
-            elif key == "tensors":
-                body = _lines(
-                    "{",
-                    (
-                        f"{json.dumps(name)}: {json.dumps(row)}"
-                        for name, row in value.items()
-                    ),
-                    "}",
-                )
-            else:
-                body = json.dumps(value, indent=2).replace("\n", "\n  ")
-            parts.append(f"  {json.dumps(key)}: {body}")
+        parts = [f"  {json.dumps(key)}: {_text(key, data[key])}" for key in data]
         return "{\n" + ",\n".join(parts) + "\n}\n"
 
     @classmethod
@@ -467,7 +452,17 @@ class Manifest(Report, Record):
         return cls._read(text, name)
 
 
-def _lines(opening: str, items: Iterator[str], closing: str) -> str:
+def _text(key: str, value: Any) -> str:
+    """The JSON of one part of a manifest."""
+    if key == "tensors":
+        rows = [f"{json.dumps(name)}: {json.dumps(value[name])}" for name in value]
+        return _lines("{", rows, "}")
+    if key in ("kinds", "ties"):
+        return _lines("[", [json.dumps(item) for item in value], "]")
+    return json.dumps(value, indent=2).replace("\n", "\n  ")
+
+
+def _lines(opening: str, items: list[str], closing: str) -> str:
     body = ",\n    ".join(items)
     return f"{opening}\n    {body}\n  {closing}" if body else opening + closing
 

@@ -45,9 +45,8 @@ def names_in(folder: Path) -> list[str]:
 
 
 def assert_as_the_library(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None, path: Path) -> None:
-    num_bytes = write_safetensors(path, tensors, metadata)
+    write_safetensors(path, tensors, metadata)
     assert path.read_bytes() == save(tensors, metadata)
-    assert num_bytes == sum(tensor.nbytes for tensor in tensors.values())
 
 
 @pytest.mark.parametrize("dtype", LIBRARY_DTYPES, ids=str)
