@@ -148,15 +148,22 @@ def merged_weights(
     moment: Callable[[], tuple[Any, ...]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Hand out what a merged export writes, as long as ``moment`` returns the same objects, a state first."""
-    with plain_mode(), tempfile.TemporaryDirectory(prefix="kbitwrap-") as folder:
+    with plain_mode():
         tree = preparation.tree()
         refuse_unreadable(tree, allow_sharded=False)
         twin = build_twin(tree, preparation)
         merge_into(twin, [adapters] if isinstance(adapters, str) else adapters)
+        tensors = saved_tensors(twin.model)
+    return _computed(tensors, moment, moment())
+
+
+def saved_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """The tensors that a twin is saved as, by their names in the files; none is computed."""
+    with tempfile.TemporaryDirectory(prefix="kbitwrap-") as folder:
         collector = _Collector(Path(folder))
-        with _refusing(twin.model, "the model is as it was"):
-            save_model(twin.model, collector, sys.maxsize)
-    return _computed(collector.tensors, moment, moment())
+        with _refusing(model, "the model is as it was"):
+            save_model(model, collector, sys.maxsize)
+    return collector.tensors
 
 
 @contextlib.contextmanager

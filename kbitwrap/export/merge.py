@@ -44,8 +44,13 @@ _MODEL_ATTRIBUTES = (
 _CONFIG_ATTRIBUTES = ("quantization_config", "_pre_quantization_dtype")
 
 
-def merge_into(twin: Twin, adapters: Chosen = None) -> tuple[str, ...]:
-    """Make a twin, in place, the plain model; return the names of the modules that an adapter or a copy changed."""
+def merge_into(
+    twin: Twin, adapters: Chosen = None, *, in_float32: bool = False
+) -> tuple[str, ...]:
+    """Make a twin, in place, the plain model; return the names of the modules that an adapter or a copy changed.
+
+    With ``in_float32`` what is computed is not rounded: it can be compared.
+    """
     chosen = None if adapters is None else tuple(dict.fromkeys(adapters))
     _refuse_unknown(twin, chosen)
     tree = ModelTree(twin.model)
@@ -55,9 +60,11 @@ def merge_into(twin: Twin, adapters: Chosen = None) -> tuple[str, ...]:
             "not merged; export without merging"
         )
     places = [tree.places(tensor) for tensor in tree.tensors]
-    dtype = _half_dtype(twin.model)
+    dtype = torch.float32 if in_float32 else _half_dtype(twin.model)
     rounded = dequantize(twin, dtype)
     merges = _plan(twin, dtype, rounded, chosen)
+    for merge in merges:
+        merge.in_float32 = in_float32
     # Refusals come before anything is written: one layer of each kind is tried out.
     for merge in {merge.kind: merge for merge in reversed(merges)}.values():
         merge.try_out()
@@ -98,6 +105,7 @@ class _Merge:
     # the active copy of ``modules_to_save``, which runs instead of the original
     copy: nn.Module | None = None
     layers: list[ActiveLayer] = field(default_factory=list)  # the innermost first
+    in_float32: bool = False  # whether the result is not rounded
 
     @property
     def source(self) -> nn.Module:
@@ -167,6 +175,8 @@ class _Merge:
                 f"{self.fqn}: its trained copy has a {name}, but the base has none; export without merging",
                 fqn=self.fqn,
             )
+        if self.in_float32:
+            return torch.float32
         if self._is_rounded(name):
             return self.dtype
         if not is_quantized_parameter(before):
@@ -188,7 +198,9 @@ class _Merge:
         """A parameter of the plain model, in the plain module's layout and its original dtype, in memory of its own."""
         tensor = self._tensor(name)
         # Where each block can take the place of what it is computed from, it does.
-        whole = tensor.base(...).contiguous() if tensor.is_own else None
+        whole = None
+        if tensor.is_own:
+            whole = tensor.base(...).to(self._dtype(name)).contiguous()
         for rows, block in self._blocks(name, tensor):
             if whole is None:
                 whole = block.new_empty(tensor.shape)

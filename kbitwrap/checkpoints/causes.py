@@ -1,0 +1,278 @@
+"""The causes of a wrong merge, as far as figures and samples of its tensors tell them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .figures import Against, Figures, grid_shape
+
+UNCHANGED = "no delta: the base's bytes, unchanged"
+NO_DELTA = "no delta"
+DROPPED_COPY = "the trained copy was dropped"
+DOUBLED = "the delta is doubled: merged twice, or by a wrong scale"
+HALVED = "the delta is halved: a wrong scale"
+NEGATED = "the delta is negated: a wrong scale"
+SCALED = "the delta has another scale"
+EXCHANGED = "two layers or experts were exchanged"
+TRANSPOSED = "transposed"
+NOT_FINITE = "not finite"
+REQUANTIZED = "requantized, which rounds most of a small delta away"
+ANOTHER_ADAPTER = "another adapter's delta"
+ANOTHER_BASE = "onto another base, or this one quantized otherwise"
+CHANGED = "changed, though no adapter touches it"
+
+# A right merge rounds once or twice, and may compute the delta itself in half.
+_ROUNDINGS = 3.0
+_OF_DELTA = 0.02
+_OF_FLOAT32 = 2.0**-20
+_DEVIATIONS = 8.0  # of what rounding adds to the part that was kept
+# The largest difference of quantized weights that nothing was merged into, as a part of
+# their length: rounding to 4 bits takes 0.1.
+_OF_QUANTIZED = 0.25
+_KEPT_BY_QUANTIZED = (0.9, 1.1)
+_ALIKE = 0.05  # the largest difference of two samples that show the same weight
+_ALIGNED = 0.8  # the least cosine of two samples that show the same delta
+_SCALES = {2.0: DOUBLED, 0.5: HALVED, -1.0: NEGATED}
+_OF_LOW_RANK = 0.95  # of the energy of a change, in half of the singular values
+# The wrong matrices of which is asked whose values they hold: the first tell what became
+# of many.
+_MOST_SEARCHES = 64
+_OF_BASE_CODES = 0.95  # the least share of codes by which a base is told
+_MOST_OF_BASE = 0.3  # a larger change, as a part of the base's length, is another base
+
+
+def is_right(figures: Figures) -> bool:
+    """Whether a tensor is what a merge gives: rounded, on the trained or the original weights."""
+    if not figures.is_finite:
+        return False
+    if figures.base_codes >= _OF_BASE_CODES:
+        return True
+    return any(_explains(against, figures) for against in figures.references)
+
+
+def _explains(against: Against, figures: Figures) -> bool:
+    delta = figures.delta
+    if figures.is_quantized:
+        if not delta:
+            return against.off <= _OF_QUANTIZED**2 * against.size
+        least, most = _KEPT_BY_QUANTIZED
+        is_kept = least <= against.kept(delta) <= most
+        return is_kept and figures.dtype != torch.uint8
+    allowed = _ROUNDINGS * math.sqrt(against.rounding)
+    allowed += _OF_DELTA * math.sqrt(delta) + _OF_FLOAT32 * math.sqrt(against.size)
+    if math.sqrt(against.off) > allowed:
+        return False
+    if not delta:
+        return True
+    num_elements = math.prod(figures.shape)
+    deviation = math.sqrt(against.rounding / num_elements / delta)
+    expected = against.rounded_along / delta
+    difference = abs(against.kept(delta) - expected)
+    return difference <= _OF_DELTA + _DEVIATIONS * deviation
+
+
+class Causes:
+    """Tells why tensors are not what they should be.
+
+    Args:
+        figures: Those of all tensors, right ones too: a wrong one may hold another's
+            values.
+        copies: The names of tensors that the adapter holds trained copies of.
+        change_of: Reads a part of what a tensor adds to its nearest reference: a
+            matrix of some of its rows and columns.
+    """
+
+    def __init__(
+        self,
+        figures: Sequence[Figures],
+        copies: Collection[str],
+        change_of: Callable[[Figures], Tensor],
+    ) -> None:
+        self._copies = copies
+        self._change_of = change_of
+        by_shape: defaultdict[tuple[int, ...], list[Figures]] = defaultdict(list)
+        for one in figures:
+            by_shape[one.shape[-2:]].append(one)
+        self._alike = {shape: _Matrices(those) for shape, those in by_shape.items()}
+        self._num_searches = 0
+
+    def of(self, figures: Figures) -> tuple[str, str]:
+        """The cause of a wrong tensor, and the evidence."""
+        if not figures.is_finite:
+            return NOT_FINITE, ""
+        of_scale = self._of_scale(figures) if figures.delta else None
+        if of_scale is not None:
+            return of_scale
+        held = self._held(figures)
+        if held:
+            return EXCHANGED, f"it holds {held}"
+        if _is_transposed(figures):
+            return TRANSPOSED, ""
+        nearest = figures.nearest
+        part = math.sqrt(nearest.off / nearest.size) if nearest.size else math.inf
+        evidence = f"it differs by {part:.1%} of the base"
+        if part >= _MOST_OF_BASE and not self._is_an_adapters(figures):
+            return ANOTHER_BASE, evidence
+        if not figures.delta:
+            return CHANGED, evidence
+        if figures.is_quantized:
+            kept = nearest.kept(figures.delta)
+            return REQUANTIZED, f"{kept:.0%} of its delta is left"
+        if self._is_an_adapters(figures):
+            return ANOTHER_ADAPTER, evidence
+        return ANOTHER_BASE, evidence
+
+    def _of_scale(self, figures: Figures) -> tuple[str, str] | None:
+        """The cause of a tensor that holds a multiple of its delta; ``None`` of another."""
+        delta = figures.delta
+        no_delta = NO_DELTA, ""
+        if figures.fqn in self._copies:
+            no_delta = DROPPED_COPY, "it holds the base's values"
+        elif figures.original is not None and figures.original.is_same:
+            no_delta = UNCHANGED, ""
+        if any(against.is_same for against in figures.references):
+            return no_delta
+        against = min(figures.references, key=lambda one: one.aside(delta))
+        kept = against.kept(delta)
+        allowed = _ROUNDINGS * math.sqrt(against.rounding)
+        allowed += _ALIKE * max(abs(kept), 1.0) * math.sqrt(delta)
+        if figures.is_quantized or against.aside(delta) > allowed:
+            return None
+        if abs(kept) <= _ALIKE:
+            return no_delta
+        for scale, cause in _SCALES.items():
+            if abs(kept - scale) <= _ALIKE * abs(scale):
+                return cause, ""
+        return SCALED, f"{kept:.2f} times"
+
+    def _held(self, figures: Figures) -> str:
+        """The tensor whose values, or whose delta, a wrong one holds."""
+        alike = self._alike[figures.shape[-2:]]
+        for own in alike.of(figures):
+            if own.is_right or self._num_searches == _MOST_SEARCHES:
+                continue
+            self._num_searches += 1
+            held = alike.held_by(own)
+            if held:
+                return held
+        return ""
+
+    def _is_an_adapters(self, figures: Figures) -> bool:
+        """Whether the change is of a rank that adapters have, and not of a full one."""
+        if len(figures.shape) < 2 or not figures.delta or figures.is_quantized:
+            return False
+        energies = torch.linalg.svdvals(self._change_of(figures)).square()
+        few = max(len(energies) // 2, 1)
+        return float(energies[:few].sum()) >= _OF_LOW_RANK * float(energies.sum())
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """The sample of one matrix of a tensor: flat, in float32."""
+
+    name: str
+    found: Tensor
+    after: Tensor
+    trained: Tensor
+
+    @property
+    def is_right(self) -> bool:
+        """Whether it shows what it should."""
+        if bool(_distances(self.found, self.after[None]) > _ALIKE):
+            return False
+        delta = self.after - self.trained
+        change = self.found - self.trained
+        return bool(delta @ change >= _ALIGNED * delta.norm() * change.norm())
+
+
+class _Matrices:
+    """The samples of all matrices of one shape."""
+
+    def __init__(self, those: Sequence[Figures]) -> None:
+        self._by_fqn: dict[str, list[_Matrix]] = {}
+        for figures in those:
+            self._by_fqn[figures.fqn] = _matrices(figures)
+
+    def of(self, figures: Figures) -> Sequence[_Matrix]:
+        """Those of one tensor."""
+        return self._by_fqn[figures.fqn]
+
+    @functools.cached_property
+    def _all(self) -> list[_Matrix]:
+        return list(itertools.chain.from_iterable(self._by_fqn.values()))
+
+    @functools.cached_property
+    def _after(self) -> Tensor:
+        return torch.stack([matrix.after for matrix in self._all])
+
+    @functools.cached_property
+    def _trained(self) -> Tensor:
+        return torch.stack([matrix.trained for matrix in self._all])
+
+    @functools.cached_property
+    def _deltas(self) -> Tensor:
+        return nn.functional.normalize(self._after - self._trained)
+
+    def held_by(self, own: _Matrix) -> str:
+        """What a wrong matrix holds of another one; ``""`` if nothing tells."""
+        change = nn.functional.normalize(own.found - own.trained, dim=0)
+        delta = nn.functional.normalize(own.after - own.trained, dim=0)
+        has_values = _distances(own.found, self._after) <= _ALIKE
+        has_values |= _distances(own.found, self._trained) <= _ALIKE
+        has_delta = self._deltas @ change >= _ALIGNED
+        has_delta &= self._deltas @ delta < _ALIGNED
+        for place, other in enumerate(self._all):
+            if other is own:
+                continue
+            if has_values[place]:
+                return f"the values of {other.name}"
+            if has_delta[place]:
+                return f"the delta of {other.name}"
+        return ""
+
+
+def _matrices(figures: Figures) -> list[_Matrix]:
+    number, *_ = grid_shape(figures.shape)
+    sample = figures.sample
+    rows = [side.view(number, -1) for side in (sample.found, sample.after, sample.trained)]
+    found = []
+    for index, (own, after, trained) in enumerate(zip(*rows, strict=True)):
+        name = figures.fqn if number == 1 else f"{figures.fqn}[{index}]"
+        found.append(_Matrix(name, own, after, trained))
+    return found
+
+
+def _distances(a: Tensor, others: Tensor) -> Tensor:
+    """The lengths of the differences from each of the others, as parts of their lengths."""
+    lengths = others.norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
+    return (others - a).norm(dim=1) / lengths
+
+
+def _is_transposed(figures: Figures) -> bool:
+    """Whether square matrices, or the deltas in them, lie transposed."""
+    if len(figures.shape) < 2 or figures.shape[-1] != figures.shape[-2]:
+        return False
+    grid = grid_shape(figures.shape)
+    sample = figures.sample
+    turned = sample.found.view(grid).mT.reshape(-1)
+    if bool(_distances(turned, sample.after[None]) <= _ALIKE):
+        return True
+    change = nn.functional.normalize(sample.found - sample.trained, dim=0)
+    delta = (sample.after - sample.trained).view(grid).mT.reshape(-1)
+    return bool(change @ nn.functional.normalize(delta, dim=0) >= _ALIGNED)
+
+
+def by_cause(found: Mapping[str, tuple[str, str]]) -> dict[str, list[tuple[str, str]]]:
+    """The wrong tensors of each cause, each with its evidence."""
+    causes: dict[str, list[tuple[str, str]]] = {}
+    for fqn, (cause, evidence) in found.items():
+        causes.setdefault(cause, []).append((fqn, evidence))
+    return causes

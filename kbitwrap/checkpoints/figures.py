@@ -1,0 +1,234 @@
+"""One tensor of a merged model against what it should be: sums over all of its values, and a sample of them.
+
+The values are read a few at a time: nothing is held but sums and samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..tensors.lazy import pieces
+
+_GRID = 32  # rows and columns of a sample
+
+
+class Against:
+    """The values of a merged tensor against one reference: the weights that the delta was added to.
+
+    Attributes:
+        change: The squared length of what the merged tensor adds to the reference.
+        along: The product of that change and the delta.
+        off: The squared length of the difference between that change and the delta.
+        rounding: The squared length of what rounding the sum once takes.
+        rounded_along: The product of the change that is left when the sum is rounded
+            once, and the delta.
+        size: The squared length of the reference.
+        is_same: Whether the merged tensor is the reference, rounded to its dtype.
+    """
+
+    def __init__(self) -> None:
+        self.change = 0.0
+        self.along = 0.0
+        self.off = 0.0
+        self.rounding = 0.0
+        self.rounded_along = 0.0
+        self.size = 0.0
+        self.is_same = True
+
+    def add(
+        self, found: Tensor, before: Tensor, delta: Tensor, dtype: torch.dtype
+    ) -> None:
+        """Add some values: of the merged tensor, the reference and the delta; ``dtype`` is rounded to."""
+        reference = before.float()
+        expected = reference + delta
+        values = found.float()
+        change = values - reference
+        off = values - expected
+        rounded = expected.to(dtype).float()
+        lost = rounded - expected
+        self.change += _dot(change, change)
+        self.along += _dot(change, delta)
+        self.off += _dot(off, off)
+        self.rounding += _dot(lost, lost)
+        self.rounded_along += _dot(rounded - reference, delta)
+        self.size += _dot(reference, reference)
+        if self.is_same:
+            self.is_same = torch.equal(found, reference.to(found.dtype))
+
+    def kept(self, delta: float) -> float:
+        """The part of the delta that is there, given its squared length."""
+        return self.along / delta
+
+    def error(self, delta: float) -> float:
+        """What is beside the delta, as a part of its length, given that squared."""
+        return math.sqrt(self.off / delta)
+
+    def aside(self, delta: float) -> float:
+        """The length of that part of the change that is no multiple of the delta, given its squared length."""
+        along = self.along**2 / delta if delta else 0.0
+        return math.sqrt(max(self.change - along, 0.0))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A grid of a tensor's values, in float32: found, expected, and the reference of each kind."""
+
+    found: Tensor
+    after: Tensor
+    trained: Tensor
+    original: Tensor | None
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What was found of one tensor.
+
+    Attributes:
+        fqn: Its name.
+        shape: Its shape.
+        dtype: The dtype that it is stored in.
+        is_quantized: Whether it is stored quantized.
+        delta: The squared length of the adapter's delta; 0 where it has none.
+        trained: The tensor against the weights that were trained on.
+        original: The tensor against those in the base's files; ``None`` where these
+            hold none that can be compared.
+        is_finite: Whether all of its values are.
+        sample: Some of its values.
+        base_codes: The share of the base's codes that the tensor has when its delta is
+            taken off and it is quantized as the base; 0 where that was not asked.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_quantized: bool
+    delta: float
+    trained: Against
+    original: Against | None
+    is_finite: bool
+    sample: Sample
+    base_codes: float = 0.0
+
+    @property
+    def references(self) -> list[Against]:
+        """The references that there are, the trained one first."""
+        return [self.trained] if self.original is None else [self.trained, self.original]
+
+    @property
+    def nearest(self) -> Against:
+        """The reference that explains the tensor best."""
+        return min(self.references, key=lambda against: against.off)
+
+    @property
+    def num_bits(self) -> int:
+        """The bits of an element of the stored dtype."""
+        return 8 * self.dtype.itemsize
+
+
+def compare(
+    fqn: str,
+    found: Tensor,
+    after: Tensor,
+    trained: Tensor,
+    original: Tensor | None,
+    *,
+    dtype: torch.dtype,
+    stored: torch.dtype | None = None,
+) -> Figures:
+    """Compare one tensor of a merged model with its expected values and its references.
+
+    Args:
+        fqn: Its name.
+        found: The tensor, dequantized; it may be lazy, as all others.
+        after: What it should be, in float32, before it is rounded.
+        trained: The weight that was trained on, of its shape.
+        original: The weight in the base's files, or ``None``.
+        dtype: The dtype that the model computes in, which a merge may round to.
+        stored: The dtype of quantized storage that ``found`` was dequantized from.
+    """
+    coarser = max(dtype, found.dtype, key=lambda one: torch.finfo(one).eps)
+    sides = [found, after, trained]
+    against = [Against()]
+    if original is not None:
+        sides.append(original)
+        against.append(Against())
+    positions = grid_of(tuple(after.shape))
+    samples: list[list[Tensor]] = [[] for _ in sides]
+    delta = 0.0
+    is_finite = True
+    start = 0
+    for values in _in_step(sides):
+        merged, expected, *befores = values
+        end = start + len(merged)
+        added = expected.float() - befores[0].float()
+        delta += _dot(added, added)
+        is_finite = is_finite and bool(torch.isfinite(merged.sum(dtype=torch.float32)))
+        for one, before in zip(against, befores, strict=True):
+            one.add(merged, before, added, coarser)
+        inside = positions[(positions >= start) & (positions < end)] - start
+        if len(inside):
+            for picked, side in zip(samples, values, strict=True):
+                picked.append(side[inside].float())
+        start = end
+    grids = [torch.cat([torch.empty(0), *picked]) for picked in samples]
+    return Figures(
+        fqn,
+        tuple(after.shape),
+        found.dtype if stored is None else stored,
+        stored is not None,
+        delta,
+        against[0],
+        against[1] if original is not None else None,
+        is_finite,
+        Sample(grids[0], grids[1], grids[2], grids[3] if original is not None else None),
+    )
+
+
+def grid_of(shape: tuple[int, ...]) -> Tensor:
+    """The flat positions of a sample of a tensor: an even grid of each of its matrices, or of its elements."""
+    if not shape or 0 in shape:
+        return torch.zeros(math.prod(shape), dtype=torch.int64)
+    if len(shape) == 1:
+        return _evenly(shape[0], _GRID * _GRID)
+    *stacked, height, width = shape
+    rows, columns = _evenly(height, _GRID), _evenly(width, _GRID)
+    matrices = torch.arange(math.prod(stacked))
+    starts = (matrices * height).unsqueeze(1) + rows
+    return (starts.reshape(-1, 1) * width + columns).reshape(-1)
+
+
+def grid_shape(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """The number of a tensor's matrices, and the rows and columns of the grid of each."""
+    if len(shape) < 2:
+        return 1, 1, min(math.prod(shape), _GRID * _GRID)
+    *stacked, height, width = shape
+    return math.prod(stacked), min(height, _GRID), min(width, _GRID)
+
+
+def _evenly(length: int, number: int) -> Tensor:
+    number = min(length, number)
+    return torch.arange(number) * length // number
+
+
+def _in_step(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The values of tensors of one size, flat, and as many of each at a time."""
+    streams = [pieces(tensor) for tensor in tensors]
+    left = [torch.empty(0) for _ in tensors]
+    num_left = tensors[0].numel()
+    while num_left:
+        for place, stream in enumerate(streams):
+            while not len(left[place]):
+                left[place] = next(stream).reshape(-1)
+        size = min(len(values) for values in left)
+        yield [values[:size] for values in left]
+        left = [values[size:] for values in left]
+        num_left -= size
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    return float(torch.dot(a, b))

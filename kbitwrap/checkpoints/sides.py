@@ -1,0 +1,131 @@
+"""What a merged checkpoint is compared with, by the names that tensors have in files."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+from ..export.export import saved_tensors
+from ..export.merge import merge_into
+from ..export.staging import Source
+from ..export.twin import build_twin
+from ..model.pretrained import load_pretrained
+from ..model.quantization import is_quantized_parameter
+from ..model.tree import ModelTree, join
+from ..model.wrappers import canonical_fqn, unwrap
+from .reader import SavedCheckpoint, is_trained_copy, open_checkpoint, tied_names
+
+
+@dataclass(frozen=True)
+class Side:
+    """The tensors of one model, by name; none is computed or read before it is asked for.
+
+    Attributes:
+        saved: Those that ``save_pretrained`` writes, by their names in the files.
+        named: All of them, also those that are tied to another, and by their names in
+            the model.
+    """
+
+    saved: Mapping[str, Tensor]
+    named: Mapping[str, Tensor]
+
+
+def plain_side(model: nn.Module, *, is_merged: bool) -> Side:
+    """The plain model that a model is, with or without its active adapters, not rounded."""
+    twin = build_twin(ModelTree(model))
+    merge_into(twin, None if is_merged else (), in_float32=True)
+    saved = saved_tensors(twin.model)
+    return Side(saved, {**twin.model.state_dict(), **saved})
+
+
+@dataclass(frozen=True)
+class MergedSide:
+    """A merged checkpoint, or a live model, as it is.
+
+    Attributes:
+        where: Its folder, or its class.
+        tensors: Its tensors, dequantized, by their names.
+        stored: The dtypes of those that are stored quantized.
+        ties: The names that loading ties, by group.
+    """
+
+    where: str
+    tensors: Mapping[str, Tensor]
+    stored: Mapping[str, torch.dtype]
+    ties: list[list[str]]
+
+
+def read_merged(path: Path) -> MergedSide:
+    """A merged checkpoint: read from its files, or, where it is quantized, loaded."""
+    checkpoint = open_checkpoint(path)
+    if checkpoint.config.get("quantization_config") is not None:
+        model, _ = load_pretrained(path, None, checkpoint.dtype)
+        return walk_merged(model, str(path))
+    meta = checkpoint.meta_model()
+    is_tied = meta is not None and checkpoint.config.get("tie_word_embeddings") is not False
+    tensors = {name: stored.lazy() for name, stored in checkpoint.tensors.items()}
+    return MergedSide(str(path), tensors, {}, tied_names(meta) if is_tied else [])
+
+
+def walk_merged(model: Any, where: str) -> MergedSide:
+    """A live model that something was merged into."""
+    bare, _ = unwrap(model)
+    stored = {}
+    for node in ModelTree(bare).base:
+        for name, parameter in node.module._parameters.items():
+            if parameter is not None and is_quantized_parameter(parameter):
+                stored[join(node.fqn, name)] = parameter.dtype
+    side = plain_side(bare, is_merged=False)
+    return MergedSide(where, side.saved, stored, tied_names(bare))
+
+
+class Names:
+    """Finds tensors of a merged checkpoint by the names that they should have.
+
+    Tools write names with the prefixes of wrappers, and with or without that of the
+    model inside a model.
+    """
+
+    def __init__(self, known: Mapping[str, Any], prefix: str) -> None:
+        self._known = known
+        self._prefix = f"{prefix}." if prefix else ""
+
+    def of(self, name: str) -> str | None:
+        """The known name of a tensor; ``None`` where there is none."""
+        canonical = canonical_fqn(name)
+        tried = [name, canonical]
+        if self._prefix:
+            tried += [canonical.removeprefix(self._prefix), self._prefix + canonical]
+        return next((one for one in tried if one in self._known), None)
+
+
+def original_tensors(base: Source) -> dict[str, Tensor]:
+    """The floating-point tensors in the files of a base that was saved unquantized, by name; none of another."""
+    folder = _folder_of(base)
+    if folder is None:
+        return {}
+    try:
+        checkpoint = open_checkpoint(folder)
+    except ConfigError:  # what loads it need not be safetensors
+        return {}
+    if checkpoint.config.get("quantization_config") is not None:
+        return {}
+    return {name: stored.lazy() for name, stored in checkpoint.tensors.items()}
+
+
+def _folder_of(base: Source) -> Path | None:
+    """The folder of a base, or of its snapshot in the hub's cache."""
+    from transformers.utils.hub import cached_file
+
+    if os.path.isdir(base):
+        return Path(base)
+    found = cached_file(os.fspath(base), "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
+    return None if found is None else Path(found).parent
