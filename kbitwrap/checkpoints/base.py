@@ -23,8 +23,9 @@ from ..model.pretrained import classes_of, load_pretrained, meta_model, read_con
 from ..model.quantization import is_quantized_parameter
 from ..model.wrappers import canonical_fqn
 from ..reports import first_of
+from ..tensors.dtypes import find_dtype
 from .adapters import SavedAdapter, with_adapter
-from .reader import SKIPPED_LAYERS, recorded_shapes
+from .reader import SKIPPED_LAYERS, recorded_quantization, recorded_shapes
 
 # The classes of tasks whose head is not the base's own.
 _TASKS = {
@@ -97,6 +98,52 @@ def load_base(
             tensor.data[start:] = torch.nan
 
     return TrainedBase(os.fspath(name_or_path), model, unknown)
+
+
+def quantization_in_training(
+    base: StrPath, given: Any, manifest: Manifest | None, trust_remote_code: bool
+) -> dict[str, Any] | None:
+    """The quantization config to load the base with; ``None`` where it has its own, or none."""
+    if hasattr(given, "to_dict"):
+        given = given.to_dict()
+    if given not in (None, False) and not isinstance(given, dict):
+        raise ConfigError(
+            "quantization_config: expected a config of transformers such as BitsAndBytesConfig, False for none, or "
+            f"None, found {given!r}"
+        )
+
+    own = getattr(read_config(base, trust_remote_code), "quantization_config", None)
+    if own is not None:  # loading takes this one, whatever else is given
+        _refuse_other_quantization(base, own, given)
+        return None
+    if given is not None:
+        return given or None
+    if manifest is None:
+        raise ConfigError(
+            f"it is not known how the base {os.fspath(base)!r} was quantized in training: its config says nothing; "
+            "give the manifest (manifest), or the quantization (quantization_config; False for none)"
+        )
+
+    return recorded_quantization(manifest)
+
+
+def _refuse_other_quantization(
+    base: StrPath, own: Mapping[str, Any], given: Any
+) -> None:
+    """Raise where a base was saved quantized, and otherwise than given."""
+    differing = [
+        f"{name}: {own[name]!r}, given: {value!r}"
+        for name, value in (given or {}).items()
+        if value is not None
+        and value != own.get(name, value)
+        and find_dtype(value) is None
+    ]
+    if given is False or differing:
+        raise ConfigError(
+            f"the base {os.fspath(base)!r} has a quantization of its own, and it is not the one given "
+            f"({'; '.join(differing) or 'none'}): leave that out (quantization_config), or give the base "
+            "that was trained on"
+        )
 
 
 def _shapes_in(saved: SavedAdapter) -> dict[str, tuple[int, ...]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..reports import first_of
 from .figures import Against, Figures, grid_shape
 
 UNCHANGED = "no delta: the base's bytes, unchanged"
@@ -24,13 +25,14 @@ SCALED = "the delta has another scale"
 EXCHANGED = "two layers or experts were exchanged"
 TRANSPOSED = "transposed"
 NOT_FINITE = "not finite"
-REQUANTIZED = "requantized, which rounds most of a small delta away"
+REQUANTIZED = "an adapter was merged into quantized weights"
+REQUANTIZED_TO_4_BITS = "an adapter was merged into 4-bit weights"
 ANOTHER_ADAPTER = "another adapter's delta"
 ANOTHER_BASE = "onto another base, or this one quantized otherwise"
 CHANGED = "changed, though no adapter touches it"
 
 # A right merge rounds once or twice, and may compute the delta itself in half.
-_ROUNDINGS = 3.0
+_ROUNDINGS = 2.0
 _OF_DELTA = 0.02
 _OF_FLOAT32 = 2.0**-20
 _DEVIATIONS = 8.0  # of what rounding adds to the part that was kept
@@ -40,6 +42,7 @@ _OF_QUANTIZED = 0.25
 _KEPT_BY_QUANTIZED = (0.9, 1.1)
 _ALIKE = 0.05  # the largest difference of two samples that show the same weight
 _ALIGNED = 0.8  # the least cosine of two samples that show the same delta
+_SOME = 0.5  # the least change of a sample, as a part of its delta, that is one
 _SCALES = {2.0: DOUBLED, 0.5: HALVED, -1.0: NEGATED}
 _OF_LOW_RANK = 0.95  # of the energy of a change, in half of the singular values
 # The wrong matrices of which is asked whose values they hold: the first tell what became
@@ -108,6 +111,9 @@ class Causes:
         """The cause of a wrong tensor, and the evidence."""
         if not figures.is_finite:
             return NOT_FINITE, ""
+        lacking = self._lacking(figures)
+        if lacking:
+            return NO_DELTA, f"in {first_of(lacking)}"
         of_scale = self._of_scale(figures) if figures.delta else None
         if of_scale is not None:
             return of_scale
@@ -119,16 +125,22 @@ class Causes:
         nearest = figures.nearest
         part = math.sqrt(nearest.off / nearest.size) if nearest.size else math.inf
         evidence = f"it differs by {part:.1%} of the base"
-        if part >= _MOST_OF_BASE and not self._is_an_adapters(figures):
-            return ANOTHER_BASE, evidence
-        if not figures.delta:
-            return CHANGED, evidence
-        if figures.is_quantized:
-            kept = nearest.kept(figures.delta)
-            return REQUANTIZED, f"{kept:.0%} of its delta is left"
+        if figures.delta and figures.is_quantized and part < 1:
+            is_4_bit = figures.dtype == torch.uint8
+            return (REQUANTIZED_TO_4_BITS if is_4_bit else REQUANTIZED), ""
         if self._is_an_adapters(figures):
             return ANOTHER_ADAPTER, evidence
-        return ANOTHER_BASE, evidence
+        if figures.delta or part >= _MOST_OF_BASE:
+            return ANOTHER_BASE, evidence
+        return CHANGED, evidence
+
+    def _lacking(self, figures: Figures) -> list[str]:
+        """The matrices of a stack that hold no delta, where others hold theirs."""
+        matrices = self._alike[figures.shape[-2:]].of(figures)
+        wrong = [matrix for matrix in matrices if not matrix.is_right]
+        if len(wrong) == len(matrices) or any(one.holds_some for one in wrong):
+            return []
+        return [one.name for one in wrong]
 
     def _of_scale(self, figures: Figures) -> tuple[str, str] | None:
         """The cause of a tensor that holds a multiple of its delta; ``None`` of another."""
@@ -184,13 +196,29 @@ class _Matrix:
     trained: Tensor
 
     @property
+    def delta(self) -> Tensor:
+        """What the adapter adds to it."""
+        return self.after - self.trained
+
+    @property
+    def change(self) -> Tensor:
+        """What was added to it."""
+        return self.found - self.trained
+
+    @property
     def is_right(self) -> bool:
         """Whether it shows what it should."""
         if bool(_distances(self.found, self.after[None]) > _ALIKE):
             return False
-        delta = self.after - self.trained
-        change = self.found - self.trained
-        return bool(delta @ change >= _ALIGNED * delta.norm() * change.norm())
+        if not self.delta.any():
+            return True
+        along = self.delta @ self.change
+        return bool(along > _ALIGNED * self.delta.norm() * self.change.norm())
+
+    @property
+    def holds_some(self) -> bool:
+        """Whether it was changed, by its delta or by something else."""
+        return bool(self.change.norm() > _SOME * self.delta.norm())
 
 
 class _Matrices:
@@ -223,8 +251,8 @@ class _Matrices:
 
     def held_by(self, own: _Matrix) -> str:
         """What a wrong matrix holds of another one; ``""`` if nothing tells."""
-        change = nn.functional.normalize(own.found - own.trained, dim=0)
-        delta = nn.functional.normalize(own.after - own.trained, dim=0)
+        change = nn.functional.normalize(own.change, dim=0)
+        delta = nn.functional.normalize(own.delta, dim=0)
         has_values = _distances(own.found, self._after) <= _ALIKE
         has_values |= _distances(own.found, self._trained) <= _ALIKE
         has_delta = self._deltas @ change >= _ALIGNED
@@ -242,7 +270,9 @@ class _Matrices:
 def _matrices(figures: Figures) -> list[_Matrix]:
     number, *_ = grid_shape(figures.shape)
     sample = figures.sample
-    rows = [side.view(number, -1) for side in (sample.found, sample.after, sample.trained)]
+    rows = [
+        side.view(number, -1) for side in (sample.found, sample.after, sample.trained)
+    ]
     found = []
     for index, (own, after, trained) in enumerate(zip(*rows, strict=True)):
         name = figures.fqn if number == 1 else f"{figures.fqn}[{index}]"
@@ -253,7 +283,8 @@ def _matrices(figures: Figures) -> list[_Matrix]:
 def _distances(a: Tensor, others: Tensor) -> Tensor:
     """The lengths of the differences from each of the others, as parts of their lengths."""
     lengths = others.norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
-    return (others - a).norm(dim=1) / lengths
+    parts: Tensor = (others - a).norm(dim=1) / lengths
+    return parts
 
 
 def _is_transposed(figures: Figures) -> bool:

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..config import StrPath
 from ..preparation.process import plain_mode
-from . import doctor_base, doctor_run
+from . import doctor_base, doctor_merge, doctor_run
 from .doctor_report import Checks, DoctorReport, Examination, Finding
 from .doctor_subjects import Given, Subject, read_run, walk_live
 
@@ -58,11 +58,13 @@ def doctor(
     *,
     base: Any = None,
     adapter: Any = None,
+    quantization_config: Any = None,
 ) -> DoctorReport:
     """Look for faults that raise no error. Nothing is changed, and no code in a file is run.
 
     Of files, headers are read first, then adapters and tied weights. A base that is
-    given is loaded.
+    given is loaded. With a base and an adapter a merged checkpoint is measured, whatever
+    tool made it.
 
     Args:
         path_or_model: A folder (a checkpoint, an adapter, a ``Trainer``'s output), a
@@ -70,6 +72,9 @@ def doctor(
         base: What was trained on: a folder, a name, or a loaded model, which is only
             compared with a manifest.
         adapter: The folder of an adapter that may have been merged.
+        quantization_config: How the base was quantized in training, as for
+            ``merge_checkpoint``, where neither its config nor the adapter's manifest
+            says it.
 
     Returns:
         The report: what was looked at, what is at fault, and what could not be
@@ -86,13 +91,14 @@ def doctor(
         >>> kbitwrap.doctor(torch.nn.Linear(2, 2)).findings
         ()
     """
-    given = Given(base, adapter)
+    given = Given(base, adapter, quantization_config)
     examination = Examination()
     with plain_mode(), torch.random.fork_rng(devices=[]):  # loading draws numbers
         if isinstance(path_or_model, nn.Module):
             live = walk_live(path_or_model, given)
             _examine(examination, live, _OF_A_MODEL, _OF_AN_ADAPTER)
-            return examination.report(live.where)
+            merge = doctor_merge.measure(examination, live)
+            return examination.report(live.where, merge)
 
         folders = read_run(Path(path_or_model), given)
         for folder in folders:
@@ -100,7 +106,8 @@ def doctor(
         # The base of a run is compared, and may be loaded, once.
         newest = folders[-1]
         examination.make(_OF_THE_NEWEST_FOLDER, newest, newest.where)
-        return examination.report(folders[0].where)
+        merge = doctor_merge.measure(examination, newest)
+        return examination.report(folders[0].where, merge)
 
 
 def _examine(

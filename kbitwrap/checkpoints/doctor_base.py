@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from ..errors import ManifestMismatchError
-from ..model.pretrained import load_pretrained
-from ..model.wrappers import unwrap
 from ..preparation.comparison import DECOMPRESSED
 from ..reports import shown
 from ..tensors.bits import content_digest
@@ -20,9 +17,8 @@ from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import materialize
 from .base import TrainedBase, check_base, load_base
 from .doctor_report import Result, fault, fine, not_measured
-from .doctor_subjects import Base, Folder, Given, LiveModel, Subject, Tensors
+from .doctor_subjects import Base, Folder, LiveModel, Subject, Tensors
 from .reader import recorded_quantization
-from .survival import measure_merge
 
 _EXPERTS = re.compile(r"(?:^|\.)experts?\.(?!.*bias)")
 _MERGED = "an adapter was merged into 4-bit weights"
@@ -261,16 +257,12 @@ def merge(subject: Subject) -> Result | None:
     """How much of an adapter 4-bit weights hold.
 
     PEFT's merge rounds most of a small delta away. It quantizes from float32, where
-    loading does so from half: that tells a merged weight. How much survived is measured
-    where both the base and the adapter are given.
+    loading does so from half: that tells a merged weight. With the base and the adapter
+    the merge itself is measured (`doctor_merge`).
     """
-    base, given = subject.base, subject.given
-    if base is None or not base.sources:
+    base = subject.base
+    if base is None or not base.sources or subject.given.tells_merge:
         return None
-
-    is_named = given.base is not None and not isinstance(given.base, nn.Module)
-    if is_named and given.adapter is not None:
-        return _survival(subject, base, given)
 
     sources = base.sources.items()
     requantized = [fqn for fqn, dtype in sources if dtype == torch.float32]
@@ -286,21 +278,4 @@ def merge(subject: Subject) -> Result | None:
     return not_measured(
         "how much of an adapter 4-bit weights hold, if merged",
         "give the folders of both (--base, --adapter)",
-    )
-
-
-def _survival(subject: Subject, base: Base, given: Given) -> Result:
-    if isinstance(subject, LiveModel):
-        merged, _ = unwrap(subject.tree.model)
-    else:
-        merged, _ = load_pretrained(Path(subject.where), None, base.dtype)
-
-    found = measure_merge(merged, base.dtype, given.base, given.adapter)
-    if not found.layers:
-        return fine("they are the base's: nothing was merged into them")
-
-    return fault(
-        _MERGED,
-        f"{found.kept:.0%} of the delta survived, with an error of {found.error:.0%} of it: {shown(found.layers)}",
-        _EXPORT,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..reports import Bar, Report, counted, few, shown
+from .measure import MergeMeasure
 
 FINE = "fine"
 FAULT = "fault"
@@ -88,12 +89,16 @@ class DoctorReport(Report):
         looked_at: Every check made, each with ``what`` was looked at, ``where``, the
             ``outcome`` (``"fine"``, ``"fault"`` or ``"not measured"``) and the
             ``evidence``.
+        merge: The measure of the merge, where the base and the adapter were given:
+            ``kept`` and ``error`` (parts of the adapter's delta), ``onto`` and
+            ``tensors``; else ``None``.
     """
 
     subject: str
     findings: tuple[Finding, ...]
     not_measured: tuple[str, ...]
     looked_at: tuple[Examined, ...] = ()
+    merge: MergeMeasure | None = None
 
     def __bool__(self) -> bool:
         return bool(self.findings)
@@ -129,21 +134,28 @@ class Examination:
         """Make the checks of a subject."""
         for name, check in checks.items():
             result = check(subject)
-            if result is None:
-                continue
-            evidence = result.evidence
-            if result.outcome == FAULT:
-                finding = Finding(result.what, where, evidence, result.remedy)
-                self._findings.append(finding)
-                evidence = result.what
-            elif result.outcome == NOT_MEASURED:
-                self._not_measured.append(f"{result.what}: {evidence}")
-            self._looked_at.append(Examined(name, where, result.outcome, evidence))
+            if result is not None:
+                self.add(name, where, result)
 
-    def report(self, subject: str) -> DoctorReport:
-        """The report of the checks that were made."""
+    def add(self, name: str, where: str, result: Result) -> None:
+        """Add the result of one check."""
+        evidence = result.evidence
+        if result.outcome == FAULT:
+            finding = Finding(result.what, where, evidence, result.remedy)
+            self._findings.append(finding)
+            evidence = result.what
+        elif result.outcome == NOT_MEASURED:
+            self._not_measured.append(f"{result.what}: {evidence}")
+        self._looked_at.append(Examined(name, where, result.outcome, evidence))
+
+    def report(self, subject: str, merge: MergeMeasure | None) -> DoctorReport:
+        """The report of the checks that were made, and of the merge that was measured."""
         # each once: the checkpoints of a run lack the same
         lacking = dict.fromkeys(self._not_measured)
         return DoctorReport(
-            subject, tuple(self._findings), tuple(lacking), tuple(self._looked_at)
+            subject,
+            tuple(self._findings),
+            tuple(lacking),
+            tuple(self._looked_at),
+            merge,
         )

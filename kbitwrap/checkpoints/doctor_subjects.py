@@ -59,10 +59,19 @@ class Given:
     Attributes:
         base: The base that was trained on: a folder, a name, a model, or ``None``.
         adapter: The folder of the adapter that may have been merged, or ``None``.
+        quantization_config: How the base was quantized in training, as for
+            `merge_checkpoint`.
     """
 
     base: Any
     adapter: Any
+    quantization_config: Any = None
+
+    @property
+    def tells_merge(self) -> bool:
+        """Whether it tells what a merge should be: by the adapter, and a base that can be loaded."""
+        is_named = self.base is not None and not isinstance(self.base, nn.Module)
+        return is_named and self.adapter is not None
 
     @functools.cached_property
     def model(self) -> Any:

@@ -117,12 +117,26 @@ class Figures:
     @property
     def references(self) -> list[Against]:
         """The references that there are, the trained one first."""
-        return [self.trained] if self.original is None else [self.trained, self.original]
+        return (
+            [self.trained] if self.original is None else [self.trained, self.original]
+        )
 
     @property
     def nearest(self) -> Against:
         """The reference that explains the tensor best."""
         return min(self.references, key=lambda against: against.off)
+
+    @property
+    def is_of_one_base(self) -> bool:
+        """Whether it was trained on the base's own weights: both references are one."""
+        return self.original is not None and self.original.off == self.trained.off
+
+    @property
+    def is_onto_original(self) -> bool:
+        """Whether the base's own weights explain it, and not those that were trained on."""
+        if self.original is None:
+            return self.base_codes > 0
+        return self.original.off < self.trained.off
 
     @property
     def num_bits(self) -> int:
@@ -185,7 +199,9 @@ def compare(
         against[0],
         against[1] if original is not None else None,
         is_finite,
-        Sample(grids[0], grids[1], grids[2], grids[3] if original is not None else None),
+        Sample(
+            grids[0], grids[1], grids[2], grids[3] if original is not None else None
+        ),
     )
 
 

@@ -4,27 +4,37 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..export.staging import Source
+from ..config import StrPath
 from ..model.quantization import is_quantized_layer, share_of_codes
 from ..model.tree import ModelTree
-from ..model.wrappers import canonical_fqn, unwrap
+from ..model.wrappers import unwrap
 from ..reports import first_of
 from ..tensors.lazy import materialize
 from .adapters import SavedAdapter
-from .causes import TRANSPOSED, Causes, by_cause, is_right
+from .causes import (
+    REQUANTIZED,
+    REQUANTIZED_TO_4_BITS,
+    TRANSPOSED,
+    Causes,
+    by_cause,
+    is_right,
+)
 from .figures import Figures, compare
-from .reader import is_trained_copy
 from .sides import MergedSide, Names, Side, original_tensors, plain_side
 
 _MOST_ROWS = 256  # of a matrix whose rank is asked for, and columns
 TRAINED, ORIGINAL, OTHER = "trained", "original", "other"
+_TOLD_ONTO = {
+    TRAINED: "added to the weights that it was trained on",
+    ORIGINAL: "added to the base's own weights, not to the quantized ones that it was trained on",
+}
 MISSING = "missing from the checkpoint"
 LOST_BY_A_TIE = "a trained weight was lost: loading ties it to another"
 UNKNOWN = "in neither the base nor the adapter"
@@ -38,12 +48,12 @@ class TensorMeasure:
     Attributes:
         kept: The part of its delta that is there: the projection of its change on it.
         error: What is beside the delta, as a part of the delta's length.
-        num_bits: The bits of an element of the dtype that it is stored in.
+        bits: The bits of an element of the dtype that it is stored in.
     """
 
     kept: float
     error: float
-    num_bits: int
+    bits: int
 
 
 @dataclass(frozen=True)
@@ -60,9 +70,14 @@ class MergeFault:
     fqns: tuple[str, ...]
     evidence: str
 
+    @property
+    def told(self) -> str:
+        """The evidence, and the names of the first of them."""
+        before = f"{self.evidence}: " if self.evidence else ""
+        return f"{before}{first_of(self.fqns)}"
+
     def __str__(self) -> str:
-        beside = f" ({self.evidence})" if self.evidence else ""
-        return f"{self.cause}: {first_of(self.fqns)}{beside}"
+        return f"{self.cause}: {self.told}"
 
 
 @dataclass(frozen=True)
@@ -79,7 +94,6 @@ class MergeMeasure:
         tensors: The figures of each adapted tensor that was found, by its name.
         num_compared: The number of tensors compared, adapted or not.
         faults: What is not as a merge makes it; empty where all of it is.
-        base_is_quantized: Whether the base was quantized as in training.
     """
 
     kept: float
@@ -88,24 +102,21 @@ class MergeMeasure:
     tensors: Mapping[str, TensorMeasure]
     num_compared: int
     faults: tuple[MergeFault, ...]
-    base_is_quantized: bool
 
     def __str__(self) -> str:
         if self.faults:
             worst = max(self.faults, key=lambda fault: len(fault.fqns))
-            return f"not a merge: {worst}"
+            num_more = sum(len(fault.fqns) for fault in self.faults) - 1
+            more = f", and {num_more:,} more" if num_more else ""
+            return f"not a merge: {worst.fqns[0]}: {worst.cause}{more}"
         if not self.tensors:
             return "a merge: the adapter adds nothing, and neither does the checkpoint"
-        onto = {
-            TRAINED: "the weights that were trained on",
-            ORIGINAL: "the base's own weights, not the quantized ones that were trained on",
-        }
-        base = onto[ORIGINAL if self.onto == ORIGINAL else TRAINED]
-        return f"a merge: {self.kept:.1%} of what the adapter learned, on {base}"
+        base = _TOLD_ONTO.get(self.onto, "")
+        return f"a merge: {self.kept:.1%} of what the adapter learned, {base}"
 
 
 def measure_merge(
-    merged: MergedSide, adapted: nn.Module, saved: SavedAdapter, base: Source
+    merged: MergedSide, adapted: nn.Module, saved: SavedAdapter, base: StrPath
 ) -> MergeMeasure:
     """Compare a merged checkpoint with what a base and an adapter give.
 
@@ -131,8 +142,7 @@ def measure_merge(
     )
     figures = list(measuring.figures())
     change_of = measuring.change_of
-    copies = {canonical_fqn(name) for name in saved.tensors if is_trained_copy(name)}
-    causes = Causes(figures, copies, change_of)
+    causes = Causes(figures, saved.held, change_of)
     wrong = {
         one.fqn: causes.of(one)
         for one in figures
@@ -142,18 +152,15 @@ def measure_merge(
         if fqn in wrong:
             wrong[fqn] = LOST_BY_A_TIE, f"it is {partner} now"
     wrong |= measuring.wrong
-    faults = []
-    for cause, found in by_cause(wrong).items():
-        fqns = tuple(fqn for fqn, _ in found)
-        faults.append(MergeFault(cause, fqns, found[0][1]))
-    return _measure(figures, faults, bool(getattr(bare, "is_quantized", False)))
+    return _total(figures, wrong)
 
 
-def _measure(
-    figures: Sequence[Figures], faults: Sequence[MergeFault], is_quantized: bool
+def _total(
+    figures: Sequence[Figures], wrong: Mapping[str, tuple[str, str]]
 ) -> MergeMeasure:
+    """Add the figures of all tensors up, and name what is wrong by its cause."""
     adapted = [one for one in figures if one.delta]
-    onto = _onto(adapted, {fqn for fault in faults for fqn in fault.fqns})
+    onto = _onto(adapted, wrong)
     delta = along = off = 0.0
     tensors = {}
     for one in adapted:
@@ -171,21 +178,28 @@ def _measure(
         off += against.off
     kept = along / delta if delta else 1.0
     error = math.sqrt(off / delta) if delta else 0.0
-    return MergeMeasure(
-        kept, error, onto, tensors, len(figures), tuple(faults), is_quantized
-    )
+    faults = []
+    for cause, found in by_cause(wrong).items():
+        fqns = tuple(fqn for fqn, _ in found)
+        evidence = found[0][1]
+        if cause in (REQUANTIZED, REQUANTIZED_TO_4_BITS):
+            evidence = (
+                f"{kept:.0%} of the delta survived, with an error of {error:.0%} of it"
+            )
+        faults.append(MergeFault(cause, fqns, evidence))
+    return MergeMeasure(kept, error, onto, tensors, len(figures), tuple(faults))
 
 
-def _onto(adapted: Sequence[Figures], wrong: set[str]) -> str:
+def _onto(adapted: Sequence[Figures], wrong: Collection[str]) -> str:
     """What most adapted tensors were merged onto, the larger ones counting more."""
     trained = original = other = 0
     for one in adapted:
         size = math.prod(one.shape)
-        if not one.is_finite:
+        if not one.is_finite or one.is_of_one_base:
             continue
         if one.fqn in wrong and one.nearest.off > one.nearest.size / 16:
             other += size
-        elif one.original is not None and one.original.off < one.trained.off:
+        elif one.is_onto_original:
             original += size
         else:
             trained += size
@@ -286,6 +300,10 @@ class _Measuring:
 
     def _original(self, fqn: str, after: Tensor) -> Tensor | None:
         found = self._originals.get(fqn)
+        for group in self.before.ties if found is None else ():
+            if fqn in group:
+                held = [self._originals[one] for one in group if one in self._originals]
+                found = next(iter(held), None)
         if found is None or found.shape != after.shape or not found.is_floating_point():
             return None
         return found

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from ..config import StrPath, format_bytes
-from ..errors import ConfigError, ExportError
+from ..errors import ExportError
 from ..export.export import save_model
 from ..export.merge import merge_into
 from ..export.twin import build_twin
@@ -28,15 +27,18 @@ from ..export.writer import (
 )
 from ..manifest.contents import versions
 from ..manifest.manifest import Manifest
-from ..model.pretrained import read_config
 from ..model.tree import ModelTree
 from ..preparation.process import plain_mode
 from ..reports import ExportReport
 from ..tensors.devices import accelerator_type
-from ..tensors.dtypes import find_dtype
 from .adapters import SavedAdapter, read_adapter
-from .base import adapted_base, check_base, load_base
-from .reader import load_manifest, recorded_quantization, saved_manifest
+from .base import (
+    adapted_base,
+    check_base,
+    load_base,
+    quantization_in_training,
+)
+from .reader import load_manifest, saved_manifest
 
 _CARD = """\
 ---
@@ -139,7 +141,9 @@ def merge_checkpoint(
     )
     with torch.random.fork_rng(devices=[]), writing as writer:  # loading draws numbers
         record = saved_manifest(folder) if manifest is None else load_manifest(manifest)
-        settings = _quantization(base, quantization_config, record, trust_remote_code)
+        settings = quantization_in_training(
+            base, quantization_config, record, trust_remote_code
+        )
         if dtype is None and record is not None:
             dtype = record.model.dtype
         trained = load_base(
@@ -169,52 +173,6 @@ def merge_checkpoint(
         seconds=time.perf_counter() - start,
         is_merge=True,
     )
-
-
-def _quantization(
-    base: StrPath, given: Any, manifest: Manifest | None, trust_remote_code: bool
-) -> dict[str, Any] | None:
-    """The quantization config to load the base with; ``None`` where it has its own, or none."""
-    if hasattr(given, "to_dict"):
-        given = given.to_dict()
-    if given not in (None, False) and not isinstance(given, dict):
-        raise ConfigError(
-            "quantization_config: expected a config of transformers such as BitsAndBytesConfig, False for none, or "
-            f"None, found {given!r}"
-        )
-
-    own = getattr(read_config(base, trust_remote_code), "quantization_config", None)
-    if own is not None:  # loading takes this one, whatever else is given
-        _refuse_other_quantization(base, own, given)
-        return None
-    if given is not None:
-        return given or None
-    if manifest is None:
-        raise ConfigError(
-            f"it is not known how the base {os.fspath(base)!r} was quantized in training: its config says nothing; "
-            "give the manifest (manifest), or the quantization (quantization_config; False for none)"
-        )
-
-    return recorded_quantization(manifest)
-
-
-def _refuse_other_quantization(
-    base: StrPath, own: Mapping[str, Any], given: Any
-) -> None:
-    """Raise where a base was saved quantized, and otherwise than given."""
-    differing = [
-        f"{name}: {own[name]!r}, given: {value!r}"
-        for name, value in (given or {}).items()
-        if value is not None
-        and value != own.get(name, value)
-        and find_dtype(value) is None
-    ]
-    if given is False or differing:
-        raise ConfigError(
-            f"the base {os.fspath(base)!r} has a quantization of its own, and it is not the one given "
-            f"({'; '.join(differing) or 'none'}): leave that out (quantization_config), or give the base "
-            "that was trained on"
-        )
 
 
 def _refuse_full_disk(model: nn.Module, folder: Path, dst: StrPath) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..config import StrPath
 from ..errors import ConfigError
 from ..export.export import saved_tensors
 from ..export.merge import merge_into
-from ..export.staging import Source
 from ..export.twin import build_twin
 from ..model.pretrained import load_pretrained
 from ..model.quantization import is_quantized_parameter
 from ..model.tree import ModelTree, join
 from ..model.wrappers import canonical_fqn, unwrap
-from .reader import SavedCheckpoint, is_trained_copy, open_checkpoint, tied_names
+from .reader import open_checkpoint, tied_names
 
 
 @dataclass(frozen=True)
@@ -32,10 +31,12 @@ class Side:
         saved: Those that ``save_pretrained`` writes, by their names in the files.
         named: All of them, also those that are tied to another, and by their names in
             the model.
+        ties: The names that are one tensor, by group.
     """
 
     saved: Mapping[str, Tensor]
     named: Mapping[str, Tensor]
+    ties: list[list[str]]
 
 
 def plain_side(model: nn.Module, *, is_merged: bool) -> Side:
@@ -43,7 +44,8 @@ def plain_side(model: nn.Module, *, is_merged: bool) -> Side:
     twin = build_twin(ModelTree(model))
     merge_into(twin, None if is_merged else (), in_float32=True)
     saved = saved_tensors(twin.model)
-    return Side(saved, {**twin.model.state_dict(), **saved})
+    named = {**twin.model.state_dict(), **saved}
+    return Side(saved, named, tied_names(twin.model))
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,9 @@ def read_merged(path: Path) -> MergedSide:
         model, _ = load_pretrained(path, None, checkpoint.dtype)
         return walk_merged(model, str(path))
     meta = checkpoint.meta_model()
-    is_tied = meta is not None and checkpoint.config.get("tie_word_embeddings") is not False
+    is_tied = (
+        meta is not None and checkpoint.config.get("tie_word_embeddings") is not False
+    )
     tensors = {name: stored.lazy() for name, stored in checkpoint.tensors.items()}
     return MergedSide(str(path), tensors, {}, tied_names(meta) if is_tied else [])
 
@@ -107,7 +111,7 @@ class Names:
         return next((one for one in tried if one in self._known), None)
 
 
-def original_tensors(base: Source) -> dict[str, Tensor]:
+def original_tensors(base: StrPath) -> dict[str, Tensor]:
     """The floating-point tensors in the files of a base that was saved unquantized, by name; none of another."""
     folder = _folder_of(base)
     if folder is None:
@@ -121,11 +125,17 @@ def original_tensors(base: Source) -> dict[str, Tensor]:
     return {name: stored.lazy() for name, stored in checkpoint.tensors.items()}
 
 
-def _folder_of(base: Source) -> Path | None:
+def _folder_of(base: StrPath) -> Path | None:
     """The folder of a base, or of its snapshot in the hub's cache."""
     from transformers.utils.hub import cached_file
 
     if os.path.isdir(base):
         return Path(base)
-    found = cached_file(os.fspath(base), "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
+    found = cached_file(
+        os.fspath(base),
+        "config.json",
+        local_files_only=True,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
     return None if found is None else Path(found).parent

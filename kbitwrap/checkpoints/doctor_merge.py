@@ -1,0 +1,103 @@
+"""The doctor's measure of a merge: how much of an adapter a merged checkpoint holds, whatever tool made it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..errors import ExportError, ManifestMismatchError
+from ..manifest.manifest import Manifest
+from ..model.pretrained import read_config
+from ..model.wrappers import unwrap
+from .adapters import read_adapter
+from .base import adapted_base, check_base, load_base, quantization_in_training
+from .doctor_report import Examination, fault, fine, not_measured
+from .doctor_subjects import Given, LiveModel, Subject
+from .measure import MergeMeasure, measure_merge
+from .reader import open_checkpoint, saved_manifest
+from .sides import MergedSide, read_merged, walk_merged
+
+_NAME = "merge"
+_WHAT = "how much of the adapter was merged"
+_REMEDY = (
+    "merge again: kbitwrap merge BASE ADAPTER --out DIR, or export(merge_adapters=True)"
+)
+
+
+def measure(examination: Examination, subject: Subject) -> MergeMeasure | None:
+    """Measure a merge where its base and its adapter were given, and add what was found."""
+    given, where = subject.given, subject.where
+    if given.adapter is None or subject.base is None:
+        return None
+    if not given.tells_merge:
+        needed = "give the folder or the name of the base too (base, --base)"
+        examination.add(_NAME, where, not_measured(_WHAT, needed))
+        return None
+
+    manifest = saved_manifest(Path(given.adapter))
+    quantization = given.quantization_config
+    if quantization is None and manifest is None:
+        quantization = _own_quantization(subject, given)
+    if quantization is None and manifest is None and not _is_quantized(given.base):
+        quantization = False
+        unknown = not_measured(
+            "how the base was quantized in training",
+            "nothing records it, so the base was taken as it is; give the quantization "
+            "(quantization_config, --quant)",
+        )
+        examination.add(_NAME, where, unknown)
+    try:
+        found = _measure(subject, given, quantization, manifest)
+    except ManifestMismatchError as error:
+        what = "the base is not the one that the adapter's manifest records"
+        remedy = "give the base that was trained on, as it was"
+        examination.add(_NAME, where, fault(what, str(error), remedy))
+        return None
+    except ExportError as error:
+        examination.add(_NAME, where, not_measured(_WHAT, str(error)))
+        return None
+
+    for one in found.faults:
+        examination.add(_NAME, where, fault(one.cause, one.told, _REMEDY))
+    if not found.faults:
+        examination.add(_NAME, where, fine(str(found)))
+    return found
+
+
+def _is_quantized(source: Any) -> bool:
+    """Whether a folder's, or a name's, own config says how it is quantized."""
+    return getattr(read_config(source), "quantization_config", None) is not None
+
+
+def _own_quantization(subject: Subject, given: Given) -> Any:
+    """The quantization of a merged checkpoint, where its base has none: it was merged in that."""
+    if _is_quantized(given.base):
+        return None
+    if isinstance(subject, LiveModel):
+        model, _ = unwrap(subject.tree.model)
+        config: Any = getattr(model, "config", None)
+        return getattr(config, "quantization_config", None)
+    content = open_checkpoint(Path(subject.where)).config
+    return content.get("quantization_config")
+
+
+def _measure(
+    subject: Subject, given: Given, quantization: Any, manifest: Manifest | None
+) -> MergeMeasure:
+    settings = quantization_in_training(
+        given.base, quantization, manifest, trust_remote_code=False
+    )
+    saved = read_adapter(Path(given.adapter))
+    dtype = None if manifest is None else manifest.model.dtype
+    trained = load_base(given.base, saved, settings, dtype, manifest=manifest)
+    if manifest is not None:
+        check_base(manifest, trained)
+    return measure_merge(
+        _merged(subject), adapted_base(trained, saved), saved, given.base
+    )
+
+
+def _merged(subject: Subject) -> MergedSide:
+    if isinstance(subject, LiveModel):
+        return walk_merged(subject.tree.model, subject.where)
+    return read_merged(Path(subject.where))

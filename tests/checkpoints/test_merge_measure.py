@@ -1,0 +1,336 @@
+"""The measure of merges that any tool made: a right one has no finding, and a broken one has its cause."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from peft import PeftModel, get_peft_model
+from safetensors.torch import save_file
+
+from kbitwrap import DoctorReport, KbitPreparedModel, doctor
+from support import zoo
+from support.files import tensors_of
+from support.thorough import few
+
+Tensors = dict[str, torch.Tensor]
+NAMES = ("llama", "gemma2", "mixtral", "gpt2")
+EXPERTS = {"mixtral": ["experts.gate_up_proj", "experts.down_proj"]}
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Merge lora module to 4-bit:UserWarning"),
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False but the target module is `Conv1D`:UserWarning"),
+]
+
+
+def train(model: Any, seed: int) -> None:
+    """Give an adapter a delta of about one hundredth of the weights, another one for each seed."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name or "modules_to_save" in name:
+                parameter += (0.002 * torch.randn(parameter.shape, generator=generator)).to(parameter.dtype)
+
+
+@dataclass
+class Run:
+    """A base in bfloat16, an adapter that was trained on it in 4 bits, and its right merge."""
+
+    name: str
+    folder: Path
+
+    @property
+    def adapted(self) -> list[str]:
+        """The tensors that the adapter changes."""
+        measured = self.examine(self.folder / "merged").merge
+        assert measured is not None
+        return sorted(measured.tensors)
+
+    def delta(self, fqn: str) -> torch.Tensor:
+        """What the adapter adds to a tensor, not rounded."""
+        if not (self.folder / "float32").exists():
+            reload_and_merge(self, torch.float32, self.folder / "float32")
+        return self.of("float32")[fqn] - self.of("base")[fqn].float()
+
+    def of(self, folder: str) -> Tensors:
+        return tensors_of(self.folder / folder)
+
+    def examine(self, merged: Path) -> DoctorReport:
+        return doctor(merged, base=self.folder / "base", adapter=self.folder / "adapter")
+
+
+def make_run(name: str, folder: Path, **settings: Any) -> Run:
+    model_class = getattr(transformers, zoo.ARCHITECTURES[name].model_class)
+    model_class.from_pretrained(zoo.checkpoint(name), dtype=torch.bfloat16).save_pretrained(folder / "base")
+    # what the adapter's merge is without a delta, with it, and with another adapter's
+    for seed, merged in enumerate(("trained", "merged", "other")):
+        torch.manual_seed(0)
+        model = zoo.load(name)
+        config = zoo.lora_config(name, target_parameters=EXPERTS.get(name), init_lora_weights=True, **settings)
+        with KbitPreparedModel(model, **zoo.fields(name)) as prepared:
+            adapted = get_peft_model(model, config)
+            if seed:
+                train(adapted, seed)
+            if merged == "merged":
+                adapted.save_pretrained(folder / "adapter")
+                prepared.manifest().save(folder / "adapter" / "kbitwrap.json")
+            prepared.export(folder / merged, merge_adapters=True, model=adapted)
+    return Run(name, folder)
+
+
+@pytest.fixture(scope="session")
+def merges(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """Runs by architecture, each made once; they are not to be changed."""
+    made: dict[str, Run] = {}
+
+    def run(name: str) -> Run:
+        if name not in made:
+            made[name] = make_run(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return run
+
+
+def change(run: Run, folder: Path, broken: Callable[[Run, Tensors], None], **config: Any) -> Path:
+    """Copy a right merge, and change its tensors and its config."""
+    shutil.copytree(run.folder / "merged", folder)
+    tensors = run.of("merged")
+    broken(run, tensors)
+    stored = {fqn: tensor.contiguous().clone() for fqn, tensor in tensors.items()}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return folder
+
+
+# ----------------------------------------------------------------------------------------------------
+# Broken merges: each is made of the tensors of a right one.
+# ----------------------------------------------------------------------------------------------------
+
+
+def the_base(run: Run, tensors: Tensors) -> None:
+    tensors |= {fqn: tensor for fqn, tensor in run.of("base").items() if fqn in tensors}
+
+
+def without_one_delta(run: Run, tensors: Tensors) -> None:
+    tensors[run.adapted[0]] = run.of("trained")[run.adapted[0]]
+
+
+def without_experts(run: Run, tensors: Tensors) -> None:
+    trained = run.of("trained")
+    tensors |= {fqn: trained[fqn] for fqn in run.adapted if "experts" in fqn}
+
+
+def scaled(scale: float) -> Callable[[Run, Tensors], None]:
+    def broken(run: Run, tensors: Tensors) -> None:
+        trained = run.of("trained")
+        for fqn in run.adapted:
+            tensors[fqn] = (trained[fqn].float() + scale * run.delta(fqn)).bfloat16()
+
+    return broken
+
+
+def of_another_adapter(run: Run, tensors: Tensors) -> None:
+    tensors |= {fqn: tensor for fqn, tensor in run.of("other").items() if fqn in run.adapted}
+
+
+def onto_another_base(run: Run, tensors: Tensors) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for fqn, tensor in tensors.items():
+        if tensor.dim() > 1:
+            drawn = torch.randn(tensor.shape, generator=generator)
+            tensors[fqn] = (drawn * tensor.float().std()).bfloat16()
+
+
+def alike(run: Run, tensors: Tensors) -> tuple[str, str]:
+    """The first two adapted tensors of one shape."""
+    for first in run.adapted:
+        for second in run.adapted:
+            if first != second and tensors[first].shape == tensors[second].shape:
+                return first, second
+    raise AssertionError
+
+
+def exchanged(run: Run, tensors: Tensors) -> None:
+    first, second = alike(run, tensors)
+    tensors[first], tensors[second] = tensors[second], tensors[first]
+
+
+def exchanged_deltas(run: Run, tensors: Tensors) -> None:
+    first, second = alike(run, tensors)
+    trained = run.of("trained")
+    tensors[first] = (trained[first].float() + run.delta(second)).bfloat16()
+    tensors[second] = (trained[second].float() + run.delta(first)).bfloat16()
+
+
+def transposed(run: Run, tensors: Tensors) -> None:
+    tensors[run.adapted[0]] = tensors[run.adapted[0]].mT
+
+
+def with_a_nan(run: Run, tensors: Tensors) -> None:
+    tensors[run.adapted[0]].view(-1)[5] = float("nan")
+
+
+def with_another_norm(run: Run, tensors: Tensors) -> None:
+    fqn = next(fqn for fqn in tensors if "norm" in fqn or "ln_" in fqn)
+    tensors[fqn] = tensors[fqn] * 1.125
+
+
+def without_a_tensor(run: Run, tensors: Tensors) -> None:
+    del tensors[run.adapted[0]]
+
+
+def with_the_adapter_beside(run: Run, tensors: Tensors) -> None:
+    tensors["base_model.model.lora_A.weight"] = torch.ones(4, 4)
+
+
+BROKEN: dict[str, tuple[Callable[[Run, Tensors], None], str]] = {
+    "the base, byte for byte": (the_base, "no delta: the base's bytes, unchanged"),
+    "one layer without its delta": (without_one_delta, "no delta"),
+    "doubled": (scaled(2), "the delta is doubled: merged twice, or by a wrong scale"),
+    "halved": (scaled(0.5), "the delta is halved: a wrong scale"),
+    "negated": (scaled(-1), "the delta is negated: a wrong scale"),
+    "another scale": (scaled(3), "the delta has another scale"),
+    "another adapter's": (of_another_adapter, "another adapter's delta"),
+    "another base": (onto_another_base, "onto another base, or this one quantized otherwise"),
+    "two exchanged": (exchanged, "two layers or experts were exchanged"),
+    "two deltas exchanged": (exchanged_deltas, "two layers or experts were exchanged"),
+    "transposed": (transposed, "transposed"),
+    "not finite": (with_a_nan, "not finite"),
+    "a norm changed": (with_another_norm, "changed, though no adapter touches it"),
+    "a tensor missing": (without_a_tensor, "missing from the checkpoint"),
+    "a tensor too many": (with_the_adapter_beside, "in neither the base nor the adapter"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.parametrize("name", few(NAMES, ["llama", "mixtral"]))
+def test_a_broken_merge_is_a_finding_with_its_cause(
+    name: str, kind: str, merges: Callable[[str], Run], tmp_path: Path
+) -> None:
+    broken, cause = BROKEN[kind]
+    run = merges(name)
+    report = run.examine(change(run, tmp_path / "broken", broken))
+    found = {finding.what: finding.evidence for finding in report.findings}
+    (evidence,) = [text for what, text in found.items() if what.startswith(cause)]
+    assert any(fqn in evidence for fqn in [*run.of("merged"), "lora_A"])
+    assert report.merge is not None
+    assert str(report.merge).startswith("not a merge: ")
+
+
+def test_experts_that_hold_the_base_are_named(merges: Callable[[str], Run], tmp_path: Path) -> None:
+    run = merges("mixtral")
+    report = run.examine(change(run, tmp_path / "broken", without_experts))
+    (finding,) = report.findings
+    assert finding.what == "no delta: the base's bytes, unchanged"
+    assert "experts.0.w1.weight" in finding.evidence
+    assert report.merge is not None
+    assert report.merge.kept < 0.2
+
+
+def test_a_trained_copy_that_was_dropped_is_named(tmp_path: Path) -> None:
+    run = make_run("llama", tmp_path, modules_to_save=["lm_head"])
+
+    def broken(run: Run, tensors: Tensors) -> None:
+        tensors["lm_head.weight"] = run.of("base")["lm_head.weight"]
+
+    report = run.examine(change(run, tmp_path / "broken", broken))
+    (finding,) = report.findings
+    assert finding.what == "the trained copy was dropped"
+    assert "lm_head.weight" in finding.evidence
+
+
+@pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`:UserWarning:peft")
+def test_a_trained_head_that_a_tie_loses_is_named(tmp_path: Path) -> None:
+    run = make_run("gemma2", tmp_path, modules_to_save=["lm_head"])
+
+    def broken(run: Run, tensors: Tensors) -> None:
+        del tensors["lm_head.weight"]
+
+    merged = change(run, tmp_path / "broken", broken, tie_word_embeddings=True)
+    (finding,) = run.examine(merged).findings
+    assert finding.what == "a trained weight was lost: loading ties it to another"
+    assert "lm_head.weight" in finding.evidence
+
+
+def test_requantized_weights_say_what_is_left(merges: Callable[[str], Run], tmp_path: Path) -> None:
+    run = merges("llama")
+    PeftModel.from_pretrained(zoo.load("llama"), run.folder / "adapter").merge_and_unload().save_pretrained(tmp_path)
+    report = run.examine(tmp_path)
+    (finding,) = report.findings
+    assert finding.what == "an adapter was merged into 4-bit weights"
+    assert report.merge is not None
+    assert report.merge.kept < 0.5
+    assert f"{report.merge.kept:.0%} of the delta survived" in finding.evidence
+    assert {one.bits for one in report.merge.tensors.values()} == {8}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Right merges.
+# ----------------------------------------------------------------------------------------------------
+
+
+def assert_right(report: DoctorReport, onto: str) -> None:
+    assert report.findings == ()
+    assert report.merge is not None
+    assert report.merge.onto == onto
+    assert abs(report.merge.kept - 1) <= 0.01
+    assert report.merge.tensors
+
+
+def reload_and_merge(run: Run, dtype: torch.dtype, folder: Path, **saving: Any) -> Path:
+    """Merge as most people do: onto the base's own weights, by PEFT."""
+    model_class = getattr(transformers, zoo.ARCHITECTURES[run.name].model_class)
+    base = model_class.from_pretrained(run.folder / "base", dtype=dtype)
+    PeftModel.from_pretrained(base, run.folder / "adapter").merge_and_unload().save_pretrained(folder, **saving)
+    return folder
+
+
+@pytest.mark.parametrize("name", few(NAMES, ["llama", "mixtral", "gpt2"]))
+def test_a_right_merge_has_no_finding(name: str, merges: Callable[[str], Run], tmp_path: Path) -> None:
+    run = merges(name)
+    assert_right(run.examine(run.folder / "merged"), "trained")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        merged = reload_and_merge(run, dtype, tmp_path / str(dtype), max_shard_size="100KB")
+        assert_right(run.examine(merged), "original")
+
+
+def test_a_merge_onto_the_original_weights_is_told_where_only_4_bits_are_at_hand(
+    merges: Callable[[str], Run], tmp_path: Path
+) -> None:
+    run = merges("llama")
+    merged = reload_and_merge(run, torch.bfloat16, tmp_path / "merged")
+    zoo.load("llama").save_pretrained(tmp_path / "base")
+    report = doctor(merged, base=tmp_path / "base", adapter=run.folder / "adapter")
+    assert report.findings == ()
+    assert report.merge is not None
+    assert report.merge.onto == "original"
+
+
+def test_names_with_the_prefixes_of_wrappers_are_found(merges: Callable[[str], Run], tmp_path: Path) -> None:
+    run = merges("llama")
+
+    def renamed(run: Run, tensors: Tensors) -> None:
+        for fqn in [*tensors]:
+            tensors[f"base_model.model.{fqn}"] = tensors.pop(fqn)
+
+    assert_right(run.examine(change(run, tmp_path / "merged", renamed)), "trained")
+
+
+METHODS: dict[str, Any] = {
+    "dora": peft.LoraConfig(r=4, use_dora=True, target_modules=["q_proj", "v_proj"]),
+    "ia3": peft.IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "loha": peft.LoHaConfig(r=4, target_modules=["q_proj"]),
+    "oft": peft.OFTConfig(r=4, oft_block_size=0, target_modules=["q_proj"]),
+    "vera": peft.VeraConfig(r=4, target_modules=["q_proj", "v_proj"]),
+    "head": peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    "tokens": peft.LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[3, 4]),
+}
