@@ -39,7 +39,7 @@ _DEVIATIONS = 8.0  # of what rounding adds to the part that was kept
 # The largest difference of quantized weights that nothing was merged into, as a part of
 # their length: rounding to 4 bits takes 0.1.
 _OF_QUANTIZED = 0.25
-_KEPT_BY_QUANTIZED = (0.9, 1.1)
+_OF_KEPT = 0.1  # the largest difference of what is kept from all of a delta
 _ALIKE = 0.05  # the largest difference of two samples that show the same weight
 _ALIGNED = 0.8  # the least cosine of two samples that show the same delta
 _SOME = 0.5  # the least change of a sample, as a part of its delta, that is one
@@ -66,8 +66,7 @@ def _explains(against: Against, figures: Figures) -> bool:
     if figures.is_quantized:
         if not delta:
             return against.off <= _OF_QUANTIZED**2 * against.size
-        least, most = _KEPT_BY_QUANTIZED
-        is_kept = least <= against.kept(delta) <= most
+        is_kept = abs(against.kept(delta) - 1) <= _OF_KEPT
         return is_kept and figures.dtype != torch.uint8
     allowed = _ROUNDINGS * math.sqrt(against.rounding)
     allowed += _OF_DELTA * math.sqrt(delta) + _OF_FLOAT32 * math.sqrt(against.size)
@@ -125,14 +124,15 @@ class Causes:
         nearest = figures.nearest
         part = math.sqrt(nearest.off / nearest.size) if nearest.size else math.inf
         evidence = f"it differs by {part:.1%} of the base"
-        if figures.delta and figures.is_quantized and part < 1:
+        if not figures.delta:
+            return (ANOTHER_BASE if part >= _MOST_OF_BASE else CHANGED), evidence
+        if figures.is_quantized and part < 1:
             is_4_bit = figures.dtype == torch.uint8
             return (REQUANTIZED_TO_4_BITS if is_4_bit else REQUANTIZED), ""
-        if self._is_an_adapters(figures):
+        has_delta = abs(nearest.kept(figures.delta) - 1) <= _OF_KEPT
+        if not has_delta and self._is_an_adapters(figures):
             return ANOTHER_ADAPTER, evidence
-        if figures.delta or part >= _MOST_OF_BASE:
-            return ANOTHER_BASE, evidence
-        return CHANGED, evidence
+        return ANOTHER_BASE, evidence
 
     def _lacking(self, figures: Figures) -> list[str]:
         """The matrices of a stack that hold no delta, where others hold theirs."""
@@ -179,7 +179,7 @@ class Causes:
 
     def _is_an_adapters(self, figures: Figures) -> bool:
         """Whether the change is of a rank that adapters have, and not of a full one."""
-        if len(figures.shape) < 2 or not figures.delta or figures.is_quantized:
+        if len(figures.shape) < 2:
             return False
         energies = torch.linalg.svdvals(self._change_of(figures)).square()
         few = max(len(energies) // 2, 1)

@@ -13,6 +13,7 @@ from ..preparation.process import plain_mode
 from . import doctor_base, doctor_merge, doctor_run
 from .doctor_report import Checks, DoctorReport, Examination, Finding
 from .doctor_subjects import Given, Subject, read_run, walk_live
+from .measure import Told
 
 __all__ = ["DoctorReport", "Finding", "doctor"]
 
@@ -59,6 +60,7 @@ def doctor(
     base: Any = None,
     adapter: Any = None,
     quantization_config: Any = None,
+    progress: bool | Told = False,
 ) -> DoctorReport:
     """Look for faults that raise no error. Nothing is changed, and no code in a file is run.
 
@@ -75,6 +77,8 @@ def doctor(
         quantization_config: How the base was quantized in training, as for
             ``merge_checkpoint``, where neither its config nor the adapter's manifest
             says it.
+        progress: Show a bar of the tensors that are measured, on a terminal; or a
+            function that is called with how many of how many were.
 
     Returns:
         The report: what was looked at, what is at fault, and what could not be
@@ -97,7 +101,7 @@ def doctor(
         if isinstance(path_or_model, nn.Module):
             live = walk_live(path_or_model, given)
             _examine(examination, live, _OF_A_MODEL, _OF_AN_ADAPTER)
-            merge = doctor_merge.measure(examination, live)
+            merge = doctor_merge.measure(examination, live, progress)
             return examination.report(live.where, merge)
 
         folders = read_run(Path(path_or_model), given)
@@ -106,7 +110,7 @@ def doctor(
         # The base of a run is compared, and may be loaded, once.
         newest = folders[-1]
         examination.make(_OF_THE_NEWEST_FOLDER, newest, newest.where)
-        merge = doctor_merge.measure(examination, newest)
+        merge = doctor_merge.measure(examination, newest, progress)
         return examination.report(folders[0].where, merge)
 
 

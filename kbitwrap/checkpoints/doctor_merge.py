@@ -13,7 +13,7 @@ from .adapters import read_adapter
 from .base import adapted_base, check_base, load_base, quantization_in_training
 from .doctor_report import Examination, fault, fine, not_measured
 from .doctor_subjects import Given, LiveModel, Subject
-from .measure import MergeMeasure, measure_merge
+from .measure import MergeMeasure, Told, measure_merge
 from .reader import open_checkpoint, saved_manifest
 from .sides import MergedSide, read_merged, walk_merged
 
@@ -24,7 +24,9 @@ _REMEDY = (
 )
 
 
-def measure(examination: Examination, subject: Subject) -> MergeMeasure | None:
+def measure(
+    examination: Examination, subject: Subject, progress: bool | Told
+) -> MergeMeasure | None:
     """Measure a merge where its base and its adapter were given, and add what was found."""
     given, where = subject.given, subject.where
     if given.adapter is None or subject.base is None:
@@ -47,7 +49,7 @@ def measure(examination: Examination, subject: Subject) -> MergeMeasure | None:
         )
         examination.add(_NAME, where, unknown)
     try:
-        found = _measure(subject, given, quantization, manifest)
+        found = _measure(subject, given, quantization, manifest, progress)
     except ManifestMismatchError as error:
         what = "the base is not the one that the adapter's manifest records"
         remedy = "give the base that was trained on, as it was"
@@ -82,7 +84,11 @@ def _own_quantization(subject: Subject, given: Given) -> Any:
 
 
 def _measure(
-    subject: Subject, given: Given, quantization: Any, manifest: Manifest | None
+    subject: Subject,
+    given: Given,
+    quantization: Any,
+    manifest: Manifest | None,
+    progress: bool | Told,
 ) -> MergeMeasure:
     settings = quantization_in_training(
         given.base, quantization, manifest, trust_remote_code=False
@@ -92,9 +98,8 @@ def _measure(
     trained = load_base(given.base, saved, settings, dtype, manifest=manifest)
     if manifest is not None:
         check_base(manifest, trained)
-    return measure_merge(
-        _merged(subject), adapted_base(trained, saved), saved, given.base
-    )
+    adapted = adapted_base(trained, saved)
+    return measure_merge(_merged(subject), adapted, saved, given.base, progress)
 
 
 def _merged(subject: Subject) -> MergedSide:

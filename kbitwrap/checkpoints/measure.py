@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from ..config import StrPath
 from ..model.quantization import is_quantized_layer, share_of_codes
@@ -39,6 +40,10 @@ MISSING = "missing from the checkpoint"
 LOST_BY_A_TIE = "a trained weight was lost: loading ties it to another"
 UNKNOWN = "in neither the base nor the adapter"
 WRONG_SHAPE = "another shape than the base's"
+
+
+Told = Callable[[int, int], object]
+"""Called with the number of tensors that are measured, and of all."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,11 @@ class MergeMeasure:
 
 
 def measure_merge(
-    merged: MergedSide, adapted: nn.Module, saved: SavedAdapter, base: StrPath
+    merged: MergedSide,
+    adapted: nn.Module,
+    saved: SavedAdapter,
+    base: StrPath,
+    progress: bool | Told = False,
 ) -> MergeMeasure:
     """Compare a merged checkpoint with what a base and an adapter give.
 
@@ -125,6 +134,7 @@ def measure_merge(
         adapted: The base as it was trained on, with the adapter on it.
         saved: The adapter.
         base: The base's folder or name.
+        progress: As for `doctor`.
     """
     bare: Any = unwrap(adapted)[0]
     measuring = _Measuring(
@@ -140,7 +150,7 @@ def measure_merge(
             if is_quantized_layer(node.module)
         },
     )
-    figures = list(measuring.figures())
+    figures = list(measuring.figures(progress))
     change_of = measuring.change_of
     causes = Causes(figures, saved.held, change_of)
     wrong = {
@@ -164,9 +174,7 @@ def _total(
     delta = along = off = 0.0
     tensors = {}
     for one in adapted:
-        against = one.trained
-        if onto == ORIGINAL and one.original is not None:
-            against = one.original
+        against = one.nearest
         delta += one.delta
         if not one.is_finite:
             tensors[one.fqn] = TensorMeasure(0.0, 1.0, one.num_bits)
@@ -239,10 +247,20 @@ class _Measuring:
                 found[known] = tensor
         return found
 
-    def figures(self) -> Iterator[Figures]:
+    def figures(self, progress: bool | Told) -> Iterator[Figures]:
         """Compare tensor by tensor; note those that cannot be compared."""
         self._note_unknown()
-        for fqn in self._wanted():
+        wanted = self._wanted()
+        bar = tqdm(
+            wanted,
+            desc="measure",
+            unit="tensor",
+            disable=None if progress is True else True,
+            leave=False,
+        )
+        for number, fqn in enumerate(bar):
+            if callable(progress):
+                progress(number, len(wanted))
             found = self._found.get(fqn)
             if found is None:
                 found = self._tied_to(fqn)

@@ -17,9 +17,11 @@ from .console import (
     show,
     show_json,
 )
-from .hub import working
-from .usage import Json, argument, path, value
+from .hub import quantization_config, working
+from .tables import table
+from .usage import KINDS_OF_NF4, QUANTS, Json, argument, choice, path, value
 
+_MOST_TENSORS = 5  # of a wrong merge, in its table
 SUMMARY = "Look for faults of a saved run that raise no error."
 HELP = """Look for faults of a saved run that raise no error.
 
@@ -28,6 +30,9 @@ preparation, another base than the manifest's, adapters that are zero, not finit
 experts that were never quantized, tied weights that came apart, use_cache left off, idle devices, a merge into 4-bit
 weights, an optimizer that trained what was not saved, a save that was interrupted, a tokenizer with more ids than the
 embeddings have rows. Each check made is printed: fine, fault, or not measured and why. No code in a file is run.
+
+Is a merged model what was trained? With --base and --adapter every tensor of PATH is compared with the base and the
+adapter, whatever tool merged them: how much of what the adapter learned is there, and what is wrong where it is not.
 
 Exit status: 0 no fault was found, 1 one was, 2 bad input."""
 
@@ -40,7 +45,8 @@ def command(
             "--base",
             "BASE",
             str,
-            "The base that was trained on, to compare with the manifest; it is loaded.",
+            "The base that was trained on, to compare with the manifest, and with --adapter a merged PATH; it is "
+            "loaded.",
         ),
     ] = None,
     adapter: Annotated[
@@ -49,7 +55,16 @@ def command(
             "--adapter",
             "ADAPTER",
             path,
-            "The adapter that was merged: with --base, how much of it survived.",
+            "The adapter that was merged: with --base, how much of it PATH holds.",
+        ),
+    ] = None,
+    quant: Annotated[
+        str | None,
+        choice(
+            "--quant",
+            QUANTS,
+            "How BASE was quantized in training, where neither its config nor the manifest in ADAPTER says it: "
+            f"{KINDS_OF_NF4}.",
         ),
     ] = None,
     json_: Json = False,
@@ -61,19 +76,48 @@ def command(
     """
     if not path.exists():
         raise InputError(f"there is nothing at {str(path)!r}")
-    with working(base, f"examining {path}"):
+    with working(base, f"examining {path}") as doing:
         from .. import KbitWrapError, doctor  # not before: they load torch
 
+        def tell(num_done: int, num_tensors: int) -> None:
+            doing.now(f"measuring {path}: {num_done:,} of {num_tensors:,} tensors")
+
+        quantization = None
+        if quant is not None:
+            quantization = quantization_config(quant, None) or False
         try:
-            report = doctor(path, base=base, adapter=adapter)
+            report = doctor(
+                path,
+                base=base,
+                adapter=adapter,
+                quantization_config=quantization,
+                progress=tell,
+            )
         except (KbitWrapError, OSError) as error:
             raise InputError(first_line(error)) from error
     result = report.to_dict()
     if json_:
         show_json(result)
     else:
+        if report.merge is not None:
+            show(*_merge(report.merge))
         show(*_describe(result))
     return EXIT_NO if report else EXIT_DONE
+
+
+def _merge(merge: Any) -> list[RenderableType]:
+    """The verdict on a merge, and its worst tensors where it is none."""
+    if not merge.faults:
+        return [hanging(printable(str(merge)), 0)]
+    worst = sorted(merge.tensors.items(), key=lambda item: -item[1].error)
+    rows = [["tensor", "kept", "error", "bits"]]
+    for fqn, one in worst[:_MOST_TENSORS]:
+        rows.append(
+            [printable(fqn), f"{one.kept:.1%}", f"{one.error:.1%}", str(one.bits)]
+        )
+    verdict = hanging(printable(str(merge)), 0)
+    kept = f"{merge.kept:.1%} of the delta is there, with an error of {merge.error:.1%} of it; the worst tensors:"
+    return [verdict, kept, table(rows)]
 
 
 def _describe(result: dict[str, Any]) -> list[RenderableType]:

@@ -71,9 +71,26 @@ def test_doctor_measures_with_a_base_and_an_adapter(
     assert "  merge: not measured: give the folders of both" in capsys.readouterr().out
     training.adapt("llama", zoo.load("llama")).merge_and_unload().save_pretrained(tmp_path / "merged")
     options = ["--base", str(tmp_path / "base"), "--adapter", str(adapter)]
-    assert main(["doctor", str(tmp_path / "base"), *options]) == 0
+    assert main(["doctor", str(tmp_path / "base"), *options]) == 1
+    first, _, *lines = capsys.readouterr().out.splitlines()
+    assert first == "not a merge: model.layers.0.mlp.down_proj.weight: no delta, and 9 more"
+    assert lines[0] == "0.0% of the delta is there, with an error of 100.0% of it; the worst tensors:"
     assert main(["doctor", str(tmp_path / "merged"), *options]) == 1
     assert "% of the delta survived" in capsys.readouterr().out
+
+
+def test_doctor_says_first_that_a_merge_is_one(
+    adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = str(zoo.checkpoint("llama"))
+    assert main(["merge", base, str(adapter), "--out", str(tmp_path / "out"), "--quant", "nf4"]) == 0
+    capsys.readouterr()
+    options = ["--base", base, "--adapter", str(adapter)]
+    assert main(["doctor", str(tmp_path / "out"), *options, "--quant", "nf4"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == "a merge: 100.0% of what the adapter learned, added to the weights that it was trained on"
+    assert main(["doctor", str(tmp_path / "out"), *options]) == 1
+    assert "nothing records it, so the base was taken as it is" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("options", [[], ["--base", "absent", "--adapter", "absent"]])
