@@ -163,7 +163,7 @@ def _read(module: nn.Module) -> _Kept:
 
 def _to_keep(value: Any) -> Any:
     """The record of an attribute's value."""
-    if _is_plain(value):
+    if type(value) in _PLAIN or isinstance(value, Enum):
         return value
     if type(value) in _CACHES and all(map(_is_plain, _members(value))):
         return _Cache(value, value.copy())
@@ -215,11 +215,11 @@ def _put_back(
 
     The lists and dicts of a module that ``is_shared`` are another's.
     """
-    if _sizes(module) != kept.sizes:
-        return []
     differences = _differences(module, kept)
+    if not differences or _sizes(module) != kept.sizes:
+        return []
     with_tensors = [one for one in differences if one.has_tensors()]
-    if not differences or (only_tensors and not with_tensors):
+    if only_tensors and not with_tensors:
         return []
     if not any(one.was is MISSING for one in with_tensors):
         differences = [one for one in differences if one.was is not MISSING]
@@ -247,9 +247,10 @@ def _differences(module: nn.Module, kept: _Kept) -> list[_Difference]:
     """The values that are to be put back."""
     found = []
     for place, before in zip(_places(module), kept.values, strict=True):
-        for name in {**place, **before}:
+        added = place.keys() - before.keys() - _OWN
+        for name in (*before, *sorted(added)):
             there, was = place.get(name, MISSING), before.get(name, MISSING)
-            if name in _OWN or _is_to_stay(there, was):
+            if there is was or _is_to_stay(there, was):
                 continue
             is_saved = name not in module._non_persistent_buffers_set
             if place is module._buffers and is_saved and _are_alike(there, was):
@@ -259,8 +260,8 @@ def _differences(module: nn.Module, kept: _Kept) -> list[_Difference]:
 
 
 def _is_to_stay(found: Any, was: Any) -> bool:
-    """Whether a value is as it was, or another's."""
-    if found is was or was is _OTHER:
+    """Whether another value than there was is another's."""
+    if was is _OTHER:
         return True
     if isinstance(was, _Cache):
         return type(found) not in _CACHES or _are_same(found, was)

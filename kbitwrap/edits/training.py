@@ -111,11 +111,11 @@ class RuntimeChange(HeldOriginal):
         self._attributes = read_attributes(module, RUNTIME_ATTRIBUTES)
         self._state: dict[str, Fields] = {}
         may_repack = weight.is_cpu and "state" not in vars(module)  # of 4 bits
-        for name, owner, keys in state_owners(module, weight):
-            fields = read_attributes(owner, keys or vars(owner))
+        for owner in state_owners(module, weight):
+            fields = owner.fields()
             if not may_repack:
                 fields = {key: _weakly(value) for key, value in fields.items()}
-            self._state[name] = fields
+            self._state[owner.name] = fields
 
     def _weight(self) -> nn.Parameter | None:
         module = self._module()
@@ -147,20 +147,19 @@ class RuntimeChange(HeldOriginal):
         was_repacked = is_repacked(self._state.get("quant_state", {}))
         if quant_state is not None and is_repacked(vars(quant_state)) != was_repacked:
             self.write(weight, in_other_layout(weight, quant_state))
-        all_owners = state_owners(module, weight)
-        owners = [owner for owner in all_owners if owner[0] in self._state]
-        tensors = _by_memory([vars(owner) for _, owner, _ in all_owners])
-        values = [
-            _found(self._state[name], vars(owner), tensors) for name, owner, _ in owners
+        owners = state_owners(module, weight)
+        tensors = _by_memory([owner.fields() for owner in owners])
+        recorded = [owner for owner in owners if owner.name in self._state]
+        found = [
+            _found(self._state[owner.name], owner.fields(), tensors)
+            for owner in recorded
         ]
-        # All values are looked up, and written, before any is removed: a field may be
-        # all that holds one.
-        for (_, owner, _), found in zip(owners, values, strict=True):
-            vars(owner).update(found)
-        for (_, owner, keys), found in zip(owners, values, strict=True):
-            fields = vars(owner).items()
-            others = {k: value for k, value in fields if keys and k not in keys}
-            owner.__dict__ = others | found
+        # All are written before any is removed: a field may be all that holds a tensor
+        # of another.
+        for owner, fields in zip(recorded, found, strict=True):
+            vars(owner.holder).update(fields)
+        for owner, fields in zip(recorded, found, strict=True):
+            owner.replace(fields)
 
     def now(self, tree: ModelTree) -> RuntimeChange:
         """Record the layer as it is now; if it is gone, return this record."""
@@ -220,16 +219,14 @@ def _by_memory(places: list[Fields]) -> dict[int, torch.Tensor]:
 def _found(
     recorded: Fields, fields: Fields, tensors: dict[int, torch.Tensor]
 ) -> Fields:
-    """The recorded fields that there were.
+    """The recorded fields.
 
     For a tensor that is gone they have the current value.
     """
-    found = {}
+    found = dict(recorded)
     for key, value in recorded.items():
         if isinstance(value, MemoryRef):
-            value = tensors.get(value.cdata, fields.get(key))
-        if value is not MISSING:
-            found[key] = value
+            found[key] = tensors.get(value.cdata, fields.get(key))
     return found
 
 

@@ -81,10 +81,8 @@ def statistics_of(module: nn.Module) -> Iterator[torch.Tensor]:
             continue
         if not (is_quantized_parameter(parameter) or vars(parameter)):
             continue
-        for _, owner, keys in state_owners(module, parameter):
-            if keys is not None:
-                owner = {key: getattr(owner, key, None) for key in keys}
-            holders.append(owner)
+        owners = state_owners(module, parameter)
+        holders += [owner.fields() for owner in owners]
     for holder in filter(_is_holder, holders):
         for _, _, tensor in _places(holder):
             yield tensor

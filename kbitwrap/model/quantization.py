@@ -428,19 +428,38 @@ def has_kernel_without_backward(module: nn.Module) -> bool:
     return getattr(kernel, "value", kernel) == "inference"
 
 
-def state_owners(
-    module: nn.Module, weight: torch.Tensor
-) -> list[tuple[str, Any, tuple[str, ...] | None]]:
-    """The objects beside a layer that hold its quantization state, by name.
+@dataclass
+class StateOwner:
+    """An object beside a layer that holds quantization state of it."""
 
-    The last of each are the fields that hold it; ``None`` stands for all.
-    """
+    name: str
+    holder: Any
+    # of the fields that hold state, where others do not
+    names: tuple[str, ...] | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """The fields that hold the state."""
+        fields = vars(self.holder)
+        if self.names is None:
+            return dict(fields)
+        return {name: fields[name] for name in self.names if name in fields}
+
+    def replace(self, fields: dict[str, Any]) -> None:
+        """Give it these fields, in their order, in place of those that hold state."""
+        names = self.names
+        own = vars(self.holder).items()
+        others = {name: one for name, one in own if names and name not in names}
+        self.holder.__dict__ = others | fields
+
+
+def state_owners(module: nn.Module, weight: torch.Tensor) -> list[StateOwner]:
+    """The objects that hold the quantization state of a layer."""
     owners = [
-        ("weight", weight, ("CB", "SCB", "quant_state")),
-        ("state", vars(module).get("state"), None),
-        ("quant_state", getattr(weight, "quant_state", None), None),
+        StateOwner("weight", weight, ("CB", "SCB", "quant_state")),
+        StateOwner("state", vars(module).get("state")),
+        StateOwner("quant_state", getattr(weight, "quant_state", None)),
     ]
-    return [owner for owner in owners if owner[1] is not None]
+    return [owner for owner in owners if owner.holder is not None]
 
 
 def quant_state_of(module: nn.Module, weight: torch.Tensor) -> Any:

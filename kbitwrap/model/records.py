@@ -152,13 +152,9 @@ def _memory_of(tensor: torch.Tensor) -> dict[Any, Any]:
 
     As long as these are held, no other memory gets that key.
     """
-    if is_composed(type(tensor)):
-        memory = [MemoryRef(part.untyped_storage()) for part in dense_parts(tensor)]  # type: ignore[no-untyped-call]
-        return {tuple([reference.cdata for reference in memory]): memory}
-    if tensor.layout is not torch.strided:
-        return {(): None}
-    reference = MemoryRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-    return {reference.cdata: reference}
+    parts = dense_parts(tensor)
+    memory = [MemoryRef(part.untyped_storage()) for part in parts]  # type: ignore[no-untyped-call]
+    return {key_of(tensor): memory}
 
 
 def key_of(tensor: torch.Tensor) -> Any:
@@ -166,8 +162,12 @@ def key_of(tensor: torch.Tensor) -> Any:
 
     Tensors that share memory have the same, on the meta device too.
     """
-    (key,) = _memory_of(tensor)
-    return key
+    if is_composed(type(tensor)):
+        storages = [part.untyped_storage() for part in dense_parts(tensor)]
+        return tuple([storage._cdata for storage in storages])
+    if tensor.layout is not torch.strided:
+        return ()
+    return tensor.untyped_storage()._cdata
 
 
 MARK = "_kbitwrap_mark"

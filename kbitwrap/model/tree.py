@@ -7,7 +7,7 @@ wrappers, its *path* the live one.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -81,7 +81,9 @@ class ModelTree:
     @cached_property
     def nodes(self) -> list[Node]:
         """Every place of every module, in depth-first order."""
-        return list(_walk(self.model, "", "", is_base=True, holds_copies=False))
+        found: list[Node] = []
+        _walk(found, self.model, "", "", is_base=True, holds_copies=False)
+        return found
 
     @cached_property
     def modules(self) -> list[Node]:
@@ -136,9 +138,12 @@ class ModelTree:
             first.setdefault(id(tensor.parameter), tensor)
         return list(first.values())
 
-    @property
+    @cached_property
     def live(self) -> dict[ParameterRecord, nn.Parameter]:
-        """The parameters that were recorded earlier and found again, by record."""
+        """The parameters that were recorded earlier and found again, by record.
+
+        It is read after all were found that there are.
+        """
         found: dict[ParameterRecord, nn.Parameter] = {}
         for tensor in self.tensors:
             record = self.known.get(id(tensor.parameter))
@@ -147,7 +152,8 @@ class ModelTree:
         return found
 
     @cached_property
-    def _ids(self) -> set[int]:
+    def ids(self) -> set[int]:
+        """The ``id`` of every parameter."""
         return {id(tensor.parameter) for tensor in self.tensors}
 
     def at_places(self, record: ParameterRecord) -> list[nn.Parameter]:
@@ -156,7 +162,7 @@ class ModelTree:
         Others may have taken modules out of it.
         """
         return [
-            parameter for parameter in record.at_places() if id(parameter) in self._ids
+            parameter for parameter in record.at_places() if id(parameter) in self.ids
         ]
 
     @cached_property
@@ -208,6 +214,8 @@ class ModelTree:
         """
         live = self.live
         lost = [record for record in records if record not in live]
+        if not lost:
+            return []
         # by ``id``, the parameters that stand where lost ones stood
         standing = {id(there): there for r in lost for there in self.at_places(r)}
         rows = {there.shape[:1] for there in standing.values()}
@@ -240,7 +248,7 @@ class ModelTree:
     def adapter_ids(self) -> set[int]:
         """The ``id`` of every parameter of an adapter that is not shared with the base."""
         base = {id(tensor.parameter) for tensor in self.base_tensors}
-        return {id(tensor.parameter) for tensor in self.tensors} - base
+        return self.ids - base
 
     @cached_property
     def adapted_blocks(self) -> set[str]:
@@ -283,9 +291,15 @@ def _tensors_of(nodes: Iterable[Node]) -> list[NamedTensor]:
 
 
 def _walk(
-    module: nn.Module, path: str, fqn: str, *, is_base: bool, holds_copies: bool
-) -> Iterator[Node]:
-    """List a module at one of its places, and all below it.
+    found: list[Node],
+    module: nn.Module,
+    path: str,
+    fqn: str,
+    *,
+    is_base: bool,
+    holds_copies: bool,
+) -> None:
+    """Add a module at one of its places to a list, and all below it.
 
     ``holds_copies`` is a wrapper's collection of copies.
     """
@@ -297,14 +311,15 @@ def _walk(
         )
     wrapped = wrapped_children(module)
     is_adapter = bool(wrapped) and is_adapter_class(type(module))
-    yield Node(path, fqn, module, is_base and not wrapped)
+    found.append(Node(path, fqn, module, is_base and not wrapped))
     for name, child in module._modules.items():
         if child is None:
             continue
         is_wrapped = name in wrapped
         are_copies = is_adapter and not is_wrapped and name in COPIES
         has_no_name = is_wrapped or are_copies or holds_copies
-        yield from _walk(
+        _walk(
+            found,
             child,
             join(path, name),
             fqn if has_no_name else join(fqn, name),

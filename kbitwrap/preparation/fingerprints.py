@@ -62,8 +62,10 @@ def _sample(record: ParameterRecord, parameter: torch.Tensor) -> torch.Tensor | 
 
     ``None`` without values, and of a 4-bit weight, which its statistics tell.
     """
+    if record.quant_state is not None:
+        return None
     part = _sampled_part(parameter)
-    if part is None or part.is_meta or record.quant_state is not None:
+    if part is None or part.is_meta:
         return None
     if record.quantized_class is not None:
         return sample(part, _RUNS_OF_QUANTIZED)

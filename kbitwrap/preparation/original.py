@@ -93,14 +93,15 @@ class Original:
         self.flags: dict[ParameterRecord, bool] = {}
         parameters: dict[ParameterRecord, nn.Parameter] = {}
         with only_reading():
+            records = {}
+            for tensor in tree.tensors:
+                record = records[id(tensor.parameter)] = tree.record(tensor)
+                self.flags[record] = tensor.parameter.requires_grad
             # A record may have two names, and a name two records.
             for tensor in tree.base_tensors:
-                record = tree.record(tensor)
+                record = records[id(tensor.parameter)]
                 self.base[tensor.fqn] = record
                 parameters[record] = tensor.parameter
-            for tensor in tree.tensors:
-                record = tree.record(tensor)
-                self.flags[record] = tensor.parameter.requires_grad
             self.fingerprints = Fingerprints(parameters.items(), audit)
         self.parameters = list(parameters)
         self.modules = {node.fqn: weakref.ref(node.module) for node in tree.plain_base}
@@ -148,6 +149,7 @@ class Original:
     def follow(self, tree: ModelTree) -> None:
         """Find every parameter again, wherever others put it."""
         with only_reading():
+            lost = []
             for record in self.flags:
                 found = record.at_places()
                 shard = next(filter(is_sharded_tensor, found), None)
@@ -156,8 +158,8 @@ class Original:
                     tree.sharded[id(shard)] = record
                 elif seen is not None:
                     tree.known[id(seen)] = record
-            live = {*tree.live, *tree.sharded.values()}
-            lost = [record for record in self.flags if record not in live]
+                if shard is None and (seen is None or id(seen) not in tree.ids):
+                    lost.append(record)
             if lost:
                 self._find_by_value(tree, self._find_by_memory(tree, lost))
 

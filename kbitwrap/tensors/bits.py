@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,7 +81,7 @@ def differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """
     left = a.detach().reshape(-1)
     right = b.detach().reshape(-1)
-    found = [torch.zeros((), dtype=torch.bool, device=left.device)]
+    found = []
     for x, y in zip(left.split(_CHUNK), right.split(_CHUNK), strict=True):
         found.append(differs(x, y.to(device=x.device, dtype=x.dtype)).any())
     return torch.stack(found).any()
@@ -310,7 +311,7 @@ def _begin_plain(tensor: torch.Tensor) -> Callable[[], int]:
     data = flat.view(torch.uint8)
     num_bytes = data.numel()
     num_in_words = num_bytes - num_bytes % 8
-    blocks = _block_sums(data[:num_in_words])
+    blocks = _block_sums(data, num_in_words)
     tail = data[num_in_words:].clone()
 
     def read() -> int:
@@ -329,36 +330,34 @@ def _extended(digest: int, value: int) -> int:
     return (digest * _MURMUR + value) & _MASK
 
 
-def _block_sums(data: torch.Tensor) -> torch.Tensor:
+def _block_sums(data: torch.Tensor, num_bytes: int) -> torch.Tensor:
     """The sum of each block's mixed words, int64, on their device.
 
     The last block may be short.
 
     Args:
-        data: The bytes, uint8, flat and contiguous; their number is a multiple of 8.
-            They are read piece by piece.
+        data: The bytes, uint8, flat and contiguous, read piece by piece.
+        num_bytes: How many of them are read, a multiple of 8.
     """
-    num_words = data.numel() // 8
     is_aligned = data.storage_offset() % 8 == 0 and data.data_ptr() % 8 == 0
-    block_length = min(num_words, _BLOCK)
+    block_length = min(num_bytes // 8, _BLOCK)
     factors = torch.arange(1, block_length + 1, device=data.device) * _GOLDEN
-    num_whole = data.numel() - data.numel() % (8 * _BLOCK)
-    whole = data[:num_whole].split(_PIECE)
-    last = data[num_whole:]
-    sums = [factors[:0]]
-    for piece in (*whole, last):
-        if not piece.numel():
+    num_whole = num_bytes - num_bytes % (8 * _BLOCK)
+    bounds = [*range(0, num_whole, _PIECE), num_whole, num_bytes]
+    sums = []
+    mixed = shifted = factors
+    for start, end in itertools.pairwise(bounds):
+        if start == end:
             continue
+        piece = data[start:end]
         words = (piece if is_aligned else piece.clone()).view(torch.int64)
-        blocks = words.view(-1, min(words.numel(), _BLOCK))
-        sums.append(_mixed_sums(blocks, factors))
-    return torch.cat(sums)
-
-
-def _mixed_sums(blocks: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """Mix the words of each row, in memory of their own, and add the row up."""
-    mixed = blocks ^ factors[: blocks.shape[1]]
-    mixed ^= mixed >> 32
-    mixed *= _MURMUR
-    mixed ^= mixed >> 29
-    return mixed.sum(1)
+        blocks = words.view(-1, min(len(words), _BLOCK))
+        if mixed.shape != blocks.shape:
+            # To take memory anew for each piece can cost more than the arithmetic.
+            mixed, shifted = torch.empty_like(blocks), torch.empty_like(blocks)
+        torch.bitwise_xor(blocks, factors[: blocks.shape[1]], out=mixed)
+        mixed ^= torch.bitwise_right_shift(mixed, 32, out=shifted)
+        mixed *= _MURMUR
+        mixed ^= torch.bitwise_right_shift(mixed, 29, out=shifted)
+        sums.append(mixed.sum(1))
+    return torch.cat(sums) if sums else factors
