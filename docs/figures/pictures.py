@@ -20,7 +20,7 @@ from typing import Any
 import matplotlib
 import torch
 from matplotlib.figure import Figure
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -30,7 +30,7 @@ from kbitwrap.bench.models import build_model
 from kbitwrap.bench.plot import STYLE
 from kbitwrap.bench.settings import MISTRAL_7B, Shape
 from kbitwrap.cli.base_state import ASPECTS, BaseState
-from kbitwrap.cli.demo_sides import prepare_by_peft
+from kbitwrap.cli.console import quiet_libraries
 from sections import DOCS
 
 FIGURES = DOCS / "benchmarks" / "preparing.json"
@@ -61,7 +61,8 @@ def prepare(way: str, model: nn.Module) -> KbitPreparedModel | None:
     """Prepare a model; the wrapper that restores it, if there is one."""
     if way != PEFT:
         return KbitPreparedModel(model, precision=way).prepare()
-    prepare_by_peft(model)
+    with quiet_libraries():
+        prepare_model_for_kbit_training(model)
     return None
 
 

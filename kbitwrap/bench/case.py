@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
@@ -25,7 +24,7 @@ from .. import KbitPreparedModel, Precision, StepMemory, predict_step
 from .exports import ExportMeasurement
 from .memory import MemoryMeter, Timings, live_bytes
 from .models import LINEARS, build_model
-from .settings import CHUNKED, MERGED, PEFT, PEFT_UNCLEARED, Settings
+from .settings import CHUNKED, MERGED, PEFT, PEFT_UNCLEARED, Figures, Settings
 from .steps import StepMeasurement
 
 # Where only preparing is measured, the adapter that "adapted" is told of sits on this
@@ -57,7 +56,7 @@ class _Preparing:
     restore_seconds: float | None
     peak_bytes: int | None
     live_bytes: int
-    allocator: dict[str, Any] | None
+    allocator: Figures | None
 
 
 class Case:
@@ -78,11 +77,11 @@ class Case:
         self.folder = folder
         self.device = torch.device(settings.device)
         self.meter = MemoryMeter(self.device)
-        self.result: dict[str, Any] = {"case": name, "memory_method": self.meter.method}
+        self.result: Figures = {"case": name, "memory_method": self.meter.method}
         self._is_peft = name in (PEFT, PEFT_UNCLEARED)
         self._wrapper: KbitPreparedModel | None = None
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> Figures:
         """Build the model and measure.
 
         Returns:
@@ -122,7 +121,12 @@ class Case:
     def _measure_export(self) -> None:
         wrapper = self._prepare_by_wrapper()
         adapted = self._adapt() if self.name == MERGED else None
-        measurement = ExportMeasurement(wrapper, adapted, self.meter, self.folder)
+        measurement = ExportMeasurement(
+            wrapper,
+            adapted,
+            self.meter,
+            self.folder,
+        )
         self.result |= measurement.run(self.settings.repeats)
 
     def _measure_preparing(self) -> None:
@@ -205,7 +209,7 @@ class Case:
             self._prepare_by_wrapper()
 
     def _prepare_by_peft(self) -> None:
-        options: dict[str, Any] = {
+        options: Figures = {
             "gradient_checkpointing_kwargs": {"use_reentrant": self.settings.reentrant}
         }
         # Versions that do not take it never clear the cache.
@@ -221,9 +225,9 @@ class Case:
         self._wrapper = KbitPreparedModel(self.model, **self._fields()).prepare()
         return self._wrapper
 
-    def _fields(self) -> dict[str, Any]:
+    def _fields(self) -> Figures:
         """The settings of the preparation."""
-        fields: dict[str, Any] = {
+        fields: Figures = {
             "precision": _PRECISIONS.get(self.name, self.name),
             "gradient_checkpointing_kwargs": {"use_reentrant": self.settings.reentrant},
         }
@@ -328,7 +332,11 @@ def main(request_path: str, result_path: str) -> None:
     request = json.loads(Path(request_path).read_text())
     settings = Settings.from_dict(request["settings"])
     result = Path(result_path)
-    case = Case(request["case"], settings, result.parent)
+    case = Case(
+        request["case"],
+        settings,
+        result.parent,
+    )
     result.write_text(json.dumps(case.run()))
 
 

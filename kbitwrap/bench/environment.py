@@ -7,14 +7,15 @@ import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
+
+from .settings import Figures
 
 _LIBRARIES = ("kbitwrap", "torch", "transformers", "peft", "bitsandbytes")
 
 
-def environment(device: str) -> dict[str, Any]:
+def environment(device: str) -> Figures:
     """The machine and the libraries of a benchmark.
 
     Args:
@@ -32,13 +33,13 @@ def environment(device: str) -> dict[str, Any]:
     }
 
 
-def _machine(device: str) -> dict[str, Any]:
+def _machine(device: str) -> Figures:
     num_cores = (
         len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count()
     )
-    machine: dict[str, Any] = {
+    machine: Figures = {
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
         "num_cores": num_cores,
@@ -68,7 +69,7 @@ def _has_bfloat16(device: str) -> bool:
     return has_it
 
 
-def where(result: dict[str, Any]) -> str:
+def where(result: Figures) -> str:
     """The device of a result, and whether it has instructions for bfloat16, if that was recorded."""
     machine = result["environment"]["machine"]
     known = {

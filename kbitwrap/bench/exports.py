@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from .. import ExportReport, KbitPreparedModel
 from .memory import MemoryMeter, Timings
+from .settings import Figures
 
 _NO_SHARDS = "1TB"
 
@@ -42,7 +43,7 @@ class ExportMeasurement:
     timings: dict[str, Timings] = field(default_factory=lambda: defaultdict(Timings))
     peaks: list[int] = field(default_factory=list)
 
-    def run(self, repeats: int) -> dict[str, Any]:
+    def run(self, repeats: int) -> Figures:
         """Measure.
 
         Args:
@@ -66,7 +67,7 @@ class ExportMeasurement:
             **figures,
         }
 
-    def _measure_once(self) -> dict[str, Any]:
+    def _measure_once(self) -> Figures:
         """Export, save and merge once; the files are gone afterwards."""
         exported = self.folder / "exported"
         saved = self.folder / "saved.safetensors"

@@ -12,27 +12,35 @@ import functools
 import importlib
 import inspect
 import operator
-import statistics
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any, cast
 
 import torch
 from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm.auto import tqdm
-from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from .. import KbitPreparedModel
 from .environment import environment
-from .settings import DISTANCES, FLOAT64, LAST_STEPS, PEFT, BenchError, LossSettings
+from .settings import (
+    DISTANCES,
+    FLOAT64,
+    LAST_STEPS,
+    PEFT,
+    BenchError,
+    Figures,
+    LossSettings,
+    quantization_config,
+)
 
 NUM_BYTES = 256
 """The vocabulary: a token is a byte."""
@@ -45,6 +53,9 @@ COMPARED_WITH = {
     "full-float32": "none-float32",
 }
 """For each case, the one that it differs from in one respect."""
+
+Runs = dict[str, list[Figures]]
+"""The figures of each case, one for each seed."""
 
 # Modules of the standard library whose source is the text that adapters are trained on.
 _TRAINING_MODULES = (
@@ -76,9 +87,9 @@ class Text:
             it.
     """
 
-    pretraining: torch.Tensor
-    training: torch.Tensor
-    held_out: torch.Tensor
+    pretraining: Tensor
+    training: Tensor
+    held_out: Tensor
 
 
 def read_text(settings: LossSettings) -> Text:
@@ -108,7 +119,11 @@ def read_text(settings: LossSettings) -> Text:
         )
     english = "\n".join(topics[name] for name in sorted(topics))
     evenly_spread = torch.linspace(0, len(held_out) - 1, settings.num_held_out).long()
-    return Text(_tokens(english, settings), training, held_out[evenly_spread])
+    return Text(
+        _tokens(english, settings),
+        training,
+        held_out[evenly_spread],
+    )
 
 
 def _sources(modules: Sequence[str]) -> str:
@@ -117,12 +132,16 @@ def _sources(modules: Sequence[str]) -> str:
     )
 
 
-def _blocks(text: str, settings: LossSettings) -> torch.Tensor:
+def _blocks(text: str, settings: LossSettings) -> Tensor:
     """Text as ``(num_blocks, length + 1)`` tokens: a block's last one is the first of the next."""
-    return _tokens(text, settings).unfold(0, settings.length + 1, settings.length)
+    return _tokens(text, settings).unfold(
+        0,
+        settings.length + 1,
+        settings.length,
+    )
 
 
-def _tokens(text: str, settings: LossSettings) -> torch.Tensor:
+def _tokens(text: str, settings: LossSettings) -> Tensor:
     return torch.tensor(list(text.encode()), device=settings.device)
 
 
@@ -131,7 +150,7 @@ def run_loss(
     cases: Sequence[str],
     show: Callable[[str], None],
     folder: Path | None = None,
-) -> dict[str, Any]:
+) -> Figures:
     """Train each case with each seed.
 
     Args:
@@ -149,7 +168,7 @@ def run_loss(
         BenchError: There is no text to train on.
     """
     text = read_text(settings)
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
+    runs: Runs = {name: [] for name in cases}
     with (
         torch.random.fork_rng(),
         tempfile.TemporaryDirectory(prefix="kbitwrap-bench-") as temporary,
@@ -174,35 +193,35 @@ def run_loss(
     }
 
 
-def _summary(name: str, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+def _summary(name: str, runs: Runs) -> Figures:
     """A case over the seeds, and its differences, seed by seed, from the case that it is compared with."""
     own = runs[name]
-    summary: dict[str, Any] = {
-        "case": name,
-        "adapters": str(_adapter_dtype(name)).removeprefix("torch."),
-    }
-    for key in ("base_loss", "held_out_loss", "end_loss"):
-        summary[key] = _spread([run[key] for run in own])
-    for key in DISTANCES:
-        start = [run[key]["start"] for run in own]
-        end = [run[key]["end"] for run in own]
-        summary[key] = {"start": _spread(start), "end": _spread(end)}
-    curves = [run["train_loss"] for run in own]
-    summary["train_loss"] = [
-        statistics.fmean(losses) for losses in zip(*curves, strict=True)
-    ]
+    dtype = str(_adapter_dtype(name)).removeprefix("torch.")
+    summary: Figures = {"case": name, "adapters": dtype, **_over_seeds(own)}
     other = COMPARED_WITH.get(name)
     if other in runs:
         summary["difference"] = {"case": other, **_differences(own, runs[other])}
     return summary
 
 
-def _differences(
-    own: list[dict[str, Any]], others: list[dict[str, Any]]
-) -> dict[str, Any]:
+def _over_seeds(runs: list[Figures]) -> Figures:
+    """The figures of several seeds as one: of a number the spread, of a curve its mean at each step."""
+    summary: Figures = {}
+    for key, first in runs[0].items():
+        values: list[Any] = [run[key] for run in runs]
+        if isinstance(first, dict):
+            summary[key] = _over_seeds(values)
+        elif isinstance(first, list):
+            summary[key] = [fmean(losses) for losses in zip(*values, strict=True)]
+        else:
+            summary[key] = _spread(values)
+    return summary
+
+
+def _differences(own: list[Figures], others: list[Figures]) -> Figures:
     """The losses of a case less another's, seed by seed; those of the training, step by step."""
     pairs = list(zip(own, others, strict=True))
-    differences: dict[str, Any] = {}
+    differences: Figures = {}
     for key in ("held_out_loss", "end_loss"):
         differences[key] = _spread([run[key] - other[key] for run, other in pairs])
     curves = [
@@ -216,14 +235,14 @@ def _differences(
     return differences
 
 
-def _spread(values: list[float]) -> dict[str, Any]:
+def _spread(values: list[float]) -> Figures:
     """Their mean, their standard deviation and the standard error of the mean; one value has neither of the two."""
     deviation = error = None
     if len(values) > 1:
-        deviation = statistics.stdev(values)
+        deviation = stdev(values)
         error = deviation / len(values) ** 0.5
     return {
-        "mean": statistics.fmean(values),
+        "mean": fmean(values),
         "deviation": deviation,
         "error": error,
         "all": values,
@@ -261,7 +280,13 @@ def _pretrain(text: Text, settings: LossSettings, seed: int) -> Any:
             len(tokens) - settings.length, (2 * settings.batch_size, 1)
         )
         positions = (starts + offsets).to(settings.device)
-        _step(model, tokens[positions], optimizer, schedule, is_autocast=True)
+        _step(
+            model,
+            tokens[positions],
+            optimizer,
+            schedule,
+            True,
+        )
     return model
 
 
@@ -305,26 +330,27 @@ class _Run:
             values = torch.zeros(parameter.shape)
             if "lora_A" in fqn:
                 bound = parameter.shape[1] ** -0.5
-                values.uniform_(-bound, bound, generator=generator)
+                values.uniform_(
+                    -bound,
+                    bound,
+                    generator=generator,
+                )
             parameter.data = values.to(parameter.device, dtype)
 
     def _prepared(self, name: str, checkpoint: Path) -> Any:
         base: Any = _load(checkpoint, self.settings)
         checkpointing = {"use_reentrant": False}
         if name == PEFT:
-            with warnings.catch_warnings():
-                # transformers renamed what PEFT calls
-                warnings.simplefilter("ignore", FutureWarning)
-                return prepare_model_for_kbit_training(
-                    base, gradient_checkpointing_kwargs=checkpointing
-                )
+            return prepare_model_for_kbit_training(
+                base, gradient_checkpointing_kwargs=checkpointing
+            )
         precision = name.removesuffix(_IN_FLOAT32)
         wrapper = KbitPreparedModel(
             base, precision=precision, gradient_checkpointing_kwargs=checkpointing
         )
         return wrapper.prepare().model
 
-    def train(self, text: Text) -> dict[str, Any]:
+    def train(self, text: Text) -> Figures:
         """Train it.
 
         Args:
@@ -334,20 +360,19 @@ class _Run:
             The losses of each step and of what is held out, and the distances from
                 exact arithmetic.
         """
-        base_loss = self._held_out_loss(text)
         probe = text.training[: 2 * self.settings.batch_size]
-        before = self._distances(probe)
+        base_loss = self._held_out_loss(text)
+        start = self._distances(probe)
         losses = self._train_steps(text)
-        after = self._distances(probe)
-        result = {
+        end = self._distances(probe)
+        figures: Figures = {
             "base_loss": base_loss,
-            "train_loss": losses,
-            "end_loss": statistics.fmean(losses[-LAST_STEPS:]),
             "held_out_loss": self._held_out_loss(text),
+            "end_loss": fmean(losses[-LAST_STEPS:]),
         }
         for key in DISTANCES:
-            result[key] = {"start": before[key], "end": after[key]}
-        return result
+            figures[key] = {"start": start[key], "end": end[key]}
+        return {**figures, "train_loss": losses}
 
     def _train_steps(self, text: Text) -> list[float]:
         settings = self.settings
@@ -360,18 +385,17 @@ class _Run:
         losses = []
         for _ in _bar(settings.steps, "train"):
             blocks = text.training[next(batches).to(settings.device)]
-            losses.append(
-                _step(
-                    self.model,
-                    blocks,
-                    optimizer,
-                    schedule,
-                    is_autocast=self.is_autocast,
-                )
+            loss = _step(
+                self.model,
+                blocks,
+                optimizer,
+                schedule,
+                self.is_autocast,
             )
+            losses.append(loss)
         return losses
 
-    def _batches(self, num_blocks: int) -> Iterator[torch.Tensor]:
+    def _batches(self, num_blocks: int) -> Iterator[Tensor]:
         """The numbers of the blocks in each batch, without end: all blocks in one order, then in another."""
         generator = torch.Generator().manual_seed(self.seed)
         while True:
@@ -383,13 +407,21 @@ class _Run:
         """The loss in the case's own arithmetic, and in train mode: nothing drops out."""
         total = 0.0
         for blocks in text.held_out.split(2 * self.settings.batch_size):
-            loss, _ = _loss(self.model, blocks, is_autocast=self.is_autocast)
+            loss, _ = _loss(
+                self.model,
+                blocks,
+                is_autocast=self.is_autocast,
+            )
             total += loss.item() * len(blocks)
         return total / len(text.held_out)
 
-    def _distances(self, blocks: torch.Tensor) -> dict[str, float]:
+    def _distances(self, blocks: Tensor) -> dict[str, float]:
         """How far logits and the adapters' gradients are from those of the same model and adapters in float64."""
-        ours = _logits_and_gradients(self.model, blocks, is_autocast=self.is_autocast)
+        ours = _logits_and_gradients(
+            self.model,
+            blocks,
+            is_autocast=self.is_autocast,
+        )
         own = _trainable(self.model)
         for name, parameter in _trainable(self.exact).items():
             parameter.data = own[name].detach().double()
@@ -409,8 +441,8 @@ def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _logits_and_gradients(
-    model: nn.Module, blocks: torch.Tensor, *, is_autocast: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    model: nn.Module, blocks: Tensor, *, is_autocast: bool
+) -> tuple[Tensor, Tensor]:
     """The logits, and all gradients as one vector, in float64."""
     loss, logits = _loss(model, blocks, is_autocast=is_autocast)
     loss.backward()
@@ -434,29 +466,11 @@ def _adapt(base: Any, settings: LossSettings) -> PeftModel:
     return cast(PeftModel, get_peft_model(base, config)).train()
 
 
-def quantization_config(quant: str) -> BitsAndBytesConfig:
-    """Make the config of a quantization.
-
-    Args:
-        quant: ``"nf4"`` or ``"int8"``.
-
-    Returns:
-        The config for ``from_pretrained``.
-    """
-    if quant == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
-
-
 def _load(base: Path, settings: LossSettings) -> nn.Module:
     """The base, quantized, in train mode: in eval mode some CPUs repack its weights, and have no backward then."""
     model: nn.Module = LlamaForCausalLM.from_pretrained(
         base,
-        quantization_config=quantization_config(settings.quant),
+        quantization_config=quantization_config(settings.quant, torch.bfloat16),
         dtype=torch.bfloat16,
         device_map={"": settings.device},
     )
@@ -482,34 +496,45 @@ def make_exact(exact: nn.Module, quantized: nn.Module) -> nn.Module:
         ``exact``, all of which computes in float64.
     """
     for name, module in quantized.named_modules():
+        own: Any = exact.get_submodule(name)
         weight: Any = getattr(module, "weight", None)
         if isinstance(module, Linear4bit):
-            exact.get_submodule(name).weight.data = dequantize_4bit(
-                weight.data, weight.quant_state
-            ).double()
+            values = dequantize_4bit(weight.data, weight.quant_state)
+            own.weight.data = values.double()
         elif isinstance(module, Linear8bitLt):
-            exact.get_submodule(name).weight.data = (
-                weight.data.double() * weight.SCB.double().view(-1, 1) / 127
-            )
-        elif hasattr(module, "variance_epsilon"):
-            norm: Any = exact.get_submodule(name)
-            norm.forward = functools.partial(
+            scales = weight.SCB.double().view(-1, 1)
+            own.weight.data = weight.data.double() * scales / 127
+        elif hasattr(
+            module, "variance_epsilon"
+        ):  # a norm, whose class casts to float32
+            own.forward = functools.partial(
                 F.rms_norm,
-                normalized_shape=norm.weight.shape,
-                weight=norm.weight,
-                eps=norm.variance_epsilon,
+                normalized_shape=own.weight.shape,
+                weight=own.weight,
+                eps=own.variance_epsilon,
             )
     return exact
 
 
 def _step(
     model: nn.Module,
-    blocks: torch.Tensor,
+    blocks: Tensor,
     optimizer: Any,
     schedule: Any,
-    *,
     is_autocast: bool,
 ) -> float:
+    """Take a training step.
+
+    Args:
+        model: The model.
+        blocks: The batch: ``(num_blocks, length + 1)``, int64.
+        optimizer: The optimizer of what is trained.
+        schedule: The schedule of its learning rate.
+        is_autocast: Whether the step is one under bfloat16 autocast.
+
+    Returns:
+        The loss.
+    """
     loss, _ = _loss(model, blocks, is_autocast=is_autocast)
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -520,8 +545,8 @@ def _step(
 
 
 def _loss(
-    model: nn.Module, blocks: torch.Tensor, *, is_autocast: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    model: nn.Module, blocks: Tensor, *, is_autocast: bool
+) -> tuple[Tensor, Tensor]:
     """The mean loss of a byte, in float32 or, where logits are float64, in that; and the logits."""
     with torch.autocast(blocks.device.type, torch.bfloat16, enabled=is_autocast):
         logits = model(input_ids=blocks[:, :-1], use_cache=False).logits
@@ -530,4 +555,10 @@ def _loss(
 
 
 def _bar(num_steps: int, what: str) -> Any:
-    return tqdm(range(num_steps), desc=what, unit="step", leave=False, disable=None)
+    return tqdm(
+        range(num_steps),
+        desc=what,
+        unit="step",
+        leave=False,
+        disable=None,
+    )

@@ -9,14 +9,13 @@ from bitsandbytes.functional import QuantState, get_4bit_type
 from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import nn
 from transformers import (
-    BitsAndBytesConfig,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
 )
 from transformers.utils.quantization_config import QuantizationMethod
 
-from .settings import Shape
+from .settings import Shape, quantization_config
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _BLOCK_SIZE = 64
@@ -66,11 +65,7 @@ def build_model(
         model.lm_head.weight = model.model.embed_tokens.weight
     model.is_loaded_in_4bit = model.is_quantized = True
     model.quantization_method = QuantizationMethod.BITS_AND_BYTES
-    model.config.quantization_config = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=compute_dtype,
-    )
+    model.config.quantization_config = quantization_config("nf4", compute_dtype)
     result: PreTrainedModel = model.eval()
     return result
 

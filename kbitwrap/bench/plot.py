@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
+from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from .environment import where
+from .settings import Figures
 
 # What of a file's metadata differs from run to run or version to version, by the
 # formats that can be drawn.
@@ -39,44 +42,62 @@ _ZERO_COLOR = "#1f2328"
 _LINEAR_UP_TO = 1e-3
 
 
+_RATIO = "ratio to PEFT's"
+
+
 @dataclass(frozen=True)
 class _Panel:
     """A figure of every case.
 
     Attributes:
         title: What is drawn.
-        unit: Its unit.
-        values: By case; a case that was not measured, or ran out of memory, is absent.
+        key: Its key in the result.
         label: A format for the value beside its bar.
+        unit: Its unit: MiB, or the ratio to PEFT's.
     """
 
     title: str
-    unit: str
-    values: dict[str, float]
+    key: str
     label: str
+    unit: str = "MiB"
+
+    def value(self, part: Figures) -> float | None:
+        """The figure of a case; ``None`` where it was not measured, or ran out of memory."""
+        if self.unit == _RATIO:
+            return part.get("ratio_to_peft", {}).get(self.key)  # type: ignore[no-any-return]
+        num_bytes = part[self.key]
+        return None if num_bytes is None else num_bytes / _MIB
 
 
-@dataclass(frozen=True)
-class _Look:
-    """How a curve looks."""
-
-    color: str
-    style: str
-
-
-# Of the same palette. Curves that lie on one another show through each other's gaps.
-_LOOKS = (
-    _Look("#e69f00", "-"),
-    _Look("#0072b2", "--"),
-    _Look("#cc79a7", "-."),
-    _Look("#009e73", "--"),
-    _Look("#d55e00", "-."),
-    _Look("#1f2328", ":"),
-    _Look("#56b4e9", "--"),
+_PREPARING = (
+    _Panel("live bytes added", "added_bytes", "{:.2f}"),
+    _Panel(
+        "peak while preparing", "transient_peak_bytes", "{:.1f}", "MiB above the start"
+    ),
+    _Panel("time to prepare", "prepare_seconds", "{:.3f}", _RATIO),
 )
+_STEP = (
+    _Panel("peak of tensors in a step", "peak_bytes", "{:.0f}"),
+    _Panel("peak of the system in a step", "system_peak_bytes", "{:.0f}"),
+    _Panel("step time", "seconds", "{:.3f}", _RATIO),
+)
+# How curves look, of the same palette. Those that lie on one another show through each
+# other's gaps.
+_COLORS = (
+    "#e69f00",
+    "#0072b2",
+    "#cc79a7",
+    "#009e73",
+    "#d55e00",
+    "#1f2328",
+    "#56b4e9",
+)
+_LOOKS = cycler(color=_COLORS, linestyle=("-", "--", "-.", "--", "-.", ":", "--"))
+Looks = dict[str, Figures]
+"""How the curve of each case looks."""
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
+def draw(result: Figures, path: Path) -> None:
     """Draw what ``run_benchmark`` returned. The same result gives the same file.
 
     Args:
@@ -86,27 +107,81 @@ def draw(result: dict[str, Any], path: Path) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    rows = _rows(result)
-    names = [case["case"] for case in result["cases"]]
-    shape = result["settings"]["shape"]
-    num_rows, num_columns = len(rows), len(rows[0])
+    settings = result["settings"]
+    shape = settings["shape"]
+    tokens = settings["tokens"] if settings["step"] else []
+    num_rows = 1 + len(tokens)
     width, height = _PANEL_SIZE
     with matplotlib.rc_context(STYLE):
-        figure = Figure(
-            figsize=(width * num_columns, height * num_rows), layout="constrained"
-        )
+        figure = Figure(figsize=(width * 3, height * num_rows), layout="constrained")
         figure.suptitle(
-            f"Mistral in nf4 and bfloat16, hidden {shape['hidden_size']}, {shape['num_layers']} layers, "
-            f"vocabulary {shape['vocab_size']}, on {where(result)}"
+            f"Mistral in nf4 and bfloat16, hidden {shape['hidden_size']}, "
+            f"{shape['num_layers']} layers, vocabulary {shape['vocab_size']}, "
+            f"on {where(result)}"
         )
-        grid = figure.subplots(num_rows, num_columns, squeeze=False)
-        panels = itertools.chain.from_iterable(rows)
-        for panel, axis in zip(panels, grid.flat, strict=True):
-            _draw_panel(axis, panel, names)
+        first, *others = figure.subplots(num_rows, 3, squeeze=False)
+        cases = {case["case"]: case for case in result["cases"]}
+        _draw_row(first, _PREPARING, cases, "")
+        for index, axes in enumerate(others):
+            steps = {name: case["steps"][index] for name, case in cases.items()}
+            _draw_row(
+                axes,
+                _STEP,
+                steps,
+                f", {tokens[index]} tokens",
+            )
         _save(figure, path)
 
 
-def draw_losses(result: dict[str, Any], path: Path) -> None:
+def _draw_row(
+    axes: Sequence[Axes],
+    panels: Sequence[_Panel],
+    parts: dict[str, Figures],
+    of_what: str,
+) -> None:
+    """Draw a row of panels.
+
+    Args:
+        axes: Where to draw them.
+        panels: The panels.
+        parts: What was measured, by case.
+        of_what: What stands behind the titles.
+    """
+    for axis, panel in zip(axes, panels, strict=True):
+        _draw_panel(axis, panel, parts)
+        axis.set_title(
+            f"{panel.title}{of_what}",
+            fontsize=10,
+            loc="left",
+        )
+
+
+def _draw_panel(axis: Axes, panel: _Panel, parts: dict[str, Figures]) -> None:
+    """A bar for each case."""
+    values = []
+    labels = []
+    colors = []
+    for name, part in parts.items():
+        value = panel.value(part)
+        values.append(value or 0.0)
+        labels.append("-" if value is None else panel.label.format(value))
+        colors.append(_PEFT_COLOR if name.startswith("peft") else _OWN_COLOR)
+    bars = axis.barh(
+        [*parts],
+        values,
+        color=colors,
+        height=0.7,
+    )
+    axis.bar_label(bars, labels=labels, padding=3)
+    axis.invert_yaxis()
+    axis.set_xlim(0, max([*values, 1e-9]) * _ROOM_FOR_LABELS)
+    axis.set_xlabel(panel.unit)
+    axis.xaxis.set_major_locator(MaxNLocator(4))
+    axis.tick_params(left=False)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+
+
+def draw_losses(result: Figures, path: Path) -> None:
     """Draw what ``run_loss`` returned: the curves, and what the cases differ by. The same result gives the same file.
 
     Args:
@@ -119,6 +194,7 @@ def draw_losses(result: dict[str, Any], path: Path) -> None:
     settings = result["settings"]
     losses = result["losses"]
     looks = {case["case"]: look for case, look in zip(losses, _LOOKS, strict=False)}
+    adapters = {case["case"]: case["adapters"] for case in losses}
     compared = [case for case in losses if "difference" in case]
     steps = range(1, settings["steps"] + 1)
     width, height = _PANEL_SIZE
@@ -127,35 +203,29 @@ def draw_losses(result: dict[str, Any], path: Path) -> None:
         figure.suptitle(_losses_title(settings))
         (curves, ends), (preparations, dtypes) = figure.subplots(2, 2)
         for case in losses:
-            look = looks[case["case"]]
+            name = case["case"]
             curves.plot(
-                steps,
-                case["train_loss"],
-                look.style,
-                color=look.color,
-                label=case["case"],
-                linewidth=1.2,
+                steps, case["train_loss"], label=name, linewidth=1.2, **looks[name]
             )
-        adapters = {case["case"]: case["adapters"] for case in losses}
         for case in compared:
             has_same_dtype = case["adapters"] == adapters[case["difference"]["case"]]
             axis = preparations if has_same_dtype else dtypes
-            _draw_differences(axis, steps, case, looks[case["case"]].color)
+            _draw_differences(
+                axis,
+                steps,
+                case,
+                looks[case["case"]]["color"],
+            )
         _draw_ends(ends, compared, looks)
-        _finish(curves, "train loss, mean of the seeds", "step")
-        _finish(
-            preparations, "difference of train losses, same dtype of adapters", "step"
-        )
-        _finish(dtypes, "difference of train losses, another dtype", "step")
-        _finish(
-            ends,
-            "difference of held-out losses",
-            f"each seed, mean and standard error; linear to {_LINEAR_UP_TO}",
-        )
+        _finish(curves, "train loss, mean of the seeds")
+        _finish(preparations, "difference of train losses, same dtype of adapters")
+        _finish(dtypes, "difference of train losses, another dtype")
+        by_seed = f"each seed, mean and standard error; linear to {_LINEAR_UP_TO}"
+        _finish(ends, "difference of held-out losses", by_seed)
         _save(figure, path)
 
 
-def _losses_title(settings: dict[str, Any]) -> str:
+def _losses_title(settings: Figures) -> str:
     # Results saved before there was a choice do not name it.
     quant = settings.get("quant", "nf4")
     autocast = "" if settings.get("autocast", True) else "no autocast, "
@@ -170,34 +240,53 @@ def _save(figure: Figure, path: Path) -> None:
     figure.savefig(path, metadata={stamp: None})
 
 
-def _draw_differences(
-    axis: Axes, steps: range, case: dict[str, Any], color: str
-) -> None:
-    """A curve of the differences of the train losses, in a band of their standard errors where these are known."""
+def _draw_differences(axis: Axes, steps: range, case: Figures, color: str) -> None:
+    """Draw a curve of the differences of the train losses, in a band of their standard errors where these are known.
+
+    Args:
+        axis: Where to draw it.
+        steps: The numbers of the steps.
+        case: The case.
+        color: Of the curve and the band.
+    """
     difference = case["difference"]["train_loss"]
-    means = difference["mean"]
-    errors = difference["error"]
+    means = np.array(difference["mean"])
+    label = _difference_name(case, " ")
     axis.plot(
-        steps, means, color=color, label=_difference_name(case, " "), linewidth=1.2
+        steps,
+        means,
+        color=color,
+        label=label,
+        linewidth=1.2,
     )
     axis.axhline(0, color=_ZERO_COLOR, linewidth=0.6)
-    if None in errors:
-        return
-    below = [mean - error for mean, error in zip(means, errors, strict=True)]
-    above = [mean + error for mean, error in zip(means, errors, strict=True)]
-    axis.fill_between(steps, below, above, color=color, alpha=0.2, linewidth=0)
+    if None not in difference["error"]:
+        errors = np.array(difference["error"])
+        axis.fill_between(
+            steps, means - errors, means + errors, color=color, alpha=0.2, linewidth=0
+        )
 
 
-def _draw_ends(
-    axis: Axes, compared: list[dict[str, Any]], looks: dict[str, _Look]
-) -> None:
-    """A row for each comparison: the differences of the held-out losses of each seed, their mean and its error."""
+def _draw_ends(axis: Axes, compared: list[Figures], looks: Looks) -> None:
+    """Draw a row for each comparison: the differences of the held-out losses of each seed, their mean and its error.
+
+    Args:
+        axis: Where to draw them.
+        compared: The cases that are compared with another.
+        looks: How the curve of each case looks.
+    """
     values: list[float] = []
     for row, case in enumerate(compared):
-        color = looks[case["case"]].color
+        color = looks[case["case"]]["color"]
         difference = case["difference"]["held_out_loss"]
         seeds = difference["all"]
-        axis.plot(seeds, [row] * len(seeds), ".", color=color, alpha=0.5)
+        axis.plot(
+            seeds,
+            [row] * len(seeds),
+            ".",
+            color=color,
+            alpha=0.5,
+        )
         axis.errorbar(
             difference["mean"],
             row,
@@ -210,13 +299,12 @@ def _draw_ends(
         values += seeds
     _scale(axis, values)
     axis.axvline(0, color=_ZERO_COLOR, linewidth=0.6)
-    axis.set_yticks(
-        range(len(compared)), [_difference_name(case, "\n") for case in compared]
-    )
+    names = [_difference_name(case, "\n") for case in compared]
+    axis.set_yticks(range(len(compared)), names)
     axis.set_ylim(max(len(compared), 1) - 0.5, -0.5)
 
 
-def _difference_name(case: dict[str, Any], between: str) -> str:
+def _difference_name(case: Figures, between: str) -> str:
     return f"{case['case']}{between}- {case['difference']['case']}"
 
 
@@ -226,90 +314,26 @@ def _scale(axis: Axes, values: list[float]) -> None:
     most = 1.3 * max([*values, _LINEAR_UP_TO])
     axis.set_xscale("symlog", linthresh=_LINEAR_UP_TO)
     axis.set_xlim(least, most)
-    magnitudes = [_LINEAR_UP_TO * 10**power for power in range(4)]
     ticks = [0.0]
-    for magnitude in magnitudes:
+    for power in range(4):
+        magnitude = _LINEAR_UP_TO * 10**power
         ticks += [-magnitude, magnitude]
     shown = [tick for tick in ticks if least <= tick <= most]
     axis.set_xticks(shown, [f"{tick:g}" for tick in shown])
     axis.minorticks_off()
 
 
-def _finish(axis: Axes, title: str, label: str) -> None:
+def _finish(axis: Axes, title: str, label: str = "step") -> None:
+    """Give a panel its title, its labels and, where curves have names, a legend.
+
+    Args:
+        axis: The panel.
+        title: What is drawn.
+        label: What is drawn along the horizontal axis.
+    """
     axis.set_title(title, fontsize=10, loc="left")
     axis.set_xlabel(label)
     if axis.get_legend_handles_labels()[0]:
         axis.legend(frameon=False, fontsize=8)
         axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
-
-
-def _rows(result: dict[str, Any]) -> list[tuple[_Panel, ...]]:
-    """A row of panels of preparing, and one of training steps for each number of tokens."""
-    cases = {case["case"]: case for case in result["cases"]}
-    rows = [_preparing_row(cases)]
-    if result["settings"]["step"]:
-        for index, tokens in enumerate(result["settings"]["tokens"]):
-            steps = {name: case["steps"][index] for name, case in cases.items()}
-            rows.append(_step_row(steps, tokens))
-    return rows
-
-
-def _preparing_row(cases: dict[str, dict[str, Any]]) -> tuple[_Panel, ...]:
-    added = _mib(cases, "added_bytes")
-    peak = _mib(cases, "transient_peak_bytes")
-    seconds = _ratios(cases, "prepare_seconds")
-    return (
-        _Panel("live bytes added", "MiB", added, "{:.2f}"),
-        _Panel("peak while preparing", "MiB above the start", peak, "{:.1f}"),
-        _Panel("time to prepare", "ratio to PEFT's", seconds, "{:.3f}"),
-    )
-
-
-def _step_row(steps: dict[str, dict[str, Any]], tokens: int) -> tuple[_Panel, ...]:
-    tensors = _mib(steps, "peak_bytes")
-    system = _mib(steps, "system_peak_bytes")
-    seconds = _ratios(steps, "seconds")
-    return (
-        _Panel(f"peak of tensors in a step, {tokens} tokens", "MiB", tensors, "{:.0f}"),
-        _Panel(
-            f"peak of the system in a step, {tokens} tokens", "MiB", system, "{:.0f}"
-        ),
-        _Panel(f"step time, {tokens} tokens", "ratio to PEFT's", seconds, "{:.3f}"),
-    )
-
-
-def _mib(parts: dict[str, dict[str, Any]], key: str) -> dict[str, float]:
-    return {
-        name: part[key] / _MIB for name, part in parts.items() if part[key] is not None
-    }
-
-
-def _ratios(parts: dict[str, dict[str, Any]], key: str) -> dict[str, float]:
-    """The ratios to PEFT's figure; empty where PEFT's function was not measured."""
-    ratios = {}
-    for name, part in parts.items():
-        own = part.get("ratio_to_peft", {})
-        if key in own:
-            ratios[name] = own[key]
-    return ratios
-
-
-def _draw_panel(axis: Axes, panel: _Panel, names: list[str]) -> None:
-    values = [panel.values.get(name, 0.0) for name in names]
-    colors = [_PEFT_COLOR if name.startswith("peft") else _OWN_COLOR for name in names]
-    labels = [
-        panel.label.format(panel.values[name]) if name in panel.values else "-"
-        for name in names
-    ]
-    bars = axis.barh(names, values, color=colors, height=0.7)
-    axis.bar_label(bars, labels=labels, padding=3)
-    axis.invert_yaxis()
-    axis.set_xlim(0, max([*values, 1e-9]) * _ROOM_FOR_LABELS)
-    axis.set_title(panel.title, fontsize=10, loc="left")
-    axis.set_xlabel(panel.unit)
-    axis.xaxis.set_major_locator(MaxNLocator(4))
-    axis.tick_params(left=False)
-    for side in ("top", "right", "left"):
-        axis.spines[side].set_visible(False)
+    axis.spines[["top", "right"]].set_visible(False)

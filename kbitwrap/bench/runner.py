@@ -12,10 +12,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from .environment import environment
-from .settings import PEFT, BenchError, Settings
+from .settings import PEFT, BenchError, Figures, Settings
 
 _TIMINGS = (
     "prepare_seconds",
@@ -33,7 +32,7 @@ _RATIOS = ("prepare_seconds", "transient_peak_bytes", "seconds", "peak_bytes")
 
 def run_benchmark(
     settings: Settings, cases: Sequence[str], show: Callable[[str], None]
-) -> dict[str, Any]:
+) -> Figures:
     """Measure the cases, one after the other.
 
     Args:
@@ -72,7 +71,7 @@ def run_benchmark(
 
 def run_identity(
     settings: Settings, cases: Sequence[str], show: Callable[[str], None]
-) -> dict[str, Any]:
+) -> Figures:
     """Compare loss and gradients with PEFT's in every combination of what may change the arithmetic.
 
     Args:
@@ -112,7 +111,7 @@ def run_identity(
     }
 
 
-def is_identical(result: dict[str, Any]) -> bool:
+def is_identical(result: Figures) -> bool:
     """Whether nothing differs from PEFT's numbers.
 
     Args:
@@ -128,13 +127,13 @@ def is_identical(result: dict[str, Any]) -> bool:
     return True
 
 
-def _is_identical_step(step: dict[str, Any]) -> bool:
+def _is_identical_step(step: Figures) -> bool:
     """Whether two steps are identical; those not compared, for want of memory, are not."""
     differences = (step.get("loss_difference"), step.get("largest_gradient_difference"))
     return differences == (0, 0)
 
 
-def _run_case(case: str, settings: Settings, folder: Path) -> dict[str, Any]:
+def _run_case(case: str, settings: Settings, folder: Path) -> Figures:
     request = folder / f"{case}-request.json"
     answer = folder / f"{case}-result.json"
     request.write_text(json.dumps({"case": case, "settings": settings.to_dict()}))
@@ -155,7 +154,7 @@ def _run_case(case: str, settings: Settings, folder: Path) -> dict[str, Any]:
             f"exit status {process.returncode}"
         ]
         raise BenchError(f"case {case!r} failed: {lines[-1]}")
-    result: dict[str, Any] = json.loads(answer.read_text())
+    result: Figures = json.loads(answer.read_text())
     return result
 
 
@@ -166,7 +165,7 @@ def _import_path() -> str:
     return os.pathsep.join([root, inherited]) if inherited else root
 
 
-def _summarize_timings(part: dict[str, Any]) -> None:
+def _summarize_timings(part: Figures) -> None:
     for key in _TIMINGS:
         seconds = part.get(key)
         if seconds:
@@ -178,12 +177,12 @@ def _summarize_timings(part: dict[str, Any]) -> None:
             }
 
 
-def _parts(result: dict[str, Any]) -> list[dict[str, Any]]:
+def _parts(result: Figures) -> list[Figures]:
     """A case's figures: of its preparation, and of its step at each number of tokens."""
     return [result, *result.get("steps", ())]
 
 
-def _relate(part: dict[str, Any], pefts: dict[str, Any]) -> None:
+def _relate(part: Figures, pefts: Figures) -> None:
     """Add the ratios of figures to PEFT's, and the difference of the loss."""
     ratios = {}
     for key in _RATIOS:

@@ -15,6 +15,40 @@ PLOT_SUFFIXES = (".svg", ".png", ".pdf")
 CASES = (PEFT, PEFT_UNCLEARED, "full", "compute", CHUNKED, "norms", "adapted", "none")
 
 
+# The ways of bitsandbytes to quantize, by the word for it: fields of BitsAndBytesConfig.
+_4BIT = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+QUANTS: dict[str, dict[str, Any] | None] = {
+    "nf4": _4BIT,
+    "nf4-double": {**_4BIT, "bnb_4bit_use_double_quant": True},
+    "fp4": {**_4BIT, "bnb_4bit_quant_type": "fp4"},
+    "int8": {"load_in_8bit": True},
+    "none": None,
+}
+
+
+def quantization_config(quant: str, compute_dtype: Any) -> Any:
+    """Make the config of a kind of quantization.
+
+    Args:
+        quant: One of ``QUANTS``.
+        compute_dtype: The dtype that 4-bit layers compute in; ``None`` for the
+            library's default.
+
+    Returns:
+        The config for ``from_pretrained``; ``None`` for ``"none"``.
+    """
+    from transformers import BitsAndBytesConfig
+
+    fields = QUANTS[quant]
+    if fields is None:
+        return None
+    return BitsAndBytesConfig(**fields, bnb_4bit_compute_dtype=compute_dtype)
+
+
+Figures = dict[str, Any]
+"""Figures and settings by name, ready for JSON."""
+
+
 class BenchError(Exception):
     """A benchmark that cannot be run. The message is one line."""
 
@@ -60,7 +94,7 @@ class Shape:
             ... ).num_kv_heads
             2
         """
-        changes: dict[str, Any] = {}
+        changes: Figures = {}
         if hidden_size is not None:
             head_size = min(128, hidden_size // 4)
             num_heads = hidden_size // head_size
@@ -126,12 +160,12 @@ class Settings:
     modules_to_save: bool = False
     head_chunk_bytes: int = 8 << 20
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Figures:
         """The settings as plain values, ready for JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Settings:
+    def from_dict(cls, values: Figures) -> Settings:
         """Read the settings back.
 
         Args:

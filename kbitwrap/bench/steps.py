@@ -6,15 +6,15 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import PeftModel
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import StepTracker
 from .memory import MemoryMeter, Timings, stored_bytes
-from .settings import PEFT, Settings
+from .settings import PEFT, Figures, Settings
 
 # Figures that are None where the device has too little memory for them.
 _COSTS = ("system_peak_bytes", "seconds", "peak_bytes")
@@ -41,7 +41,7 @@ class StepMeasurement:
     baseline: int
     folder: Path
 
-    def measure(self, tokens: torch.Tensor) -> dict[str, Any]:
+    def measure(self, tokens: Tensor) -> Figures:
         """Measure what a step costs, then its numbers.
 
         Args:
@@ -52,7 +52,7 @@ class StepMeasurement:
                 little memory for.
         """
         ids = tokens.to(self.meter.device)
-        result: dict[str, Any] = {"tokens": ids.shape[1]}
+        result: Figures = {"tokens": ids.shape[1]}
         if self.settings.repeats:
             try:
                 result |= self._costs(ids)
@@ -66,7 +66,7 @@ class StepMeasurement:
         self._clear_gradients()
         return result
 
-    def _costs(self, ids: torch.Tensor) -> dict[str, Any]:
+    def _costs(self, ids: Tensor) -> Figures:
         # The first step also pays for what is set up once.
         self.meter.start()
         self._step(ids)
@@ -92,25 +92,23 @@ class StepMeasurement:
             costs["tracked_bytes"] = tracker.peak_bytes
         return costs
 
-    def _numbers(self, ids: torch.Tensor) -> dict[str, Any]:
+    def _numbers(self, ids: Tensor) -> Figures:
         with _deterministic(self.meter.device):
             loss = self._step(ids).item()
         return {"loss": loss, **self._compare_gradients(ids.shape[1])}
 
-    def _step(self, ids: torch.Tensor) -> torch.Tensor:
+    def _step(self, ids: Tensor) -> Tensor:
         with torch.autocast(
             self.meter.device.type, torch.bfloat16, enabled=self.settings.autocast
         ):
-            loss: torch.Tensor = self.model(
-                input_ids=ids, labels=ids, use_cache=False
-            ).loss
+            loss: Tensor = self.model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         return loss.detach()
 
     def _clear_gradients(self) -> None:
         self.model.zero_grad(set_to_none=True)
 
-    def _compare_gradients(self, num_tokens: int) -> dict[str, Any]:
+    def _compare_gradients(self, num_tokens: int) -> Figures:
         found = {
             name: parameter.grad for name, parameter in self.model.named_parameters()
         }
@@ -141,7 +139,7 @@ class StepMeasurement:
         }
 
 
-def _largest(tensors: Iterable[torch.Tensor]) -> float:
+def _largest(tensors: Iterable[Tensor]) -> float:
     return max(float(tensor.abs().max()) for tensor in tensors)
 
 

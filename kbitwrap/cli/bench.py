@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Group
@@ -31,6 +31,7 @@ from .console import (
     EXIT_NO,
     Doing,
     InputError,
+    Result,
     as_text,
     check_file,
     expect_installed,
@@ -329,7 +330,7 @@ def command(
         ) from error
 
 
-def _tell(result: dict[str, Any], given: SimpleNamespace) -> int:
+def _tell(result: Result, given: SimpleNamespace) -> int:
     """Print, write and draw what was measured; returns the exit status."""
     text = f"{json.dumps(result, indent=2)}\n" if given.json_ else _as_text(result)
     print(text, end="")
@@ -347,9 +348,7 @@ def _tell(result: dict[str, Any], given: SimpleNamespace) -> int:
     return EXIT_NO if is_different else EXIT_DONE
 
 
-def _measure(
-    settings: Settings | LossSettings, given: SimpleNamespace
-) -> dict[str, Any]:
+def _measure(settings: Settings | LossSettings, given: SimpleNamespace) -> Result:
     expect_installed("the benchmark", "bitsandbytes", "peft", "transformers")
     with Doing("importing torch") as doing:
         from ..bench import runner
@@ -474,7 +473,7 @@ def _check_plot(given: SimpleNamespace) -> None:
 # ----------------------------------------------------------------------------------------------------
 
 
-def _as_text(result: dict[str, Any]) -> str:
+def _as_text(result: Result) -> str:
     from ..bench import report
 
     header = report.header
@@ -499,7 +498,7 @@ def _as_text(result: dict[str, Any]) -> str:
     return as_text(*parts)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Result:
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -28,6 +28,10 @@ _UNBOUNDED = 1_000_000  # columns
 _LEAST_COLUMNS = 20
 
 
+Result = dict[str, Any]
+"""Something found, and its parts, by name, ready for JSON."""
+
+
 class InputError(Exception):
     """The user's input cannot be used. The message is one line and is all that the user sees."""
 
@@ -55,7 +59,7 @@ def show(*parts: RenderableType) -> None:
     print(as_text(*parts, is_plain=False), end="")
 
 
-def show_json(result: dict[str, Any]) -> None:
+def show_json(result: Result) -> None:
     """Print what was found as one JSON object.
 
     Args:
@@ -219,8 +223,10 @@ class Doing(Progress):
 
 # What libraries warn of that is not the user's concern, by the beginning.
 _NOT_THE_USERS = (
-    # PEFT calls it by the name that transformers deprecates.
-    ("`is_gradient_checkpointing` is deprecated", FutureWarning),
+    # PEFT calls them by the names that transformers deprecates.
+    ("`(is_)?gradient_checkpointing(_enable)?` is deprecated", FutureWarning),
+    # PEFT's function leaves it to torch which checkpointing there is.
+    ("torch.utils.checkpoint: the use_reentrant parameter", UserWarning),
     # A model that is quantized already keeps its own quantization, which is shown.
     ("You passed `quantization_config` or equivalent parameters", UserWarning),
     # True of every merge into a quantized layer, and what the command is to show.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -12,6 +12,7 @@ from .. import Precision, PrepareConfig
 from .console import (
     EXIT_DONE,
     EXIT_NO,
+    Result,
     expect_installed,
     hanging,
     show,
@@ -123,7 +124,7 @@ def command(
     return EXIT_DONE if result["passed"] else EXIT_NO
 
 
-def _show_result(result: dict[str, Any], *, verbose: bool) -> None:
+def _show_result(result: Result, *, verbose: bool) -> None:
     checks = result["checks"]
     seconds = sum(result["seconds"].values())
     num_passed = sum(check["passed"] for check in checks)
@@ -151,7 +152,7 @@ _FIGURES = (
 )
 
 
-def _sides(sides: dict[str, dict[str, Any]]) -> list[list[str]]:
+def _sides(sides: dict[str, Result]) -> list[list[str]]:
     """A row for each figure that was measured, PEFT's column first."""
     header = [""]
     columns = []
@@ -175,7 +176,7 @@ def _sides(sides: dict[str, dict[str, Any]]) -> list[list[str]]:
     return rows
 
 
-def _checks(checks: list[dict[str, Any]]) -> Group:
+def _checks(checks: list[Result]) -> Group:
     rows = [("check", "measured", "result")]
     for check in checks:
         verdict = "pass" if check["passed"] else "FAIL"
@@ -183,7 +184,7 @@ def _checks(checks: list[dict[str, Any]]) -> Group:
     return table(rows)
 
 
-def _groups(result: dict[str, Any]) -> Iterator[RenderableType]:
+def _groups(result: Result) -> Iterator[RenderableType]:
     """A line for each group of checks, and one for each check that failed."""
     loss = result["loss"]
     fall = (

@@ -7,10 +7,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import (
+    PeftModel,
+    get_peft_model_state_dict,
+    prepare_model_for_kbit_training,
+    set_peft_model_state_dict,
+)
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -24,14 +28,13 @@ from .. import (
 )
 from ..bench.memory import stored_bytes
 from .base_state import ASPECTS, BaseState
-from .console import InputError, first_line
+from .console import InputError, Result, first_line
 from .demo_sides import (
     PEFT,
     Side,
     Subject,
     in_float32,
     measure,
-    prepare_by_peft,
     relative_error,
 )
 from .loading import choose_device, put_back
@@ -64,6 +67,16 @@ class Demo:
         trust_remote_code: Run the code that the model brings along.
         show: Called with the texts to print during the run.
         doing: Called with what is being done.
+        subject: The model that all sides prepare, with its text.
+        blocks: The text.
+        base: The state of the base when it was loaded.
+        trained: The values of the trained adapter.
+        expected: The logits of the dequantized base and the trained adapter, in
+            float32; ``None`` for a model of others.
+        sides: What was measured of each way to prepare.
+        checks: The checks, each with what was found.
+        seconds: The time that each part took.
+        measured: What else was measured.
     """
 
     model: str | None
@@ -76,7 +89,7 @@ class Demo:
     show: Callable[..., object]
     doing: Callable[[str], object]
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> Result:
         """Run it.
 
         Returns:
@@ -86,14 +99,18 @@ class Demo:
             InputError: The model or the device cannot be used.
         """
         device = choose_device(self.device)
-        self.checks: list[dict[str, Any]] = []
+        self.checks: list[Result] = []
         self.sides: dict[str, Side] = {}
         self.seconds: dict[str, float] = {}
-        self.measured: dict[str, Any] = {}
+        self.measured: Result = {}
         with put_back(device, one_thread=self.model is None):
             with self._timed("load"):
                 self.subject = Subject(
-                    self.model, self.quant, device, self.seed, self.trust_remote_code
+                    self.model,
+                    self.quant,
+                    device,
+                    self.seed,
+                    self.trust_remote_code,
                 )
             self.blocks = self.subject.blocks
             self._measure_sides()
@@ -116,69 +133,86 @@ class Demo:
         }
 
     def _measure_sides(self) -> None:
+        """PEFT's way, "compute" and the precision asked for, each from its own copy of the model."""
         precisions = dict.fromkeys((Precision.COMPUTE, self.precision))
         for name in (PEFT, *(precision.value for precision in precisions)):
             with self._timed(name), self._refusing():
                 self.sides[name] = measure(name, self.subject)
         for precision in precisions:
-            if not precision.upcasts_all:
-                continue
-            name = precision.value
-            distances = self.sides[name].distances(self.sides[PEFT])
-            for what, distance in distances.items():
-                self._check(
-                    "numbers",
-                    f'"{name}": PEFT\'s {what}',
-                    f"difference {distance:g}",
-                    distance == 0,
-                )
+            if precision.upcasts_all:
+                self._check_numbers(precision.value)
+
+    def _check_numbers(self, name: str) -> None:
+        """Compare the first step with PEFT's: its numbers are the same, to the bit.
+
+        Args:
+            name: A precision that computes what PEFT's function computes.
+        """
+        distances = self.sides[name].distances(self.sides[PEFT])
+        for what, distance in distances.items():
+            check = f'"{name}": PEFT\'s {what}'
+            self._check("numbers", check, f"difference {distance:g}", distance == 0)
 
     def _prepare_train_restore(self) -> None:
+        """Take our way from the loaded model to the merged one.
+
+        Then the same adapter is merged in PEFT's way, to compare what is left.
+        """
         model = self.subject.load()
         with self._timed("digests"):
             self.base = BaseState.of(dict(model.named_modules()))
-        digest = self.base.digest()
-        is_same = all(side.digest == digest for side in self.sides.values())
-        self._check(
-            "numbers", "all began with the same bits", f"digest {digest[:16]}", is_same
-        )
+        self._check_beginning()
         with self._refusing():
             prepared = KbitPreparedModel(model, precision=self.precision)
         self.show(f"{self.subject.name}, {self.quant}: the plan\n{prepared.plan}")
         self.measured["plan"] = prepared.plan.to_dict()
-        side = self.sides[self.precision.value]
+        adapted = self._use_prepared(prepared)
+        with self._timed("compare"):
+            self._check_restored()
+        with self._timed("merge"):
+            merged = adapted.merge_and_unload()
+            self._check_merged(merged)
+            self._measure_merged(self.precision.value, merged)
+        del model, prepared, merged, adapted  # not two models at a time
+        with self._timed("merge, PEFT's way"):
+            model = self.subject.load()
+            prepare_model_for_kbit_training(model)
+            merged = self._with_trained(model).merge_and_unload()
+            self._measure_merged(PEFT, merged)
+
+    def _use_prepared(self, prepared: KbitPreparedModel) -> PeftModel:
+        """Do what is done while the model is prepared.
+
+        It is trained, suspended to generate, and exported with its adapter; each is checked.
+
+        Args:
+            prepared: The model, not prepared yet.
+
+        Returns:
+            The model under its trained adapter, restored.
+        """
         started = time.perf_counter()
         with prepared:
             self.seconds["prepare"] = time.perf_counter() - started
             self._check_bytes(prepared)
-            adapted = self.subject.adapt(model, self.subject.modules_to_save)
+            adapted = self.subject.adapt(prepared.model, self.subject.modules_to_save)
             prepared.adopt(adapted)
             with self._timed("train"):
                 self._train(adapted)
             self._check_untouched(prepared)
             with self._timed("suspend"):
                 self._suspend(prepared, adapted)
-            trained = _adapter_state(adapted)
-            expected = self._expected(trained)
+            self.trained = _adapter_state(adapted)
+            self.expected = self._expected()
             with self._timed("export"):
-                self._export(prepared, adapted, side, expected)
+                self._export(prepared, adapted)
             with self._timed("restore"):
                 self._restore(prepared)
-        with self._timed("compare"):
-            self._check_restored()
-        with self._timed("merge"):
-            merged = adapted.merge_and_unload()
-            self._check_merged(merged)
-            self._measure_merged(side, merged, expected)
-        del model, prepared, merged, adapted
-        with self._timed("merge, PEFT's way"):
-            model = self.subject.load()
-            prepare_by_peft(model)
-            merged = self._with_trained(model, trained).merge_and_unload()
-            self._measure_merged(self.sides[PEFT], merged, expected)
+        return adapted
 
     @contextlib.contextmanager
     def _refusing(self) -> Iterator[None]:
+        """Say in one line why a model cannot be prepared."""
         try:
             yield
         except (ConfigError, MemoryBudgetError, UnsupportedModelError) as error:
@@ -190,6 +224,11 @@ class Demo:
     # What is trained, and generated meanwhile.
 
     def _train(self, model: PeftModel) -> None:
+        """Train the adapter, and see that the held-out loss falls.
+
+        Args:
+            model: The prepared model under its adapter.
+        """
         trained = [one for one in model.parameters() if one.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=self.subject.learning_rate)
         before = evaluate(model, self.blocks.held_out)
@@ -209,7 +248,12 @@ class Demo:
         error = falls.std().item() / len(falls) ** 0.5
         least = max(_LEAST_RELATIVE_FALL * start, _LEAST_STANDARD_ERRORS * error)
         found = f"{start:.3f} -> {start - fall:.3f}, by {fall:.3f} ± {error:.3f}; at least {least:.3f} expected"
-        self._check("training", "the held-out loss fell", found, fall > least)
+        self._check(
+            "training",
+            "the held-out loss fell",
+            found,
+            fall > least,
+        )
         self.measured["loss"] = {
             "held_out_before": start,
             "held_out_after": start - fall,
@@ -220,7 +264,12 @@ class Demo:
         }
 
     def _suspend(self, prepared: KbitPreparedModel, model: PeftModel) -> None:
-        """Generate while suspended; the losses are the same before and after, to the bit."""
+        """Generate while suspended; the losses are the same before and after, to the bit.
+
+        Args:
+            prepared: The prepared model.
+            model: The same under its adapter.
+        """
         training_before = self._training_loss(model)
         held_out_before = evaluate(model, self.blocks.held_out)
         with prepared.suspended():
@@ -228,19 +277,17 @@ class Demo:
             self._generate(model)
         training_after = self._training_loss(model)
         held_out_after = evaluate(model, self.blocks.held_out)
-        self._check(
-            "suspension",
-            "after a suspension: the same training loss",
-            f"{training_before!r} -> {training_after!r}",
-            training_before == training_after,
-        )
+
+        what = "after a suspension: the same training loss"
+        measured = f"{training_before!r} -> {training_after!r}"
+        is_same = training_before == training_after
+        self._check("suspension", what, measured, is_same)
+
+        what = "after a suspension: the same held-out losses"
         num_same = int((held_out_before == held_out_after).sum())
-        self._check(
-            "suspension",
-            "after a suspension: the same held-out losses",
-            f"{num_same} of {len(held_out_before)} blocks bit-identical",
-            torch.equal(held_out_before, held_out_after),
-        )
+        measured = f"{num_same} of {len(held_out_before)} blocks bit-identical"
+        is_same = torch.equal(held_out_before, held_out_after)
+        self._check("suspension", what, measured, is_same)
 
     def _training_loss(self, model: PeftModel) -> float:
         model.train()
@@ -248,6 +295,11 @@ class Demo:
 
     @torch.no_grad()
     def _generate(self, model: PeftModel) -> None:
+        """Continue a held-out text.
+
+        Args:
+            model: The model under its adapter.
+        """
         model.eval()
         tokens = self.subject.tokens
         prompt = self.blocks.held_out[:1, :_NUM_PROMPT]
@@ -267,68 +319,103 @@ class Demo:
 
     # What is exported and merged, beside the same computed in float32.
 
-    def _with_trained(self, model: nn.Module, trained: State) -> PeftModel:
+    def _with_trained(self, model: nn.Module) -> PeftModel:
+        """Put the adapter that was trained on another copy of the model.
+
+        Args:
+            model: The copy.
+
+        Returns:
+            The model under the adapter, in evaluation mode.
+        """
         adapted = self.subject.adapt(model, self.subject.modules_to_save)
-        set_peft_model_state_dict(adapted, trained)
+        set_peft_model_state_dict(adapted, self.trained)
         return adapted.eval()
 
-    def _expected(self, trained: State) -> torch.Tensor | None:
-        """The logits of the dequantized base and the adapter beside it, in float32; ``None`` for a model of others."""
+    def _expected(self) -> torch.Tensor | None:
+        """Compute what merged models are compared with.
+
+        Returns:
+            The logits of the dequantized base and the adapter beside it, in float32; ``None``
+            for a model of others, which may be too large for it.
+        """
         if self.model is not None:
             return None
         with self._timed("float32"):
             exact = in_float32(self.subject.load())
-            return logits(self._with_trained(exact, trained), self.blocks)
+            return logits(self._with_trained(exact), self.blocks)
 
-    def _export(
-        self,
-        prepared: KbitPreparedModel,
-        model: PeftModel,
-        side: Side,
-        expected: torch.Tensor | None,
-    ) -> None:
-        if expected is None:
+    def _export(self, prepared: KbitPreparedModel, model: PeftModel) -> None:
+        """Export the merged model, and measure its error.
+
+        Args:
+            prepared: The prepared model.
+            model: The same under its adapter.
+        """
+        if self.expected is None:
             return
+        side = self.sides[self.precision.value]
         with tempfile.TemporaryDirectory(prefix="kbitwrap-demo-") as folder:
             path = f"{folder}/merged"
             report = prepared.export(path, merge_adapters=True, model=model)
+            device = {"": self.expected.device}
             exported = AutoModelForCausalLM.from_pretrained(
-                path, dtype=torch.float32, device_map={"": expected.device}
+                path, dtype=torch.float32, device_map=device
             )
+        found = logits(exported, self.blocks)
         side.exported_bytes = report.num_bytes
-        side.exported_error = relative_error(logits(exported, self.blocks), expected)
+        side.exported_error = relative_error(found, self.expected)
 
-    def _measure_merged(
-        self, side: Side, merged: nn.Module, expected: torch.Tensor | None
-    ) -> None:
+    def _measure_merged(self, name: str, merged: nn.Module) -> None:
+        """Measure a model that was merged in place.
+
+        Args:
+            name: The side that it is of.
+            merged: The model.
+        """
+        side = self.sides[name]
         side.merged_bytes = stored_bytes(merged)
-        if expected is not None:
+        if self.expected is not None:
             found = logits(in_float32(merged), self.blocks)
-            side.merged_error = relative_error(found, expected)
+            side.merged_error = relative_error(found, self.expected)
 
     # What is checked.
+
+    def _check_beginning(self) -> None:
+        digest = self.base.digest()
+        is_same = all(side.digest == digest for side in self.sides.values())
+        measured = f"digest {digest[:16]}"
+        self._check("numbers", "all began with the same bits", measured, is_same)
 
     def _check_bytes(self, prepared: KbitPreparedModel) -> None:
         added = self.base.again().parameter_bytes - self.base.parameter_bytes
         planned = prepared.plan.added_bytes
-        found = f"{added:,} added, {planned:,} planned"
-        self._check(
-            "plan", "the bytes added are those planned", found, added == planned
-        )
+        measured = f"{added:,} added, {planned:,} planned"
+        what = "the bytes added are those planned"
+        self._check("plan", what, measured, added == planned)
 
     def _check_untouched(self, prepared: KbitPreparedModel) -> None:
         differences = prepared.verify().differences
-        found = f"{len(differences)} differences found by verify()"
-        self._check(
-            "training", "training changed nothing of the base", found, not differences
-        )
+        measured = f"{len(differences)} differences found by verify()"
+        what = "training changed nothing of the base"
+        self._check("training", what, measured, not differences)
 
     def _restore(self, prepared: KbitPreparedModel) -> None:
+        """Restore the model; that every edit could be undone is a check.
+
+        Args:
+            prepared: The prepared model.
+        """
         what = "restore() undid every edit"
         try:
             report = prepared.restore()
         except RestoreError as error:
-            self._check("restore", what, first_line(error), False)
+            self._check(
+                "restore",
+                what,
+                first_line(error),
+                False,
+            )
             return
         self.measured["restore_report"] = report.to_dict()
         found = "0 failures"
@@ -339,25 +426,37 @@ class Demo:
     def _check_restored(self) -> None:
         self._check_as_loaded("restore", "restored")
         for name, side in self.sides.items():
-            if name == PEFT:
+            if name == PEFT:  # has no way back
                 continue
             left = ", ".join(f"{number} {what}" for what, number in side.left.items())
+            what = f'"{name}", unloaded: nothing left'
             is_clean = not any(side.left.values())
-            self._check(
-                "restore",
-                f'"{name}", unloaded: nothing left',
-                f"{left} differ",
-                is_clean,
-            )
+            self._check("restore", what, f"{left} differ", is_clean)
 
     def _check_as_loaded(self, group: str, when: str) -> None:
+        """Check every aspect of the base: it is as it was when it was loaded.
+
+        Args:
+            group: The group of the checks.
+            when: What was done before, in one word.
+        """
         now = self.base.again()
         digests = {"loaded": self.base.digest()}
         self.measured.setdefault("base_digest", digests)[when] = now.digest()
         for aspect, what in ASPECTS.items():
-            self._check_same(group, f"{when}: {what} as loaded", now, aspect)
+            self._check_same(
+                group,
+                f"{when}: {what} as loaded",
+                now,
+                aspect,
+            )
 
     def _check_merged(self, merged: nn.Module) -> None:
+        """Check that nothing of the preparation is left in the merged model.
+
+        Args:
+            merged: The model.
+        """
         now = BaseState.of(dict(merged.named_modules()))
         before = self.base.values["dtypes"]
         dtypes = now.values["dtypes"]
@@ -371,17 +470,38 @@ class Demo:
 
     def _check_same(self, group: str, name: str, now: BaseState, aspect: str) -> None:
         differences = self.base.differences(now, aspect)
-        measured = _named(differences, len(self.base.values[aspect]), "differ")
-        self._check(group, name, measured, not differences)
+        measured = _named(
+            differences,
+            len(self.base.values[aspect]),
+            "differ",
+        )
+        self._check(
+            group,
+            name,
+            measured,
+            not differences,
+        )
 
     def _check(self, group: str, name: str, measured: str, passed: bool) -> None:
-        """Write down a check: what must hold, what was found, and what it is a part of."""
+        """Write down a check.
+
+        Args:
+            group: The group that it is shown in.
+            name: What must hold.
+            measured: What was found.
+            passed: Whether it holds.
+        """
         self.checks.append(
             {"name": name, "measured": measured, "passed": passed, "group": group}
         )
 
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:
+        """Time a part, and say that it is being done.
+
+        Args:
+            name: The name of the part.
+        """
         self.doing(name)
         started = time.perf_counter()
         yield
@@ -389,11 +509,28 @@ class Demo:
 
 
 def _adapter_state(model: PeftModel) -> State:
-    """Copies of an adapter's trained values, on the CPU."""
+    """Copy an adapter's trained values.
+
+    Args:
+        model: The model under the adapter.
+
+    Returns:
+        The copies, by name, on the CPU.
+    """
     state = get_peft_model_state_dict(model, save_embedding_layers=False)
     return {name: tensor.cpu().clone() for name, tensor in state.items()}
 
 
 def _named(names: list[str], total: int, verb: str) -> str:
+    """Say how many of all differ, and name the first.
+
+    Args:
+        names: Those that do.
+        total: The number of all.
+        verb: What they do.
+
+    Returns:
+        The text.
+    """
     example = f", the first {names[0]}" if names else ""
     return f"{len(names)} of {total} {verb}{example}"

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
-from torch import nn
+from torch import Tensor, nn
 
 from .. import KbitPreparedModel, RestoreError, StepTracker
 from ..bench.memory import MemoryMeter, Timings
 from .base_state import BaseState
-from .console import InputError, first_line
+from .console import InputError, Result, first_line
 from .loading import load_builtin, load_named, tokens_of
 from .losses import batch, block_losses
 from .text import Blocks, ByteTokens, Tokens, read_blocks
@@ -113,7 +112,7 @@ class Subject:
             ) from error
         return adapted  # type: ignore[no-any-return]
 
-    def loss(self, model: nn.Module, step: int) -> torch.Tensor:
+    def loss(self, model: nn.Module, step: int) -> Tensor:
         """The loss of a training step."""
         return block_losses(model, batch(self.blocks, step)).mean()
 
@@ -147,7 +146,7 @@ class Side:
     peak_bytes: int
     seconds: float
     loss: float
-    gradients: dict[str, torch.Tensor]
+    gradients: dict[str, Tensor]
     left: dict[str, int] = field(default_factory=dict)
     merged_bytes: int | None = None
     merged_error: float | None = None
@@ -169,7 +168,7 @@ class Side:
             gradients /= largest
         return {"loss": abs(self.loss - peft.loss), "gradients": gradients}
 
-    def to_dict(self, peft: Side) -> dict[str, Any]:
+    def to_dict(self, peft: Side) -> Result:
         """The figures as plain values, ready for JSON, with the distances from PEFT's."""
         figures = {**vars(self), "difference_from_peft": self.distances(peft)}
         del figures["name"], figures["gradients"]
@@ -195,7 +194,7 @@ def measure(name: str, subject: Subject) -> Side:
     timings = Timings()
     with MemoryMeter(next(model.parameters()).device).timed(timings):
         if prepared is None:
-            prepare_by_peft(model)
+            prepare_model_for_kbit_training(model)
         else:
             prepared.prepare()
     added_bytes = base.again().parameter_bytes - base.parameter_bytes
@@ -224,25 +223,10 @@ def _peak_bytes(name: str, model: nn.Module) -> int:
     gc.collect()
     with StepTracker(model) as tracker:
         if name == PEFT:
-            prepare_by_peft(model)
+            prepare_model_for_kbit_training(model)
         else:
             KbitPreparedModel(model, precision=name).prepare()
     return tracker.peak_bytes - tracker.static_bytes
-
-
-def prepare_by_peft(model: nn.Module) -> None:
-    """Prepare a model by PEFT's own function, as it is by default.
-
-    Args:
-        model: The model.
-    """
-    with warnings.catch_warnings():
-        # PEFT calls it by the name that transformers deprecates; that is not the user's
-        # code.
-        warnings.filterwarnings(
-            "ignore", r"`gradient_checkpointing_enable` is deprecated", FutureWarning
-        )
-        prepare_model_for_kbit_training(model)
 
 
 def _left_behind(base: BaseState) -> dict[str, int]:
@@ -256,10 +240,10 @@ def _left_behind(base: BaseState) -> dict[str, int]:
     return {"dtypes": count("dtypes"), "hooks": count("hooks"), "flags": flags}
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_error(found: Tensor, expected: Tensor) -> float:
     """The distance of two tensors, relative to the norm of the expected one."""
     exact = expected.double()
-    distance: torch.Tensor = (found.double() - exact).norm() / exact.norm()
+    distance: Tensor = (found.double() - exact).norm() / exact.norm()
     return distance.item()
 
 
@@ -278,20 +262,10 @@ def in_float32(model: Any) -> nn.Module:
     return plain.float().eval()
 
 
-def _first_step(
-    model: PeftModel, subject: Subject
-) -> tuple[float, dict[str, torch.Tensor]]:
+def _first_step(model: PeftModel, subject: Subject) -> tuple[float, dict[str, Tensor]]:
     model.train()
-    with warnings.catch_warnings():
-        # PEFT's function leaves it to torch which checkpointing there is, and torch
-        # wants it said.
-        warnings.filterwarnings(
-            "ignore",
-            r"torch\.utils\.checkpoint: the use_reentrant parameter",
-            UserWarning,
-        )
-        loss = subject.loss(model, 0)
-        loss.backward()
+    loss = subject.loss(model, 0)
+    loss.backward()
     gradients = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:

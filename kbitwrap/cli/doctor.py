@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from rich.console import Group, RenderableType
 
@@ -11,6 +11,7 @@ from .console import (
     EXIT_DONE,
     EXIT_NO,
     InputError,
+    Result,
     first_line,
     hanging,
     printable,
@@ -120,7 +121,7 @@ def _merge(merge: Any) -> list[RenderableType]:
     return [verdict, kept, table(rows)]
 
 
-def _describe(result: dict[str, Any]) -> list[RenderableType]:
+def _describe(result: Result) -> list[RenderableType]:
     findings = result["findings"]
     number = len(findings) or "no"
     plural = "" if len(findings) == 1 else "s"

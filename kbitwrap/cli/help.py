@@ -47,10 +47,24 @@ def of_command(command: Any, context: Any) -> str:
     usage = Text.assemble(("Usage: ", _TITLE), " ".join(words))
     paragraphs = [" ".join(part.split()) for part in command.help.split("\n\n")]
     sections = [_section(title, rows, width) for title, rows in groups.items()]
-    return as_text(usage, *paragraphs, *sections, is_plain=False, width=width)
+    return as_text(
+        usage,
+        *paragraphs,
+        *sections,
+        is_plain=False,
+        width=width,
+    )
 
 
 def _option_row(option: Any) -> tuple[str, str]:
+    """The names of an option with what stands for its value, and its text.
+
+    Args:
+        option: The option, of Typer.
+
+    Returns:
+        The two, for a row of ``_section``.
+    """
     names = ", ".join(sorted(option.opts, key=len))
     text = option.help or ""
     if option.is_flag:
@@ -63,7 +77,18 @@ def _option_row(option: Any) -> tuple[str, str]:
 
 
 def _section(title: str, rows: list[tuple[str, str]], width: int) -> Group:
-    """Names to the left, texts to the right; a long name has a line of its own."""
+    """Lay a group of arguments, options or commands out.
+
+    Names stand to the left and texts to the right; a long name has a line of its own.
+
+    Args:
+        title: The title of the group.
+        rows: The names and the texts.
+        width: The columns to use.
+
+    Returns:
+        The lines.
+    """
     widest = min(max(len(name) for name, _ in rows), _WIDEST_NAME)
     lines = [Text(title, _TITLE)]
     for name, text in rows:
@@ -77,6 +102,10 @@ def _section(title: str, rows: list[tuple[str, str]], width: int) -> Group:
             break_on_hyphens=False,
         )
         line = Text(folded)
-        line.stylize(_NAME, 2, 2 + len(name))
+        line.stylize(
+            _NAME,
+            2,
+            2 + len(name),
+        )
         lines.append(line)
     return Group(*lines)

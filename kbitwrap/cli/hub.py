@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import ConfigError, UnsupportedModelError
+from ..bench.settings import quantization_config
 from .console import Doing, InputError, first_line, quiet_libraries, say
-from .usage import DEFAULT_QUANT, QUANTS
+from .usage import DEFAULT_QUANT
 
 _TIMEOUT = 3.0  # seconds for a hub to answer
 _OFFLINE = "HF_HUB_OFFLINE"
@@ -136,25 +137,6 @@ def _answers(endpoint: str) -> bool:
     thread.start()
     thread.join(_TIMEOUT + 1)
     return any(found)
-
-
-def quantization_config(quant: str, dtype: str | None) -> Any:
-    """Make the config of a kind of quantization.
-
-    Args:
-        quant: One of ``QUANTS``.
-        dtype: The dtype that 4-bit layers compute in; ``None`` for the library's
-            default.
-
-    Returns:
-        The config for ``from_pretrained``; ``None`` for ``"none"``.
-    """
-    from transformers import BitsAndBytesConfig
-
-    fields = QUANTS[quant]
-    if fields is None:
-        return None
-    return BitsAndBytesConfig(**fields, bnb_4bit_compute_dtype=dtype)
 
 
 @dataclass(frozen=True)

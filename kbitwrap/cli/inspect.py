@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from rich.console import Group
 
@@ -15,6 +15,7 @@ from .console import (
     EXIT_NO,
     Doing,
     InputError,
+    Result,
     first_line,
     hanging,
     num_columns,
@@ -42,9 +43,6 @@ _SETTINGS = (
     "norm_modules",
     "keep_originals",
 )
-
-Result = dict[str, Any]
-"""What was found, ready for JSON."""
 
 
 def command(
@@ -138,7 +136,14 @@ def _leftovers(leftovers: dict[str, dict[str, int]]) -> Group:
     rows = [["left in float32", "tensors", "wasted bytes", "names"]]
     for kind, tensors in leftovers.items():
         wasted = f"{sum(tensors.values()):,}"
-        rows.append([kind, str(len(tensors)), wasted, _some(list(tensors))])
+        rows.append(
+            [
+                kind,
+                str(len(tensors)),
+                wasted,
+                _some(list(tensors)),
+            ]
+        )
     return table(rows)
 
 
@@ -153,7 +158,14 @@ def _remedy(result: Result) -> Group:
 
 
 def _command_lines(command: str) -> list[str]:
-    """A command as lines that a shell takes together; only a word that is longer than a line makes a longer one."""
+    """Lay a command out as lines that a shell takes together.
+
+    Args:
+        command: The command, in one line.
+
+    Returns:
+        The lines. Only a word that is longer than a line makes a longer one.
+    """
     lines = [""]
     for word in shlex.split(command):
         word = shlex.quote(word)
@@ -166,6 +178,14 @@ def _command_lines(command: str) -> list[str]:
 
 
 def _some(names: list[str]) -> str:
+    """Name the first of many names, and count the others.
+
+    Args:
+        names: The names.
+
+    Returns:
+        The text; empty where there is no name.
+    """
     shown = ", ".join(printable(name) for name in names[:_SHOWN])
     num_more = len(names) - _SHOWN
     return f"{shown} and {num_more} more" if num_more > 0 else shown

@@ -12,12 +12,12 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    BitsAndBytesConfig,
     LlamaConfig,
     LlamaForCausalLM,
 )
 
 from .. import Plan
+from ..bench.settings import quantization_config
 from .console import InputError, first_line
 from .text import NUM_BYTES, ByteTokens, TokenizerTokens, Tokens
 
@@ -158,19 +158,11 @@ def _refuse_larger(name: str) -> None:
 
 
 def _from_pretrained(name: str, quant: str, device: torch.device, **kwargs: Any) -> Any:
-    if quant == "nf4":
-        # A CPU computes faster in float32; what is stored stays half.
-        compute_dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        config = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_compute_dtype=compute_dtype,
-        )
-    else:
-        config = BitsAndBytesConfig(load_in_8bit=True)
+    # A CPU computes faster in float32; what is stored stays half.
+    compute_dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     return AutoModelForCausalLM.from_pretrained(
         name,
-        quantization_config=config,
+        quantization_config=quantization_config(quant, compute_dtype),
         dtype=torch.bfloat16,
         device_map={"": device},
         **kwargs,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .text import Blocks
@@ -11,14 +11,14 @@ from .text import Blocks
 _BATCH_SIZE = 4
 
 
-def batch(blocks: Blocks, step: int) -> torch.Tensor:
+def batch(blocks: Blocks, step: int) -> Tensor:
     """The training batch of a step."""
     first = step * _BATCH_SIZE
     places = torch.arange(first, first + _BATCH_SIZE) % len(blocks.training)
     return blocks.training[places]
 
 
-def block_losses(model: nn.Module, blocks: torch.Tensor) -> torch.Tensor:
+def block_losses(model: nn.Module, blocks: Tensor) -> Tensor:
     """The mean loss of each block.
 
     Args:
@@ -35,7 +35,7 @@ def block_losses(model: nn.Module, blocks: torch.Tensor) -> torch.Tensor:
     return losses.view(len(blocks), -1).mean(dim=1)
 
 
-def evaluate(model: nn.Module, held_out: torch.Tensor) -> torch.Tensor:
+def evaluate(model: nn.Module, held_out: Tensor) -> Tensor:
     """The loss of each held-out block, in evaluation mode, on the CPU."""
     model.eval()
     with torch.no_grad():
@@ -44,10 +44,10 @@ def evaluate(model: nn.Module, held_out: torch.Tensor) -> torch.Tensor:
         ).cpu()
 
 
-def logits(model: nn.Module, blocks: Blocks) -> torch.Tensor:
+def logits(model: nn.Module, blocks: Blocks) -> Tensor:
     """The logits on the held-out blocks, in evaluation mode."""
     model.eval()
     with torch.no_grad():
         output = model(input_ids=blocks.held_out[:, :-1], use_cache=False)
-    found: torch.Tensor = output.logits
+    found: Tensor = output.logits
     return found

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Annotated
 
 from .. import ConfigError, ExportReport
+from ..bench.settings import QUANTS, quantization_config
 from .console import EXIT_DONE, check_folder, say
 from .convert import write
-from .hub import models, quantization_config
+from .hub import models
 from .usage import (
     HALF_DTYPES,
     KINDS_OF_NF4,
-    QUANTS,
     Json,
     Out,
     Overwrite,

@@ -7,15 +7,17 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 
 from .. import Precision
+from ..bench.settings import QUANTS
 from .console import (
     EXIT_DONE,
     EXIT_NO,
     InputError,
+    Result,
     expect_installed,
     hanging,
     show,
@@ -24,13 +26,12 @@ from .console import (
 )
 from .hub import choose_quantization, refusing, working
 from .plot import check_plot, draw
-from .tables import Bars, figure, table
+from .tables import Bars, add_column, figure, table
 from .usage import (
     DEFAULT_QUANT,
     HALF_DTYPES,
     KINDS_OF_NF4,
     PRECISIONS,
-    QUANTS,
     Json,
     argument,
     choice,
@@ -45,6 +46,7 @@ from .usage import (
 
 if TYPE_CHECKING:
     from .. import Plan
+    from .step import Predicted
 
 SUMMARY = "Show what preparing a model costs, from its config alone."
 PEFT = "peft"
@@ -216,11 +218,9 @@ def command(
         wanted = () if memory_budget is not None else (precision or ())
         with working(model, f"planning for {model}"):
             plans = _plans(model, quant, dtype, wanted)
-        asked = {
-            name: plan for name, plan in plans.items() if name in (precision or plans)
-        }
+        asked = {name: plans[name] for name in plans if name in (precision or plans)}
         return _tell(Planned(model, dtype, memory_budget, plans, asked), plot, json_)
-    from .step import StepRequest, plan_steps
+    from .step import StepRequest, predict_steps
 
     request = StepRequest(
         model=model,
@@ -234,7 +234,8 @@ def command(
         kernels=kernels or "cuda",
         budget=budget,
     )
-    return plan_steps(request, precision or (*PRECISIONS, PEFT), plot, json_)
+    predicted = predict_steps(request, precision or (*PRECISIONS, PEFT))
+    return _tell(predicted, plot, json_)
 
 
 def _refuse_of_steps(precisions: Sequence[str], **of_steps: object) -> None:
@@ -302,7 +303,7 @@ class Way:
         (order,) = [edit["fqns"] for edit in edits if edit["action"] == "freeze"]
         places = {fqn: place for place, fqn in enumerate(order)}
 
-        def place_of(cast: dict[str, Any]) -> int:
+        def place_of(cast: Result) -> int:
             return min(places[fqn] for fqn in cast["fqns"])
 
         casts = [edit for edit in edits if edit["action"] == "store"]
@@ -340,6 +341,11 @@ class Planned:
         ]
 
     @property
+    def fits(self) -> bool:
+        """Whether all that were asked for fit the budget, or there is none."""
+        return {*self.asked} <= {*self.fitting}
+
+    @property
     def loaded(self) -> int:
         """The bytes of the loaded model's parameters."""
         return sum(row["bytes"] for row in self.full.by_role.values())
@@ -350,7 +356,7 @@ class Planned:
         ours = [Way.of(name, plan) for name, plan in self.asked.items()]
         return [Way.of_peft(self.full), *ours]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Result:
         """As plain values, ready for JSON."""
         peft = self.ways[0]
         fitting = self.fitting
@@ -370,8 +376,38 @@ class Planned:
             "plans": {name: _figures(plan) for name, plan in self.asked.items()},
         }
 
+    def parts(self) -> list[RenderableType]:
+        """As texts and tables."""
+        quantization = self.full.quantization or "none"
+        loaded = _mib(self.loaded)
+        peft = self.ways[0]
+        parts: list[RenderableType] = [
+            f"{self.model}: quantization {quantization}, {self.dtype}, {loaded} loaded. In MiB:"
+        ]
+        if peft.added or peft.peak or peft.cached:  # else none adds anything
+            parts.append(_by_precision(self))
+        parts.append(_by_role(self))
+        if notes := _notes(self):
+            parts.append(Group(*notes))
+        return parts
 
-def _figures(plan: Plan) -> dict[str, Any]:
+    def draw(self, file: Path) -> None:
+        """Draw the parameters when prepared, by role, with the peaks and the budget."""
+        loaded = self.loaded
+        by_role = self.full.by_role
+        bars = {}
+        marks = {}
+        for way in self.ways:
+            marks[way.name] = loaded + way.peak
+            bars[way.name] = {
+                role: row["bytes"] + way.by_role[role] for role, row in by_role.items()
+            }
+        budget = None if self.budget is None else loaded + self.budget
+        title = f"{Path(self.model).name}: parameters when prepared, by role"
+        draw(bars, file, title, marks=marks, budget=budget)
+
+
+def _figures(plan: Plan) -> Result:
     left_out = ("precision", "quantization", "edits")
     return {key: value for key, value in plan.to_dict().items() if key not in left_out}
 
@@ -381,44 +417,37 @@ def _figures(plan: Plan) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------------
 
 
-def _tell(planned: Planned, plot: Path | None, as_json: bool) -> int:
-    """Draw and print what was planned; returns the exit status."""
+def _tell(found: Planned | Predicted, plot: Path | None, as_json: bool) -> int:
+    """Draw and print what was found; returns the exit status."""
     if plot is not None:
-        _draw(planned, plot)
+        found.draw(plot)
     if as_json:
-        show_json(planned.to_dict())
+        show_json(found.to_dict())
     else:
-        quantization = planned.full.quantization or "none"
-        loaded = _mib(planned.loaded)
-        peft = planned.ways[0]
-        parts: list[Any] = [
-            f"{planned.model}: quantization {quantization}, {planned.dtype}, {loaded} loaded. In MiB:"
-        ]
-        if peft.added or peft.peak or peft.cached:  # else none adds anything
-            parts.append(_by_precision(planned))
-        parts.append(_by_role(planned))
-        if notes := _notes(planned):
-            parts.append(Group(*notes))
-        show(*parts)
-    return EXIT_DONE if {*planned.asked} <= {*planned.fitting} else EXIT_NO
+        show(*found.parts())
+    return EXIT_DONE if found.fits else EXIT_NO
 
 
 def _by_precision(planned: Planned) -> Group:
     """The cost of each precision in all, with a bar of its peak on which the budget is marked."""
-    budget, ways = planned.budget, planned.ways
+    budget = planned.budget
+    ways = planned.ways
     rows = [["precision", "added", "after", "peak", "freed to cache"]]
     for way in ways:
-        sizes = (way.added, planned.loaded + way.added, way.peak, way.cached)
+        sizes = (
+            way.added,
+            planned.loaded + way.added,
+            way.peak,
+            way.cached,
+        )
         rows.append([way.name, *map(_mib, sizes)])
     title = "peak"
     if budget is not None:
         title = f"peak, budget {_mib(budget)}"
         fits = ["yes" if way.peak <= budget else "no" for way in ways]
-        for row, cell in zip(rows, ["fits", *fits], strict=True):
-            row.append(cell)
-    return table(
-        rows, right=True, bars=Bars(title, [[way.peak] for way in ways], budget)
-    )
+        add_column(rows, "fits", fits)
+    bars = Bars(title, [[way.peak] for way in ways], budget)
+    return table(rows, right=True, bars=bars)
 
 
 def _by_role(planned: Planned) -> Group:
@@ -433,13 +462,24 @@ def _by_role(planned: Planned) -> Group:
     bars = []
     for place, (role, row) in enumerate(by_role.items()):
         added = [_mib(sizes[place]) for sizes in columns]
-        rows.append([role, str(row["count"]), _mib(row["bytes"]), *added])
+        rows.append(
+            [
+                role,
+                str(row["count"]),
+                _mib(row["bytes"]),
+                *added,
+            ]
+        )
         bars.append([row["bytes"], row["added_bytes"]])
     count = sum(row["count"] for row in by_role.values())
     sums = [_mib(sum(sizes)) for sizes in columns]
     rows.append(["total", str(count), _mib(planned.loaded), *sums])
     title = f"loaded +{PEFT}" if columns else "loaded"
-    return table(rows, right=True, bars=Bars(title, [*bars, []]))
+    return table(
+        rows,
+        right=True,
+        bars=Bars(title, [*bars, []]),
+    )
 
 
 def _notes(planned: Planned) -> list[str]:
@@ -457,27 +497,10 @@ def _notes(planned: Planned) -> list[str]:
         notes.append(f"PEFT's function ({PEFT}): {_CACHED}.")
     notes = [hanging(note, 2) for note in notes]
     notes += warned({name: plan.warnings for name, plan in planned.asked.items()})
-    fitting = planned.fitting
-    if not {*planned.asked} <= {*fitting}:
-        within = ", ".join(fitting) or "no precision"
+    if not planned.fits:
+        within = ", ".join(planned.fitting) or "no precision"
         notes.append(hanging(f"Within the memory budget: {within}", 2))
     return notes
-
-
-def _draw(planned: Planned, file: Path) -> None:
-    """Draw the parameters when prepared, by role, with the peaks and the budget."""
-    loaded = planned.loaded
-    by_role = planned.full.by_role
-    bars = {}
-    for way in planned.ways:
-        sizes = {
-            role: row["bytes"] + way.by_role[role] for role, row in by_role.items()
-        }
-        bars[way.name] = sizes
-    marks = {way.name: loaded + way.peak for way in planned.ways}
-    budget = None if planned.budget is None else loaded + planned.budget
-    title = f"{Path(planned.model).name}: parameters when prepared, by role"
-    draw(bars, file, title, marks=marks, budget=budget)
 
 
 def _mib(num_bytes: int) -> str:

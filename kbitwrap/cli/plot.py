@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import operator
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..bench.files import replacing
 from ..bench.settings import PLOT_SUFFIXES
 from .console import InputError, check_file
 
@@ -70,22 +69,22 @@ def draw(
         InputError: The file cannot be written.
     """
     import matplotlib
+    import numpy as np
     from matplotlib.figure import Figure
 
     parts = dict.fromkeys(part for sizes in bars.values() for part in sizes)
     with matplotlib.rc_context(_STYLE), writing(path) as unfinished:
         figure = Figure(figsize=(8, 1.4 + 0.4 * len(bars)), layout="constrained")
         axes = figure.subplots()
-        ends = [0.0] * len(bars)
+        ends = np.zeros(len(bars))
         for part in parts:
-            sizes = [of_one.get(part, 0) / _GIB for of_one in bars.values()]
-            if any(sizes):
+            sizes = np.array([of_one.get(part, 0) for of_one in bars.values()]) / _GIB
+            if sizes.any():
                 axes.barh([*bars], sizes, left=ends, label=part, height=0.7)
-                ends = list(map(operator.add, ends, sizes))
-        if marks is not None:
-            peaks = [size / _GIB for size in marks.values()]
+                ends = ends + sizes
+        if marks:
             axes.plot(
-                peaks,
+                np.array([*marks.values()]) / _GIB,
                 [*marks],
                 "D",
                 color=_LINE_COLOR,
@@ -125,29 +124,38 @@ def draw_steps(
         with matplotlib.rc_context(_STYLE), writing(path) as unfinished:
             step.plot(unfinished)
         return
-    kinds = {}
+    bars = {}
     for name, step in steps.items():
-        kinds[name] = {
-            kind.replace("_", " "): size for kind, size in step.by_kind.items()
-        }
-    draw(kinds, path, title, budget=budget)
+        kinds = step.by_kind.items()
+        bars[name] = {kind.replace("_", " "): size for kind, size in kinds}
+    draw(bars, path, title, budget=budget)
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[Path]:
     """Let a file be written beside its place, and put there once it is whole.
 
+    What is there and no file, such as a pipe, is written to. Nothing is left over if
+    the body raises.
+
     Args:
-        path: The file.
+        path: The file, or a link to it.
 
     Yields:
-        The file to write.
+        The file to write, with the same suffix.
 
     Raises:
         InputError: The file cannot be written.
     """
+    target = Path(os.path.realpath(path))
+    unfinished = target.with_name(f".kbitwrap-{os.getpid()}{target.suffix}")
     try:
-        with replacing(path) as unfinished:
-            yield unfinished
+        if target.exists() and not target.is_file():
+            yield target
+            return
+        yield unfinished
+        os.replace(unfinished, target)
     except OSError as error:
         raise InputError(f"cannot write {str(path)!r}: {error.strerror}") from error
+    finally:
+        unfinished.unlink(missing_ok=True)

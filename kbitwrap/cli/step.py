@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 
 from .. import StepPredictor
-from .console import (
-    EXIT_DONE,
-    EXIT_NO,
-    hanging,
-    show,
-    show_json,
-    warned,
-)
+from .console import Result, hanging, warned
 from .hub import choose_quantization, refusing, working
 from .plot import draw_steps
-from .tables import figure, table
+from .tables import add_column, figure, table
 
 if TYPE_CHECKING:
     from .. import StepMemory
@@ -72,10 +65,14 @@ class Prediction:
     largest: int | None = None
 
     def fits(self, budget: int | None) -> bool:
-        """Whether the step fits a budget, or there is none."""
+        """Whether the step fits a budget.
+
+        Args:
+            budget: Bytes; ``None`` for no budget.
+        """
         return budget is None or self.step.peak_bytes <= budget
 
-    def to_dict(self, budget: int | None) -> dict[str, Any]:
+    def to_dict(self, budget: int | None) -> Result:
         """As plain values, ready for JSON."""
         found = self.step.to_dict()
         if budget is not None:
@@ -85,124 +82,192 @@ class Prediction:
         return found
 
 
-Predictions = dict[str, Prediction]
-"""The predictions, by precision."""
+@dataclass(frozen=True)
+class Predicted:
+    """What was predicted.
+
+    Attributes:
+        request: What was asked for.
+        quantization: The name of the model's quantization.
+        found: The predictions, by precision.
+    """
+
+    request: StepRequest
+    quantization: str
+    found: dict[str, Prediction]
+
+    @property
+    def steps(self) -> dict[str, StepMemory]:
+        """The steps, by precision."""
+        return {name: one.step for name, one in self.found.items()}
+
+    @property
+    def batch(self) -> str:
+        """The batch, in words."""
+        step = next(iter(self.found.values())).step
+        return f"{step.batch_size} x {step.seq_len:,} tokens"
+
+    @property
+    def fits(self) -> bool:
+        """Whether every step fits the budget, or there is none."""
+        return all(one.fits(self.request.budget) for one in self.found.values())
+
+    def to_dict(self) -> Result:
+        """As plain values, ready for JSON."""
+        budget = self.request.budget
+        steps = {name: one.to_dict(budget) for name, one in self.found.items()}
+        return {
+            "model": self.request.model,
+            "budget_bytes": budget,
+            "steps": steps,
+        }
+
+    def draw(self, file: Path) -> None:
+        """Draw the steps at their peaks."""
+        title = f"{Path(self.request.model).name}: a step of {self.batch}, at its peak"
+        draw_steps(
+            self.steps,
+            file,
+            title,
+            self.request.budget,
+        )
+
+    def parts(self) -> list[RenderableType]:
+        """As texts and tables."""
+        request = self.request
+        steps = self.steps
+        limit = ""
+        if request.budget is not None:
+            limit = f", budget {figure(request.budget, _GIB)}"
+        rows = _by_precision(steps)
+        same = []
+        if request.budget is not None:
+            same = _add_budget(rows, self.found, request.budget)
+        parts: list[RenderableType] = [
+            f"{request.model}: a step of {self.batch} on {request.kernels}, "
+            f"{self.quantization}, LoRA of rank {request.rank}{limit}. In GiB:",
+            table(rows, right=True),
+        ]
+        if same:
+            parts.append(f"For each: {', '.join(same)}.")
+        parts.append(table(_by_kind(steps), right=True))
+        if any(step.unknown for step in steps.values()):
+            parts.append(_beside(list(steps.values())))
+        notes = dict.fromkeys(note for step in steps.values() for note in step.notes)
+        parts += [hanging(f"note: {note}", 2) for note in notes]
+        warnings = warned({name: step.warnings for name, step in steps.items()})
+        if warnings:
+            parts.append(Group(*warnings))
+        return parts
 
 
-def plan_steps(
-    request: StepRequest, precisions: Sequence[str], plot: Path | None, as_json: bool
-) -> int:
-    """Predict, and print what was predicted.
+def predict_steps(request: StepRequest, precisions: Sequence[str]) -> Predicted:
+    """Predict the steps.
 
     Args:
         request: What is asked for.
         precisions: The precisions, ``"peft"`` among them.
-        plot: The file to draw to, or ``None``.
-        as_json: Whether to print JSON.
 
     Returns:
-        0 if every precision fits the budget, else 1.
+        The predictions.
 
     Raises:
         InputError: The model's step cannot be predicted.
     """
-    model, budget = request.model, request.budget
-    found: Predictions = {}
+    model = request.model
+    found = {}
     with working(model, f"building {model}") as doing:
-        quantization = choose_quantization(model, request.quant, request.dtype).name
+        quantization = choose_quantization(model, request.quant, request.dtype)
         for number, precision in enumerate(precisions, 1):
             what = f"predicting {precision} ({number} of {len(precisions)})"
+
+            def say(part: str, what: str = what) -> None:
+                doing.now(f"{what}: {part}")
+
             with refusing(f"the step of {model!r} cannot be predicted"):
-                found[precision] = _predict(request, precision, what, doing.now)
-    if plot is not None:
-        title = f"{Path(model).name}: a step of {_batch(found)}, at its peak"
-        steps = {name: one.step for name, one in found.items()}
-        draw_steps(steps, plot, title, budget)
-    if as_json:
-        predicted = {name: one.to_dict(budget) for name, one in found.items()}
-        result = {"model": model, "budget_bytes": budget, "steps": predicted}
-        show_json(result)
-    else:
-        _show(request, quantization, found)
-    fits = [one.fits(budget) for one in found.values()]
-    return EXIT_DONE if all(fits) else EXIT_NO
+                config = quantization.config
+                found[precision] = _predict(request, precision, config, say)
+    return Predicted(request, quantization.name, found)
 
 
 def _predict(
-    request: StepRequest, precision: str, what: str, say: Callable[[str], object]
+    request: StepRequest,
+    precision: str,
+    quantization_config: Any,
+    say: Callable[[str], object],
 ) -> Prediction:
-    """Predict the step, and with a budget what fits it."""
+    """Predict the step of one precision, and with a budget what fits it.
+
+    Args:
+        request: What is asked for.
+        precision: The precision, or ``"peft"``.
+        quantization_config: As for ``from_pretrained``.
+        say: Called with what is being predicted.
+
+    Returns:
+        The prediction.
+    """
     from peft import LoraConfig
 
-    quantization = choose_quantization(request.model, request.quant, request.dtype)
     predict = StepPredictor(
         request.model,
         precision=precision,
         lora=LoraConfig(r=request.rank, target_modules="all-linear"),
-        quantization_config=quantization.config,
+        quantization_config=quantization_config,
         dtype=request.dtype,
         optimizer=request.optimizer,
         autocast=request.autocast,
         kernels=request.kernels,
     )
-    say(f"{what}: the step")
+    say("the step")
     seq_len = request.seq_len
     if seq_len is None:
         seq_len = min(_DEFAULT_SEQ_LEN, predict.max_seq_len or _DEFAULT_SEQ_LEN)
     step = predict(request.batch_size, seq_len)
     if request.budget is None:
         return Prediction(step)
-    say(f"{what}: the longest sequence")
+    say("the longest sequence")
     longest = predict.longest_sequence(request.budget, request.batch_size)
-    say(f"{what}: the largest batch")
-    return Prediction(step, longest, predict.largest_batch(request.budget, seq_len))
+    say("the largest batch")
+    largest = predict.largest_batch(request.budget, seq_len)
+    return Prediction(step, longest, largest)
 
 
 # ----------------------------------------------------------------------------------------------------
 # What is shown of it.
 # ----------------------------------------------------------------------------------------------------
 
-
-def _batch(found: Predictions) -> str:
-    step = next(iter(found.values())).step
-    return f"{step.batch_size} x {step.seq_len:,} tokens"
-
-
-def _show(request: StepRequest, quantization: str, found: Predictions) -> None:
-    budget = request.budget
-    limit = "" if budget is None else f", budget {figure(budget, _GIB)}"
-    rows, same = _by_precision(budget, found)
-    parts: list[Any] = [
-        f"{request.model}: a step of {_batch(found)} on {request.kernels}, {quantization}, LoRA of rank "
-        f"{request.rank}{limit}. In GiB:",
-        table(rows, right=True),
-    ]
-    if same:
-        parts.append(f"For each: {', '.join(same)}.")
-    parts.append(table(_by_kind(found), right=True))
-    steps = [one.step for one in found.values()]
-    if any(step.unknown for step in steps):
-        parts.append(_beside(steps))
-    notes = dict.fromkeys(note for step in steps for note in step.notes)
-    parts += [hanging(f"note: {note}", 2) for note in notes]
-    if warnings := warned({name: one.step.warnings for name, one in found.items()}):
-        parts.append(Group(*warnings))
-    show(*parts)
+_PHASES = {
+    "before": "static_bytes",
+    "forward": "forward_bytes",
+    "backward": "backward_bytes",
+    "optimizer": "optimizer_bytes",
+    "peak": "peak_bytes",
+}
 
 
-def _by_precision(
-    budget: int | None, found: Predictions
-) -> tuple[list[list[str]], list[str]]:
-    """The rows of the precisions, and what of a budget is the same in all of them, to be said once."""
-    rows = [["precision", "before", "forward", "backward", "optimizer", "peak"]]
-    for name, one in found.items():
-        step = one.step
-        phases = (step.forward_bytes, step.backward_bytes, step.optimizer_bytes)
-        sizes = (step.static_bytes, *phases, step.peak_bytes)
+def _by_precision(steps: Mapping[str, StepMemory]) -> list[list[str]]:
+    """The rows of the precisions: the most bytes held in each phase."""
+    rows = [["precision", *_PHASES]]
+    for name, step in steps.items():
+        sizes = [getattr(step, key) for key in _PHASES.values()]
         rows.append([name, *(figure(size, _GIB) for size in sizes)])
-    same: list[str] = []
-    if budget is None:
-        return rows, same
+    return rows
+
+
+def _add_budget(
+    rows: list[list[str]], found: Mapping[str, Prediction], budget: int
+) -> list[str]:
+    """Add the columns that say what fits a budget.
+
+    Args:
+        rows: The rows of the precisions, which get the columns.
+        found: The predictions, by precision.
+        budget: The budget, in bytes.
+
+    Returns:
+        What is the same for every precision: it gets no column, and is said once.
+    """
     predictions = list(found.values())
     seq_len = predictions[0].step.seq_len
     columns = {
@@ -210,19 +275,19 @@ def _by_precision(
         "longest sequence": [f"{one.longest:,}" for one in predictions],
         f"largest batch at {seq_len:,}": [f"{one.largest:,}" for one in predictions],
     }
+    same = []
     for header, cells in columns.items():
         if len(cells) > 1 and len(set(cells)) == 1:
             same.append(f"{header} {cells[0]}")
         else:
-            for row, cell in zip(rows, [header, *cells], strict=True):
-                row.append(cell)
-    return rows, same
+            add_column(rows, header, cells)
+    return same
 
 
-def _by_kind(found: Predictions) -> list[list[str]]:
+def _by_kind(steps: Mapping[str, StepMemory]) -> list[list[str]]:
     """The rows of what is held at the peak."""
-    peaks = [one.step.by_kind for one in found.values()]
-    rows = [["held at the peak", *found]]
+    peaks = [step.by_kind for step in steps.values()]
+    rows = [["held at the peak", *steps]]
     for kind in dict.fromkeys(kind for peak in peaks for kind in peak):
         sizes = [figure(peak.get(kind, 0), _GIB) for peak in peaks]
         rows.append([kind.replace("_", " "), *sizes])

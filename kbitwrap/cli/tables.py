@@ -41,7 +41,14 @@ class Bars:
     mark: int | None = None
 
     def drawn(self, room: int) -> Column | None:
-        """The column, in so many columns of the terminal; ``None`` where they are too few, or all is zero."""
+        """Draw the column.
+
+        Args:
+            room: The columns of the terminal that are left for it.
+
+        Returns:
+            The column; ``None`` where they are too few, or all is zero.
+        """
         width = min(room, _LONGEST_BAR)
         longest = max([*map(sum, self.sizes), self.mark or 0])
         if width < max(_SHORTEST_BAR, cell_len(self.title)) or not longest:
@@ -50,6 +57,16 @@ class Bars:
         return [self.title, *(self._bar(sizes, width, scale) for sizes in self.sizes)]
 
     def _bar(self, sizes: Sequence[int], width: int, scale: float) -> str:
+        """Draw the bar of a row.
+
+        Args:
+            sizes: The sizes of its parts, one behind the other.
+            width: The columns of the terminal that the longest bar takes.
+            scale: Columns for each unit of size.
+
+        Returns:
+            The bar, padded to the width.
+        """
         parts, line = _drawn_with()
         cells = [" "] * width
         start = end = 0
@@ -130,7 +147,17 @@ def _widest(cells: Column) -> int:
 
 
 def _widths(columns: Sequence[Column]) -> list[int] | None:
-    """The widths of columns that fit side by side; ``None`` where they do not."""
+    """Find widths in which columns fit side by side.
+
+    The widest of the columns that can still be folded gives way first, a column at a time;
+    where several can, the one in which the fewest cells are folded by it.
+
+    Args:
+        columns: The columns.
+
+    Returns:
+        Their widths; ``None`` where they do not fit.
+    """
     room = num_columns() - _GAP * (len(columns) - 1)
     widths = [_widest(column) for column in columns]
     least = [_least_width(column) for column in columns]
@@ -149,7 +176,16 @@ def _widths(columns: Sequence[Column]) -> list[int] | None:
 
 
 def _least_width(column: Column) -> int:
-    """The width down to which a column may be folded: a header between words, and text, but no figure."""
+    """The width down to which a column may be folded.
+
+    A header is folded between words, and text anywhere; a figure is not.
+
+    Args:
+        column: The column.
+
+    Returns:
+        The width.
+    """
     header, *cells = column
     words = _widest([*header.split(), ""])
     text = _widest([*cells, ""])
@@ -159,7 +195,15 @@ def _least_width(column: Column) -> int:
 
 
 def _lay_out(columns: Sequence[Column], num_left: int) -> Table:
-    """One table, the first of its columns aligned to the left and the others to the right."""
+    """Make one table, without asking whether its columns fit.
+
+    Args:
+        columns: The columns.
+        num_left: How many of the first are aligned to the left; the others to the right.
+
+    Returns:
+        The table.
+    """
     grid = Table.grid(padding=(0, _GAP, 0, 0))
     widths = _widths(columns)
     if widths is None:
@@ -177,6 +221,21 @@ def _lay_out(columns: Sequence[Column], num_left: int) -> Table:
     return grid
 
 
+def add_column(rows: list[list[str]], header: str, cells: Sequence[str]) -> None:
+    """Add a column behind the others."""
+    for row, cell in zip(rows, [header, *cells], strict=True):
+        row.append(cell)
+
+
 def figure(num_bytes: int, unit: int, digits: int = 3) -> str:
-    """Bytes in a unit; a number above zero is never shown as zero."""
+    """Write bytes in a unit; a number above zero is never shown as zero.
+
+    Args:
+        num_bytes: The bytes.
+        unit: Bytes in the unit.
+        digits: Digits behind the point.
+
+    Returns:
+        The number, without the unit.
+    """
     return "0" if num_bytes == 0 else f"{max(num_bytes / unit, 0.001):,.{digits}f}"

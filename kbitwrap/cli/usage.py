@@ -21,16 +21,6 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 PRECISIONS = tuple(precision.value for precision in Precision)
 HALF_DTYPES = ("bfloat16", "float16")
-# What the command line can say of how bitsandbytes quantizes, by the word for it:
-# fields of BitsAndBytesConfig.
-_4BIT = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-QUANTS: dict[str, dict[str, Any] | None] = {
-    "nf4": _4BIT,
-    "nf4-double": {**_4BIT, "bnb_4bit_use_double_quant": True},
-    "fp4": {**_4BIT, "bnb_4bit_quant_type": "fp4"},
-    "int8": {"load_in_8bit": True},
-    "none": None,
-}
 DEFAULT_QUANT = "nf4"
 KINDS_OF_NF4 = "nf4 is without double quantization, nf4-double with it; load_in_4bit=True alone makes fp4"
 TRAINED_QUANTS = ("nf4", "int8")  # of the models that demo and bench train
@@ -134,7 +124,11 @@ def path(text: str | Path) -> Path:
 
 def argument(metavar: str, parser: Parser, help: str) -> Any:
     """Make an argument."""
-    return typer.Argument(metavar=metavar, parser=parser, help=help)
+    return typer.Argument(
+        metavar=metavar,
+        parser=parser,
+        help=help,
+    )
 
 
 def value(
@@ -346,7 +340,11 @@ def _meant(text: str, known: Iterable[str]) -> str:
     longer = [name for name in names if len(typed) > 1 and name.startswith(typed)]
     shorter = [name for name in names if len(name) > 2 and typed.startswith(name)]
     similar = get_close_matches(typed, names, n=1, cutoff=0.72)
-    found = [*longer, *shorter, *similar]
+    found = [
+        *longer,
+        *shorter,
+        *similar,
+    ]
     return f"; did you mean {names[found[0]]!r}?" if found else ""
 
 

@@ -16,7 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -25,14 +25,31 @@ from .fakes import tensors_in
 from .ledger import BACKWARD, PHASES, Ledger, Mark, Measure, Run, Times, in_bytes
 from .tracker import Watch
 
-Part = tuple[int, int]
-"""A block: the number of its stack, and its own in the whole model."""
 T = TypeVar("T")
 
 # An attribute that says where a block is: those of two blocks of one kind differ in it.
 _PLACE = re.compile(r"(^|_)(idx|index|id|number|layer)$")
 # Values of settings that are compared; of others, the classes are.
-_PLAIN = (bool, int, float, str, torch.dtype, type(None))
+_PLAIN = (
+    bool,
+    int,
+    float,
+    str,
+    torch.dtype,
+    type(None),
+)
+
+
+class Part(NamedTuple):
+    """A block.
+
+    Attributes:
+        stack: The number of its stack.
+        number: Its own in the whole model.
+    """
+
+    stack: int
+    number: int
 
 
 class NotRepeatedError(Exception):
@@ -82,10 +99,17 @@ class Stack:
         return len(self.kept) < len(self.kinds)
 
     def part(self, index: int) -> Part:
-        """The kept block that stands for a block of the whole model: itself, or the second of its kind."""
+        """The kept block that stands for a block of the whole model.
+
+        Args:
+            index: The number of the block in the whole model.
+
+        Returns:
+            The block itself, or the second of its kind.
+        """
         if index not in self.kept:
             index = self._kept_of(self.kinds[index])[1]
-        return self.number, index
+        return Part(self.number, index)
 
     def _kept_of(self, kind: int) -> list[int]:
         return [index for index in self.kept if self.kinds[index] == kind]
@@ -104,13 +128,20 @@ class Stack:
         for kind in dict.fromkeys(kinds):
             kept = self._kept_of(kind)
             if len(kept) > _ENDS + 1:
-                count = kinds.count(kind) - _ENDS
-                one, other = (self.number, kept[1]), (self.number, kept[2])
-                pairs.append(Pair(one, other, count))
+                one = Part(self.number, kept[1])
+                other = Part(self.number, kept[2])
+                pairs.append(Pair(one, other, kinds.count(kind) - _ENDS))
         return pairs
 
     def fewest(self, num_inner: int) -> list[int]:
-        """The first and the last block of each kind, and some between them."""
+        """The numbers of the blocks to keep.
+
+        Args:
+            num_inner: How many between the first and the last of each kind are kept.
+
+        Returns:
+            The numbers in the whole model, in order.
+        """
         by_kind: dict[int, list[int]] = {}
         for index, kind in enumerate(self.kinds):
             by_kind.setdefault(kind, []).append(index)
@@ -133,7 +164,11 @@ class Stack:
             _renumber(block, places[number], number)
         # A module without a config has none, and a config may be a plain dict.
         fields = getattr(self.config, "__dict__", {})
-        _shorten(fields, len(self.blocks), places)
+        _shorten(
+            fields,
+            len(self.blocks),
+            places,
+        )
         self.blocks._modules = {str(n): block for n, block in enumerate(blocks)}
         self.kept = wanted
 
@@ -148,7 +183,13 @@ def _renumber(block: nn.Module, old: int, new: int) -> None:
 
 
 def _shorten(fields: dict[str, Any], num_blocks: int, places: list[int]) -> None:
-    """Make a config that tells of so many blocks one that tells of some of them, at their places."""
+    """Make a config that tells of all blocks tell of some of them.
+
+    Args:
+        fields: The fields of the config; changed in place.
+        num_blocks: How many it tells of.
+        places: The places of those that it is to tell of.
+    """
     for name, value in fields.items():
         if isinstance(value, (list, tuple)) and len(value) == num_blocks:
             fields[name] = type(value)(value[place] for place in places)
@@ -182,11 +223,17 @@ class Blocks:
         self._owners: dict[int, Part] = {}
         for number, (blocks, config) in enumerate(found):
             kinds = _kinds(blocks, holders)
-            stack = Stack(number, blocks, config, kinds, list(range(len(kinds))))
+            stack = Stack(
+                number,
+                blocks,
+                config,
+                kinds,
+                list(range(len(kinds))),
+            )
             self.stacks.append(stack)
             for index, block in enumerate(blocks):
                 for module in block.modules():
-                    self._owners[id(module)] = number, index
+                    self._owners[id(module)] = Part(number, index)
         self.is_tried = False
         if not is_exact:
             self.keep(_INNER + 1)
@@ -199,7 +246,7 @@ class Blocks:
     @property
     def is_cut(self) -> bool:
         """Whether blocks are left out."""
-        return self.num_kept < self.num_all
+        return any(stack.is_cut for stack in self.stacks)
 
     @property
     def num_kept(self) -> int:
@@ -244,15 +291,26 @@ class Blocks:
         Yields:
             Nothing.
         """
-        with contextlib.ExitStack() as hooks:
-            for stack in self.stacks:
-                for index, block in zip(stack.kept, stack.blocks, strict=True):
-                    for hook in _announce(block, watch, (stack.number, index)):
-                        hooks.callback(hook.remove)
+        hooks = []
+        for stack in self.stacks:
+            for index, block in zip(stack.kept, stack.blocks, strict=True):
+                hooks += _announce(block, watch, Part(stack.number, index))
+        try:
             yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def whole_step(self, ledger: Ledger, measure: Measure) -> list[Run]:
-        """The runs of the whole model's step, from those of the kept blocks."""
+        """Tell the step of the whole model.
+
+        Args:
+            ledger: What was written down of the step with the kept blocks.
+            measure: What is added up.
+
+        Returns:
+            The runs of all blocks, in order.
+        """
         wanted = [list(range(len(stack.kinds))) for stack in self.stacks]
         return self._step_of(wanted, ledger, measure)
 
@@ -272,10 +330,8 @@ class Blocks:
         wanted = [stack.kept for stack in self.stacks]
         self.keep(_INNER)
         ledger = run()
-        found = self._step_of(wanted, ledger, in_bytes)
-        if [_effect(run) for run in found] != [
-            _effect(run) for run in with_more.runs()
-        ]:
+        told = [_effect(run) for run in self._step_of(wanted, ledger, in_bytes)]
+        if told != [_effect(run) for run in with_more.runs()]:
             raise NotRepeatedError("one block more does more than its own")
         self.is_tried = True
         return ledger
@@ -305,26 +361,28 @@ class Blocks:
         result: list[Run] = []
         seen = set()
         for place, group in itertools.groupby(runs, self._place):
-            phase, number = place
-            if number is None:
+            if not isinstance(place.part, int):
                 result += group
                 continue
             if place in seen:
                 raise NotRepeatedError("something else runs between the blocks")
             seen.add(place)
-            parts = [self.stacks[number].part(index) for index in wanted[number]]
-            if phase == BACKWARD:
+            stack = self.stacks[place.part]
+            parts = [stack.part(index) for index in wanted[stack.number]]
+            if place.phase == BACKWARD:
                 parts.reverse()
-            marks = [(phase, part) for part in parts]
-            result += [by_mark[mark] for mark in marks if mark in by_mark]
+            for part in parts:
+                mark = Mark(place.phase, part)
+                if mark in by_mark:
+                    result.append(by_mark[mark])
         return result
 
-    def _place(self, run: Run) -> tuple[str, int | None]:
-        """The phase of a run, and the stack whose blocks repeat it."""
+    def _place(self, run: Run) -> Mark:
+        """The phase of a run, and the number of the stack whose blocks repeat it; ``None`` for what none does."""
         phase, part = run.mark
-        if isinstance(part, tuple) and self.stacks[part[0]].is_cut:
-            return phase, part[0]
-        return phase, None
+        if isinstance(part, Part) and self.stacks[part.stack].is_cut:
+            return Mark(phase, part.stack)
+        return Mark(phase)
 
 
 def _times(ledger: Ledger, pairs: list[Pair]) -> Times:
@@ -336,32 +394,56 @@ def _times(ledger: Ledger, pairs: list[Pair]) -> Times:
     """
     times: dict[tuple[Mark, Mark], int] = {}
     for span in ledger.spans:
-        origins = {storage.origin for storage, is_made in span.events if not is_made}
-        for pair, phase in itertools.product(pairs, PHASES):
-            is_own = span.mark[1] in (pair.one, pair.other)
-            if {(phase, pair.one), (phase, pair.other)} <= origins and not is_own:
-                times[span.mark, (phase, pair.one)] = pair.count - 1
+        freed = {storage.origin for storage, is_made in span.events if not is_made}
+        for pair in pairs:
+            if span.mark.part in (pair.one, pair.other):
+                continue
+            for phase in PHASES:
+                one = Mark(phase, pair.one)
+                if one in freed and Mark(phase, pair.other) in freed:
+                    times[span.mark, one] = pair.count - 1
     return times
 
 
 def _once_each(runs: list[Run], pairs: list[Pair]) -> dict[Mark, Run]:
-    """The runs by their marks; refuses blocks that run more than once, or do not do what their pair does."""
+    """Find the runs by their marks.
+
+    Args:
+        runs: The runs of the kept blocks.
+        pairs: The blocks that must do the same.
+
+    Returns:
+        The first run of each mark.
+
+    Raises:
+        NotRepeatedError: A block runs more than once, or does not do what the other of its
+            pair does.
+    """
     by_mark: dict[Mark, Run] = {}
     for run in runs:
-        if run.mark in by_mark and run.mark[1] is not None:
+        if run.mark in by_mark and run.mark.part is not None:
             raise NotRepeatedError(f"{run.mark} more than once")
         by_mark.setdefault(run.mark, run)
-    for pair, phase in itertools.product(pairs, PHASES):
-        one = by_mark.get((phase, pair.one))
-        other = by_mark.get((phase, pair.other))
-        if _effect(one) != _effect(other):
-            raise NotRepeatedError(f"two blocks of one kind differ in {phase}")
+    for pair in pairs:
+        for phase in PHASES:
+            one = by_mark.get(Mark(phase, pair.one))
+            other = by_mark.get(Mark(phase, pair.other))
+            if _effect(one) != _effect(other):
+                raise NotRepeatedError(f"two blocks of one kind differ in {phase}")
     return by_mark
 
 
 def _effect(run: Run | None) -> Any:
     """The effect of a run on memory: runs that do the same have equal ones."""
-    return None if run is None else (run.mark[0], run.net, run.at_peak)
+    return (
+        None
+        if run is None
+        else (
+            run.mark[0],
+            run.net,
+            run.at_peak,
+        )
+    )
 
 
 def _outermost(module: nn.Module, config: Any) -> Iterator[tuple[nn.ModuleList, Any]]:
@@ -375,7 +457,15 @@ def _outermost(module: nn.Module, config: Any) -> Iterator[tuple[nn.ModuleList, 
 
 
 def _kinds(blocks: nn.ModuleList, holders: Mapping[int, int]) -> list[int]:
-    """The kind of each block, by number; ``holders`` counts the blocks that a parameter lies in."""
+    """Sort the blocks of a stack into kinds.
+
+    Args:
+        blocks: The blocks.
+        holders: The number of blocks that each parameter lies in, by its id.
+
+    Returns:
+        The kind of each block, by number.
+    """
     kinds: list[int] = []
     numbers: dict[Hashable, int] = {}
     is_trained = False
@@ -384,7 +474,11 @@ def _kinds(blocks: nn.ModuleList, holders: Mapping[int, int]) -> list[int]:
         # Gradients flow no further back than the first parameter that is trained.
         is_trained = is_trained or any(one.requires_grad for one in parameters)
         is_shared = any(holders[id(one)] > 1 for one in parameters)
-        kind = (is_trained, index if is_shared else None, _signature(block))
+        kind = (
+            is_trained,
+            index if is_shared else None,
+            _signature(block),
+        )
         kinds.append(numbers.setdefault(kind, len(numbers)))
     return kinds
 
@@ -396,18 +490,23 @@ def _signature(module: nn.Module) -> Hashable:
         if not name.startswith("_") and not _PLACE.search(name):
             is_plain = isinstance(value, _PLAIN)
             settings.append((name, value if is_plain else type(value)))
+    stored = {**module._parameters, **module._buffers}
     tensors: list[Hashable] = []
-    for name, one in itertools.chain(
-        module._parameters.items(), module._buffers.items()
-    ):
+    for name, one in stored.items():
         if one is not None:
             shape = tuple(one.shape)
             tensors.append((name, type(one), shape, one.dtype, one.requires_grad))
-    hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
-    children = tuple(
-        (name, _signature(child)) for name, child in module.named_children()
+    children: list[Hashable] = []
+    for name, child in module.named_children():
+        children.append((name, _signature(child)))
+    return (
+        type(module),
+        tuple(settings),
+        tuple(tensors),
+        len(module._forward_hooks),
+        len(module._forward_pre_hooks),
+        tuple(children),
     )
-    return type(module), tuple(settings), tuple(tensors), hooks, children
 
 
 def _announce(block: nn.Module, watch: Watch, part: Part) -> list[Any]:

@@ -41,7 +41,15 @@ def largest(
 
 
 def _on_line(tried: dict[int, int], budget: int) -> int | None:
-    """Where the line through the two nearest to the budget meets it; ``None`` where it does not."""
+    """Where the line through the two numbers that came nearest to a budget meets it.
+
+    Args:
+        tried: The bytes of each number that was tried.
+        budget: The budget, in bytes.
+
+    Returns:
+        The number; ``None`` where both have the same bytes.
+    """
     near = sorted(tried, key=lambda number: abs(tried[number] - budget))[:2]
     rise = tried[near[-1]] - tried[near[0]]
     if rise == 0:

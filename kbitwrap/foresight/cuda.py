@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.backends.cuda import (
     flash_sdp_enabled,
     math_sdp_enabled,
@@ -33,7 +34,6 @@ LARGE_BYTES = 1 << 20
 """A block from which less than this is left over is not split, if it is larger: ``should_split``, ``kSmallSize``."""
 
 _aten = torch.ops.aten
-Tensor = torch.Tensor
 # as they are, whatever others put in their place
 _ATTENTION, _DROPOUT = F.scaled_dot_product_attention, F.dropout
 _HALF = (torch.float16, torch.bfloat16)
@@ -64,7 +64,7 @@ _SOFTMAX |= dict.fromkeys(_named("log_softmax"), _aten._log_softmax)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+    if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
     return value if value.dtype == torch.float64 else value.to(dtype)
 
@@ -89,13 +89,24 @@ class CudaFunctions(TorchFunctionMode):
 
 
 def _autocast(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Autocast's policies for CUDA, where those for a CPU leave a function alone: fp32 and fp32_set_opt_dtype."""
+    """Apply autocast's policies for CUDA where those for a CPU leave a function alone.
+
+    They are ``fp32`` and ``fp32_set_opt_dtype``.
+
+    Args:
+        func: The function.
+        args: The arguments that it was called with.
+        kwargs: Those by name.
+
+    Returns:
+        The arguments that it is called with on CUDA.
+    """
     if func in _IN_FLOAT32:
         args = [_cast(value, torch.float32) for value in args]
         kwargs = {key: _cast(value, torch.float32) for key, value in kwargs.items()}
     elif func in _TO_FLOAT32 and kwargs.get("dtype") is None:
         given = args[0] if args else kwargs.get("input")
-        if isinstance(given, torch.Tensor) and given.dtype in _HALF:
+        if isinstance(given, Tensor) and given.dtype in _HALF:
             kwargs = {**kwargs, "dtype": torch.float32}
     return args, kwargs
 
@@ -168,7 +179,14 @@ def attention(
     can_group = is_dense and enable_gqa
     takes_flash = attn_mask is None and _takes_flash(query, key, value, is_causal)
     if takes_flash and (can_group or not is_grouped):
-        return _flash(query, key, value, dropout_p, is_causal, scale)
+        return _flash(
+            query,
+            key,
+            value,
+            dropout_p,
+            is_causal,
+            scale,
+        )
     if _takes_efficient(query, value) and not is_grouped:
         keeps = query.requires_grad or key.requires_grad or value.requires_grad
         bias = None if attn_mask is None else _bias(attn_mask, query, key)
@@ -199,7 +217,11 @@ def attention(
 
 
 def _takes_flash(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> bool:
-    """Whether the flash kernel is switched on and takes tensors of such shapes, without a mask."""
+    """Whether the flash kernel is switched on and takes tensors of such shapes, without a mask.
+
+    Its conditions are those of native/transformers/cuda/sdp_utils.cpp, of which those that
+    hold for the tensors of a model are left out.
+    """
     size = query.shape[-1]
     is_square = query.shape[-2] == key.shape[-2]
     return (
@@ -254,7 +276,12 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
         width = mask.shape[-1]
         mask = F.pad(mask, (0, 8 - width % 8))[..., :width]
-    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    return mask.expand(
+        query.shape[0],
+        query.shape[1],
+        query.shape[2],
+        key.shape[2],
+    )
 
 
 def rounded_up(number: int, multiple: int) -> int:
@@ -299,7 +326,11 @@ def flash_backward_bytes(
 def efficient_forward_bytes(
     query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
 ) -> list[int]:
-    """Heads above 128 are summed up in float32: ``kNeedsOutputAccumulatorBuffer`` of kernel_forward.h."""
+    """The bytes that the memory-efficient kernel holds beside its results.
+
+    Heads above 128 are summed up in float32: ``kNeedsOutputAccumulatorBuffer`` of
+    kernel_forward.h.
+    """
     size = value.shape[-1]
     if size <= 128 or value.dtype not in _HALF:
         return []
@@ -328,7 +359,10 @@ def efficient_backward_bytes(
 def softmax_backward_bytes(
     grad: Tensor, output: Tensor, *_: Any, **__: Any
 ) -> list[int]:
-    """The product of gradient and output: ``softmax_backward_cuda_out`` of native/cuda/SoftMax.cu."""
+    """The bytes of the product of gradient and output.
+
+    It is made by ``softmax_backward_cuda_out`` of native/cuda/SoftMax.cu.
+    """
     return [max(grad.nbytes, output.nbytes)]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -33,7 +33,7 @@ def _grouped_product(
 
 
 def _alignments(
-    log_probs: torch.Tensor,
+    log_probs: Tensor,
     targets: Any,
     input_lengths: Any,
     lengths: Any,
@@ -44,15 +44,19 @@ def _alignments(
     times, batch, _classes = log_probs.shape
     with _disable_current_modes():
         longest = int(lengths.max())
-    return log_probs.new_empty(batch), log_probs.new_empty(
-        batch, times, 2 * longest + 1
-    )
+    losses = log_probs.new_empty(batch)
+    alignments = log_probs.new_empty(batch, times, 2 * longest + 1)
+    return losses, alignments
 
 
-def _bags(weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _bags(weight: Tensor, *args: Any, **kwargs: Any) -> Any:
     """The outputs of sums of embeddings, which a CPU computes of bfloat16 as of float16, with as little beside them."""
     half = weight.half() if weight.dtype == torch.bfloat16 else weight
-    output = torch.ops.aten._embedding_bag_forward_only.default(half, *args, **kwargs)
+    output = torch.ops.aten._embedding_bag_forward_only.default(
+        half,
+        *args,
+        **kwargs,
+    )
     return output[0].to(weight.dtype), *output[1:]
 
 
@@ -68,7 +72,7 @@ Memory = dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]]
 """Storages by their addresses, each with the one that stands for it; both are held, so that no address is reused."""
 
 
-def in_memory_of(tensor: torch.Tensor, memory: Memory, device: str) -> torch.Tensor:
+def in_memory_of(tensor: Tensor, memory: Memory, device: str) -> Tensor:
     """Make a tensor like another on a device; those of one memory lie in one again.
 
     Args:
@@ -79,16 +83,32 @@ def in_memory_of(tensor: torch.Tensor, memory: Memory, device: str) -> torch.Ten
     Returns:
         A tensor of the same shape, strides and dtype, without values.
     """
-    shape, strides, dtype = tensor.shape, tensor.stride(), tensor.dtype
+    shape = tensor.shape
+    strides = tensor.stride()
+    dtype = tensor.dtype
     if is_composed(type(tensor)) or not tensor.untyped_storage().nbytes():
-        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        return torch.empty_strided(
+            shape,
+            strides,
+            dtype=dtype,
+            device=device,
+        )
     storage = tensor.untyped_storage()
     if storage._cdata not in memory:
-        bits = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
+        bits = torch.empty(
+            storage.nbytes(),
+            dtype=torch.uint8,
+            device=device,
+        )
         memory[storage._cdata] = storage, bits.untyped_storage()
     place: Any = memory[storage._cdata][1]
     made = torch.empty(0, dtype=dtype, device=device)
-    return made.set_(place, tensor.storage_offset(), shape, strides)
+    return made.set_(
+        place,
+        tensor.storage_offset(),
+        shape,
+        strides,
+    )
 
 
 _NORMS = {
@@ -100,11 +120,26 @@ _NORMS = {
 
 
 def _as_computed(name: str, args: Any, output: Any) -> Any:
-    """The outputs of an operation of fake tensors in the dtypes that a CPU gives them."""
-    if name in _NORMS and (weight := args[_NORMS[name]]) is not None:
-        return output[0], *(value.to(weight.dtype) for value in output[1:])
-    if name == "aten::native_group_norm_backward" and output[0] is not None:
-        return output[0].to(args[1].dtype), *output[1:]
+    """Give the outputs of an operation of fake tensors the dtypes that a CPU gives them.
+
+    Args:
+        name: The name of the operation.
+        args: Its arguments.
+        output: What torch says of its outputs.
+
+    Returns:
+        The outputs.
+    """
+    if name in _NORMS:
+        weight = args[_NORMS[name]]
+        if weight is None:
+            return output
+        normed, *statistics = output
+        return normed, *(value.to(weight.dtype) for value in statistics)
+    if name == "aten::native_group_norm_backward":
+        gradient, *others = output
+        if gradient is not None:
+            return gradient.to(args[1].dtype), *others
     return output
 
 
@@ -113,7 +148,15 @@ class TooLongError(ConfigError):
 
 
 def _refuse_beyond(weight: Any, indices: Any, *_: Any) -> None:
-    """Raise where known indices are beyond an embedding: without values, it would give rows all the same."""
+    """Refuse known indices that are beyond an embedding: without values, it would give rows all the same.
+
+    Args:
+        weight: The weight of the embedding.
+        indices: The indices, with their values.
+
+    Raises:
+        TooLongError: The weight has no row for one of them.
+    """
     with _disable_current_modes():
         largest = int(indices.max()) if indices.numel() else 0
     if largest >= weight.shape[0]:
@@ -124,7 +167,16 @@ def _refuse_beyond(weight: Any, indices: Any, *_: Any) -> None:
 
 
 def _is_finite(name: str, args: Any) -> bool | None:
-    """The answer to a question whether values are finite, if an operation is part of one: all of them are."""
+    """Answer a question whether values are finite: all of them are.
+
+    Args:
+        name: The name of an operation.
+        args: Its arguments.
+
+    Returns:
+        The answer for all values; ``None`` where the operation is no part of such a
+        question.
+    """
     if name in ("aten::isnan", "aten::isinf"):
         return False
     is_equal = name.startswith("aten::eq.")
@@ -155,7 +207,7 @@ class KnownValues(TorchDispatchMode):
         self.failed: tuple[str, BaseException] | None = None
         self.has_assumed = False
 
-    def _is_known(self, tensor: torch.Tensor) -> bool:
+    def _is_known(self, tensor: Tensor) -> bool:
         if not _is_real(tensor):
             return False
         return tensor.untyped_storage()._cdata not in self._unknown
@@ -185,19 +237,23 @@ class KnownValues(TorchDispatchMode):
             self.has_assumed = True
             with _disable_current_modes():
                 return torch.full(args[0].shape, answer)
-        output = _as_computed(name, args, func(*args, **kwargs))
+        computed = func(*args, **kwargs)
+        output = _as_computed(name, args, computed)
         written = list(filter(_is_real, _written(func, args, kwargs)))
         for tensor in written:
             self._forget(tensor)
-        return written[0] if written and isinstance(output, torch.Tensor) else output
+        if written and isinstance(output, Tensor):
+            return written[0]
+        return output
 
     def _is_for_real(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether an operation is computed: a view of what is real, or what is known and small."""
         tensors = tensors_in((args, kwargs))
         if _is_view(func) and all(map(_is_real, tensors)):
             return True  # it lies in the memory of a real tensor, known or not
-        is_random = torch.Tag.nondeterministic_seeded in func.tags
-        if is_random or not all(map(self._is_known, tensors)):
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return False
+        if not all(map(self._is_known, tensors)):
             return False
         # What depends on values has no fake result; its size is at most that of what it
         # reads. What is written in place is there already, and would be written twice.
@@ -207,7 +263,7 @@ class KnownValues(TorchDispatchMode):
             made = tensors_in(func(*args, **kwargs))
         return all(tensor.nbytes <= _LARGE for tensor in made)
 
-    def _forget(self, tensor: torch.Tensor) -> None:
+    def _forget(self, tensor: Tensor) -> None:
         """Note that the values of a real tensor are not known, for as long as its memory lives."""
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -221,14 +277,14 @@ class KnownValues(TorchDispatchMode):
 _DEPENDING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in a value, such as the arguments or outputs of an operation."""
-    leaves = [value] if isinstance(value, torch.Tensor) else tree_leaves(value)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    leaves = [value] if isinstance(value, Tensor) else tree_leaves(value)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _is_real(value: Any) -> bool:
-    return type(value) is torch.Tensor
+    return type(value) is Tensor
 
 
 def _is_view(func: Any) -> bool:
@@ -240,12 +296,15 @@ def _is_view(func: Any) -> bool:
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The arguments that an operation writes to."""
     written: list[Any] = []
-    if func._schema.is_mutable:
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                is_positional = position < len(args)
-                value = args[position] if is_positional else kwargs.get(argument.name)
-                written += tree_leaves(value)
+    if not func._schema.is_mutable:
+        return written
+    for position, argument in enumerate(func._schema.arguments):
+        alias = argument.alias_info
+        if alias is not None and alias.is_write:
+            value = kwargs.get(argument.name)
+            if position < len(args):
+                value = args[position]
+            written += tree_leaves(value)
     return written
 
 
@@ -267,7 +326,7 @@ class FakeModel:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.failed: tuple[str, BaseException] | None = None
         self.notes: tuple[str, ...] = ()
-        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
         self._memory: Memory = {}
         warm_tables()
         with self.mode:
@@ -300,15 +359,17 @@ class FakeModel:
         if found is None:
             yield
             return
-        utils.is_fake_tensor = lambda value: (
-            found(value) and value.fake_mode is not self.mode
-        )
+
+        def is_of_a_compiler(value: Any) -> bool:
+            return found(value) and value.fake_mode is not self.mode
+
+        utils.is_fake_tensor = is_of_a_compiler
         try:
             yield
         finally:
             utils.is_fake_tensor = found
 
-    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+    def fake(self, tensor: Tensor) -> Tensor:
         """The fake tensor that stands for another, with its shape, strides and dtype.
 
         Args:
@@ -323,44 +384,51 @@ class FakeModel:
         """
         if isinstance(tensor, FakeTensor) and tensor.device.type != "meta":
             return tensor
-        if id(tensor) not in self._made:
-            if is_composed(type(tensor)):
-                raise UnsupportedModelError(
-                    f"expected plain tensors and weights of bitsandbytes, found a {type(tensor).__name__}, whose "
-                    "operations cannot be followed without values"
-                )
-            made = in_memory_of(tensor, self._memory, "cpu")
-            if isinstance(tensor, nn.Parameter):
-                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-            self._made[id(tensor)] = tensor, made
-        return self._made[id(tensor)][1]
+        if id(tensor) in self._made:
+            return self._made[id(tensor)][1]
+        if is_composed(type(tensor)):
+            raise UnsupportedModelError(
+                f"expected plain tensors and weights of bitsandbytes, found a {type(tensor).__name__}, whose "
+                "operations cannot be followed without values"
+            )
+        made = in_memory_of(tensor, self._memory, "cpu")
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+        self._made[id(tensor)] = tensor, made
+        return made
 
     def _replace(self, module: nn.Module) -> None:
+        """Put fake tensors in the place of all that a module holds."""
         parameters: dict[str, Any] = module._parameters
         for name, parameter in parameters.items():
-            if parameter is None:
-                continue
-            if is_quantized_parameter(parameter) and id(parameter) not in self._made:
-                made = quantize_fakes(module, parameter, self.fake)
-                if made is not None:
-                    self._made[id(parameter)] = parameter, made
-            parameters[name] = self.fake(parameter)
+            if parameter is not None:
+                parameters[name] = self._fake_parameter(module, parameter)
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = self.fake(buffer)
         fields = vars(module)
         for name, value in fields.items():
             if isinstance(value, UpcastTensor):
-                assert value.owner is not None
-                holder, its_name = value.owner
-                stored: Any = holder._parameters[its_name]
-                fields[name] = UpcastTensor(
-                    self.fake(stored), value.owner, value._chunk_bytes
-                )
-            elif isinstance(value, torch.Tensor):
+                fields[name] = self._fake_upcast(value)
+            elif isinstance(value, Tensor):
                 fields[name] = self.fake(value)
             elif isinstance(value, (dict, list)) and name not in _OF_MODULES:
                 replace_tensors(value, self.fake)
+
+    def _fake_parameter(self, module: nn.Module, parameter: Any) -> Tensor:
+        """The fake parameter of a module; a quantized one brings its statistics along."""
+        if is_quantized_parameter(parameter) and id(parameter) not in self._made:
+            made = quantize_fakes(module, parameter, self.fake)
+            if made is not None:
+                self._made[id(parameter)] = parameter, made
+        return self.fake(parameter)
+
+    def _fake_upcast(self, value: UpcastTensor) -> UpcastTensor:
+        """A stand-in for the fake parameter, in place of one for the parameter."""
+        assert value.owner is not None
+        holder, name = value.owner
+        stored: Any = holder._parameters[name]
+        return UpcastTensor(self.fake(stored), value.owner, value._chunk_bytes)
 
 
 _OF_MODULES = ("_parameters", "_buffers", "_modules")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 WEIGHTS = "weights"
 STATISTICS = "quantization_statistics"
@@ -29,10 +30,19 @@ KINDS = (
 """The kinds of memory, in the order in which they are shown."""
 FORWARD, BACKWARD, OPTIMIZER_STEP = PHASES = ("forward", "backward", "optimizer")
 
-Mark = tuple[str, Hashable]
-"""Where in a step it is: the phase, and the part of the model that runs, ``None`` outside all parts."""
-BEFORE: Mark = ("", None)
-"""Before the step."""
+
+class Mark(NamedTuple):
+    """Where in a step it is.
+
+    Attributes:
+        phase: One of ``PHASES``; empty before the step.
+        part: The part of the model that runs; ``None`` outside all parts.
+    """
+
+    phase: str
+    part: Hashable = None
+
+
 Sizes = Counter[str]
 """Bytes by kind."""
 Times = Mapping[tuple[Mark, Mark], int]
@@ -120,7 +130,7 @@ class Ledger:
     """The memory held before a step, and made and freed in it: one span after the other."""
 
     def __init__(self) -> None:
-        self._last = self._before = Span(BEFORE)
+        self._last = self._before = Span(Mark(""))
         self.spans: list[Span] = []
 
     def made(self, num_bytes: int, kind: str) -> Storage:
@@ -143,8 +153,9 @@ class Ledger:
 
     def mark(self, phase: str, part: Hashable) -> None:
         """Begin a span, unless it continues the last one."""
-        if self._last.mark != (phase, part):
-            self._last = Span((phase, part))
+        mark = Mark(phase, part)
+        if self._last.mark != mark:
+            self._last = Span(mark)
             self.spans.append(self._last)
 
     def held(self, measure: Measure = in_bytes) -> Sizes:
@@ -167,55 +178,58 @@ class Ledger:
         return [span.run(measure, times or {}) for span in self.spans]
 
 
-@dataclass(frozen=True)
+Levels = dict[str, dict[str, int]]
+"""The highest level that a step reaches in each phase, in bytes by kind; phases that did not run are absent."""
+
+
+def highest_levels(held: Sizes, runs: Sequence[Run]) -> Levels:
+    """Add up the runs of a step, one after the other.
+
+    Args:
+        held: What was held before it, by kind.
+        runs: The runs, in order.
+
+    Returns:
+        The highest level of each phase.
+    """
+    level = held.copy()
+    highest: dict[str, Sizes] = {}
+    for run in runs:
+        phase = run.mark.phase
+        reached = level.copy()
+        reached.update(run.at_peak)
+        if phase not in highest or reached.total() > highest[phase].total():
+            highest[phase] = reached
+        level.update(run.net)
+    levels = {}
+    for phase, reached in highest.items():
+        levels[phase] = {kind: reached[kind] for kind in KINDS if reached[kind]}
+    return levels
+
+
 class Peaks:
-    """The highest level that a step reaches in each phase.
+    """The figures that are read off the highest levels of a step.
 
     Attributes:
-        by_phase: ``{phase: {kind: bytes}}``, without phases that did not run.
+        levels: The bytes by kind at the highest level of each phase: ``"forward"``,
+            ``"backward"``, ``"optimizer"``, without those that did not run.
     """
 
-    by_phase: dict[str, dict[str, int]]
-
-    @classmethod
-    def of(cls, held: Sizes, runs: Sequence[Run]) -> Peaks:
-        """Add up the runs of a step, one after the other.
-
-        Args:
-            held: What was held before it, by kind.
-            runs: The runs, in order.
-
-        Returns:
-            The levels that it reaches.
-        """
-        level = Counter(held)
-        highest: dict[str, Sizes] = {}
-        for run in runs:
-            phase = run.mark[0]
-            reached = level.copy()
-            reached.update(run.at_peak)
-            if phase not in highest or reached.total() > highest[phase].total():
-                highest[phase] = reached
-            level.update(run.net)
-        by_phase = {}
-        for phase, reached in highest.items():
-            by_phase[phase] = {kind: reached[kind] for kind in KINDS if reached[kind]}
-        return cls(by_phase)
+    levels: Levels
 
     @property
     def phases(self) -> dict[str, int]:
-        """The bytes of each phase."""
-        return {phase: sum(found.values()) for phase, found in self.by_phase.items()}
+        """The most bytes held in each phase."""
+        return {phase: sum(level.values()) for phase, level in self.levels.items()}
 
     @property
     def by_kind(self) -> dict[str, int]:
-        """The bytes by kind at the highest level of all, the first one reached."""
-        if not self.by_phase:
-            return {}
+        """The bytes held at the peak of all, the first one reached, by kind."""
         phases = self.phases
-        return self.by_phase[max(phases, key=phases.__getitem__)]
+        highest = max(phases, key=phases.__getitem__, default=None)
+        return {} if highest is None else dict(self.levels[highest])
 
     @property
     def peak_bytes(self) -> int:
-        """The highest level of all, in bytes."""
-        return sum(self.by_kind.values())
+        """The most bytes held at any moment."""
+        return max(self.phases.values(), default=0)

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..config import format_bytes
 from ..reports import Bar, Report, few, table
-from .ledger import KINDS, Peaks
+from .ledger import KINDS, Levels, Peaks
 from .unknown import Unknown
 
 # The figures of a prediction as plain values, in the order in which they are told.
@@ -33,7 +33,7 @@ _FIGURES = (
 
 
 @dataclass(frozen=True, repr=False)
-class StepMemory(Report):
+class StepMemory(Peaks, Report):
     """The memory of one training step, predicted: a step after the first, whose gradients are ``None`` at its start.
 
     ``print(step)`` is a table.
@@ -44,7 +44,7 @@ class StepMemory(Report):
         seq_len: Tokens in a sequence.
         kernels: ``"cuda"`` or ``"cpu"``: the device whose operations were followed.
         static_by_kind: The bytes held when the step begins, by kind.
-        peaks: The bytes by kind at the highest level of each phase: ``"forward"``,
+        levels: The bytes by kind at the highest level of each phase: ``"forward"``,
             ``"backward"``, ``"optimizer"``.
         unknown: What a device's allocator may count beside the figures, and what is not
             known before; it is in none of them.
@@ -60,7 +60,7 @@ class StepMemory(Report):
     seq_len: int
     kernels: str
     static_by_kind: dict[str, int]
-    peaks: Peaks
+    levels: Levels
     traced_blocks: int = 0
     num_blocks: int = 0
     notes: tuple[str, ...] = ()
@@ -68,24 +68,9 @@ class StepMemory(Report):
     warnings: tuple[str, ...] = ()
 
     @property
-    def levels(self) -> dict[str, dict[str, int]]:
-        """The bytes by kind at the highest level of each phase."""
-        return self.peaks.by_phase
-
-    @property
     def static_bytes(self) -> int:
         """The bytes held when the step begins: weights, statistics, adapters, the optimizer's state, the inputs."""
         return sum(self.static_by_kind.values())
-
-    @property
-    def phases(self) -> dict[str, int]:
-        """The most bytes held in each phase."""
-        return self.peaks.phases
-
-    @property
-    def by_kind(self) -> dict[str, int]:
-        """The bytes held at the peak of all, by kind."""
-        return dict(self.peaks.by_kind)
 
     @property
     def forward_bytes(self) -> int:
@@ -103,11 +88,6 @@ class StepMemory(Report):
         return self.phases.get("optimizer", 0)
 
     @property
-    def peak_bytes(self) -> int:
-        """The most bytes held at any moment."""
-        return self.peaks.peak_bytes
-
-    @property
     def unknown_bytes(self) -> tuple[int, int]:
         """The least and the most that the peak of the allocator may differ from ``peak_bytes``."""
         least = sum(part.least_bytes for part in self.unknown)
@@ -123,7 +103,7 @@ class StepMemory(Report):
         figures["warnings"] = list(self.warnings)
         return figures
 
-    def _levels(self) -> dict[str, dict[str, int]]:
+    def _levels(self) -> Levels:
         """The bytes by kind before the step, and at the highest level of each phase."""
         return {"before": self.static_by_kind, **self.levels}
 
@@ -133,10 +113,11 @@ class StepMemory(Report):
         for kind in KINDS:
             sizes = [level.get(kind, 0) for level in levels.values()]
             if any(sizes):
-                rows.append((kind.replace("_", " "), *map(format_bytes, sizes)))
+                rows.append((_title(kind), *map(format_bytes, sizes)))
         totals = [sum(level.values()) for level in levels.values()]
         rows.append(("total", *map(format_bytes, totals)))
-        return "\n".join([f"precision {self._brief()}", table(rows), *self._said()])
+        lines = [f"precision {self._brief()}", table(rows), *self._said()]
+        return "\n".join(lines)
 
     def _said(self) -> list[str]:
         """The lines of the unknown range, the notes and the warnings."""
@@ -149,16 +130,21 @@ class StepMemory(Report):
         return lines + few([f"warning: {warning}" for warning in self.warnings])
 
     def _brief(self) -> str:
-        step = f"{self.precision!r}, batch {self.batch_size}, {self.seq_len} tokens, on {self.kernels}"
-        return f"{step}: {format_bytes(self.peak_bytes)} at the peak"
+        """What was predicted, and its peak, in one line."""
+        return (
+            f"{self.precision!r}, batch {self.batch_size}, {self.seq_len} tokens, "
+            f"on {self.kernels}: {format_bytes(self.peak_bytes)} at the peak"
+        )
 
     def _bars(self) -> list[Bar]:
-        return [
-            Bar(kind.replace("_", " "), (size,), format_bytes(size))
-            for kind, size in self.by_kind.items()
-        ]
+        """A bar for each kind that is held at the peak."""
+        bars = []
+        for kind, size in self.by_kind.items():
+            bars.append(Bar(_title(kind), (size,), format_bytes(size)))
+        return bars
 
     def _lines(self) -> list[str]:
+        """What is said below the bars."""
         levels = {"before": self.static_bytes, **self.phases}
         said = [f"{name} {format_bytes(size)}" for name, size in levels.items()]
         return [f"peaks of the phases: {', '.join(said)}", *self._said()]
@@ -179,7 +165,12 @@ class StepMemory(Report):
         for kind in KINDS:
             sizes = [level.get(kind, 0) / 2**30 for level in levels.values()]
             if any(sizes):
-                axes.barh(list(levels), sizes, left=ends, label=kind.replace("_", " "))
+                axes.barh(
+                    list(levels),
+                    sizes,
+                    left=ends,
+                    label=_title(kind),
+                )
                 ends = list(map(operator.add, ends, sizes))
         axes.invert_yaxis()
         axes.set_xlabel("GiB")
@@ -188,3 +179,8 @@ class StepMemory(Report):
         )
         figure.legend(loc="outside right upper", frameon=False, fontsize="small")
         figure.savefig(path)
+
+
+def _title(kind: str) -> str:
+    """The name of a kind of memory, for people."""
+    return kind.replace("_", " ")

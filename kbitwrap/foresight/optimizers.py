@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,12 +10,11 @@ from torch import nn
 
 from ..errors import ConfigError
 from .fakes import KnownValues
-from .ledger import GRADIENTS, OPTIMIZER, OPTIMIZER_STEP, Ledger, Run, Sizes
+from .ledger import GRADIENTS, OPTIMIZER, OPTIMIZER_STEP, Ledger, Run
 from .quantization import eight_bit_optimizer
 from .tracker import Watch, optimizer_tensors
 
-_PLAIN = ("adamw_torch", "sgd")
-_NAMES = (*_PLAIN, "adamw_torch_fused", "adafactor")
+_NAMES = ("adamw_torch", "sgd", "adamw_torch_fused", "adafactor")
 # By library: the bits of the state, and whether it lies in managed memory, which the
 # device's allocator does not count.
 _OF_LIBRARY: dict[str, tuple[int, bool]] = {
@@ -67,41 +65,26 @@ class OptimizerSteps:
         return self._known[shapes]
 
     def _run(self, fakes: Any, shapes: Shapes) -> tuple[Ledger, list[Run]]:
-        """Run the second step, or a first one that makes all state and then does what every step does."""
-        # torch's own loops over parameters compute on the meta device too, and much
-        # faster than with fake tensors.
-        is_plain = self._optimizer in _PLAIN
-        watch, kept = Watch(on_cuda=self._on_cuda), Watch(on_cuda=self._on_cuda)
-        with contextlib.ExitStack() as modes:
-            if not is_plain:
-                modes.enter_context(fakes)
+        """Run two steps: the first one makes the state, and the second has it."""
+        watch = Watch(on_cuda=self._on_cuda)
+        kept = Watch(on_cuda=self._on_cuda)
+        with fakes:
             trained = []
             for shape, dtype in shapes:
-                device = "meta" if is_plain else "cpu"
-                parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+                parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="cpu"))
                 parameter.grad = torch.empty_like(parameter)
                 trained.append(parameter)
-            if not is_plain:
-                modes.enter_context(KnownValues())
-            made = make_optimizer(self._optimizer, trained, self._on_cuda)
-            if not is_plain:
-                made.step()
-            for parameter in trained:
                 watch.hold(parameter, GRADIENTS)
-                watch.hold(parameter.grad, GRADIENTS)  # type: ignore[arg-type]
-            _hold(watch, made)
-            held = watch.ledger.held()[OPTIMIZER]
-            watch.enter(OPTIMIZER_STEP)
-            with watch:
+                watch.hold(parameter.grad, GRADIENTS)
+            with KnownValues():
+                made = make_optimizer(self._optimizer, trained, self._on_cuda)
                 made.step()
-        run = watch.ledger.runs()[0]
+                _hold(watch, made)
+                watch.enter(OPTIMIZER_STEP)
+                with watch:
+                    made.step()
         _hold(kept, made, self._on_cuda)
-        after = sum(watch.size(tensor) for tensor in optimizer_tensors(made))
-        state = Sizes({OPTIMIZER: after - held})
-        # What the step keeps is there before a later one.
-        rise = run.at_peak.copy()
-        rise.subtract(state)
-        return kept.close(), [Run(run.mark, run.net - state, rise)]
+        return kept.close(), watch.ledger.runs()
 
 
 def _hold(watch: Watch, optimizer: Any, on_cuda: bool = False) -> None:

@@ -221,7 +221,7 @@ class StepPredictor:
             seq_len=seq_len,
             kernels=self._kernels,
             static_by_kind={kind: step.held[kind] for kind in KINDS if step.held[kind]},
-            peaks=step.peaks,
+            levels=step.levels,
             traced_blocks=made.blocks.num_kept,
             num_blocks=made.blocks.num_all,
             unknown=unknown,

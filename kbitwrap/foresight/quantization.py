@@ -11,26 +11,26 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..model.quantization import is_quantized_parameter, quantized_stacks, state_owners
 
 
-def _parts_of_product() -> Callable[..., torch.Tensor]:
+def _parts_of_product() -> Callable[..., Tensor]:
     """The 4-bit matrix product in two operations, as bitsandbytes computes it where it has no kernel for both."""
     operations: Any = sys.modules["bitsandbytes.backends.default.ops"]
     return operations._gemm_4bit_default_impl  # type: ignore[no-any-return]
 
 
-def _parts_of_int8_product() -> Callable[..., torch.Tensor]:
+def _parts_of_int8_product() -> Callable[..., Tensor]:
     """The 8-bit matrix product and its scaling, with the int32 result between them."""
     parts: Any = torch.ops.bitsandbytes
 
     def product(
         a: Any, b: Any, rows: Any, columns: Any, bias: Any = None, dtype: Any = None
-    ) -> torch.Tensor:
+    ) -> Tensor:
         return parts.int8_mm_dequant(  # type: ignore[no-any-return]
             parts.int8_linear_matmul(a, b), rows, columns, dtype=dtype, bias=bias
         )
@@ -52,11 +52,11 @@ def _is_holder(value: Any) -> bool:
     )
 
 
-def _places(owner: Any, depth: int = 4) -> Iterator[tuple[Any, Any, torch.Tensor]]:
+def _places(owner: Any, depth: int = 4) -> Iterator[tuple[Any, Any, Tensor]]:
     """The tensors in a holder, and in the holders in it: the fields that each is in, its key there, and the tensor."""
     fields = owner if isinstance(owner, (dict, list)) else vars(owner)
     for key, value in fields.items() if isinstance(fields, dict) else enumerate(fields):
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             yield fields, key, value
         elif depth and not isinstance(value, (type, nn.Module)) and _is_holder(value):
             yield from _places(value, depth - 1)
@@ -73,7 +73,7 @@ def replace_tensors(owner: Any, fake: Callable[[Any], Any]) -> None:
         fields[key] = fake(value)
 
 
-def statistics_of(module: nn.Module) -> Iterator[torch.Tensor]:
+def statistics_of(module: nn.Module) -> Iterator[Tensor]:
     """The tensors that hold the quantization state of a layer, beside its weight."""
     holders: list[Any] = [state for _, state in quantized_stacks(module).values()]
     for parameter in module._parameters.values():
@@ -166,7 +166,7 @@ def with_statistics(model: nn.Module) -> Iterator[None]:
             parameter.SCB = parameter.quant_state = None
 
 
-def _of_name(name: str, data: torch.Tensor) -> nn.Parameter:
+def _of_name(name: str, data: Tensor) -> nn.Parameter:
     """A parameter of fake data under the name of a class, by which PEFT finds out how to compute the values."""
     parameter = nn.Parameter(data, requires_grad=False)
     parameter.__class__ = _named_class(name)
@@ -178,13 +178,13 @@ def _named_class(name: str) -> type:
     return type(name, (FakeTensor,), {})
 
 
-def int8_quantization_bytes(value: torch.Tensor, *_: Any, **__: Any) -> list[int]:
+def int8_quantization_bytes(value: Tensor, *_: Any, **__: Any) -> list[int]:
     """The bytes that a search for outliers allocates on CUDA: magnitudes, and where they are large."""
     return [value.nbytes, value.numel()]
 
 
 def int8_scaling_bytes(
-    product: torch.Tensor, *statistics: Any, dtype: Any = None, **_: Any
+    product: Tensor, *statistics: Any, dtype: Any = None, **_: Any
 ) -> list[int]:
     """The float16 result of scaling on CUDA, where another dtype is asked for."""
     return [] if dtype in (None, torch.float16) else [product.numel() * 2]
@@ -256,6 +256,6 @@ def eight_bit_optimizer(parameters: Any, bits: int, is_paged: bool) -> Any:
         return optimizers.AdamW(parameters, lr=1e-4, optim_bits=bits, is_paged=is_paged)
 
 
-def is_managed(optimizer: Any, tensor: torch.Tensor) -> bool:
+def is_managed(optimizer: Any, tensor: Tensor) -> bool:
     """Whether a state of a paged optimizer lies in managed memory: ``get_state_buffer``, from 100,000 elements."""
     return getattr(optimizer, "is_paged", False) and tensor.numel() >= 1e5

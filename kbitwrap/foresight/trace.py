@@ -8,35 +8,41 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..errors import ConfigError
 from ..model.tree import ModelTree
 from . import cuda
 from .blocks import Blocks, Part
 from .fakes import FakeModel
-from .ledger import INPUTS, Ledger, Measure, Peaks, Run, Sizes, Storage, in_bytes
+from .ledger import (
+    INPUTS,
+    Ledger,
+    Levels,
+    Measure,
+    Peaks,
+    Sizes,
+    Storage,
+    highest_levels,
+    in_bytes,
+)
 from .optimizers import OptimizerSteps, Shape, Shapes
 from .tracker import Watch, held_tensors, vocabulary_size
 
 
 @dataclass(frozen=True)
-class Step:
+class Step(Peaks):
     """A step of the whole model.
 
     Attributes:
         held: The bytes by kind that are held before it.
-        runs: Its runs, in order.
+        levels: The bytes by kind at the highest level of each phase.
         most_blocks: The most storages of an allocator's large blocks at a time.
     """
 
     held: Sizes
-    runs: list[Run]
+    levels: Levels
     most_blocks: int
-
-    @property
-    def peaks(self) -> Peaks:
-        """The levels that it reaches."""
-        return Peaks.of(self.held, self.runs)
 
 
 Owners = dict[Storage, Part | None]
@@ -47,7 +53,7 @@ def trace(
     fakes: FakeModel,
     blocks: Blocks,
     optimizer: OptimizerSteps,
-    inputs: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, Tensor],
     autocast: torch.dtype | None,
     on_cuda: bool,
 ) -> Step:
@@ -72,7 +78,7 @@ def trace(
     functions = cuda.CudaFunctions() if on_cuda else contextlib.nullcontext()
     owners: Owners = {}  # of the last run
 
-    def forward() -> torch.Tensor:
+    def forward() -> Tensor:
         is_lower = autocast is not None
         with functions, torch.autocast("cpu", dtype=autocast, enabled=is_lower):
             return _loss_of(model(**inputs))
@@ -97,16 +103,17 @@ def trace(
         ledger = run()
         if blocks.is_cut and not blocks.is_tried:
             ledger = blocks.expect_repeated(ledger, run)
-    held = _held_by_all(owners, blocks, in_bytes)
+    state, last = optimizer(fakes.mode, _trained(fakes, blocks))
+    held = _held_by_all(owners, blocks, in_bytes) + state.held()
     held[INPUTS] = ledger.held()[INPUTS]
     runs = blocks.whole_step(ledger, in_bytes)
     num_held = _held_by_all(owners, blocks, _in_large_blocks)
-    counted = Peaks.of(num_held, blocks.whole_step(ledger, _in_large_blocks))
-    state, last = optimizer(fakes.mode, _trained(fakes, blocks))
+    num_held += state.held(_in_large_blocks)
+    counted = highest_levels(num_held, blocks.whole_step(ledger, _in_large_blocks))
     return Step(
-        held + state.held(),
-        [*runs, *last],
-        counted.peak_bytes + state.held(_in_large_blocks).total(),
+        held=held,
+        levels=highest_levels(held, [*runs, *last]),
+        most_blocks=max(sum(level.values()) for level in counted.values()),
     )
 
 
@@ -115,7 +122,7 @@ def _in_large_blocks(storage: Storage) -> int:
     return int(storage.num_bytes >= cuda.LARGE_BYTES)
 
 
-def _backward(loss: torch.Tensor, functions: Any) -> None:
+def _backward(loss: Tensor, functions: Any) -> None:
     """Run a backward pass under a mode of functions, which `Tensor.backward` would turn off."""
     engine: Any = torch.autograd.Variable._execution_engine
     gradient = torch.ones_like(loss)
@@ -131,10 +138,10 @@ def _backward(loss: torch.Tensor, functions: Any) -> None:
         )
 
 
-def _loss_of(output: Any) -> torch.Tensor:
+def _loss_of(output: Any) -> Tensor:
     is_mapping = isinstance(output, Mapping)
     loss = output.get("loss") if is_mapping else getattr(output, "loss", None)
-    if not isinstance(loss, torch.Tensor):
+    if not isinstance(loss, Tensor):
         raise ConfigError(
             "the model returned no loss for these inputs; give `inputs` with its labels"
         )
@@ -176,7 +183,7 @@ def _trained(fakes: FakeModel, blocks: Blocks) -> Shapes:
         for parameter in module._parameters.values():
             if parameter is not None and parameter.grad is not None:
                 parameter.grad = None
-                place = parameter if part is None else part[0]
+                place = parameter if part is None else part.stack
                 shapes = found.setdefault(place, {}).setdefault(part, [])
                 shapes.append((parameter.shape, parameter.dtype))
     result: list[Shape] = []

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -33,8 +33,10 @@ from .ledger import (
     STATISTICS,
     WEIGHTS,
     Ledger,
+    Levels,
     Peaks,
     Storage,
+    highest_levels,
 )
 from .quantization import DECOMPOSED, is_managed, statistics_of
 
@@ -69,7 +71,7 @@ class Watch(TorchDispatchMode):
         self._device = device
         self._live: dict[int, tuple[Storage, Any]] = {}
 
-    def hold(self, tensor: torch.Tensor, kind: str) -> list[Storage]:
+    def hold(self, tensor: Tensor, kind: str) -> list[Storage]:
         """Count a tensor that is there before the step.
 
         Args:
@@ -87,14 +89,14 @@ class Watch(TorchDispatchMode):
                 found.append(self._live[_key(part)][0])
         return found
 
-    def _counts(self, tensor: torch.Tensor) -> bool:
+    def _counts(self, tensor: Tensor) -> bool:
         return self._device in (None, tensor.device.type)
 
-    def _known(self, tensor: torch.Tensor) -> Storage | None:
+    def _known(self, tensor: Tensor) -> Storage | None:
         found = self._live.get(_key(tensor))
         return None if found is None else found[0]
 
-    def _add(self, tensor: torch.Tensor, kind: str) -> None:
+    def _add(self, tensor: Tensor, kind: str) -> None:
         memory = tensor.untyped_storage()
         key = memory._cdata
         storage = self.ledger.made(self._rounded(memory.nbytes()), kind)
@@ -113,7 +115,7 @@ class Watch(TorchDispatchMode):
         self._live.clear()
         return self.ledger
 
-    def size(self, tensor: torch.Tensor) -> int:
+    def size(self, tensor: Tensor) -> int:
         """The bytes counted for the storages of a tensor; 0 where it is not counted."""
         found = [self._known(part) for part in parts_of(tensor)]
         return sum(storage.num_bytes for storage in found if storage is not None)
@@ -149,7 +151,7 @@ class Watch(TorchDispatchMode):
         self.follow_phase()
         self.enter(self.phase, part)
 
-    def _kind(self, arguments: Any, output: torch.Tensor) -> str:
+    def _kind(self, arguments: Any, output: Tensor) -> str:
         """The kind of what an operation made: if it is computed of weights alone, a copy of weights."""
         if self.phase == OPTIMIZER_STEP:
             return OPTIMIZER
@@ -190,7 +192,7 @@ class Watch(TorchDispatchMode):
         return output
 
 
-def _key(tensor: torch.Tensor) -> int:
+def _key(tensor: Tensor) -> int:
     key: int = tensor.untyped_storage()._cdata
     return key
 
@@ -198,12 +200,12 @@ def _key(tensor: torch.Tensor) -> int:
 @functools.cache
 def _has_own_operations(cls: type) -> bool:
     """Whether tensors of a class take operations apart themselves: those of torch and fake ones do not."""
-    if cls in (torch.Tensor, nn.Parameter) or issubclass(cls, FakeTensor):
+    if cls in (Tensor, nn.Parameter) or issubclass(cls, FakeTensor):
         return False
     return cls.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
 
 
-def held_tensors(tree: ModelTree) -> Iterator[tuple[torch.Tensor, str, nn.Module]]:
+def held_tensors(tree: ModelTree) -> Iterator[tuple[Tensor, str, nn.Module]]:
     """The tensors that a model holds.
 
     Args:
@@ -226,7 +228,7 @@ def held_tensors(tree: ModelTree) -> Iterator[tuple[torch.Tensor, str, nn.Module
 
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, on_cuda: bool = False
-) -> Iterator[torch.Tensor]:
+) -> Iterator[Tensor]:
     """The tensors of an optimizer's state on its device.
 
     Args:
@@ -248,7 +250,7 @@ def optimizer_tensors(
                     yield value
 
 
-class StepTracker:
+class StepTracker(Peaks):
     """Counts the bytes that tensors hold during a real training step, on a CPU or on CUDA.
 
     Each storage counts once, from when an operation made it until it is freed;
@@ -302,7 +304,7 @@ class StepTracker:
             )
         self._model, self._optimizer, self._inputs = model, optimizer, inputs
         self._watch: Watch | None = None
-        self._peaks: Peaks | None = None
+        self._levels: Levels | None = None
         self.static_bytes = 0
         self.sample_bytes = 0
 
@@ -345,30 +347,17 @@ class StepTracker:
         for hook in self._hooks:
             hook.remove()
         ledger = self._watch.ledger
-        self._peaks = Peaks.of(ledger.held(), ledger.runs())
+        self._levels = highest_levels(ledger.held(), ledger.runs())
         self._watch = None
 
-    def _found(self) -> Peaks:
-        if self._peaks is None:
+    @property
+    def levels(self) -> Levels:  # type: ignore[override]
+        """The bytes by kind at the highest level of each phase."""
+        if self._levels is None:
             raise RuntimeError(
                 "nothing was tracked yet: run a step inside `with StepTracker(...) as tracker:` first"
             )
-        return self._peaks
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes held at any moment."""
-        return self._found().peak_bytes
-
-    @property
-    def phases(self) -> dict[str, int]:
-        """The most bytes held in each phase."""
-        return self._found().phases
-
-    @property
-    def by_kind(self) -> dict[str, int]:
-        """The bytes held at the peak, by kind."""
-        return dict(self._found().by_kind)
+        return self._levels
 
 
 def vocabulary_size(model: nn.Module) -> int:
@@ -381,6 +370,6 @@ def vocabulary_size(model: nn.Module) -> int:
     except (AttributeError, NotImplementedError):
         return 0
     weight = getattr(head, "weight", None)
-    if not isinstance(weight, torch.Tensor) or weight.ndim != 2:
+    if not isinstance(weight, Tensor) or weight.ndim != 2:
         return 0
     return int(weight.shape[0])

@@ -56,7 +56,7 @@ def unknowns(
         The parts, each with its range.
     """
     least, most = (THREADS * size for size in WORKSPACE_BYTES)
-    blocks, peaks = step.most_blocks, step.peaks
+    blocks = step.most_blocks
     found = [
         Unknown(
             "workspaces of cuBLAS for two threads, the larger ones from compute capability 9.0",
@@ -69,11 +69,9 @@ def unknowns(
             blocks * LARGE_BYTES,
         ),
     ]
-    dequantized = (
-        peaks.by_kind.get(DEQUANTIZED, 0)
-        if peaks.phases.get(FORWARD) == peaks.peak_bytes
-        else 0
-    )
+    dequantized = 0
+    if step.phases.get(FORWARD) == step.peak_bytes:
+        dequantized = step.by_kind.get(DEQUANTIZED, 0)
     if dequantized and tokens <= FUSED_TOKENS:
         what = f"weights dequantized in the forward pass, which a fused kernel may spare up to {FUSED_TOKENS} tokens"
         found.append(Unknown(what, -dequantized, 0))
