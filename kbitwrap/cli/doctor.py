@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from rich.console import Group, RenderableType
 
+from ..bench.settings import QUANTS, quantization_config
 from .console import (
     EXIT_DONE,
     EXIT_NO,
@@ -18,9 +19,9 @@ from .console import (
     show,
     show_json,
 )
-from .hub import quantization_config, working
+from .hub import working
 from .tables import table
-from .usage import KINDS_OF_NF4, QUANTS, Json, argument, choice, path, value
+from .usage import KINDS_OF_NF4, Json, argument, choice, path, value
 
 _MOST_TENSORS = 5  # of a wrong merge, in its table
 SUMMARY = "Look for faults of a saved run that raise no error."

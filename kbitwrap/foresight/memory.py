@@ -46,6 +46,9 @@ class StepMemory(Peaks, Report):
         static_by_kind: The bytes held when the step begins, by kind.
         levels: The bytes by kind at the highest level of each phase: ``"forward"``,
             ``"backward"``, ``"optimizer"``.
+        phases: The most bytes held in each phase.
+        by_kind: The bytes held at the peak of all, by kind.
+        peak_bytes: The most bytes held at any moment.
         unknown: What a device's allocator may count beside the figures, and what is not
             known before; it is in none of them.
         traced_blocks: The blocks that were run, and ``num_blocks`` those that the model
@@ -97,6 +100,7 @@ class StepMemory(Peaks, Report):
     def to_dict(self) -> dict[str, Any]:
         """The prediction as plain values, ready for JSON."""
         figures = {name: getattr(self, name) for name in _FIGURES}
+
         figures["unknown_bytes"] = list(self.unknown_bytes)
         figures["unknown"] = [asdict(part) for part in self.unknown]
         figures["notes"] = list(self.notes)
@@ -126,6 +130,7 @@ class StepMemory(Peaks, Report):
             least, most = map(format_bytes, self.unknown_bytes)
             lines.append(f"unknown, beside the peak: {least} to {most}")
             lines += [f"  {part}" for part in self.unknown]
+
         lines += [f"note: {note}" for note in self.notes]
         return lines + few([f"warning: {warning}" for warning in self.warnings])
 
@@ -175,7 +180,8 @@ class StepMemory(Peaks, Report):
         axes.invert_yaxis()
         axes.set_xlabel("GiB")
         axes.set_title(
-            f"{self.precision}, {self.batch_size} x {self.seq_len:,} tokens on {self.kernels}"
+            f"{self.precision}, {self.batch_size} x {self.seq_len:,} tokens "
+            f"on {self.kernels}"
         )
         figure.legend(loc="outside right upper", frameon=False, fontsize="small")
         figure.savefig(path)
