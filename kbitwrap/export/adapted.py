@@ -1,4 +1,4 @@
-"""One parameter of the base, dequantized, and merged with the adapters that are on it, by rows."""
+"""One parameter of the base by rows: dequantized, and merged with its adapters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BLOCK_BYTES = 2 << 20
 
 
 class AdaptedTensor:
-    """A parameter of a module: without the adapters of ``layers``, merged with them, and what they add.
+    """A parameter of a module: as its base is, merged with adapters, and what they add.
 
     ``rows`` are those of its first dimension, the experts of a stack, or ``...`` for
     the whole; `blocks` says which to take at once. The weight of a layer of
@@ -65,11 +65,17 @@ class AdaptedTensor:
         return getattr(parameter, "is_own", False)
 
     def base(self, rows: Rows) -> Tensor:
-        """Rows without adapters, in the dtype that they are stored in or dequantized to."""
+        """Rows without adapters.
+
+        They have the dtype that they are stored in, or dequantized to.
+        """
         return self._readers[self._name](rows)
 
     def merged(self, rows: Rows) -> Tensor:
-        """Rows with the adapters merged, in float32; those of the base where none is on it."""
+        """Rows with the adapters merged, in float32.
+
+        Where there is no adapter they are those of the base, in its dtype.
+        """
         if self._merger is None:
             return self.base(rows)
         values = {}
@@ -86,7 +92,10 @@ class AdaptedTensor:
         return self.merged(rows).double() - self.base(rows)
 
     def blocks(self) -> list[Rows]:
-        """The rows of each block to merge; a single block where rows cannot be merged by themselves."""
+        """The rows of each block to merge.
+
+        It is a single block where rows cannot be merged by themselves.
+        """
         shapes = [parameter_of(self._plain, name).shape for name in self._readers]
         num_values = sum(shape.numel() for shape in shapes)
         num_bytes = num_values * torch.float32.itemsize

@@ -1,4 +1,7 @@
-"""PEFT's layers and wrappers: which of their adapters are active, and which cannot be merged."""
+"""PEFT's layers and wrappers.
+
+They tell which adapters are active, and which cannot be merged.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ _KIND = re.compile(
 
 @dataclass(frozen=True)
 class ActiveLayer:
-    """One of PEFT's layers around a module of the base, with the names of its active adapters."""
+    """One of PEFT's layers around a module of the base, and its active adapters."""
 
     fqn: str  # the module's
     layer: Any
@@ -36,7 +39,10 @@ class ActiveLayer:
 
     @property
     def kind(self) -> str:
-        """The method and the class for a plain base: ``"lora.Linear"``; ``""`` for a class that is not PEFT's."""
+        """The method and the class for a plain base, as ``"lora.Linear"``.
+
+        It is ``""`` for a class that is not PEFT's.
+        """
         cls = type(self.layer)
         found = _KIND.fullmatch(f"{cls.__module__}.{cls.__name__}")
         return ".".join(found.groups()) if found else ""
@@ -56,19 +62,26 @@ class ActiveLayer:
 def refusal(
     fqn: str, layer: nn.Module, why: object, active: Sequence[str] = ()
 ) -> ExportError:
-    """The error for adapters that cannot be merged; the ``fqn`` ``""`` is the model itself."""
+    """The error for adapters that cannot be merged.
+
+    The ``fqn`` ``""`` is the model itself.
+    """
     cls = type(layer)
     method = re.sub(r"^peft\.(?:tuners\.)?", "", cls.__module__).partition(".")[0]
     adapters = f" with the adapters {list(active)}" if active else ""
     return ExportError(
-        f"{fqn or 'the model'}: {cls.__name__} ({method}){adapters} cannot be merged exactly: {why}; "
+        f"{fqn or 'the model'}: {cls.__name__} ({method}){adapters} cannot be merged "
+        f"exactly: {why}; "
         "export without merging, or disable these adapters",
         fqn=fqn,
     )
 
 
 def parameter_name(layer: nn.Module) -> str | None:
-    """The parameter that a layer of ``target_parameters`` adapts; ``None`` for a layer that adapts a module."""
+    """The parameter that a layer of ``target_parameters`` adapts.
+
+    It is ``None`` for a layer that adapts a module.
+    """
     name: str | None = getattr(layer, "parameter_name", None)
     return name
 
@@ -81,14 +94,20 @@ def is_tuner_layer(wrapper: nn.Module) -> bool:
 
 
 def adapters_of(wrapper: Any) -> list[str]:
-    """The names of the adapters that one of PEFT's layers, or of its ``modules_to_save`` wrappers, holds."""
+    """The names of the adapters that one of PEFT's layers or wrappers holds.
+
+    A wrapper is one of ``modules_to_save``.
+    """
     if is_tuner_layer(wrapper):
         return list(wrapper._all_available_adapter_names())
     return [*wrapper._modules.get("modules_to_save", ())]
 
 
 def active_adapters(wrapper: Any, chosen: Chosen = None) -> tuple[str, ...]:
-    """The adapters of a layer or wrapper that are chosen, in their order; by default those that its forward uses."""
+    """The adapters of a layer or wrapper that are chosen, in their order.
+
+    By default they are those that its forward uses.
+    """
     if chosen is None:
         chosen = () if wrapper.disable_adapters else wrapper.active_adapters
     there = adapters_of(wrapper)
@@ -96,7 +115,10 @@ def active_adapters(wrapper: Any, chosen: Chosen = None) -> tuple[str, ...]:
 
 
 def trained_copy(fqn: str, wrapper: Any, chosen: Chosen) -> nn.Module | None:
-    """The copy that one of PEFT's ``modules_to_save`` wrappers runs instead of the original, if it runs one."""
+    """The copy that a ``modules_to_save`` wrapper runs instead of the original.
+
+    It is ``None`` where the original runs.
+    """
     copies = wrapper._modules.get("modules_to_save")
     active = () if copies is None else active_adapters(wrapper, chosen)
     if not active:
@@ -109,7 +131,7 @@ def trained_copy(fqn: str, wrapper: Any, chosen: Chosen) -> nn.Module | None:
 
 
 def refuse_unmergeable(fqn: str, wrapper: Any, chosen: Chosen) -> None:
-    """Raise `ExportError` if a PEFT module that is not a layer does more than hold layers."""
+    """Raise `ExportError` for a module of PEFT's that does more than hold layers."""
     from peft import PeftMixedModel, PeftModel
     from peft.tuners.tuners_utils import BaseTuner
     from peft.utils.other import AuxiliaryTrainingWrapper

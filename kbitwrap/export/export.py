@@ -1,4 +1,7 @@
-"""Export: a twin written by the model's own ``save_pretrained``, one tensor at a time."""
+"""Export: a twin is written by the model's own ``save_pretrained``.
+
+Tensors are computed and written one at a time.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,10 @@ def export_model(
     overwrite: bool,
     progress: bool,
 ) -> ExportReport:
-    """Write the base of a model, or the merged model, as ``KbitPreparedModel.export`` documents it."""
+    """Write the base of a model, or the merged model.
+
+    ``KbitPreparedModel.export`` documents it.
+    """
     start = time.perf_counter()
     live = model if live is None else live
     _refuse_unsavable(processing_class)
@@ -70,7 +76,8 @@ def export_model(
         with gathering.agreeing():
             if gathering.is_sharded and merge_adapters:
                 raise UnsupportedModelError(
-                    "the adapters of a sharded model cannot be merged; export() the base, save the adapters, then load "
+                    "the adapters of a sharded model cannot be merged; export() the "
+                    "base, save the adapters, then load "
                     "both in one process and merge there"
                 )
             refuse_unreadable(tree, allow_sharded=gathering.is_sharded)
@@ -81,7 +88,8 @@ def export_model(
                 merged = merge_into(twin)
         if merge_adapters and not merged:
             warnings.warn(
-                "no adapter of the model is active, so none was merged, and the dequantized base is written: activate "
+                "no adapter of the model is active, so none was merged, and the "
+                "dequantized base is written: activate "
                 "one (set_adapter), or give the model that holds it (model=)",
                 UserWarning,
                 stacklevel=3,  # the caller of KbitPreparedModel.export
@@ -118,7 +126,8 @@ def _refuse_unsavable(processing_class: Any) -> None:
     if processing_class is None or hasattr(processing_class, "save_pretrained"):
         return
     raise ConfigError(
-        "processing_class: expected a tokenizer, a processor or another object with save_pretrained, found a "
+        "processing_class: expected a tokenizer, a processor or another object with "
+        "save_pretrained, found a "
         f"{type(processing_class).__name__}"
     )
 
@@ -127,14 +136,18 @@ def _tree_of(live: Any, model: nn.Module, preparation: Preparation | None) -> Mo
     """The tree of what was made of a model; raises for another."""
     if not isinstance(live, nn.Module) or unwrap(live)[0] is not unwrap(model)[0]:
         raise UnsupportedModelError(
-            f"model: expected this {type(model).__name__} or a model made from it, such as "
+            f"model: expected this {type(model).__name__} or a model made from it, "
+            "such as "
             f"get_peft_model(prepared.model, ...), found another {type(live).__name__}"
         )
     return ModelTree(live) if preparation is None else preparation.tree(live)
 
 
 def _sources(model: nn.Module, processing_class: Any) -> set[str]:
-    """The places that a model and its tokenizer were loaded from: folders, or names on the hub."""
+    """The places that a model and its tokenizer were loaded from.
+
+    They are folders, or names on the hub.
+    """
     found = [getattr(processing_class, "name_or_path", None)]
     for module in model.modules():
         config = vars(module).get("config")
@@ -147,7 +160,11 @@ def merged_weights(
     adapters: str | Sequence[str] | None,
     moment: Callable[[], tuple[Any, ...]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Hand out what a merged export writes, as long as ``moment`` returns the same objects, a state first."""
+    """Hand out what a merged export writes, while the wrapper stays as it is.
+
+    It does as long as ``moment`` returns the same objects, of which a state is the
+    first.
+    """
     with plain_mode():
         tree = preparation.tree()
         refuse_unreadable(tree, allow_sharded=False)
@@ -158,7 +175,10 @@ def merged_weights(
 
 
 def saved_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """The tensors that a twin is saved as, by their names in the files; none is computed."""
+    """The tensors that a twin is saved as, by their names in the files.
+
+    None of them is computed.
+    """
     with tempfile.TemporaryDirectory(prefix="kbitwrap-") as folder:
         collector = _Collector(Path(folder))
         with _refusing(model, "the model is as it was"):
@@ -195,12 +215,16 @@ def _computed(
     moment: Callable[[], tuple[Any, ...]],
     before: tuple[Any, ...],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor by its name, in memory of its own. Modes of torch and of lazy tensors end before it is handed out."""
+    """Each tensor by its name, in memory of its own.
+
+    Modes of torch and of lazy tensors end before it is handed out.
+    """
     kept: dict[LazyTensor, torch.Tensor] = {}
     for fqn in [*tensors]:
         if moment() != before:
             raise StateError(
-                f"merged_weights() began while the wrapper was {before[0]}, and it was suspended, resumed or restored "
+                f"merged_weights() began while the wrapper was {before[0]}, and it was "
+                "suspended, resumed or restored "
                 "since; iterate again from the beginning",
                 state=moment()[0],
                 expected=(before[0],),
@@ -217,7 +241,10 @@ def _computed(
 
 
 def save_model(model: Any, writer: CheckpointWriter, max_shard_size: int | str) -> None:
-    """Write a model by its class's ``save_pretrained``, and the state dict of one that has none."""
+    """Write a model by its class's ``save_pretrained``.
+
+    Of one that has none, the state dict is written.
+    """
     pretrained = loaded_class("transformers.modeling_utils", "PreTrainedModel")
     options = _settle(model, pretrained)
     function = getattr(type(model), "save_pretrained", None)
@@ -233,7 +260,8 @@ def save_model(model: Any, writer: CheckpointWriter, max_shard_size: int | str) 
         return
     if isinstance(writer, _Collector):
         raise ExportError(
-            f"{reason}, so its tensors cannot be handed out one at a time; export them merged instead"
+            f"{reason}, so its tensors cannot be handed out one at a time; export them "
+            "merged instead"
         )
     _materialize(model, reason)
     function(model, writer.folder, **options)
@@ -252,8 +280,10 @@ def _warn_of_silent_config(model: Any) -> None:
     if quantization.casts or getattr(config, "quantization_config", None) is not None:
         return
     warnings.warn(
-        f"the config of this {type(model).__name__} does not tell that it is quantized with {quantization.method}: "
-        "from_pretrained alone initializes the quantized layers again, without an error. The page on exports has a "
+        f"the config of this {type(model).__name__} does not tell that it is quantized "
+        f"with {quantization.method}: "
+        "from_pretrained alone initializes the quantized layers again, without an "
+        "error. The page on exports has a "
         "program that reads them",
         UserWarning,
         stacklevel=7,  # the caller of KbitPreparedModel.export
@@ -261,7 +291,10 @@ def _warn_of_silent_config(model: Any) -> None:
 
 
 def _settle(model: nn.Module, pretrained: Any) -> dict[str, Any]:
-    """Let a twin's models be written by ``save_pretrained``; return its options, and refuse what nothing could load."""
+    """Let a twin's models be written by ``save_pretrained``, whose options it returns.
+
+    What nothing could load is refused.
+    """
     modules = [*model.named_modules()]
     quantizers = [vars(module).get("hf_quantizer") for _, module in modules]
     if not any(quantizers):
@@ -276,7 +309,8 @@ def _settle(model: nn.Module, pretrained: Any) -> dict[str, Any]:
             continue
         if not hasattr(type(model), "save_pretrained"):
             raise ExportError(
-                f"{fqn} is a {type(module).__name__} inside a {type(model).__name__}, which has no save_pretrained, so "
+                f"{fqn} is a {type(module).__name__} inside a {type(model).__name__}, "
+                "which has no save_pretrained, so "
                 f"nothing could load the two: prepare and export {fqn} by itself",
                 fqn=fqn,
             )
@@ -297,25 +331,36 @@ def _refuse_composed(model: nn.Module) -> None:
         kind: Any = type(tensor.parameter)
         if is_composed(kind):
             raise ExportError(
-                f"{tensor.fqn} is a {kind.__name__}, and no quantizer of transformers made it that "
-                "could write it: load the model with a quantization_config, or export it merged",
+                f"{tensor.fqn} is a {kind.__name__}, and no quantizer of transformers "
+                "made it that "
+                "could write it: load the model with a quantization_config, or export "
+                "it merged",
                 fqn=tensor.fqn,
             )
 
 
 def _why_not_streamed(model_class: Any, pretrained: Any) -> str | None:
-    """Why `_streaming` cannot take the place of a class's ``save_pretrained``; ``None`` where it can."""
+    """Why `_streaming` cannot take the place of a class's ``save_pretrained``.
+
+    It is ``None`` where it can.
+    """
     own = getattr(pretrained, "save_pretrained", None)
     if model_class.save_pretrained is not own:
         return f"{model_class.__name__} has its own save_pretrained"
     if inspect.unwrap(own) is not own or _SAVE_FILE not in own.__code__.co_names:
         version = sys.modules["transformers"].__version__
-        return f"save_pretrained of transformers {version} does not write files by calling {_SAVE_FILE} itself"
+        return (
+            f"save_pretrained of transformers {version} does not write files by "
+            f"calling {_SAVE_FILE} itself"
+        )
     return None
 
 
 def _streaming(function: Any, save_file: Callable[..., None]) -> Callable[..., None]:
-    """The library's ``save_pretrained`` with another ``save_file`` and no bar, over a copy of its globals."""
+    """The library's ``save_pretrained`` with another ``save_file`` and no bar.
+
+    It runs over a copy of its globals: nothing of the library is patched.
+    """
     names = {**function.__globals__, _SAVE_FILE: save_file}
     logging = types.SimpleNamespace(**vars(names["logging"]))
     logging.tqdm = lambda files, **_: files
@@ -331,14 +376,18 @@ def _streaming(function: Any, save_file: Callable[..., None]) -> Callable[..., N
 
 
 def _materialize(model: nn.Module, reason: str) -> None:
-    """Compute every lazy tensor of a twin, with a warning that says why and what it costs; ties are kept."""
+    """Compute every lazy tensor of a twin; ties are kept.
+
+    A warning says why, and what it costs.
+    """
     parameters = [tensor.parameter for tensor in ModelTree(model).tensors]
     lazy = [p for p in parameters if isinstance(p, LazyTensor)]
     if not lazy:
         return
     num_bytes = sum(tensor.nbytes for tensor in lazy)
     warnings.warn(
-        f"{reason}, so the tensors of {type(model).__name__} cannot be computed and written one at a time: "
+        f"{reason}, so the tensors of {type(model).__name__} cannot be computed and "
+        "written one at a time: "
         f"{len(lazy)} of them, {num_bytes:,} bytes, are held in memory at once",
         UserWarning,
         stacklevel=7,  # the caller of KbitPreparedModel.export
@@ -357,7 +406,8 @@ def _save_state_dict(
     for fqn, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise ExportError(
-                f"{fqn}: expected a tensor in the state dict, found {type(tensor).__name__}",
+                f"{fqn}: expected a tensor in the state dict, found "
+                f"{type(tensor).__name__}",
                 fqn=fqn,
             )
     files = split_into_files(tensors, max_shard_size)

@@ -47,7 +47,10 @@ _MOST_LOOKED_UP = 4096  # rows of an embedding in which a merge is compared
 
 
 class Merger:
-    """Merges the active adapters of a module's layers, the innermost first, into float32 blocks of its base."""
+    """Merges the active adapters of a module's layers into float32 blocks of its base.
+
+    The innermost layer is the first.
+    """
 
     def __init__(self, layers: Sequence[ActiveLayer]) -> None:
         self._layers = [_LayerMerge(one) for one in layers]
@@ -60,7 +63,10 @@ class Merger:
         self._reads_storage = is_quantized and not _dequantizes(innermost)
 
     def merge(self, plain: nn.Module, rows: Rows) -> nn.Module:
-        """Merge into ``rows`` of a plain base, which may be changed; what is merged computes what the layers did."""
+        """Merge into ``rows`` of a plain base, which may be changed.
+
+        What is merged computes what the layers did, or it is refused.
+        """
         # PEFT's methods may draw random numbers.
         with torch.random.fork_rng(devices=[]):
             if not self._is_compared:
@@ -78,7 +84,11 @@ class Merger:
     def _adapted(
         self, plain: nn.Module, rows: Rows, probe: Tensor, unadapted: Tensor
     ) -> Tensor:
-        """The output of the layers, one over the other, over a base that gives ``unadapted`` for the probe."""
+        """The output of the layers, one over the other, for a probe.
+
+        Their base is known to give ``unadapted`` for it, and does not compute that
+        again.
+        """
         base = shallow_copy(plain)
         if self._reads_storage:  # whoever does gets no numbers
             weight = plain.get_parameter("weight")
@@ -110,14 +120,18 @@ def _dequantizes(layer: Any) -> bool:
 
 
 def _compare(found: Tensor, expected: Tensor, unadapted: Tensor) -> None:
-    """Raise unless two outputs are the same but for rounding; the caller refuses weights that are not finite."""
+    """Raise unless two outputs are the same but for rounding.
+
+    Others refuse weights that are not finite, which are let through here.
+    """
     if not torch.isfinite(found).all():
         return
     difference = float((found - expected).abs().max())
     largest = float(max(unadapted.abs().max(), expected.abs().max()))
     if not difference <= _TOLERANCE * largest:
         raise ValueError(
-            f"the merged layer computes another output (off by {difference:.1e}, the largest is {largest:.1e})"
+            f"the merged layer computes another output (off by {difference:.1e}, the "
+            f"largest is {largest:.1e})"
         )
 
 
@@ -164,7 +178,10 @@ class _LayerMerge:
         return adapted
 
     def _take_rows(self, adapted: Any, rows: slice) -> None:
-        """Leave of an adapted layer what makes some rows; ``merges_by_rows`` says that this can be told."""
+        """Leave of an adapted layer what makes some rows.
+
+        That can be told where ``merges_by_rows`` says so.
+        """
         if self._one.parameter is not None:
             self._take_experts(adapted, rows)
             return
@@ -195,7 +212,10 @@ class _LayerMerge:
             b.data = stack_b[:, :, rows].flatten(1)
 
     def _take_tokens(self, adapted: Any, rows: slice) -> None:
-        """Leave the trained rows in a block, counted from its first; adapters without any there are not active."""
+        """Leave the trained rows in a block, counted from its first.
+
+        Adapters without any there are not active.
+        """
         taken: dict[str, list[int]] = {}
         for name, indices in adapted.token_indices.items():
             delta = adapted.trainable_tokens_delta[name]
@@ -221,7 +241,7 @@ def _refuse_base(plain: nn.Module, one: ActiveLayer) -> None:
 
 
 def merges_by_rows(one: ActiveLayer, module: nn.Module, num_rows: int) -> bool:
-    """Whether each row of the merged weight depends on that row of the base's weight alone, and on no other row."""
+    """Whether each row of the merged weight depends on that row of the base's alone."""
     if one.parameter is not None:
         return one.kind == "lora.ParamWrapper" and one.layer.num_experts == num_rows
     forward = type(module).forward
@@ -236,29 +256,31 @@ def merges_by_rows(one: ActiveLayer, module: nn.Module, num_rows: int) -> bool:
     return True
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # A layer in float32, and what it is given.
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 
 
 def _float32_layer(one: ActiveLayer, plain: nn.Module) -> Any:
-    """A copy of one of PEFT's layers in float32, without its base, on the device of a plain one."""
-    layer = one.layer
-    fields = vars(layer)
+    """A copy of one of PEFT's layers in float32, without its base.
+
+    It is on the device of a plain one.
+    """
+    fields = vars(one.layer)
     if "forward" in fields and "_hf_hook" not in fields:
         raise TypeError(
             "its forward was replaced, and may depend on the input in any way"
         )
-    base = layer._modules["base_layer"]
-    memo: dict[int, Any] = {id(base): None}
     # Hooks, accelerate's forward and tied adapters refer to objects far outside the
     # layer.
+    bare = shallow_copy(one.layer)
+    base = bare._modules.pop("base_layer")
     for name in HOOKED_FORWARD:
-        if name in fields:
-            memo[id(fields[name])] = None
+        vars(bare).pop(name, None)
     if "_tied_adapter" in fields:
-        memo[id(fields["_tied_adapter"])] = []
-    for _, module in layer.named_modules(memo={base}):
+        vars(bare)["_tied_adapter"] = []
+    memo: dict[int, Any] = {id(base): None}
+    for module in bare.modules():
         for name, value in vars(module).items():
             if name.endswith("_hooks"):
                 memo[id(value)] = OrderedDict()
@@ -267,9 +289,7 @@ def _float32_layer(one: ActiveLayer, plain: nn.Module) -> Any:
             for leaf in tree_leaves(value):
                 if isinstance(leaf, Tensor) and not leaf.is_leaf:
                     memo[id(leaf)] = leaf.detach().clone()
-    copied = copy.deepcopy(layer, memo)
-    for name in HOOKED_FORWARD:
-        vars(copied).pop(name, None)
+    copied: Any = copy.deepcopy(bare, memo)
     for magnitude in copied._modules.get("lora_magnitude_vector", {}).values():
         if type(magnitude).__name__ == "DoraLinearLayer":
             vars(magnitude)["get_lora_weight"] = _product
@@ -296,12 +316,18 @@ def _product(
     lora_B: nn.Linear,  # noqa: N803
     adapter_name: str | None = None,
 ) -> Tensor:
-    """Compute ``DoraLinearLayer.get_lora_weight`` without the unit matrix, as wide as the layer, that FSDP needs."""
+    """Compute ``DoraLinearLayer.get_lora_weight`` without a unit matrix.
+
+    That is as wide as the layer, and FSDP alone needs it.
+    """
     return lora_B.weight @ lora_A.weight
 
 
 def _probe(plain: nn.Module) -> Tensor:
-    """An input for a plain module, always the same; torch's global generators are not used."""
+    """An input for a plain module, always the same.
+
+    Torch's global generators are not used.
+    """
     weight = plain.get_parameter("weight")
     fields = vars(plain)
     if isinstance(plain, nn.Embedding):

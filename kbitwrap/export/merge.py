@@ -1,4 +1,8 @@
-"""The merged model: quantized weights dequantized, active adapters merged in float32, everything rounded once."""
+"""The merged model.
+
+Quantized weights are dequantized, active adapters merged in float32, and everything is
+rounded once.
+"""
 
 from __future__ import annotations
 
@@ -38,25 +42,35 @@ from .twin import Twin
 
 # The attributes that a quantized load leaves on a model, and on its configs.
 _MODEL_ATTRIBUTES = (
-    "hf_quantizer", "is_quantized", "quantization_method", "hqq_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit",
-    "is_4bit_serializable", "is_8bit_serializable",
-)  # fmt: skip
+    "hf_quantizer",
+    "is_quantized",
+    "quantization_method",
+    "hqq_quantized",
+    "is_loaded_in_4bit",
+    "is_loaded_in_8bit",
+    "is_4bit_serializable",
+    "is_8bit_serializable",
+)
 _CONFIG_ATTRIBUTES = ("quantization_config", "_pre_quantization_dtype")
 
 
 def merge_into(
     twin: Twin, adapters: Chosen = None, *, in_float32: bool = False
 ) -> tuple[str, ...]:
-    """Make a twin, in place, the plain model; return the names of the modules that an adapter or a copy changed.
+    """Make a twin, in place, the plain model.
 
     With ``in_float32`` what is computed is not rounded: it can be compared.
+
+    Returns:
+        The names of the modules that an adapter or a trained copy changed.
     """
     chosen = None if adapters is None else tuple(dict.fromkeys(adapters))
     _refuse_unknown(twin, chosen)
     tree = ModelTree(twin.model)
     if not tree.quantization.can_dequantize:
         raise ExportError(
-            f"the model is quantized with {tree.quantization.method}, whose weights cannot be dequantized here, and so "
+            f"the model is quantized with {tree.quantization.method}, whose weights "
+            "cannot be dequantized here, and so "
             "not merged; export without merging"
         )
     places = [tree.places(tensor) for tensor in tree.tensors]
@@ -124,7 +138,10 @@ class _Merge:
         return type(self.source), *kinds
 
     def try_out(self) -> None:
-        """Merge the first block and throw the result away; raise `ExportError` where that is not exact."""
+        """Merge the first block and throw the result away.
+
+        `ExportError` is raised where that is not exact.
+        """
         for one in self.layers:
             name = one.parameter or "weight"
             if self.source._parameters.get(name) is None:
@@ -133,7 +150,10 @@ class _Merge:
             next(self._blocks(name, self._tensor(name)))
 
     def replace_tensors(self) -> None:
-        """Replace the shell's tensors by lazy ones; a quantized layer becomes a plain one."""
+        """Replace the shell's tensors by lazy ones.
+
+        A quantized layer becomes a plain one.
+        """
         if is_quantized_layer(self.original):
             make_plain(self.shell)
         parameters = vars(self.shell)["_parameters"]
@@ -172,7 +192,8 @@ class _Merge:
         before = self.original._parameters.get(name)
         if before is None:
             raise ExportError(
-                f"{self.fqn}: its trained copy has a {name}, but the base has none; export without merging",
+                f"{self.fqn}: its trained copy has a {name}, but the base has none; "
+                "export without merging",
                 fqn=self.fqn,
             )
         if self.in_float32:
@@ -195,7 +216,10 @@ class _Merge:
 
     @torch.no_grad()
     def _compute(self, name: str) -> Tensor:
-        """A parameter of the plain model, in the plain module's layout and its original dtype, in memory of its own."""
+        """A parameter of the plain model, in memory of its own.
+
+        It has the plain module's layout and the original dtype.
+        """
         tensor = self._tensor(name)
         # Where each block can take the place of what it is computed from, it does.
         whole = None
@@ -236,7 +260,8 @@ class _Merge:
         if torch.isfinite(value).all():
             what = f"beyond the range of {rounded.dtype}"
         raise ExportError(
-            f"{self.fqn}.{name}: merged with its adapters, it has values that are {what}; export without merging, or "
+            f"{self.fqn}.{name}: merged with its adapters, it has values that are "
+            f"{what}; export without merging, or "
             "disable these adapters",
             fqn=self.fqn,
         )
@@ -245,7 +270,10 @@ class _Merge:
 def _plan(
     twin: Twin, dtype: torch.dtype, rounded: set[int], chosen: Chosen
 ) -> list[_Merge]:
-    """The modules whose tensors have to be computed: adapted ones, trained copies and quantized layers."""
+    """The modules whose tensors have to be computed.
+
+    They are adapted ones, trained copies and quantized layers.
+    """
     merges: dict[int, _Merge] = {}
 
     def merge_of(fqn: str, shell: nn.Module) -> _Merge:
@@ -281,7 +309,10 @@ def _plan(
 
 
 def _refuse_partly_adapted(twin: Twin, merges: dict[int, _Merge]) -> None:
-    """Raise where a module has several places and an adapter only some of them: merged, it would be in all."""
+    """Raise where a module has several places, and an adapter only some of them.
+
+    Merged, it would be in all.
+    """
     adapted = {peeled.fqn for peeled in twin.peeled}
     wrappers = {id(peeled.shell): peeled.wrappers for peeled in twin.peeled}
     for place, module in twin.model.named_modules(remove_duplicate=False):
@@ -294,7 +325,10 @@ def _refuse_partly_adapted(twin: Twin, merges: dict[int, _Merge]) -> None:
 
 
 def _half_dtype(model: nn.Module) -> torch.dtype:
-    """The half dtype of most parameters outside quantized layers; float32 where there are none."""
+    """The half dtype of most parameters outside quantized layers.
+
+    It is float32 where there are none.
+    """
     # The config's dtype does not tell: ``save_pretrained`` sets it to float32 while a
     # model is prepared.
     votes = Counter(

@@ -25,7 +25,11 @@ HOOKED_FORWARD = ("forward", "_old_forward", "_hf_hook")
 
 
 def dequantize(twin: Twin, dtype: torch.dtype) -> set[int]:
-    """Dequantize other libraries' weights in a twin; return the ``id`` of modules to be rounded to ``dtype``."""
+    """Dequantize other libraries' weights in a twin.
+
+    Returns:
+        The ``id`` of each module whose weight has to be rounded to ``dtype``.
+    """
     # of dequantized weights, by the classes of layer and weight
     dtypes: dict[tuple[type, type], torch.dtype] = {}
     rounded: set[int] = set()
@@ -50,7 +54,10 @@ def dequantize(twin: Twin, dtype: torch.dtype) -> set[int]:
 
 
 def make_plain(shell: nn.Module) -> None:
-    """Make a quantized layer, in place, the one that it was made from, with its parameters on the meta device."""
+    """Make a quantized layer, in place, the one that it was made from.
+
+    Its parameters are on the meta device, until others take their place.
+    """
     plain = plain_layer(shell).train(shell.training)
     shell.__class__ = type(plain)
     vars(shell).clear()
@@ -63,13 +70,17 @@ def _dequantized_dtype(fqn: str, compute: Callable[[], torch.Tensor]) -> torch.d
         return compute().dtype
     except Exception as error:
         raise ExportError(
-            f"{fqn}: its library cannot dequantize its weight ({error!r}); export without merging",
+            f"{fqn}: its library cannot dequantize its weight ({error!r}); export "
+            "without merging",
             fqn=fqn,
         ) from error
 
 
 def _bias_of(shell: nn.Module, dtype: torch.dtype) -> Any:
-    """The bias of a layer; one that is a buffer may have the dtype of the weight, which is not the model's."""
+    """The bias of a layer.
+
+    One that is a buffer may have the dtype of the weight, which is not the model's.
+    """
     bias = getattr(shell, "bias", None)
     if bias is not None and "bias" in shell._buffers:
         return bias.to(dtype)
@@ -77,14 +88,18 @@ def _bias_of(shell: nn.Module, dtype: torch.dtype) -> Any:
 
 
 def _dequantize_stacks(fqn: str, shell: nn.Module) -> None:
-    """Make a shell whose stacks of experts are quantized a plain one of the class that it had before."""
+    """Make a shell whose stacks of experts are quantized a plain one.
+
+    It gets the class that it had before.
+    """
     stacks = quantized_stacks(shell)
     if not stacks:
         return
     others = {*shell._modules["parametrizations"]._modules} - {*stacks}  # type: ignore[union-attr]
     if others or any(len(computes._modules) > 1 for computes, _ in stacks.values()):
         raise ExportError(
-            f"{fqn}: parametrizations of its own lie beside the quantized experts; remove them",
+            f"{fqn}: parametrizations of its own lie beside the quantized experts; "
+            "remove them",
             fqn=fqn,
         )
     del vars(shell)["_modules"]["parametrizations"]
@@ -96,14 +111,20 @@ def _dequantize_stacks(fqn: str, shell: nn.Module) -> None:
 
 
 def parameter_of(module: nn.Module, name: str) -> torch.Tensor:
-    """A module's parameter, which is not ``None``; that of a twin may be a lazy tensor."""
+    """A module's parameter, which is not ``None``.
+
+    That of a twin may be a lazy tensor.
+    """
     parameter = module._parameters[name]
     assert parameter is not None
     return parameter
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a quantized layer was made from transformers' ``Conv1D``, whose weight is a linear's transposed."""
+    """Whether a quantized layer was made from transformers' ``Conv1D``.
+
+    The weight of that is a linear's transposed.
+    """
     return (
         is_quantized_layer(module)
         and getattr(vars(module).get("source_cls"), "__name__", "") == "Conv1D"
@@ -111,7 +132,10 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def plain_layer(module: nn.Module, *, as_linear: bool = False) -> nn.Module:
-    """The layer that a quantized one was made from, on the meta device; ``as_linear`` where it is a ``Conv1D``, too."""
+    """The layer that a quantized one was made from, on the meta device.
+
+    With ``as_linear`` it is a linear where it was a ``Conv1D``, too.
+    """
     with torch.device("meta"):
         if isinstance(module, nn.Embedding):
             return nn.Embedding(
@@ -126,7 +150,10 @@ def plain_layer(module: nn.Module, *, as_linear: bool = False) -> nn.Module:
 
 
 def float32_module(plain: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:
-    """A plain float32 module in evaluation mode over ``values``, parameters by name, which are not copied."""
+    """A plain float32 module in evaluation mode over parameters by name.
+
+    Their values are not copied.
+    """
     made = shallow_copy(plain)
     made.training = False
     fields = vars(made)

@@ -1,4 +1,6 @@
-"""Sharded parameters (of FSDP), gathered one at a time by all ranks for rank 0 to write or to digest.
+"""Sharded parameters (of FSDP), gathered one at a time by all ranks.
+
+Rank 0 writes or digests them.
 
 Rank 0 announces the next tensor, and every rank gathers that one: wherever rank 0
 fails, no rank is left waiting.
@@ -33,8 +35,10 @@ T = TypeVar("T")
 def drift_of(fqn: str) -> str:
     """The message for a frozen parameter that holds other values than were recorded."""
     return (
-        f"{fqn} is frozen, but its values have changed since the model was prepared (a merge that was taken back "
-        "leaves rounding; PiSSA and OLoRA leave a residual), so the exact base is gone; export before that, or load "
+        f"{fqn} is frozen, but its values have changed since the model was prepared (a "
+        "merge that was taken back "
+        "leaves rounding; PiSSA and OLoRA leave a residual), so the exact base is "
+        "gone; export before that, or load "
         "the base again"
     )
 
@@ -50,7 +54,10 @@ class _Sharded:
 
 
 class Gathering:
-    """The sharded parameters of one export or manifest, the same on every rank and in the same order; or none."""
+    """The sharded parameters of one export or manifest, if there are any.
+
+    They are the same on every rank, and in the same order.
+    """
 
     def __init__(
         self,
@@ -80,7 +87,10 @@ class Gathering:
         held: HeldOriginal | None,
         original: Original,
     ) -> LazyTensor:
-        """Promise a parameter's whole original, to be computed inside `lead`; raise `ExportError` where it is lost."""
+        """Promise a parameter's whole original, to be computed inside `lead`.
+
+        `ExportError` is raised where it is lost.
+        """
         fqn, parameter = tensor.fqn, tensor.parameter
         _refuse_lost_scales(fqn, was)
         index = len(self._tensors)
@@ -93,7 +103,8 @@ class Gathering:
         def compute() -> Tensor:
             if not self._is_led:
                 raise RuntimeError(
-                    f"{fqn} is sharded: its values can be read only while all ranks export together"
+                    f"{fqn} is sharded: its values can be read only while all ranks "
+                    "export together"
                 )
             _tell(index)
             value = self._gather(one)
@@ -115,7 +126,10 @@ class Gathering:
         return promised
 
     def _sharded(self, tensor: NamedTensor, was: ParameterRecord) -> _Sharded:
-        """The parts that are gathered of a parameter; the units of FSDP1 around it are looked up once."""
+        """The parts that are gathered of a parameter.
+
+        The units of FSDP1 around it are looked up once.
+        """
         parameter, owner = tensor.parameter, tensor.module
         if not is_flattened(parameter):
             return _Sharded(tensor.fqn, parameter.shape, parameter, None)
@@ -127,7 +141,10 @@ class Gathering:
 
     @contextlib.contextmanager
     def agreeing(self) -> Iterator[None]:
-        """Run the body on every rank; raise on all of them if it fails on one, or ranks promise different tensors."""
+        """Run the body on every rank, and raise on all of them if it fails on one.
+
+        They raise too if they promise different tensors.
+        """
         if not self.is_sharded:
             yield
             return
@@ -142,7 +159,8 @@ class Gathering:
                 raise self._error(f"rank {rank} cannot {self._verb}: {message}")
             if others != tensors:
                 raise self._error(
-                    f"rank {rank} holds different sharded parameters than rank {distributed.get_rank()}: expected the "
+                    f"rank {rank} holds different sharded parameters than rank "
+                    f"{distributed.get_rank()}: expected the "
                     "same model on every rank, prepared and sharded in the same way"
                 )
 
@@ -157,7 +175,10 @@ class Gathering:
         return tensors, found
 
     def lead(self, read: Callable[[], T]) -> T:
-        """Call ``read`` on rank 0 while all other ranks help to gather; every rank returns, or raises, what it did."""
+        """Call ``read`` on rank 0 while all other ranks help to gather.
+
+        Every rank returns, or raises, what it did.
+        """
         if not self.is_sharded:
             return read()
         if distributed.get_rank() != 0:
@@ -200,7 +221,10 @@ class Gathering:
         return gathered
 
     def _open(self, owner: nn.Module | None) -> None:
-        """Make the FSDP1 unit of a module whole, and shard the one that was whole; all ranks do so together."""
+        """Make the FSDP1 unit of a module whole, and shard the one that was whole.
+
+        All ranks do so together.
+        """
         while owner is not None and self._outermost:
             # before it has run, FSDP1 takes what is whole first for the root
             with _whole_unit(self._outermost.pop()):
@@ -216,19 +240,27 @@ class Gathering:
 def _refuse_lost_scales(fqn: str, was: ParameterRecord) -> None:
     if was.quantized_class is not None and was.quant_state is None:
         raise ExportError(
-            f"{fqn}: sharding removed the scales of this {was.quantized_class.__name__}; shard with "
-            "fully_shard(..., ignored_params={every Int8Params}), or export before sharding",
+            f"{fqn}: sharding removed the scales of this "
+            f"{was.quantized_class.__name__}; shard with "
+            "fully_shard(..., ignored_params={every Int8Params}), or export before "
+            "sharding",
             fqn=fqn,
         )
 
 
 def _whole_unit(unit: Any) -> Any:
-    """A context in which the parameters of an FSDP1 wrapper are whole, without those of wrappers inside."""
+    """A context in which the parameters of an FSDP1 wrapper are whole.
+
+    Those of wrappers inside stay sharded.
+    """
     return type(unit).summon_full_params(unit, recurse=False, writeback=False)
 
 
 def _fsdp1_units(inside: nn.Module) -> tuple[nn.Module, dict[int, nn.Module]]:
-    """FSDP1's outermost wrapper around a module, and the innermost around each module in that, by ``id``."""
+    """FSDP1's outermost wrapper around a module, and the innermost of each in it.
+
+    The innermost are by the ``id`` of the module that they are around.
+    """
     fsdp1: Any = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
     around = [
         found
@@ -237,7 +269,8 @@ def _fsdp1_units(inside: nn.Module) -> tuple[nn.Module, dict[int, nn.Module]]:
     ]
     if not around:
         raise ExportError(
-            f"the FSDP1 wrapper around {type(inside).__name__} is gone, and with it what gathers its weights"
+            f"the FSDP1 wrapper around {type(inside).__name__} is gone, and with it "
+            "what gathers its weights"
         )
     outermost = max(around, key=lambda wrapper: len([*wrapper.modules()]))
     units: dict[int, nn.Module] = {}
@@ -251,14 +284,20 @@ def _fsdp1_units(inside: nn.Module) -> tuple[nn.Module, dict[int, nn.Module]]:
 
 @functools.cache
 def _lazy_class(quantized_class: type[torch.Tensor] | None) -> type[LazyTensor]:
-    """Lazy tensors that are instances of a quantized class too, by which transformers counts parameters."""
+    """Lazy tensors that are instances of a quantized class too.
+
+    By that class transformers counts parameters.
+    """
     if quantized_class is None:
         return LazyTensor
     return type(f"Lazy{quantized_class.__name__}", (LazyTensor, quantized_class), {})
 
 
 def _tell(message: Any) -> Any:
-    """Send a message from rank 0 to all ranks, and return it there; what the others pass is ignored."""
+    """Send a message from rank 0 to all ranks, and return it there.
+
+    What the others pass is ignored.
+    """
     messages = [message]
     distributed.broadcast_object_list(messages, src=0)
     return messages[0]

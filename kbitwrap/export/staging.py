@@ -39,7 +39,10 @@ Source = StrPath
 
 
 def refuse_special(path: Source) -> None:
-    """Raise ``OSError`` for what is there and no file: reading a pipe waits for a writer, and a device has no end."""
+    """Raise ``OSError`` for what is there and no file.
+
+    Reading a pipe waits for a writer, and a device has no end.
+    """
     if os.path.exists(path) and not os.path.isfile(path):
         raise OSError(errno.EINVAL, "not a file", os.fspath(path))
 
@@ -52,11 +55,12 @@ def staged(
     owns: Owns = lambda path: False,
     sources: Iterable[object] = (),
 ) -> Iterator[Path]:
-    """Yield a hidden folder whose content is at the destination when the body ends, and is gone if it raises.
+    """Yield a hidden folder whose content is at the destination when the body ends.
 
-    An empty folder may stand at the destination; with ``overwrite``, one with nothing
-    but files that ``owns`` tells. Nothing is flushed, as when the libraries save a
-    checkpoint: a power failure loses what the system has not written by then.
+    It is gone if the body raises. An empty folder may stand at the destination; with
+    ``overwrite``, one with nothing but files that ``owns`` tells. Nothing is flushed,
+    as when the libraries save a checkpoint: a power failure loses what the system has
+    not written by then.
     """
     where = os.fspath(destination)
     _refuse_sources(_resolved(destination), where, sources)
@@ -72,12 +76,16 @@ def staged(
 
 
 def atomic_write(path: Source, data: bytes, owns: Owns) -> None:
-    """Write a file, or replace one that ``owns`` tells; it is whole, or as it was where `ExportError` is raised."""
+    """Write a file, or replace one that ``owns`` tells.
+
+    It is whole, or as it was where `ExportError` is raised.
+    """
     with beside(path) as (hidden, target):
         if os.path.lexists(target) and not (target.is_file() and owns(target)):
             found = "a folder" if target.is_dir() else "another file"
             raise ExportError(
-                f"{os.fspath(path)}: expected nothing, or a file that a save has written before, found {found}; "
+                f"{os.fspath(path)}: expected nothing, or a file that a save has "
+                f"written before, found {found}; "
                 "nothing was written: choose another name"
             )
         with open(hidden / _NEW, "wb") as file:
@@ -87,9 +95,9 @@ def atomic_write(path: Source, data: bytes, owns: Owns) -> None:
         os.replace(hidden / _NEW, target)
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # What is refused.
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 
 
 def _refuse_strange(target: Path, where: str, owns: Owns, overwrite: bool) -> None:
@@ -105,7 +113,8 @@ def _refuse_strange(target: Path, where: str, owns: Owns, overwrite: bool) -> No
     )
     if entries and not overwrite:
         raise ExportError(
-            f"{where}: exists and is not empty; choose another folder, or replace this one "
+            f"{where}: exists and is not empty; choose another folder, or replace this "
+            "one "
             "(overwrite=True, --overwrite)"
         )
     strange = [
@@ -117,13 +126,17 @@ def _refuse_strange(target: Path, where: str, owns: Owns, overwrite: bool) -> No
         return
     named = first_of([repr(name) for name in strange], _MOST_NAMED)
     raise ExportError(
-        f"{where}: holds what overwriting would delete and no checkpoint of this kind consists of: {named}; "
+        f"{where}: holds what overwriting would delete and no checkpoint of this kind "
+        f"consists of: {named}; "
         "nothing was written: move that away, or choose another destination"
     )
 
 
 def _refuse_sources(target: Path, where: str, sources: Iterable[object]) -> None:
-    """Raise where a destination is or holds a path among the sources, or lies in one, by whatever link or mount."""
+    """Raise where a destination is, holds or lies in one of the sources.
+
+    It may do so by whatever link or mount.
+    """
     for source in sources:
         if not isinstance(source, (str, os.PathLike)):
             continue
@@ -131,13 +144,17 @@ def _refuse_sources(target: Path, where: str, sources: Iterable[object]) -> None
         holds = _identities([target]) & _identities(_folders_around(source))
         if lies_in or holds:
             raise ExportError(
-                f"{where}: is, holds or lies in {os.fspath(source)!r}, which is read; nothing was written: choose a "
+                f"{where}: is, holds or lies in {os.fspath(source)!r}, which is read; "
+                "nothing was written: choose a "
                 "destination outside"
             )
 
 
 def _identities(paths: Iterable[Source]) -> set[tuple[int, int]]:
-    """The device and inode of each path that is there, which tell it from all others."""
+    """The device and inode of each path that is there.
+
+    They tell it from all others.
+    """
     found = set()
     for path in paths:
         with contextlib.suppress(OSError, ValueError):
@@ -147,7 +164,10 @@ def _identities(paths: Iterable[Source]) -> set[tuple[int, int]]:
 
 
 def _folders_around(source: Source) -> list[Path]:
-    """The folders that hold a source, or a file that a link in it leads to; none where nothing is there."""
+    """The folders that hold a source, or a file that a link in it leads to.
+
+    There are none where nothing is there.
+    """
     read = [os.fspath(source)] if os.path.exists(source) else []
     if os.path.isdir(source):
         read += [entry.path for entry in os.scandir(source) if entry.is_symlink()]
@@ -155,14 +175,17 @@ def _folders_around(source: Source) -> list[Path]:
     return [folder for path in real for folder in path.parents]
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # The hidden folder.
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def beside(path: Source) -> Iterator[tuple[Path, Path]]:
-    """Make a hidden folder in a folder, or beside a file, locked while its process lives; remove it in the end."""
+    """Make a hidden folder in a folder, or beside a file, and remove it in the end.
+
+    It is locked while its process lives.
+    """
     where, target = os.fspath(path), _resolved(path)
     made = [parent for parent in target.parents if not os.path.lexists(parent)]
     # A hash, because the destination's own name may be as long as names can be.
@@ -191,7 +214,8 @@ def beside(path: Source) -> Iterator[tuple[Path, Path]]:
             raise
         name = f" ({error.filename})" if error.filename else ""
         raise ExportError(
-            f"{where}: cannot be written: {error.strerror or error}{name}; nothing was left there"
+            f"{where}: cannot be written: {error.strerror or error}{name}; nothing was "
+            "left there"
         ) from error
     finally:
         if lock is not None:
@@ -209,7 +233,10 @@ def _resolved(path: Source) -> Path:
 
 
 def _lock(folder: Path) -> int | None:
-    """Lock a folder until the descriptor is closed or the process ends; ``None`` where it is locked or gone."""
+    """Lock a folder until the descriptor is closed or the process ends.
+
+    ``None`` is returned where it is locked or gone.
+    """
     # folders cannot be opened there: nothing is locked, and nothing taken for a
     # leftover
     if sys.platform == "win32":
@@ -225,7 +252,10 @@ def _lock(folder: Path) -> int | None:
 
 
 def _recover(target: Path, prefix: str) -> None:
-    """Clear the hidden folders that killed processes left beside a destination, or in it."""
+    """Clear the hidden folders that killed processes left.
+
+    They are beside a destination, or in it.
+    """
     if sys.platform == "win32":
         return
     for leftover in (*target.parent.glob(f"{prefix}*"), *target.glob(f"{prefix}*")):
@@ -240,7 +270,10 @@ def _recover(target: Path, prefix: str) -> None:
 
 
 def _clear(name: str, target: Path) -> None:
-    """Remove a hidden folder; what was stopped half-way is taken back before, or ended where all the old is out."""
+    """Remove a hidden folder.
+
+    What was stopped half-way is taken back before, or ended where all the old is out.
+    """
     for hidden in (target / name, target.parent / name):
         if (hidden / _OLD).exists():
             _move(_in_order(hidden / _OLD), target)
@@ -249,13 +282,16 @@ def _clear(name: str, target: Path) -> None:
         shutil.rmtree(hidden, ignore_errors=True)
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # The new content takes the place of the old.
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 
 
 def _moved_out(hidden: Path, target: Path) -> Path | None:
-    """Move a hidden folder out of a destination; ``None`` where no folder of ours can take the destination's place."""
+    """Move a hidden folder out of a destination.
+
+    ``None`` is returned where no folder of ours can take the destination's place.
+    """
     if hidden.parent != target:
         return hidden
     new, old = (hidden / _NEW).stat(), target.stat()
@@ -275,7 +311,10 @@ def _moved_out(hidden: Path, target: Path) -> Path | None:
 
 
 def _took_place(folder: Path, target: Path) -> bool:
-    """Put a folder at a destination in one step; false where no folder can be renamed to it, and it is as it was."""
+    """Put a folder at a destination in one step.
+
+    It is false where no folder can be renamed to it; the destination is as it was then.
+    """
     if os.path.lexists(target) and any(target.iterdir()):
         return _exchange(folder, target)
     try:
@@ -290,7 +329,10 @@ def _took_place(folder: Path, target: Path) -> bool:
 
 
 def _move_in(hidden: Path, target: Path) -> None:
-    """Replace the files in a folder, which is at no moment a checkpoint of both old and new ones."""
+    """Replace the files in a folder.
+
+    At no moment it is a checkpoint of both old and new ones.
+    """
     new, old, replaced = hidden / _NEW, hidden / _OLD, hidden / _REPLACED
     old.mkdir()
     _move(reversed(_in_order(target)), old)
@@ -309,13 +351,19 @@ def _move_in(hidden: Path, target: Path) -> None:
 
 
 def _in_order(folder: Path) -> list[Path]:
-    """The files in a folder; last, the one without which it is taken for no checkpoint."""
+    """The files in a folder.
+
+    The last is the one without which it is taken for no checkpoint.
+    """
     entries = [path for path in folder.iterdir() if not path.name.startswith(_HIDDEN)]
     return sorted(entries, key=lambda path: (path.name in _LAST, path.name))
 
 
 def _move(paths: Iterable[Path], folder: Path) -> None:
-    """Move files, and those in folders, to another folder, but for what is there by the same name."""
+    """Move files, and those in folders, to another folder.
+
+    What is there by the same name stays, and so does what would take its place.
+    """
     for path in paths:
         there = folder / path.name
         if path.is_dir() and not path.is_symlink():

@@ -1,4 +1,7 @@
-"""Tied weights of a merged model: tied again where they are equal, and told apart where they are not."""
+"""Tied weights of a merged model.
+
+They are tied again where they are equal, and told apart where they are not.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ _FLAG = "tie_word_embeddings"
 
 
 def settle_ties(model: nn.Module, places: Places) -> None:
-    """Tie again the weights that were tied, if all are still equal; otherwise untie all of them, in the configs too."""
+    """Tie again the weights that were tied, if all are still equal.
+
+    Otherwise all of them are untied, in the configs too.
+    """
     is_untied = False
     for group in places:
         tensors = [parameter_of(module, name) for module, name in group]
@@ -48,7 +54,10 @@ def _untie(module: nn.Module, name: str) -> None:
 
 
 def _untie_configs(model: nn.Module) -> None:
-    """Let the configs say that nothing is tied; where a model computes by that, keep it and rely on what loads it."""
+    """Let the configs say that nothing is tied.
+
+    Where a model computes by that, it stays, and what loads the model is relied on.
+    """
     tying = [one for one in configs_of_all(model) if getattr(one, _FLAG, False)]
     classes = {type(module) for _, module in model.named_modules()}
     readers = [cls.__name__ for cls in classes if _FLAG in _names_in_forward(cls)]
@@ -60,14 +69,20 @@ def _untie_configs(model: nn.Module) -> None:
     loading = inspect.signature(getattr(model, "tie_weights", len))
     if tying and "missing_keys" not in loading.parameters:
         raise ExportError(
-            f"the tied weights of this {type(model).__name__} were trained apart, and no config describes it then: "
-            f"{readers[0]}.forward computes something else where {_FLAG} is false, and the installed "
-            "transformers ties what it loads where it is true; merge with transformers 5, or export without merging"
+            f"the tied weights of this {type(model).__name__} were trained apart, and "
+            "no config describes it then: "
+            f"{readers[0]}.forward computes something else where {_FLAG} is false, and "
+            "the installed "
+            "transformers ties what it loads where it is true; merge with transformers "
+            "5, or export without merging"
         )
 
 
 def _names_in_forward(cls: Any) -> Sequence[str]:
-    """The names of globals and attributes in the code of a class's ``forward``; none where it is not in Python."""
+    """The names of globals and attributes in the code of a class's ``forward``.
+
+    There are none where it is not in Python.
+    """
     code: types.CodeType | None
     code = getattr(inspect.unwrap(cls.forward), "__code__", None)
     return () if code is None else code.co_names

@@ -1,4 +1,6 @@
-"""The exact base as a twin: copied modules ("shells") that share the live model's tensors.
+"""The exact base as a twin.
+
+Its modules are copies ("shells") that share the live model's tensors.
 
 No tensor is copied: where the stored dtype is not the original one, a ``LazyTensor``
 computes the original.
@@ -50,7 +52,10 @@ class Peeled:
 
 @dataclass
 class Twin:
-    """A model's base before it was prepared. Its modules and configs may be changed; its tensors may only be read."""
+    """A model's base before it was prepared.
+
+    Its modules and configs may be changed; its tensors may only be read.
+    """
 
     model: nn.Module  # without adapters and wrappers
     peeled: tuple[Peeled, ...]  # one for each place of a shared module
@@ -88,7 +93,10 @@ class _Copier:
         return Twin(model, tuple(self._peeled), tuple(converted))
 
     def _copy(self, fqn: str, module: nn.Module) -> nn.Module:
-        """The shell of what a module wraps, and of all below it; a module that is there twice has one shell."""
+        """The shell of what a module wraps, and of all below it.
+
+        A module that is there twice has one shell.
+        """
         base, wrappers = unwrap(module)
         _refuse_merged(fqn, wrappers)
         shell = self._shells.get(id(base))
@@ -105,7 +113,10 @@ class _Copier:
         return shell
 
     def _shell(self, module: nn.Module) -> nn.Module:
-        """The copy of one module: its class, attributes and configs from before, with the original tensors."""
+        """The copy of one module, with the original tensors.
+
+        Its class, attributes and configs are those from before.
+        """
         shell = shallow_copy(module)
         shell.__class__ = class_before_sharding(module)
         for change in self.rewritten:
@@ -140,7 +151,10 @@ class _Copier:
     def held_of(
         self, module: nn.Module, name: str, parameter: nn.Parameter
     ) -> HeldOriginal | None:
-        """The change that holds the original of a parameter; ``None`` where it stores that itself."""
+        """The change that holds the original of a parameter.
+
+        It is ``None`` where the parameter stores that itself.
+        """
         key = id(parameter)
         record = self.tree.known.get(key) or self.tree.sharded.get(key)
         record = record or self.tree.records.at(module, name)
@@ -159,7 +173,8 @@ class _Copier:
                 why = "shared its memory with another parameter"
             if was is None or why:
                 raise ExportError(
-                    f"{fqn}: it {why}, so its original cannot be written from shards; export before sharding",
+                    f"{fqn}: it {why}, so its original cannot be written from shards; "
+                    "export before sharding",
                     fqn=fqn,
                 )
             held = self.held_of(tensor.module, tensor.name, tensor.parameter)
@@ -171,7 +186,11 @@ def build_twin(
     preparation: Preparation | None = None,
     gathering: Gathering | None = None,
 ) -> Twin:
-    """Copy a live model's base as it was; raise `ExportError` where that cannot be told. ``gathering`` gets shards."""
+    """Copy a live model's base as it was.
+
+    `ExportError` is raised where that cannot be told. ``gathering`` gets what is
+    sharded.
+    """
     lay_as_stored(tree)
     copier = _Copier(tree)
     if preparation is None:
@@ -199,7 +218,8 @@ def build_twin(
 def _refuse_merged(fqn: str, wrappers: tuple[nn.Module, ...]) -> None:
     if any(getattr(wrapper, "merged", False) for wrapper in wrappers):
         raise ExportError(
-            f"{fqn or 'the model'}: an adapter is merged into its weight, which has changed; "
+            f"{fqn or 'the model'}: an adapter is merged into its weight, which has "
+            "changed; "
             "export before merging, or load the base again",
             fqn=fqn,
         )
@@ -208,8 +228,10 @@ def _refuse_merged(fqn: str, wrappers: tuple[nn.Module, ...]) -> None:
 def _refuse_without_scales(fqn: str, module: nn.Module) -> None:
     if lacks_statistics(module):
         raise ExportError(
-            f"{fqn}: the scales of its quantized weight are gone, so its values cannot be computed (PEFT's "
-            "DoRA on 8-bit layers loses them in training on a CPU); load the base again",
+            f"{fqn}: the scales of its quantized weight are gone, so its values cannot "
+            "be computed (PEFT's "
+            "DoRA on 8-bit layers loses them in training on a CPU); load the base "
+            "again",
             fqn=fqn,
         )
 
@@ -221,15 +243,22 @@ def _refuse_replaced(changes: Changes) -> None:
         remedy = "export before that, or load the base again"
         if what == DECOMPRESSED:
             cause = ""
-            remedy = "run the model before it is prepared, or load it with dequantize=True in its config"
+            remedy = (
+                "run the model before it is prepared, or load it with "
+                "dequantize=True in its config"
+            )
         raise ExportError(
-            f"{fqn or 'the model'} {what} since the model was prepared{cause}, so the exact base is gone; {remedy}",
+            f"{fqn or 'the model'} {what} since the model was prepared{cause}, so the "
+            f"exact base is gone; {remedy}",
             fqn=fqn,
         )
 
 
 def _sharing_memory(held: _Held) -> _Promised:
-    """Copies of parameters that lay in one memory, in one storage, unless trained apart: lazy tensors cannot share."""
+    """Copies, in one storage, of parameters that lay in one memory.
+
+    Lazy tensors cannot share memory. Those that were trained apart are left out.
+    """
     found: _Promised = {}
     storages = [one for one in held.values() if isinstance(one, StorageChange)]
     for group in {one.group for one in storages if one.group is not None}:

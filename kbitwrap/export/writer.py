@@ -1,4 +1,7 @@
-"""Checkpoints written one tensor at a time: safetensors files, in shards, with their index."""
+"""Checkpoints written one tensor at a time.
+
+They are safetensors files, in shards, with their index.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,18 @@ from .staging import Owns, Source, staged
 
 INDEX_NAME = "model.safetensors.index.json"
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
 """What a tokenizer is saved as."""
 PROCESSOR_FILES = (
     "preprocessor_config.json",
@@ -36,12 +48,28 @@ PROCESSOR_FILES = (
 """What a processor adds to its tokenizer."""
 # What a checkpoint of a model consists of besides: the files that another one replaces.
 _OTHER_FILES = (
-    "config.json", "generation_config.json", "audio_tokenizer_config.json",
+    "config.json",
+    "generation_config.json",
+    "audio_tokenizer_config.json",
     # of rare tokenizers
-    "bpe.codes", "byte_maps.json", "dict.txt", "emoji.json", "entity_vocab.json", "normalizer.json",
-    "prophetnet.tokenizer", "sentencepiece.model", "source.spm", "spm.model", "spm_char.model", "target.spm",
-    "target_vocab.json", "vocab-src.json", "vocab-tgt.json", "word_pronunciation.json", "word_shape.json",
-)  # fmt: skip
+    "bpe.codes",
+    "byte_maps.json",
+    "dict.txt",
+    "emoji.json",
+    "entity_vocab.json",
+    "normalizer.json",
+    "prophetnet.tokenizer",
+    "sentencepiece.model",
+    "source.spm",
+    "spm.model",
+    "spm_char.model",
+    "target.spm",
+    "target_vocab.json",
+    "vocab-src.json",
+    "vocab-tgt.json",
+    "word_pronunciation.json",
+    "word_shape.json",
+)
 _NAMED = {*TOKENIZER_FILES, *PROCESSOR_FILES, *_OTHER_FILES}
 _WEIGHTS = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
@@ -57,7 +85,10 @@ Metadata = Mapping[str, str] | None
 Progress = Callable[[int], object]
 """Called with a number of bytes each time that as many were written."""
 Reported = Progress | bool | None
-"""How to tell of the bytes written: by a function, by a bar or not at all, or (``None``) by a bar on a terminal."""
+"""How to tell of the bytes written: by a function, by a bar or not at all.
+
+``None`` shows a bar on a terminal.
+"""
 
 
 @dataclass
@@ -74,7 +105,10 @@ class CheckpointWriter:
     def save_file(
         self, tensors: Tensors, path: Source, metadata: Metadata = None
     ) -> None:
-        """Write one file and count its tensors; called as ``safetensors.torch.save_file`` is."""
+        """Write one file and count its tensors.
+
+        It is called as ``safetensors.torch.save_file`` is.
+        """
         write_safetensors(path, tensors, metadata, progress=self.progress)
         self.num_tensors += len(tensors)
         self.num_bytes += sum(tensor.nbytes for tensor in tensors.values())
@@ -87,7 +121,10 @@ class CheckpointWriter:
         index_name: str | None = None,
         index: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write the tensors named for each file, and an index where there are several files or it is named."""
+        """Write the tensors named for each file.
+
+        An index is written where there are several files, or it is named.
+        """
         for file, names in files.items():
             chosen = {name: tensors[name] for name in names}
             self.save_file(chosen, self.folder / file, metadata)
@@ -140,7 +177,10 @@ def checkpoint_writer(
 def split_into_files(
     tensors: Tensors, max_shard_size: int | str
 ) -> dict[str, list[str]]:
-    """The names of each file's tensors; raises `ConfigError` for a size that is neither bytes nor like ``"5GB"``."""
+    """The names of each file's tensors.
+
+    `ConfigError` is raised for a size that is neither bytes nor like ``"5GB"``.
+    """
     from huggingface_hub import split_torch_state_dict_into_shards
 
     is_bytes = type(max_shard_size) is int and max_shard_size > 0
@@ -151,7 +191,8 @@ def split_into_files(
             )
             return dict(split.filename_to_tensors)
     raise ConfigError(
-        f"max_shard_size: expected bytes or a string such as '5GB', found {max_shard_size!r}"
+        "max_shard_size: expected bytes or a string such as '5GB', found "
+        f"{max_shard_size!r}"
     )
 
 
@@ -162,8 +203,10 @@ def write_safetensors(
     *,
     progress: Progress | None = None,
 ) -> None:
-    """Write the file that ``safetensors.torch.save_file`` would, with sorted metadata."""
-    # One tensor's values are in memory at a time; no file is left after an error.
+    """Write the file that ``safetensors.torch.save_file`` would, metadata sorted.
+
+    One tensor's values are in memory at a time. No file is left after an error.
+    """
     if sys.byteorder == "big":
         raise ExportError(
             "safetensors files can be written on little-endian machines only"
@@ -192,10 +235,15 @@ def _write_tensor(
     shape: torch.Size,
     progress: Progress | None,
 ) -> None:
-    """Write a tensor's values; raise if they are others than announced, before they run into the next tensor's."""
+    """Write a tensor's values, or raise if they are others than announced.
+
+    It raises before they run into the next tensor's.
+    """
     changed = ExportError(
-        f"{name}: expected {shape.numel()} values of {dtype} in the shape {tuple(shape)}, found "
-        "others: the tensor changed while it was exported; export while nothing changes it",
+        f"{name}: expected {shape.numel()} values of {dtype} in the shape "
+        f"{tuple(shape)}, found "
+        "others: the tensor changed while it was exported; export while nothing "
+        "changes it",
         fqn=name,
     )
     if tensor.shape != shape:
@@ -231,13 +279,17 @@ def _refuse_unsupported(name: str, tensor: torch.Tensor) -> None:
         found = f"shape () and dtype {tensor.dtype}"
     if found:
         raise ExportError(
-            f"{name}: safetensors files cannot hold tensors of {found}; convert it first",
+            f"{name}: safetensors files cannot hold tensors of {found}; convert it "
+            "first",
             fqn=name,
         )
 
 
 def _header(tensors: Tensors, metadata: Metadata) -> tuple[bytes, dict[str, int]]:
-    """The bytes before the tensors, and each tensor's offset after them, in the order of the file."""
+    """The bytes before the tensors, and each tensor's offset after them.
+
+    The offsets are in the order of the file.
+    """
     for name, tensor in tensors.items():
         _refuse_unsupported(name, tensor)
     entries: dict[str, object] = {}
@@ -263,14 +315,21 @@ def _header(tensors: Tensors, metadata: Metadata) -> tuple[bytes, dict[str, int]
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The entries of a safetensors file's header, ``__metadata__`` included, and the offset of the tensors' bytes."""
+    """The entries of a safetensors file's header, and where the tensors' bytes begin.
+
+    ``__metadata__`` is one of the entries.
+    """
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         return json.loads(file.read(length)), 8 + length
 
 
 def by_lineage(tensors: Tensors, names: Iterable[str]) -> list[str]:
-    """The names, sorted so that tensors made from the same lazy tensor follow one another."""
+    """The names, sorted.
+
+    Tensors made from the same lazy tensor follow one another, so that it is computed
+    once.
+    """
     places: dict[int, int] = {}
     keys = {}
     for name in names:
@@ -281,7 +340,10 @@ def by_lineage(tensors: Tensors, names: Iterable[str]) -> list[str]:
 
 
 def _reserve(file: io.FileIO, num_bytes: int) -> None:
-    """Reserve the blocks of a file, so that a full disk is noticed before anything is computed."""
+    """Reserve the blocks of a file.
+
+    So a full disk is noticed before anything is computed.
+    """
     if sys.platform != "linux":
         return
     try:

@@ -1,4 +1,7 @@
-"""Reading a model's identity without touching it: its class, its config and every tensor's original content."""
+"""A model's identity, read without touching it.
+
+It is its class, its config and every tensor's original content.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +37,20 @@ from .schema import AdapterRecord, ModelRecord, QuantizationRecord, TensorRecord
 # Config keys that use, saving or another version of transformers changes, at any depth.
 # Those with a leading "_" are volatile too.
 _VOLATILE = (
-    "architectures", "bos_token_id", "dtype", "eos_token_id", "output_attentions", "output_hidden_states",
-    "pad_token_id", "problem_type", "quantization_config", "return_dict", "torch_dtype", "transformers_version",
+    "architectures",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "problem_type",
+    "quantization_config",
+    "return_dict",
+    "torch_dtype",
+    "transformers_version",
     "use_cache",
-)  # fmt: skip
+)
 # The tensors show which modules stay unquantized, and the device of a layer is no
 # property of the model.
 _VOLATILE_QUANTIZATION = (
@@ -57,7 +70,10 @@ _VOLATILE_ADAPTER = (
 
 @dataclass(frozen=True)
 class Contents:
-    """The identity of a model as it was loaded, with the dtypes, flags and digests of the originals."""
+    """The identity of a model as it was loaded.
+
+    Its tensors have the dtypes, flags and digests of the originals.
+    """
 
     model: ModelRecord
     # all of the state dict of the unwrapped model, by name
@@ -70,7 +86,10 @@ class Contents:
 def read_contents(
     tree: ModelTree, preparation: Preparation | None, *, progress: bool = False
 ) -> Contents:
-    """Read the contents of a model, prepared or not; of one that was sharded since, all ranks read it together."""
+    """Read the contents of a model, prepared or not.
+
+    Of one that was sharded since, all ranks read it together.
+    """
     gathering = Gathering(tree, preparation, "make a manifest", ManifestError)
     remedy = "Make or check a manifest while all of them are loaded"
     with plain_mode():
@@ -146,8 +165,10 @@ def _as_it_is(fqn: str, tensor: Tensor) -> Buffer:
     """The record of a tensor of the twin, whose values are the original ones."""
     if not is_dense(tensor):
         raise ManifestError(
-            f"{fqn}: expected a dense tensor, whose bytes can be read, found {type(tensor).__name__} of "
-            f"{tensor.layout} and {tensor.dtype}; register a buffer that checkpoints do not need with persistent=False"
+            f"{fqn}: expected a dense tensor, whose bytes can be read, found "
+            f"{type(tensor).__name__} of "
+            f"{tensor.layout} and {tensor.dtype}; register a buffer that checkpoints "
+            "do not need with persistent=False"
         )
     digest = functools.partial(_digest, tensor)
     return Buffer(tensor.dtype, tensor.shape, digest)
@@ -192,7 +213,10 @@ def _is_plain(parameter: Any) -> bool:
 
 
 def _adapters(tree: ModelTree) -> dict[str, AdapterRecord]:
-    """The adapters that PEFT put into the base, by their names; in a part of the model, with the part's before."""
+    """The adapters that PEFT put into the base, by their names.
+
+    Of those in a part of the model, the part's name comes first.
+    """
     # of what PEFT's modules hold under a name, copies of the base's not counted
     dtypes: dict[str, set[Any]] = {}
     for node in tree.adapters:
@@ -215,7 +239,10 @@ def _adapters(tree: ModelTree) -> dict[str, AdapterRecord]:
 
 
 def _adapter_record(config: Any, dtypes: set[Any]) -> AdapterRecord:
-    """The record of an adapter, of its config what is no default of its class; lists of names have no order."""
+    """The record of an adapter.
+
+    Of its config it has what is no default of its class; lists of names have no order.
+    """
     given = {}
     for key, value in _as_dict(config).items():
         if value == getattr(type(config), key, {}):
@@ -231,7 +258,10 @@ def _sha256(text: str) -> str:
 
 
 def _ties(parameters: Mapping[str, Tensor]) -> dict[str, int]:
-    """Number the groups of names that are the same memory with the same dtype, shape and stride."""
+    """Number the groups of names that are one tensor.
+
+    Such have the same memory, dtype, shape and stride.
+    """
     groups: dict[Any, list[str]] = {}
     for fqn, parameter in parameters.items():
         groups.setdefault(_memory_of(parameter), []).append(fqn)
@@ -272,7 +302,10 @@ def _model_record(twin: nn.Module, dtype: str | None) -> ModelRecord:
 
 
 def _outermost_configs(module: nn.Module, fqn: str = "") -> Iterator[tuple[str, Any]]:
-    """The config of a model, or of the outermost models inside a container, by their names."""
+    """The config of a model, or those of the outermost models inside a container.
+
+    They come by the models' names.
+    """
     config = vars(module).get("config")
     if config is not None:
         yield fqn, config
@@ -282,7 +315,10 @@ def _outermost_configs(module: nn.Module, fqn: str = "") -> Iterator[tuple[str, 
 
 
 def _as_dict(config: Any) -> dict[str, Any]:
-    """A config as plain values, if possible without its class's defaults: versions of transformers add some."""
+    """A config as plain values, if possible without its class's defaults.
+
+    Versions of transformers add some of these.
+    """
     if isinstance(config, dict):
         return config
     for name in ("to_diff_dict", "to_dict"):
@@ -292,7 +328,10 @@ def _as_dict(config: Any) -> dict[str, Any]:
 
 
 def _settled(value: Any, volatile: tuple[str, ...]) -> Any:
-    """A config's values as JSON values, without volatile keys, the same in every process."""
+    """A config's values as JSON values, without volatile keys.
+
+    They are the same in every process.
+    """
     if isinstance(value, Mapping):
         items = {str(key): item for key, item in value.items()}
         return {
@@ -315,7 +354,10 @@ def _settled(value: Any, volatile: tuple[str, ...]) -> Any:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """The versions of Python and of the libraries involved, by distribution; none is imported."""
+    """The versions of Python and of the libraries involved, by distribution.
+
+    None of these is imported.
+    """
     found = {"python": platform.python_version()}
     libraries = ("torch", "transformers", "peft", "accelerate", "safetensors")
     for name in ("kbitwrap", *libraries, *DISTRIBUTIONS):

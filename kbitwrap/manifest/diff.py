@@ -13,7 +13,9 @@ Pairs = dict[str, tuple[Any, Any]]
 
 
 class ManifestDiff(Differences):
-    """Differences between two manifests, or between a manifest and a model. Empty, and false, where there are none.
+    """Differences between two manifests, or between a manifest and a model.
+
+    It is empty, and false, where there are none.
 
     Attributes:
         missing: Names of tensors that only the first has.
@@ -32,7 +34,10 @@ def compare(
     other_header: Mapping[str, Any],
     ignored: Collection[str] = (),
 ) -> ManifestDiff:
-    """Compare two sets of tensors, by the values that ``read`` gives of each, and two headers of nested values."""
+    """Compare two sets of tensors, and two headers of nested values.
+
+    ``read`` gives the values of each tensor that are compared.
+    """
     whole = _unequal(_flat(header), _flat(other_header))
     for name in ignored:
         whole.pop(name, None)
@@ -93,7 +98,10 @@ def as_loaded(tensor: TensorRecord) -> dict[str, Any]:
 
 
 def for_training(tensor: TensorRecord) -> dict[str, Any]:
-    """The values of a tensor that training depends on, in the order in which an essence hashes them."""
+    """The values of a tensor that training depends on.
+
+    They are in the order in which an essence hashes them.
+    """
     values = all_values(tensor)
     # it depends on whether the adapter or the preparation came first
     del values["requires_grad"]

@@ -56,8 +56,9 @@ _BEGINNING = 256  # bytes, in which a manifest names its format
 
 
 class Manifest(Report, Record):
-    """The record of a preparation: the model, the settings, and the digest of every tensor's original content.
+    """The record of a preparation.
 
+    It holds the model, the settings, and the digest of every tensor's original content.
     ``KbitPreparedModel.manifest()`` makes one. In JSON ``rows`` is called
     ``"tensors"``.
 
@@ -106,14 +107,18 @@ class Manifest(Report, Record):
     __str__ = Report.__repr__
 
     def _brief(self) -> str:
-        return f"{shown(self.model.class_name)}, {self.config.precision!r}, {len(self.rows)} tensors, {self.created}"
+        return (
+            f"{shown(self.model.class_name)}, {self.config.precision!r}, "
+            f"{len(self.rows)} tensors, {self.created}"
+        )
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Manifest:
         highest = max((row[0] for row in self.rows.values()), default=-1)
         if highest >= len(self.kinds):
             raise ValueError(
-                f"a tensor is of kind {highest}, but there are only {len(self.kinds)} kinds, counted from 0"
+                f"a tensor is of kind {highest}, but there are only {len(self.kinds)} "
+                "kinds, counted from 0"
             )
         tied = [name for names in self.ties for name in names]
         if len(set(tied)) < len(tied):
@@ -133,7 +138,10 @@ class Manifest(Report, Record):
 
     @property
     def device_type(self) -> str:
-        """The type of device that the model was on: version 1 tells CUDA from a CPU by the memory that it measured."""
+        """The type of device that the model was on.
+
+        Version 1 tells CUDA from a CPU by the memory that it measured.
+        """
         return self.accelerator or (
             "cpu" if self.before.memory.allocated_bytes is None else "cuda"
         )
@@ -154,10 +162,14 @@ class Manifest(Report, Record):
 
     @classmethod
     def of(cls, preparation: Preparation) -> Manifest:
-        """Record the preparation of a model, suspended or not, as ``KbitPreparedModel.manifest`` documents it."""
+        """Record the preparation of a model, suspended or not.
+
+        ``KbitPreparedModel.manifest`` documents it.
+        """
         if len(preparation.precisions) > 1:
             raise ManifestError(
-                "prepare_model_for_kbit_training was called again with another precision, and a manifest records one "
+                "prepare_model_for_kbit_training was called again with another "
+                "precision, and a manifest records one "
                 "preparation; restore() the model and prepare it once"
             )
         plan = preparation.plan
@@ -166,7 +178,8 @@ class Manifest(Report, Record):
             contents = read_contents(tree, preparation, progress=plan.config.progress)
             for fqn in contents.trained:
                 raise ManifestError(
-                    f"{fqn} was trained since the model was prepared, so that a manifest made now would record the "
+                    f"{fqn} was trained since the model was prepared, so that a "
+                    "manifest made now would record the "
                     "trained value as the original; make the manifest before training",
                     fqn=fqn,
                 )
@@ -262,7 +275,8 @@ class Manifest(Report, Record):
         if recorded != installed and not is_same:
             ignored.append("model.config_sha256")
             warnings.warn(
-                f"the model's config differs from the recorded one, but transformers {installed} may write the same "
+                "the model's config differs from the recorded one, but transformers "
+                f"{installed} may write the same "
                 f"config differently than {recorded}, with which the manifest was made",
                 UserWarning,
                 stacklevel=2,
@@ -279,13 +293,17 @@ class Manifest(Report, Record):
         )
         if found:
             raise ManifestMismatchError(
-                f"this {current.class_name} is not the model that was prepared: {found.summary()}. "
-                f"Load the one recorded: {self.model.class_name} from {self.model.name_or_path!r}",
+                f"this {current.class_name} is not the model that was prepared: "
+                f"{found.summary()}. "
+                f"Load the one recorded: {self.model.class_name} from "
+                f"{self.model.name_or_path!r}",
                 **vars(found),
             )
 
     def diff(self, other: Manifest) -> ManifestDiff:
-        """Compare two manifests: all but when and where they were made and what memory was measured.
+        """Compare two manifests.
+
+        All is compared but when and where they were made and what memory was measured.
 
         Args:
             other: The other manifest.
@@ -298,14 +316,20 @@ class Manifest(Report, Record):
         )
 
     def _header(self) -> dict[str, Any]:
-        """All but the tensors, when and where the manifest was made, its version and what memory was measured."""
+        """All but the tensors, and what two manifests of one preparation differ in.
+
+        That is when and where they were made, their version and what memory was
+        measured.
+        """
         where = ("version", "created", "world_size", "visible_devices", "accelerator")
         exclude: Any = dict.fromkeys((*where, "kinds", "ties", "rows"), True)
         exclude.update(before={"memory"}, after={"memory"})
         return self.model_dump(mode="json", by_alias=True, exclude=exclude)
 
     def essence(self) -> dict[str, Any]:
-        """The parts that training depends on, as plain JSON: preparations with the same essence train alike.
+        """The parts that training depends on, as plain JSON.
+
+        Preparations with the same essence train alike.
 
         Returns:
             ``"config"`` and ``"model"`` as in the manifest, without settings that
@@ -387,7 +411,8 @@ class Manifest(Report, Record):
     def _read(cls, text: bytes, source: str) -> Manifest:
         if len(text) > MAX_BYTES:
             raise ManifestError(
-                f"{source}: expected a manifest of at most {format_bytes(MAX_BYTES)}, found a larger one"
+                f"{source}: expected a manifest of at most {format_bytes(MAX_BYTES)}, "
+                "found a larger one"
             )
         try:
             data = parse_json(text.decode())
@@ -396,12 +421,14 @@ class Manifest(Report, Record):
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, dict) else data
             raise ManifestError(
-                f'{source}: expected JSON with "format": "{FORMAT}", found {shown(found)}'
+                f'{source}: expected JSON with "format": "{FORMAT}", found '
+                f"{shown(found)}"
             )
         version = data.get("version")
         if type(version) is not int or version not in VERSIONS:
             raise ManifestVersionError(
-                f"{source}: expected version {', '.join(map(str, VERSIONS))}, found {shown(version)}; "
+                f"{source}: expected version {', '.join(map(str, VERSIONS))}, found "
+                f"{shown(version)}; "
                 "install the kbitwrap that wrote it, or a newer one",
                 found=version,
                 supported=VERSIONS,
@@ -410,7 +437,9 @@ class Manifest(Report, Record):
             return cls.model_validate(data)._of_lowest_version()
 
     def save(self, path: StrPath) -> None:
-        """Write the manifest to a file, atomically: if it cannot be written whole, the file stays as it was.
+        """Write the manifest to a file, atomically.
+
+        If it cannot be written whole, the file stays as it was.
 
         Args:
             path: The file; a manifest that exists is replaced, and so is any file
@@ -471,7 +500,10 @@ def _lines(opening: str, items: list[str], closing: str) -> str:
 def _refusing(
     complaint: str, kind: type[ManifestError] = ManifestError
 ) -> Iterator[None]:
-    """Raise pydantic's refusals as a ``ManifestError``, with the first few complaints and the first one's tensor."""
+    """Raise pydantic's refusals as a ``ManifestError``.
+
+    It has the first few complaints, and the first one's tensor.
+    """
     try:
         yield
     except ValidationError as error:
@@ -489,7 +521,10 @@ def _refusing(
 
 
 def _is_replaced(path: Path) -> bool:
-    """Whether a file may be replaced by a manifest: it is one, is called as one, or is empty."""
+    """Whether a file may be replaced by a manifest.
+
+    It is one, is called as one, or is empty.
+    """
     if path.name == MANIFEST_NAME:
         return True
     with open(path, "rb") as file:

@@ -37,7 +37,10 @@ SignedCount = Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)]
 
 
 class Record(BaseModel):
-    """The base of every part of a manifest: frozen, strict about types, without unknown fields."""
+    """The base of every part of a manifest.
+
+    It is frozen, strict about types, and without unknown fields.
+    """
 
     model_config = ConfigDict(
         frozen=True,
@@ -49,7 +52,7 @@ class Record(BaseModel):
 
     @classmethod
     def new_fields(cls) -> dict[str, Any]:
-        """The fields that version 1 of the manifest does not have, with their defaults."""
+        """The fields that version 1 of the manifest lacks, with their defaults."""
         return {
             name: field.default
             for name, field in cls.model_fields.items()
@@ -58,7 +61,11 @@ class Record(BaseModel):
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON; raise ``ValueError`` on numbers that are not finite, long integers and doubled keys."""
+    """Parse JSON.
+
+    ``ValueError`` is raised on numbers that are not finite, long integers and doubled
+    keys.
+    """
     return json.loads(
         text,
         object_pairs_hook=_unique,
@@ -89,7 +96,10 @@ def _small_int(text: str) -> int:
 
 
 def _readable(value: dict[str, Any]) -> dict[str, Any]:
-    """Refuse a lone surrogate or a long integer at any depth: JSON can hold them, but no manifest is read with them."""
+    """Refuse a lone surrogate or a long integer at any depth.
+
+    JSON can hold them, but no manifest is read with them.
+    """
     text = json.dumps(value, ensure_ascii=False)
     text.encode()
     parse_json(text)
@@ -113,7 +123,10 @@ DType = Literal[
 
 
 class QuantizationRecord(Record):
-    """How the model is quantized: the method, such as ``"bitsandbytes_4bit"``, and the settings in its config."""
+    """The quantization of the model.
+
+    It is the method, such as ``"bitsandbytes_4bit"``, and the settings in its config.
+    """
 
     method: Text | None
     config: Settings
@@ -136,10 +149,11 @@ class ModelRecord(Record):
 
 
 class AdapterRecord(Record):
-    """An adapter on the base: the SHA-256 (hex) of its config, without the values that saving and loading change.
+    """An adapter on the base.
 
-    Its dtypes are those of its own parameters, sorted; copies of the base's that it
-    trains do not count.
+    The SHA-256 (hex) is of its config, without the values that saving and loading
+    change. Its dtypes are those of its own parameters, sorted; copies of the base's
+    that it trains do not count.
     """
 
     config_sha256: Sha256
@@ -147,7 +161,9 @@ class AdapterRecord(Record):
 
 
 class ConfigRecord(Record):
-    """The fields of ``PrepareConfig``. A class among ``norm_modules`` is recorded by its name, and matches by name.
+    """The fields of ``PrepareConfig``.
+
+    A class among ``norm_modules`` is recorded by its name, and matches by name.
 
     A field with a default is one that version 1 of the manifest does not have.
     """
@@ -183,7 +199,10 @@ class ConfigRecord(Record):
         return cls(**fields)
 
     def prepare_config(self) -> PrepareConfig:
-        """The settings as a ``PrepareConfig``; raises ``ConfigError`` where one is invalid."""
+        """The settings as a ``PrepareConfig``.
+
+        ``ConfigError`` is raised where one is invalid.
+        """
         try:
             return PrepareConfig(**self.model_dump())
         except (OverflowError, RecursionError) as error:
@@ -193,7 +212,9 @@ class ConfigRecord(Record):
 
 
 class StateRecord(Record):
-    """Hooks, flags and modes at one moment. Modules are named by their canonical names; ``""`` is the model itself.
+    """Hooks, flags and modes at one moment.
+
+    Modules are named by their canonical names; ``""`` is the model itself.
 
     ``input_gradient_hooks`` counts those of each module that has any, ``checkpointing``
     names the modules whose ``gradient_checkpointing`` is true, ``use_cache`` is the
@@ -208,10 +229,11 @@ class StateRecord(Record):
 
 
 class MemoryRecord(Record):
-    """Memory at one moment, in bytes: of the parameters' storages, each counted once, and as the allocator counts it.
+    """Memory at one moment, in bytes.
 
-    The latter is over all accelerators that hold parameters, and ``None`` where there
-    is none whose allocator counts.
+    It is that of the parameters' storages, each counted once, and what the allocator
+    counts. The latter is over all accelerators that hold parameters, and ``None`` where
+    there is none whose allocator counts.
     """
 
     parameter_bytes: Count
@@ -227,7 +249,10 @@ class MomentRecord(Record):
 
 
 class RoleBytes(Record):
-    """A row of a plan's table: the number of parameters, their bytes as loaded, and the bytes added."""
+    """A row of a plan's table.
+
+    It is the number of parameters, their bytes as loaded, and the bytes added.
+    """
 
     count: Count
     bytes: Count
@@ -245,7 +270,10 @@ class PlanRecord(Record):
 
 
 class Kind(Record):
-    """The values that many tensors share: the shape, and the storage dtype and the flag, as loaded and while prepared.
+    """The values that many tensors share.
+
+    They are the shape, and the storage dtype and the flag, as loaded and while
+    prepared.
 
     ``"quantization"`` are the statistics of a quantized weight; a ``"buffer"`` is
     persistent.
