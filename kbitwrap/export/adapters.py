@@ -71,8 +71,7 @@ def refusal(
     adapters = f" with the adapters {list(active)}" if active else ""
     return ExportError(
         f"{fqn or 'the model'}: {cls.__name__} ({method}){adapters} cannot be merged "
-        f"exactly: {why}; "
-        "export without merging, or disable these adapters",
+        f"exactly: {why}; export without merging, or disable these adapters",
         fqn=fqn,
     )
 

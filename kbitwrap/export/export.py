@@ -77,8 +77,8 @@ def export_model(
             if gathering.is_sharded and merge_adapters:
                 raise UnsupportedModelError(
                     "the adapters of a sharded model cannot be merged; export() the "
-                    "base, save the adapters, then load "
-                    "both in one process and merge there"
+                    "base, save the adapters, then load both in one process and merge "
+                    "there"
                 )
             refuse_unreadable(tree, allow_sharded=gathering.is_sharded)
             if live is not model:
@@ -89,8 +89,8 @@ def export_model(
         if merge_adapters and not merged:
             warnings.warn(
                 "no adapter of the model is active, so none was merged, and the "
-                "dequantized base is written: activate "
-                "one (set_adapter), or give the model that holds it (model=)",
+                "dequantized base is written: activate one (set_adapter), or give the "
+                "model that holds it (model=)",
                 UserWarning,
                 stacklevel=3,  # the caller of KbitPreparedModel.export
             )
@@ -127,8 +127,7 @@ def _refuse_unsavable(processing_class: Any) -> None:
         return
     raise ConfigError(
         "processing_class: expected a tokenizer, a processor or another object with "
-        "save_pretrained, found a "
-        f"{type(processing_class).__name__}"
+        f"save_pretrained, found a {type(processing_class).__name__}"
     )
 
 
@@ -137,8 +136,8 @@ def _tree_of(live: Any, model: nn.Module, preparation: Preparation | None) -> Mo
     if not isinstance(live, nn.Module) or unwrap(live)[0] is not unwrap(model)[0]:
         raise UnsupportedModelError(
             f"model: expected this {type(model).__name__} or a model made from it, "
-            "such as "
-            f"get_peft_model(prepared.model, ...), found another {type(live).__name__}"
+            "such as get_peft_model(prepared.model, ...), found another "
+            f"{type(live).__name__}"
         )
     return ModelTree(live) if preparation is None else preparation.tree(live)
 
@@ -224,8 +223,8 @@ def _computed(
         if moment() != before:
             raise StateError(
                 f"merged_weights() began while the wrapper was {before[0]}, and it was "
-                "suspended, resumed or restored "
-                "since; iterate again from the beginning",
+                "suspended, resumed or restored since; iterate again from the "
+                "beginning",
                 state=moment()[0],
                 expected=(before[0],),
             )
@@ -281,10 +280,9 @@ def _warn_of_silent_config(model: Any) -> None:
         return
     warnings.warn(
         f"the config of this {type(model).__name__} does not tell that it is quantized "
-        f"with {quantization.method}: "
-        "from_pretrained alone initializes the quantized layers again, without an "
-        "error. The page on exports has a "
-        "program that reads them",
+        f"with {quantization.method}: from_pretrained alone initializes the quantized "
+        "layers again, without an error. The page on exports has a program that reads "
+        "them",
         UserWarning,
         stacklevel=7,  # the caller of KbitPreparedModel.export
     )
@@ -310,8 +308,8 @@ def _settle(model: nn.Module, pretrained: Any) -> dict[str, Any]:
         if not hasattr(type(model), "save_pretrained"):
             raise ExportError(
                 f"{fqn} is a {type(module).__name__} inside a {type(model).__name__}, "
-                "which has no save_pretrained, so "
-                f"nothing could load the two: prepare and export {fqn} by itself",
+                "which has no save_pretrained, so nothing could load the two: prepare "
+                f"and export {fqn} by itself",
                 fqn=fqn,
             )
         fields = vars(module)
@@ -332,9 +330,8 @@ def _refuse_composed(model: nn.Module) -> None:
         if is_composed(kind):
             raise ExportError(
                 f"{tensor.fqn} is a {kind.__name__}, and no quantizer of transformers "
-                "made it that "
-                "could write it: load the model with a quantization_config, or export "
-                "it merged",
+                "made it that could write it: load the model with a "
+                "quantization_config, or export it merged",
                 fqn=tensor.fqn,
             )
 
@@ -387,8 +384,8 @@ def _materialize(model: nn.Module, reason: str) -> None:
     num_bytes = sum(tensor.nbytes for tensor in lazy)
     warnings.warn(
         f"{reason}, so the tensors of {type(model).__name__} cannot be computed and "
-        "written one at a time: "
-        f"{len(lazy)} of them, {num_bytes:,} bytes, are held in memory at once",
+        f"written one at a time: {len(lazy)} of them, {num_bytes:,} bytes, are held in "
+        "memory at once",
         UserWarning,
         stacklevel=7,  # the caller of KbitPreparedModel.export
     )

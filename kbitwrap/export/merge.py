@@ -70,8 +70,7 @@ def merge_into(
     if not tree.quantization.can_dequantize:
         raise ExportError(
             f"the model is quantized with {tree.quantization.method}, whose weights "
-            "cannot be dequantized here, and so "
-            "not merged; export without merging"
+            "cannot be dequantized here, and so not merged; export without merging"
         )
     places = [tree.places(tensor) for tensor in tree.tensors]
     dtype = torch.float32 if in_float32 else _half_dtype(twin.model)
@@ -261,8 +260,7 @@ class _Merge:
             what = f"beyond the range of {rounded.dtype}"
         raise ExportError(
             f"{self.fqn}.{name}: merged with its adapters, it has values that are "
-            f"{what}; export without merging, or "
-            "disable these adapters",
+            f"{what}; export without merging, or disable these adapters",
             fqn=self.fqn,
         )
 

@@ -36,10 +36,9 @@ def drift_of(fqn: str) -> str:
     """The message for a frozen parameter that holds other values than were recorded."""
     return (
         f"{fqn} is frozen, but its values have changed since the model was prepared (a "
-        "merge that was taken back "
-        "leaves rounding; PiSSA and OLoRA leave a residual), so the exact base is "
-        "gone; export before that, or load "
-        "the base again"
+        "merge that was taken back leaves rounding; PiSSA and OLoRA leave a "
+        "residual), so the exact base is gone; export before that, or load the base "
+        "again"
     )
 
 
@@ -160,8 +159,8 @@ class Gathering:
             if others != tensors:
                 raise self._error(
                     f"rank {rank} holds different sharded parameters than rank "
-                    f"{distributed.get_rank()}: expected the "
-                    "same model on every rank, prepared and sharded in the same way"
+                    f"{distributed.get_rank()}: expected the same model on every rank, "
+                    "prepared and sharded in the same way"
                 )
 
     def _compare(self, error: str | None) -> tuple[Any, list[Any]]:
@@ -241,9 +240,8 @@ def _refuse_lost_scales(fqn: str, was: ParameterRecord) -> None:
     if was.quantized_class is not None and was.quant_state is None:
         raise ExportError(
             f"{fqn}: sharding removed the scales of this "
-            f"{was.quantized_class.__name__}; shard with "
-            "fully_shard(..., ignored_params={every Int8Params}), or export before "
-            "sharding",
+            f"{was.quantized_class.__name__}; shard with fully_shard(..., "
+            f"ignored_params={{every Int8Params}}), or export before sharding",
             fqn=fqn,
         )
 

@@ -85,8 +85,8 @@ def atomic_write(path: Source, data: bytes, owns: Owns) -> None:
             found = "a folder" if target.is_dir() else "another file"
             raise ExportError(
                 f"{os.fspath(path)}: expected nothing, or a file that a save has "
-                f"written before, found {found}; "
-                "nothing was written: choose another name"
+                f"written before, found {found}; nothing was written: choose another "
+                "name"
             )
         with open(hidden / _NEW, "wb") as file:
             file.write(data)
@@ -114,8 +114,7 @@ def _refuse_strange(target: Path, where: str, owns: Owns, overwrite: bool) -> No
     if entries and not overwrite:
         raise ExportError(
             f"{where}: exists and is not empty; choose another folder, or replace this "
-            "one "
-            "(overwrite=True, --overwrite)"
+            "one (overwrite=True, --overwrite)"
         )
     strange = [
         entry.name
@@ -127,8 +126,8 @@ def _refuse_strange(target: Path, where: str, owns: Owns, overwrite: bool) -> No
     named = first_of([repr(name) for name in strange], _MOST_NAMED)
     raise ExportError(
         f"{where}: holds what overwriting would delete and no checkpoint of this kind "
-        f"consists of: {named}; "
-        "nothing was written: move that away, or choose another destination"
+        f"consists of: {named}; nothing was written: move that away, or choose another "
+        "destination"
     )
 
 
@@ -145,8 +144,7 @@ def _refuse_sources(target: Path, where: str, sources: Iterable[object]) -> None
         if lies_in or holds:
             raise ExportError(
                 f"{where}: is, holds or lies in {os.fspath(source)!r}, which is read; "
-                "nothing was written: choose a "
-                "destination outside"
+                "nothing was written: choose a destination outside"
             )
 
 

@@ -70,11 +70,10 @@ def _untie_configs(model: nn.Module) -> None:
     if tying and "missing_keys" not in loading.parameters:
         raise ExportError(
             f"the tied weights of this {type(model).__name__} were trained apart, and "
-            "no config describes it then: "
-            f"{readers[0]}.forward computes something else where {_FLAG} is false, and "
-            "the installed "
-            "transformers ties what it loads where it is true; merge with transformers "
-            "5, or export without merging"
+            f"no config describes it then: {readers[0]}.forward computes something "
+            f"else where {_FLAG} is false, and the installed transformers ties what it "
+            "loads where it is true; merge with transformers 5, or export without "
+            "merging"
         )
 
 

@@ -219,8 +219,7 @@ def _refuse_merged(fqn: str, wrappers: tuple[nn.Module, ...]) -> None:
     if any(getattr(wrapper, "merged", False) for wrapper in wrappers):
         raise ExportError(
             f"{fqn or 'the model'}: an adapter is merged into its weight, which has "
-            "changed; "
-            "export before merging, or load the base again",
+            "changed; export before merging, or load the base again",
             fqn=fqn,
         )
 
@@ -229,9 +228,8 @@ def _refuse_without_scales(fqn: str, module: nn.Module) -> None:
     if lacks_statistics(module):
         raise ExportError(
             f"{fqn}: the scales of its quantized weight are gone, so its values cannot "
-            "be computed (PEFT's "
-            "DoRA on 8-bit layers loses them in training on a CPU); load the base "
-            "again",
+            "be computed (PEFT's DoRA on 8-bit layers loses them in training on a "
+            "CPU); load the base again",
             fqn=fqn,
         )
 
@@ -244,8 +242,8 @@ def _refuse_replaced(changes: Changes) -> None:
         if what == DECOMPRESSED:
             cause = ""
             remedy = (
-                "run the model before it is prepared, or load it with "
-                "dequantize=True in its config"
+                "run the model before it is prepared, or load it with dequantize=True "
+                "in its config"
             )
         raise ExportError(
             f"{fqn or 'the model'} {what} since the model was prepared{cause}, so the "

@@ -241,9 +241,8 @@ def _write_tensor(
     """
     changed = ExportError(
         f"{name}: expected {shape.numel()} values of {dtype} in the shape "
-        f"{tuple(shape)}, found "
-        "others: the tensor changed while it was exported; export while nothing "
-        "changes it",
+        f"{tuple(shape)}, found others: the tensor changed while it was exported; "
+        "export while nothing changes it",
         fqn=name,
     )
     if tensor.shape != shape:

@@ -166,9 +166,8 @@ def _as_it_is(fqn: str, tensor: Tensor) -> Buffer:
     if not is_dense(tensor):
         raise ManifestError(
             f"{fqn}: expected a dense tensor, whose bytes can be read, found "
-            f"{type(tensor).__name__} of "
-            f"{tensor.layout} and {tensor.dtype}; register a buffer that checkpoints "
-            "do not need with persistent=False"
+            f"{type(tensor).__name__} of {tensor.layout} and {tensor.dtype}; register "
+            "a buffer that checkpoints do not need with persistent=False"
         )
     digest = functools.partial(_digest, tensor)
     return Buffer(tensor.dtype, tensor.shape, digest)

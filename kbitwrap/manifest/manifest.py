@@ -169,8 +169,8 @@ class Manifest(Report, Record):
         if len(preparation.precisions) > 1:
             raise ManifestError(
                 "prepare_model_for_kbit_training was called again with another "
-                "precision, and a manifest records one "
-                "preparation; restore() the model and prepare it once"
+                "precision, and a manifest records one preparation; restore() the "
+                "model and prepare it once"
             )
         plan = preparation.plan
         with _refusing("cannot record this preparation"):
@@ -179,8 +179,8 @@ class Manifest(Report, Record):
             for fqn in contents.trained:
                 raise ManifestError(
                     f"{fqn} was trained since the model was prepared, so that a "
-                    "manifest made now would record the "
-                    "trained value as the original; make the manifest before training",
+                    "manifest made now would record the trained value as the "
+                    "original; make the manifest before training",
                     fqn=fqn,
                 )
             kinds: dict[Kind, int] = {}
@@ -276,8 +276,8 @@ class Manifest(Report, Record):
             ignored.append("model.config_sha256")
             warnings.warn(
                 "the model's config differs from the recorded one, but transformers "
-                f"{installed} may write the same "
-                f"config differently than {recorded}, with which the manifest was made",
+                f"{installed} may write the same config differently than {recorded}, "
+                "with which the manifest was made",
                 UserWarning,
                 stacklevel=2,
             )
@@ -294,9 +294,8 @@ class Manifest(Report, Record):
         if found:
             raise ManifestMismatchError(
                 f"this {current.class_name} is not the model that was prepared: "
-                f"{found.summary()}. "
-                f"Load the one recorded: {self.model.class_name} from "
-                f"{self.model.name_or_path!r}",
+                f"{found.summary()}. Load the one recorded: {self.model.class_name} "
+                f"from {self.model.name_or_path!r}",
                 **vars(found),
             )
 
@@ -428,8 +427,7 @@ class Manifest(Report, Record):
         if type(version) is not int or version not in VERSIONS:
             raise ManifestVersionError(
                 f"{source}: expected version {', '.join(map(str, VERSIONS))}, found "
-                f"{shown(version)}; "
-                "install the kbitwrap that wrote it, or a newer one",
+                f"{shown(version)}; install the kbitwrap that wrote it, or a newer one",
                 found=version,
                 supported=VERSIONS,
             )
