@@ -44,6 +44,7 @@ class AdaptedTensor:
         self._plain = module
         if is_quantized_layer(module):
             self._plain = plain_layer(module, as_linear=True)
+
         # A layer that adapts the module merges all of its parameters at once.
         adapts_module = any(one.parameter is None for one in self._layers)
         self._readers: dict[str, Callable[[Rows], Tensor]] = {}
@@ -78,10 +79,12 @@ class AdaptedTensor:
         """
         if self._merger is None:
             return self.base(rows)
+
         values = {}
         for name, read in self._readers.items():
             # copied even if float32 already: it is merged in place
             values[name] = read(rows).to(torch.float32, copy=True)
+
         plain = float32_module(self._plain, values)
         del values
         merged = self._merger.merge(plain, rows)
@@ -101,14 +104,17 @@ class AdaptedTensor:
         num_bytes = num_values * torch.float32.itemsize
         if num_bytes <= _BLOCK_BYTES or len({shape[:1] for shape in shapes}) > 1:
             return [...]
+
         num_rows = self.shape[0]
         for one in self._layers:
             if not merges_by_rows(one, self._module, num_rows):
                 return [...]
+
         step = max(_BLOCK_BYTES * num_rows // num_bytes, 1)
         blocks: list[Rows] = []
         for start in range(0, num_rows, step):
             blocks.append(slice(start, min(start + step, num_rows)))
+
         return blocks
 
 

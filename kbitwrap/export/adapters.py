@@ -122,9 +122,11 @@ def trained_copy(fqn: str, wrapper: Any, chosen: Chosen) -> nn.Module | None:
     active = () if copies is None else active_adapters(wrapper, chosen)
     if not active:
         return None
+
     if len(active) > 1:
         why = "each has a trained copy of the module, which only one can replace"
         raise refusal(fqn, wrapper, why, active)
+
     trained: nn.Module = copies[active[0]]
     return trained
 
@@ -145,8 +147,10 @@ def refuse_unmergeable(fqn: str, wrapper: Any, chosen: Chosen) -> None:
                 method = str(getattr(config.peft_type, "value", config.peft_type))
                 raise refusal(fqn, wrapper, f"{method} adds to the input", chosen)
         return
+
     if type(wrapper).__name__ == "XLoraModel":
         why = "the weights of its adapters depend on the input"
         raise refusal(fqn, wrapper, why)
+
     if not isinstance(wrapper, (BaseTuner, AuxiliaryTrainingWrapper)):
         raise refusal(fqn, wrapper, "it has no method that merges")

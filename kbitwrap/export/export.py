@@ -108,6 +108,7 @@ def export_model(
                 save_model(twin.model, writer, max_shard_size)
                 if processing_class is not None:
                     processing_class.save_pretrained(writer.folder)
+
             return ExportReport(
                 Path(path),
                 writer.files,
@@ -250,18 +251,22 @@ def save_model(model: Any, writer: CheckpointWriter, max_shard_size: int | str) 
     if function is None:
         _save_state_dict(model, writer, max_shard_size)
         return
+
     if isinstance(model, pretrained):
         options["max_shard_size"] = max_shard_size
+
     _warn_of_silent_config(model)
     reason = _why_not_streamed(type(model), pretrained)
     if reason is None:
         _streaming(function, writer.save_file)(model, writer.folder, **options)
         return
+
     if isinstance(writer, _Collector):
         raise ExportError(
             f"{reason}, so its tensors cannot be handed out one at a time; export them "
             "merged instead"
         )
+
     _materialize(model, reason)
     function(model, writer.folder, **options)
     for path in writer.folder.rglob("*.safetensors"):
@@ -278,6 +283,7 @@ def _warn_of_silent_config(model: Any) -> None:
     config = vars(model).get("config")
     if quantization.casts or getattr(config, "quantization_config", None) is not None:
         return
+
     warnings.warn(
         f"the config of this {type(model).__name__} does not tell that it is quantized "
         f"with {quantization.method}: from_pretrained alone initializes the quantized "
@@ -297,6 +303,7 @@ def _settle(model: nn.Module, pretrained: Any) -> dict[str, Any]:
     quantizers = [vars(module).get("hf_quantizer") for _, module in modules]
     if not any(quantizers):
         _refuse_composed(model)
+
     options: dict[str, Any] = {}
     for fqn, module in modules:
         if quantized_stacks(module):
@@ -321,6 +328,7 @@ def _settle(model: nn.Module, pretrained: Any) -> dict[str, Any]:
             fields["_weight_conversions"] = [
                 c for c in fields["_weight_conversions"] if not is_of_a_quantizer(c)
             ]
+
     return options
 
 
@@ -344,12 +352,14 @@ def _why_not_streamed(model_class: Any, pretrained: Any) -> str | None:
     own = getattr(pretrained, "save_pretrained", None)
     if model_class.save_pretrained is not own:
         return f"{model_class.__name__} has its own save_pretrained"
+
     if inspect.unwrap(own) is not own or _SAVE_FILE not in own.__code__.co_names:
         version = sys.modules["transformers"].__version__
         return (
             f"save_pretrained of transformers {version} does not write files by "
             f"calling {_SAVE_FILE} itself"
         )
+
     return None
 
 
@@ -381,6 +391,7 @@ def _materialize(model: nn.Module, reason: str) -> None:
     lazy = [p for p in parameters if isinstance(p, LazyTensor)]
     if not lazy:
         return
+
     num_bytes = sum(tensor.nbytes for tensor in lazy)
     warnings.warn(
         f"{reason}, so the tensors of {type(model).__name__} cannot be computed and "
@@ -407,5 +418,6 @@ def _save_state_dict(
                 f"{type(tensor).__name__}",
                 fqn=fqn,
             )
+
     files = split_into_files(tensors, max_shard_size)
     writer.save(tensors, files, _METADATA)

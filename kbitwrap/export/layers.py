@@ -101,6 +101,7 @@ class Merger:
         vars(base)["forward"] = forward
         for layer in self._layers:
             base = layer.over(base, rows)
+
         output: Tensor = base(probe)
         return output
 
@@ -126,6 +127,7 @@ def _compare(found: Tensor, expected: Tensor, unadapted: Tensor) -> None:
     """
     if not torch.isfinite(found).all():
         return
+
     difference = float((found - expected).abs().max())
     largest = float(max(unadapted.abs().max(), expected.abs().max()))
     if not difference <= _TOLERANCE * largest:
@@ -165,6 +167,7 @@ class _LayerMerge:
             self._copy = _float32_layer(self._one, plain)
             tensors = (*self._copy.parameters(), *self._copy.buffers())
             self._wholes = {tensor: tensor.data for tensor in tensors}
+
         # a merge may leave values of these rows on it
         adapted: Any = shallow_copy(self._copy)
         adapted._modules["base_layer"] = plain
@@ -173,8 +176,10 @@ class _LayerMerge:
         adapted.merged_adapters = []
         if rows is not ...:
             self._take_rows(adapted, rows)
+
         for magnitude in adapted._modules.get("lora_magnitude_vector", {}).values():
             vars(magnitude).get("_dora_cache", {}).clear()
+
         return adapted
 
     def _take_rows(self, adapted: Any, rows: slice) -> None:
@@ -185,6 +190,7 @@ class _LayerMerge:
         if self._one.parameter is not None:
             self._take_experts(adapted, rows)
             return
+
         for container, dim in _ROWS[self._one.kind].items():
             holder = getattr(adapted, container)
             for tensor in (*holder.parameters(), *holder.buffers()):
@@ -193,6 +199,7 @@ class _LayerMerge:
                 if whole.shape[dim] > 1:
                     taken = whole.narrow(dim, rows.start, rows.stop - rows.start)
                     tensor.data = taken.clone()
+
         if "token_indices" in vars(adapted):
             self._take_tokens(adapted, rows)
 
@@ -226,6 +233,7 @@ class _LayerMerge:
                     places.append(place)
                     taken[name].append(index - rows.start)
             delta.data = self._wholes[delta][places]
+
         adapted.token_indices = taken
         adapted._active_adapter = [name for name in self._one.adapters if taken[name]]
 
@@ -244,15 +252,19 @@ def merges_by_rows(one: ActiveLayer, module: nn.Module, num_rows: int) -> bool:
     """Whether each row of the merged weight depends on that row of the base's alone."""
     if one.parameter is not None:
         return one.kind == "lora.ParamWrapper" and one.layer.num_experts == num_rows
+
     forward = type(module).forward
     if not is_quantized_layer(module) and forward not in _PLAIN_FORWARDS:
         return False  # it may do anything with what it computes
+
     if one.kind not in _ROWS or one.variants - _VARIANTS_WITH_ROWS:
         return False
+
     # PEFT refuses other indices when it merges the whole.
     for indices in vars(one.layer).get("token_indices", {}).values():
         if not all(0 <= index < num_rows for index in indices):
             return False
+
     return True
 
 
@@ -271,14 +283,17 @@ def _float32_layer(one: ActiveLayer, plain: nn.Module) -> Any:
         raise TypeError(
             "its forward was replaced, and may depend on the input in any way"
         )
+
     # Hooks, accelerate's forward and tied adapters refer to objects far outside the
     # layer.
     bare = shallow_copy(one.layer)
     base = bare._modules.pop("base_layer")
     for name in HOOKED_FORWARD:
         vars(bare).pop(name, None)
+
     if "_tied_adapter" in fields:
         vars(bare)["_tied_adapter"] = []
+
     memo: dict[int, Any] = {id(base): None}
     for module in bare.modules():
         for name, value in vars(module).items():
@@ -289,10 +304,12 @@ def _float32_layer(one: ActiveLayer, plain: nn.Module) -> Any:
             for leaf in tree_leaves(value):
                 if isinstance(leaf, Tensor) and not leaf.is_leaf:
                     memo[id(leaf)] = leaf.detach().clone()
+
     copied: Any = copy.deepcopy(bare, memo)
     for magnitude in copied._modules.get("lora_magnitude_vector", {}).values():
         if type(magnitude).__name__ == "DoraLinearLayer":
             vars(magnitude)["get_lora_weight"] = _product
+
     _let_base_be_plain(copied, one.kind)
     device = next(plain.parameters()).device
     return copied.to(device=device, dtype=torch.float32).eval().requires_grad_(False)
@@ -303,6 +320,7 @@ def _let_base_be_plain(copied: Any, kind: str) -> None:
     copied.quantization_backend = None
     if not type(copied).__module__.endswith(_QUANTIZED_MODULES):
         return
+
     method, _, name = kind.partition(".")
     module = importlib.import_module(f"peft.tuners.{method}.layer")
     copied.__class__ = getattr(module, name)
@@ -333,6 +351,7 @@ def _probe(plain: nn.Module) -> Tensor:
     if isinstance(plain, nn.Embedding):
         step = math.ceil(plain.num_embeddings / _MOST_LOOKED_UP)
         return torch.arange(0, plain.num_embeddings, step, device=weight.device)[None]
+
     if "kernel_size" in fields:
         sizes = [2 * size + 1 for size in fields["kernel_size"]]
         shape = [2, fields["in_channels"], *sizes]
@@ -341,6 +360,7 @@ def _probe(plain: nn.Module) -> Tensor:
         # dimension of its weight.
         width = fields.get("in_features", fields.get("nx", weight.shape[-1]))
         shape = [1, 2, width]
+
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
     return drawn.to(weight.device)

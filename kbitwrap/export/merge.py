@@ -72,24 +72,30 @@ def merge_into(
             f"the model is quantized with {tree.quantization.method}, whose weights "
             "cannot be dequantized here, and so not merged; export without merging"
         )
+
     places = [tree.places(tensor) for tensor in tree.tensors]
     dtype = torch.float32 if in_float32 else _half_dtype(twin.model)
     rounded = dequantize(twin, dtype)
     merges = _plan(twin, dtype, rounded, chosen)
     for merge in merges:
         merge.in_float32 = in_float32
+
     # Refusals come before anything is written: one layer of each kind is tried out.
     for merge in {merge.kind: merge for merge in reversed(merges)}.values():
         merge.try_out()
+
     for merge in merges:
         merge.replace_tensors()
+
     settle_ties(twin.model, [shared for shared in places if len(shared) > 1])
     for _, module in twin.model.named_modules():
         for name in _MODEL_ATTRIBUTES:
             vars(module).pop(name, None)
+
     for config in configs_of_all(twin.model):
         for name in _CONFIG_ATTRIBUTES:
             vars(config).pop(name, None)
+
     return tuple(merge.fqn for merge in merges if merge.is_adapted)
 
 
@@ -98,6 +104,7 @@ def _refuse_unknown(twin: Twin, chosen: Chosen) -> None:
     for peeled in twin.peeled:
         for wrapper in peeled.wrappers:
             there.update(adapters_of(wrapper))
+
     for name in chosen or ():
         if name not in there:
             raise ConfigError(
@@ -155,11 +162,13 @@ class _Merge:
         """
         if is_quantized_layer(self.original):
             make_plain(self.shell)
+
         parameters = vars(self.shell)["_parameters"]
         for name, value in self.source._parameters.items():
             if value is not None:
                 is_computed = self._is_computed(name, value)
                 parameters[name] = self._lazy(name) if is_computed else value
+
         for name, buffer in self.source._buffers.items():
             before = self.original._buffers.get(name)
             if buffer is not None and before is not None:
@@ -195,12 +204,16 @@ class _Merge:
                 "export without merging",
                 fqn=self.fqn,
             )
+
         if self.in_float32:
             return torch.float32
+
         if self._is_rounded(name):
             return self.dtype
+
         if not is_quantized_parameter(before):
             return before.dtype
+
         state = quant_state_of(self.original, before)
         return self.dtype if state is None else state.dtype
 
@@ -224,10 +237,12 @@ class _Merge:
         whole = None
         if tensor.is_own:
             whole = tensor.base(...).to(self._dtype(name)).contiguous()
+
         for rows, block in self._blocks(name, tensor):
             if whole is None:
                 whole = block.new_empty(tensor.shape)
             whole[rows] = block
+
         assert whole is not None
         return whole.t() if self._is_transposed(name) else whole
 
@@ -255,9 +270,11 @@ class _Merge:
         is_sum_finite = torch.isfinite(rounded.sum(dtype=torch.float32))
         if is_sum_finite or torch.isfinite(rounded).all():
             return
+
         what = "not finite"
         if torch.isfinite(value).all():
             what = f"beyond the range of {rounded.dtype}"
+
         raise ExportError(
             f"{self.fqn}.{name}: merged with its adapters, it has values that are "
             f"{what}; export without merging, or disable these adapters",
@@ -299,9 +316,11 @@ def _plan(
                     raise refusal(fqn, module, why)
                 place = join(fqn, name) if name else fqn
                 merge_of(place, peeled.shell.get_submodule(name)).copy = module
+
     for fqn, module in twin.model.named_modules():
         if is_quantized_layer(module) or id(module) in rounded:
             merge_of(fqn, module)
+
     _refuse_partly_adapted(twin, merges)
     return list(merges.values())
 

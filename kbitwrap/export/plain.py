@@ -50,6 +50,7 @@ def dequantize(twin: Twin, dtype: torch.dtype) -> set[int]:
             vars(shell)["_parameters"]["bias"] = _bias_of(source, dtype)
         shape = parameter_of(shell, "weight").shape
         vars(shell)["_parameters"]["weight"] = LazyTensor(shape, dtypes[kind], compute)
+
     return rounded
 
 
@@ -95,6 +96,7 @@ def _dequantize_stacks(fqn: str, shell: nn.Module) -> None:
     stacks = quantized_stacks(shell)
     if not stacks:
         return
+
     others = {*shell._modules["parametrizations"]._modules} - {*stacks}  # type: ignore[union-attr]
     if others or any(len(computes._modules) > 1 for computes, _ in stacks.values()):
         raise ExportError(
@@ -102,6 +104,7 @@ def _dequantize_stacks(fqn: str, shell: nn.Module) -> None:
             "remove them",
             fqn=fqn,
         )
+
     del vars(shell)["_modules"]["parametrizations"]
     shell.__class__ = type(shell).__bases__[0]
     for name, (computes, state) in stacks.items():
@@ -160,17 +163,22 @@ def float32_module(plain: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.M
     for name, value in fields.items():
         if name.endswith("_hooks"):
             fields[name] = type(value)()
+
     for name in HOOKED_FORWARD:
         fields.pop(name, None)
+
     for name in made._parameters:
         made._parameters[name] = None
         if name in values:
             parameter = nn.Parameter(values[name], requires_grad=False)
             made._parameters[name] = parameter
+
     for name in ("out_features", "num_embeddings"):
         if name in fields:
             fields[name] = values["weight"].shape[0]
+
     if "padding_idx" in fields:
         # it matters to gradients alone, and the row may not be there
         fields["padding_idx"] = None
+
     return made

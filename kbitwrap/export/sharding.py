@@ -105,14 +105,17 @@ class Gathering:
                     f"{fqn} is sharded: its values can be read only while all ranks "
                     "export together"
                 )
+
             _tell(index)
             value = self._gather(one)
             if stored is not None:
                 value = stored.original_of(value)
+
             if original.differs(was, value):
                 if not parameter.requires_grad:
                     raise self._error(drift_of(fqn), fqn=fqn)
                 self.trained.append(fqn)
+
             return value
 
         dtype = parameter.dtype if stored is None else stored.dtype
@@ -122,6 +125,7 @@ class Gathering:
             if isinstance(held, RuntimeChange):
                 state = held.original_quant_state(parameter)
             vars(promised)["quant_state"] = state
+
         return promised
 
     def _sharded(self, tensor: NamedTensor, was: ParameterRecord) -> _Sharded:
@@ -147,11 +151,13 @@ class Gathering:
         if not self.is_sharded:
             yield
             return
+
         try:
             yield
         except Exception as error:
             self._compare(str(error))
             raise
+
         tensors, found = self._compare(None)
         for rank, (message, others) in enumerate(found):
             if message is not None:
@@ -180,8 +186,10 @@ class Gathering:
         """
         if not self.is_sharded:
             return read()
+
         if distributed.get_rank() != 0:
             return self._follow()  # type: ignore[no-any-return]
+
         self._is_led = True
         try:
             result = read()
@@ -192,6 +200,7 @@ class Gathering:
         finally:
             self._is_led = False
             self._open(None)
+
         _tell((None, result))
         return result
 
@@ -212,10 +221,12 @@ class Gathering:
                     f"{one.fqn} was resized since the model was prepared", fqn=one.fqn
                 )
             return one.parameter.detach().clone()  # type: ignore[no-any-return]
+
         tensor = one.parameter.detach()
         # offloaded: gathered where the ranks communicate
         if tensor.device.type != tensor.device_mesh.device_type:
             tensor = tensor.to(tensor.device_mesh.device_type)
+
         gathered: Tensor = tensor.full_tensor()
         return gathered
 
@@ -228,6 +239,7 @@ class Gathering:
             # before it has run, FSDP1 takes what is whole first for the root
             with _whole_unit(self._outermost.pop()):
                 pass
+
         unit = None if owner is None else self._units[id(owner)]
         if unit is not self._unit:
             self._whole.close()
@@ -270,6 +282,7 @@ def _fsdp1_units(inside: nn.Module) -> tuple[nn.Module, dict[int, nn.Module]]:
             f"the FSDP1 wrapper around {type(inside).__name__} is gone, and with it "
             "what gathers its weights"
         )
+
     outermost = max(around, key=lambda wrapper: len([*wrapper.modules()]))
     units: dict[int, nn.Module] = {}
     # A wrapper comes before those inside it, so that the innermost one around a module
@@ -277,6 +290,7 @@ def _fsdp1_units(inside: nn.Module) -> tuple[nn.Module, dict[int, nn.Module]]:
     for unit in outermost.modules():
         if isinstance(unit, fsdp1):
             units |= {id(module): unit for module in unit.modules()}
+
     return outermost, units
 
 

@@ -104,10 +104,12 @@ def _refuse_strange(target: Path, where: str, owns: Owns, overwrite: bool) -> No
     """Raise where something is at the destination that must not be replaced."""
     if not os.path.lexists(target):
         return
+
     if not target.is_dir():
         raise ExportError(
             f"{where}: expected a folder or nothing, found a file; nothing was written"
         )
+
     entries = sorted(
         entry for entry in target.iterdir() if not entry.name.startswith(_HIDDEN)
     )
@@ -116,6 +118,7 @@ def _refuse_strange(target: Path, where: str, owns: Owns, overwrite: bool) -> No
             f"{where}: exists and is not empty; choose another folder, or replace this "
             "one (overwrite=True, --overwrite)"
         )
+
     strange = [
         entry.name
         for entry in entries
@@ -123,6 +126,7 @@ def _refuse_strange(target: Path, where: str, owns: Owns, overwrite: bool) -> No
     ]
     if not strange:
         return
+
     named = first_of([repr(name) for name in strange], _MOST_NAMED)
     raise ExportError(
         f"{where}: holds what overwriting would delete and no checkpoint of this kind "
@@ -239,6 +243,7 @@ def _lock(folder: Path) -> int | None:
     # leftover
     if sys.platform == "win32":
         return os.open(os.devnull, os.O_RDONLY)
+
     with contextlib.suppress(FileNotFoundError):
         descriptor = os.open(folder, os.O_RDONLY)
         with contextlib.suppress(BlockingIOError):
@@ -246,6 +251,7 @@ def _lock(folder: Path) -> int | None:
             if folder.exists():
                 return descriptor
         os.close(descriptor)
+
     return None
 
 
@@ -256,6 +262,7 @@ def _recover(target: Path, prefix: str) -> None:
     """
     if sys.platform == "win32":
         return
+
     for leftover in (*target.parent.glob(f"{prefix}*"), *target.glob(f"{prefix}*")):
         lock = None
         with contextlib.suppress(PermissionError):  # another user's
@@ -292,12 +299,15 @@ def _moved_out(hidden: Path, target: Path) -> Path | None:
     """
     if hidden.parent != target:
         return hidden
+
     new, old = (hidden / _NEW).stat(), target.stat()
     if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
         return None
+
     is_here = _identities([target]) == _identities([os.curdir])
     if is_here or len([*target.glob(f"{_HIDDEN}*")]) > 1:
         return None
+
     shutil.copymode(target, hidden / _NEW)
     outside = target.parent / hidden.name
     try:
@@ -305,6 +315,7 @@ def _moved_out(hidden: Path, target: Path) -> Path | None:
     # a mount point, or one in a folder of another user's
     except OSError:
         return None
+
     return outside
 
 
@@ -315,6 +326,7 @@ def _took_place(folder: Path, target: Path) -> bool:
     """
     if os.path.lexists(target) and any(target.iterdir()):
         return _exchange(folder, target)
+
     try:
         # takes the place of an empty folder, and of nothing else
         os.rename(folder, target)
@@ -323,6 +335,7 @@ def _took_place(folder: Path, target: Path) -> bool:
             raise
         target.mkdir(exist_ok=True)
         return False
+
     return True
 
 
@@ -377,9 +390,11 @@ def _exchange(first: Path, second: Path) -> bool:
     """Exchange two paths in one step; false where the system cannot."""
     if sys.platform != "linux":
         return False
+
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
+
     # AT_FDCWD of fcntl.h, RENAME_EXCHANGE of linux/fs.h
     here, exchange = -100, 2
     code = renameat2(here, os.fsencode(first), here, os.fsencode(second), exchange)

@@ -40,6 +40,7 @@ def settle_ties(model: nn.Module, places: Places) -> None:
             continue
         for module, name in group:
             vars(module)["_parameters"][name] = tensors[0]
+
     if is_untied:
         for group in places:
             for module, name in group[1:]:
@@ -65,6 +66,7 @@ def _untie_configs(model: nn.Module) -> None:
         for config in tying:
             setattr(config, _FLAG, False)
         return
+
     # transformers 5 ties nothing that a checkpoint holds twice, with different values.
     loading = inspect.signature(getattr(model, "tie_weights", len))
     if tying and "missing_keys" not in loading.parameters:

@@ -85,11 +85,13 @@ class _Copier:
         for node in self.tree.base:
             for name, parameter in node.module._parameters.items():
                 stored[join(node.fqn, name)] = parameter
+
         converted = []
         for fqn, original in model.named_parameters():
             parameter = stored[fqn]
             if parameter is not None and parameter.dtype != original.dtype:
                 converted.append(fqn)
+
         return Twin(model, tuple(self._peeled), tuple(converted))
 
     def _copy(self, fqn: str, module: nn.Module) -> nn.Module:
@@ -104,12 +106,15 @@ class _Copier:
         if shell is None:
             _refuse_without_scales(fqn, base)
             shell = self._shells[id(base)] = self._shell(base)
+
         if wrappers:
             self._peeled.append(Peeled(fqn, shell, wrappers))
+
         if is_new:
             for name, child in shell._modules.items():
                 if child is not None:
                     shell._modules[name] = self._copy(join(fqn, name), child)
+
         return shell
 
     def _shell(self, module: nn.Module) -> nn.Module:
@@ -121,18 +126,22 @@ class _Copier:
         shell.__class__ = class_before_sharding(module)
         for change in self.rewritten:
             change.undo_on(shell, module)
+
         fields = vars(shell)
         for name, value in list(fields.items()):
             if isinstance(value, _OURS) or name in _ADAPTER_ATTRIBUTES:
                 del fields[name]
+
         for name, config in configs_of(module):
             recorded = config if self.original is None else self.original.config(config)
             fields[name] = copy.deepcopy(recorded, self._memo)
+
         for name, parameter in module._parameters.items():
             if self.original is not None and self.original.is_alias(module, name):
                 del fields["_parameters"][name]
             elif parameter is not None:
                 fields["_parameters"][name] = self._promise(module, name, parameter)
+
         return shell
 
     def _promise(self, module: nn.Module, name: str, parameter: nn.Parameter) -> Tensor:
@@ -146,6 +155,7 @@ class _Copier:
                 self.promised[key] = unpacked_copy(parameter)
             else:
                 self.promised[key] = parameter
+
         return self.promised[key]
 
     def held_of(
@@ -195,6 +205,7 @@ def build_twin(
     copier = _Copier(tree)
     if preparation is None:
         return copier.twin()
+
     changes = [*preparation.copies(tree), *preparation.journal.parts(HeldOriginal)]
     copier.held = {one.record: one for one in changes}  # the oldest decides
     copier.rewritten = preparation.journal.parts(KeptChange)
@@ -204,14 +215,17 @@ def build_twin(
     # and no part or container of it
     if prepared is None or unwrap(prepared)[0] is not unwrap(tree.model)[0]:
         return copier.twin()
+
     found = preparation.changes(tree)
     _refuse_replaced(found)
     copier.original = original
     if gathering is not None and gathering.is_sharded:
         copier.promise_shards(original, gathering)
+
     twin = copier.twin()
     for fqn in found.drifted:
         raise ExportError(drift_of(fqn), fqn=fqn)
+
     return twin
 
 
@@ -273,4 +287,5 @@ def _sharing_memory(held: _Held) -> _Promised:
         views = Layout.place(originals)
         if not any(map(differ, views, values)):
             found.update(zip(map(id, parameters), views, strict=True))
+
     return found

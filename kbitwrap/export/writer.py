@@ -128,8 +128,10 @@ class CheckpointWriter:
         for file, names in files.items():
             chosen = {name: tensors[name] for name in names}
             self.save_file(chosen, self.folder / file, metadata)
+
         if index_name is None and len(files) < 2:
             return
+
         content = dict(index or {})
         old = content.get("metadata", {})
         where = {name: file for file, names in files.items() for name in names}
@@ -190,6 +192,7 @@ def split_into_files(
                 dict(tensors), max_shard_size=max_shard_size
             )
             return dict(split.filename_to_tensors)
+
     raise ConfigError(
         "max_shard_size: expected bytes or a string such as '5GB', found "
         f"{max_shard_size!r}"
@@ -211,6 +214,7 @@ def write_safetensors(
         raise ExportError(
             "safetensors files can be written on little-endian machines only"
         )
+
     header, offsets = _header(tensors, metadata)
     announced = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -247,6 +251,7 @@ def _write_tensor(
     )
     if tensor.shape != shape:
         raise changed
+
     left = shape.numel()
     for piece in pieces(tensor):
         left -= piece.numel()
@@ -254,6 +259,7 @@ def _write_tensor(
             raise changed
         _write(file, piece.reshape(-1).view(torch.uint8).numpy().data, progress)
         del piece  # its memory is free while the next one is computed
+
     if left:
         raise changed
 
@@ -276,6 +282,7 @@ def _refuse_unsupported(name: str, tensor: torch.Tensor) -> None:
         found = f"dtype {tensor.dtype}"
     elif code == TWO_A_BYTE and not tensor.shape:
         found = f"shape () and dtype {tensor.dtype}"
+
     if found:
         raise ExportError(
             f"{name}: safetensors files cannot hold tensors of {found}; convert it "
@@ -291,9 +298,11 @@ def _header(tensors: Tensors, metadata: Metadata) -> tuple[bytes, dict[str, int]
     """
     for name, tensor in tensors.items():
         _refuse_unsupported(name, tensor)
+
     entries: dict[str, object] = {}
     if metadata is not None:
         entries["__metadata__"] = dict(sorted(metadata.items()))
+
     offsets = {}
     end = 0
     for name in sorted(tensors, key=lambda name: (_ORDER[tensors[name].dtype], name)):
@@ -308,6 +317,7 @@ def _header(tensors: Tensors, metadata: Metadata) -> tuple[bytes, dict[str, int]
             "shape": shape,
             "data_offsets": [offsets[name], end],
         }
+
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text, offsets

@@ -143,6 +143,7 @@ def _read(
     for fqn in parameters:
         if dtype is None and _is_plain(live[fqn]):
             dtype = tensors[fqn].original_dtype
+
     trained = [] if preparation is None else preparation.changes(tree).trained
     return Contents(
         _model_record(twin, dtype),
@@ -199,11 +200,13 @@ def _flags(
     record = tree.known.get(id(tensor)) or tree.sharded.get(id(tensor))
     if preparation is None or record is None:
         return found
+
     found["requires_grad"] = preparation.original.flags[record]
     left = preparation.left.of(record)
     if left is not None:
         found["prepared_dtype"] = dtype_name(left["dtype"])
         found["prepared_requires_grad"] = left["requires_grad"]
+
     return found
 
 
@@ -227,6 +230,7 @@ def _adapters(tree: ModelTree) -> dict[str, AdapterRecord]:
             for path, parameter in container.named_parameters():
                 if key not in COPIES:
                     dtypes[path.partition(".")[0]].add(dtype_name(parameter.dtype))
+
     found = {}
     config_class = loaded_class("peft", "PeftConfig")
     for node in tree.base:
@@ -234,6 +238,7 @@ def _adapters(tree: ModelTree) -> dict[str, AdapterRecord]:
         for name, config in configs.items() if isinstance(configs, dict) else ():
             if name in dtypes and isinstance(config, config_class):
                 found[join(node.fqn, name)] = _adapter_record(config, dtypes[name])
+
     return found
 
 
@@ -286,6 +291,7 @@ def _model_record(twin: nn.Module, dtype: str | None) -> ModelRecord:
         own = getattr(found, "quantization_config", None)
         if own is not None:
             quantizations[fqn] = _settled(_as_dict(own), _VOLATILE_QUANTIZATION)
+
     text = json.dumps(settled.get("", settled), sort_keys=True)
     quantization = QuantizationRecord(
         method=ModelTree(twin).quantization.method,
@@ -338,16 +344,20 @@ def _settled(value: Any, volatile: tuple[str, ...]) -> Any:
             for key in sorted(items)
             if not key.startswith("_") and key not in volatile
         }
+
     if isinstance(value, (set, frozenset, list, tuple)):
         found = [_settled(item, volatile) for item in value]
         if isinstance(value, (set, frozenset)):
             found.sort(key=json.dumps)
         return found
+
     if isinstance(value, torch.dtype):
         return dtype_name(value)
+
     value = getattr(value, "value", value)  # of an enumeration
     if value is None or isinstance(value, (str, int, float)):
         return value
+
     return type(value).__name__
 
 

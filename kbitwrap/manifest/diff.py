@@ -41,6 +41,7 @@ def compare(
     whole = _unequal(_flat(header), _flat(other_header))
     for name in ignored:
         whole.pop(name, None)
+
     different = {"": whole} if whole else {}
     ties, other_ties = _tied(first), _tied(second)
     for fqn in first:
@@ -51,6 +52,7 @@ def compare(
         unequal = _unequal(one, other)
         if unequal:
             different[fqn] = unequal
+
     return ManifestDiff(
         different,
         missing=tuple(fqn for fqn in first if fqn not in second),

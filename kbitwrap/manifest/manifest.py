@@ -120,20 +120,24 @@ class Manifest(Report, Record):
                 f"a tensor is of kind {highest}, but there are only {len(self.kinds)} "
                 "kinds, counted from 0"
             )
+
         tied = [name for names in self.ties for name in names]
         if len(set(tied)) < len(tied):
             raise ValueError("a tensor is tied twice")
+
         for first, *others in self.ties:
             for other in others:
                 if first not in self.rows or self.rows[first] != self.rows.get(other):
                     raise ValueError(
                         f"{first} and {other} are tied, but their records differ"
                     )
+
         if self.version == 1:
             for prefix, part in (("", self), ("config.", self.config)):
                 new = part.new_fields().keys() & part.model_fields_set
                 if new:
                     raise ValueError(f"version 1 has no field {prefix}{min(new)}")
+
         return self
 
     @property
@@ -172,6 +176,7 @@ class Manifest(Report, Record):
                 "precision, and a manifest records one preparation; restore() the "
                 "model and prepare it once"
             )
+
         plan = preparation.plan
         with _refusing("cannot record this preparation"):
             tree = preparation.tree()
@@ -268,6 +273,7 @@ class Manifest(Report, Record):
                 *Preparation.tree_of(model), progress=self.config.progress
             )
             current = contents.model
+
         ignored = ["model.name_or_path"]
         recorded = self.versions.get("transformers")
         installed = versions().get("transformers")
@@ -281,6 +287,7 @@ class Manifest(Report, Record):
                 UserWarning,
                 stacklevel=2,
             )
+
         ours: dict[str, Any] = {"model": self.model.model_dump(by_alias=True)}
         theirs: dict[str, Any] = {"model": current.model_dump(by_alias=True)}
         if adapters:
@@ -288,6 +295,7 @@ class Manifest(Report, Record):
             theirs["adapters"] = {
                 name: vars(one) for name, one in contents.adapters.items()
             }
+
         found = compare(
             self.tensors, contents.tensors, as_loaded, ours, theirs, ignored
         )
@@ -340,6 +348,7 @@ class Manifest(Report, Record):
         digest = hashlib.sha256()
         for fqn, tensor in sorted(self.tensors.items()):
             digest.update(json.dumps([fqn, *for_training(tensor).values()]).encode())
+
         exclude = {"config": _OPERATIONAL, "model": {"name_or_path"}}
         data = self.model_dump(
             mode="json",
@@ -375,6 +384,7 @@ class Manifest(Report, Record):
         ignored = ["transformers"]
         if expected.get("transformers") != found["transformers"]:
             ignored.append("model.config_sha256")
+
         return compare(
             (recorded or self).tensors,
             self.tensors,
@@ -413,16 +423,19 @@ class Manifest(Report, Record):
                 f"{source}: expected a manifest of at most {format_bytes(MAX_BYTES)}, "
                 "found a larger one"
             )
+
         try:
             data = parse_json(text.decode())
         except (ValueError, RecursionError) as error:
             raise ManifestError(f"{source}: expected JSON in UTF-8: {error}") from error
+
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, dict) else data
             raise ManifestError(
                 f'{source}: expected JSON with "format": "{FORMAT}", found '
                 f"{shown(found)}"
             )
+
         version = data.get("version")
         if type(version) is not int or version not in VERSIONS:
             raise ManifestVersionError(
@@ -431,6 +444,7 @@ class Manifest(Report, Record):
                 found=version,
                 supported=VERSIONS,
             )
+
         with _refusing(f"{source} is invalid"):
             return cls.model_validate(data)._of_lowest_version()
 
@@ -467,6 +481,7 @@ class Manifest(Report, Record):
         folder = path
         if os.path.isdir(folder):
             path = os.path.join(folder, MANIFEST_NAME)
+
         name = repr(os.fspath(path))
         try:
             if path is not folder and not os.path.exists(path):
@@ -476,6 +491,7 @@ class Manifest(Report, Record):
                 text = file.read(MAX_BYTES + 1)
         except (OSError, ValueError) as error:
             raise ManifestError(f"cannot read the manifest {name}: {error}") from error
+
         return cls._read(text, name)
 
 
