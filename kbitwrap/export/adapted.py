@@ -16,8 +16,9 @@ from ..model.quantization import (
 )
 from ..tensors.lazy import values_of
 from .adapters import ActiveLayer
+from .float32 import float32_module
 from .layers import Merger, merges_by_rows
-from .plain import float32_module, parameter_of, plain_layer
+from .plain import parameter_of, plain_layer
 
 # The float32 values of a block of rows. Merging it takes several times these bytes, and
 # some time whatever its size.

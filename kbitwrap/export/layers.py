@@ -7,27 +7,22 @@ compute what that copy computes.
 from __future__ import annotations
 
 import contextlib
-import copy
-import importlib
 import math
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from ..model.quantization import PEFT_MODULES, Rows, is_quantized_layer
+from ..model.quantization import Rows, is_quantized_layer
 from ..model.tree import shallow_copy
 from .adapters import ActiveLayer, is_tuner_layer
-from .plain import HOOKED_FORWARD
+from .float32 import QUANTIZED_MODULES, float32_layer, probe_of
 
 # The largest difference allowed between what a layer and its merge compute, relative to
 # the largest output, adapted or not. Rounding in float32 stays below it; half a unit in
 # the last place of float16, the finer half dtype, is 2**-12.
 _TOLERANCE = 2.0**-15
-_QUANTIZED_MODULES = tuple(f".{name}" for name in PEFT_MODULES)
 # The methods and layers that merge row by row, with the containers whose tensors have
 # the rows of the base's weight and the dimension of these. Merging takes 6 to 12 times
 # the bytes that what is merged, a layer or a few rows, has in half.
@@ -43,7 +38,6 @@ _ROWS = {
 }
 _VARIANTS_WITH_ROWS = {"DoraLinearVariant"}  # of LoRA
 _PLAIN_FORWARDS = (nn.Linear.forward, nn.Embedding.forward)
-_MOST_LOOKED_UP = 4096  # rows of an embedding in which a merge is compared
 
 
 class Merger:
@@ -73,7 +67,7 @@ class Merger:
                 return self._merged(plain, rows)
             outermost = self._layers[-1]
             with outermost.refusing():
-                probe = _probe(plain)
+                probe = probe_of(plain)
                 unadapted = plain(probe)
                 expected = self._adapted(plain, rows, probe, unadapted)
             merged = self._merged(plain, rows)
@@ -114,7 +108,7 @@ class Merger:
 
 def _dequantizes(layer: Any) -> bool:
     """Whether one of PEFT's layers computes the values of a quantized base."""
-    is_for_quantized = type(layer).__module__.endswith(_QUANTIZED_MODULES)
+    is_for_quantized = type(layer).__module__.endswith(QUANTIZED_MODULES)
     # not in every version of PEFT
     has_backend = getattr(layer, "quantization_backend", None) is not None
     return is_for_quantized or has_backend
@@ -164,7 +158,7 @@ class _LayerMerge:
         """The float32 copy of the layer, over some rows of a plain base."""
         if self._copy is None:
             _refuse_base(plain, self._one)
-            self._copy = _float32_layer(self._one, plain)
+            self._copy = float32_layer(self._one, plain)
             tensors = (*self._copy.parameters(), *self._copy.buffers())
             self._wholes = {tensor: tensor.data for tensor in tensors}
 
@@ -266,101 +260,3 @@ def merges_by_rows(one: ActiveLayer, module: nn.Module, num_rows: int) -> bool:
             return False
 
     return True
-
-
-# --------------------------------------------------------------------------------------
-# A layer in float32, and what it is given.
-# --------------------------------------------------------------------------------------
-
-
-def _float32_layer(one: ActiveLayer, plain: nn.Module) -> Any:
-    """A copy of one of PEFT's layers in float32, without its base.
-
-    It is on the device of a plain one.
-    """
-    fields = vars(one.layer)
-    if "forward" in fields and "_hf_hook" not in fields:
-        raise TypeError(
-            "its forward was replaced, and may depend on the input in any way"
-        )
-
-    # Hooks, accelerate's forward and tied adapters refer to objects far outside the
-    # layer.
-    bare = shallow_copy(one.layer)
-    base = bare._modules.pop("base_layer")
-    for name in HOOKED_FORWARD:
-        vars(bare).pop(name, None)
-
-    if "_tied_adapter" in fields:
-        vars(bare)["_tied_adapter"] = []
-
-    memo: dict[int, Any] = {id(base): None}
-    for module in bare.modules():
-        for name, value in vars(module).items():
-            if name.endswith("_hooks"):
-                memo[id(value)] = OrderedDict()
-            # Views with a history, which a layer keeps of tied adapters, cannot be
-            # copied.
-            for leaf in tree_leaves(value):
-                if isinstance(leaf, Tensor) and not leaf.is_leaf:
-                    memo[id(leaf)] = leaf.detach().clone()
-
-    copied: Any = copy.deepcopy(bare, memo)
-    for magnitude in copied._modules.get("lora_magnitude_vector", {}).values():
-        if type(magnitude).__name__ == "DoraLinearLayer":
-            vars(magnitude)["get_lora_weight"] = _product
-
-    _let_base_be_plain(copied, one.kind)
-    device = next(plain.parameters()).device
-    return copied.to(device=device, dtype=torch.float32).eval().requires_grad_(False)
-
-
-def _let_base_be_plain(copied: Any, kind: str) -> None:
-    """Make a layer for a quantized base one for a plain base."""
-    copied.quantization_backend = None
-    if not type(copied).__module__.endswith(_QUANTIZED_MODULES):
-        return
-
-    method, _, name = kind.partition(".")
-    module = importlib.import_module(f"peft.tuners.{method}.layer")
-    copied.__class__ = getattr(module, name)
-    # A layer for bitsandbytes may lack this field: its weights are stored as those of
-    # ``nn.Linear``.
-    vars(copied).setdefault("fan_in_fan_out", False)
-
-
-def _product(
-    lora_A: nn.Linear,  # noqa: N803
-    lora_B: nn.Linear,  # noqa: N803
-    adapter_name: str | None = None,
-) -> Tensor:
-    """Compute ``DoraLinearLayer.get_lora_weight`` without a unit matrix.
-
-    That is as wide as the layer, and FSDP alone needs it.
-    """
-    return lora_B.weight @ lora_A.weight
-
-
-def _probe(plain: nn.Module) -> Tensor:
-    """An input for a plain module, always the same.
-
-    Torch's global generators are not used.
-    """
-    weight = plain.get_parameter("weight")
-    fields = vars(plain)
-    if isinstance(plain, nn.Embedding):
-        step = math.ceil(plain.num_embeddings / _MOST_LOOKED_UP)
-        return torch.arange(0, plain.num_embeddings, step, device=weight.device)[None]
-
-    if "kernel_size" in fields:
-        sizes = [2 * size + 1 for size in fields["kernel_size"]]
-        shape = [2, fields["in_channels"], *sizes]
-    else:
-        # ``nx`` is the width of transformers' ``Conv1D``; a norm's is the last
-        # dimension of its weight.
-        width = fields.get("in_features", fields.get("nx", weight.shape[-1]))
-        shape = [1, 2, width]
-
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-    return drawn.to(weight.device)

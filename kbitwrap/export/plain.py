@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,10 +18,6 @@ from ..model.quantization import (
 from ..model.tree import shallow_copy
 from ..tensors.lazy import LazyTensor
 from .twin import Twin
-
-# The attributes that accelerate sets: the forward between its hooks, the forward that
-# this calls, and the hook.
-HOOKED_FORWARD = ("forward", "_old_forward", "_hf_hook")
 
 
 def dequantize(twin: Twin, dtype: torch.dtype) -> set[int]:
@@ -150,35 +146,3 @@ def plain_layer(module: nn.Module, *, as_linear: bool = False) -> nn.Module:
             made: nn.Module = vars(module)["source_cls"](*reversed(widths))
             return made
         return nn.Linear(*widths, module._parameters.get("bias") is not None)
-
-
-def float32_module(plain: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:
-    """A plain float32 module in evaluation mode over parameters by name.
-
-    Their values are not copied.
-    """
-    made = shallow_copy(plain)
-    made.training = False
-    fields = vars(made)
-    for name, value in fields.items():
-        if name.endswith("_hooks"):
-            fields[name] = type(value)()
-
-    for name in HOOKED_FORWARD:
-        fields.pop(name, None)
-
-    for name in made._parameters:
-        made._parameters[name] = None
-        if name in values:
-            parameter = nn.Parameter(values[name], requires_grad=False)
-            made._parameters[name] = parameter
-
-    for name in ("out_features", "num_embeddings"):
-        if name in fields:
-            fields[name] = values["weight"].shape[0]
-
-    if "padding_idx" in fields:
-        # it matters to gradients alone, and the row may not be there
-        fields["padding_idx"] = None
-
-    return made

@@ -79,7 +79,38 @@ class Gathering:
         self._whole = contextlib.ExitStack()
         self._is_led = False
 
-    def promise(
+    def promise_all(
+        self,
+        tree: ModelTree,
+        original: Original,
+        held_of: Callable[..., HeldOriginal | None],
+    ) -> dict[int, Tensor]:
+        """Promise the originals of parameters that were sharded since.
+
+        Returns:
+            The promised tensors, by the ``id`` of the live parameter.
+        """
+        found: dict[int, Tensor] = {}
+        for tensor in tree.base_tensors:
+            key, fqn = id(tensor.parameter), tensor.fqn
+            if not is_sharded_tensor(tensor.parameter) or key in found:
+                continue
+            was, why = original.base.get(fqn), ""
+            if was is None:
+                why = "was added after the model was prepared"
+            elif was in original.sharing_memory:
+                why = "shared its memory with another parameter"
+            if was is None or why:
+                raise ExportError(
+                    f"{fqn}: it {why}, so its original cannot be written from shards; "
+                    "export before sharding",
+                    fqn=fqn,
+                )
+            held = held_of(tensor.module, tensor.name, tensor.parameter)
+            found[key] = self._promise(tensor, was, held, original)
+        return found
+
+    def _promise(
         self,
         tensor: NamedTensor,
         was: ParameterRecord,

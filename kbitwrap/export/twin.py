@@ -24,7 +24,7 @@ from ..errors import ExportError
 from ..model.quantization import has_runtime_state, lacks_statistics, unpacked_copy
 from ..model.records import Mark, ParameterRecord
 from ..model.tree import ModelTree, join, shallow_copy
-from ..model.wrappers import class_before_sharding, is_sharded_tensor, unwrap
+from ..model.wrappers import class_before_sharding, unwrap
 from ..preparation.comparison import DECOMPRESSED, Changes
 from ..preparation.original import Original, configs_of
 from ..preparation.preparation import Preparation
@@ -147,16 +147,17 @@ class _Copier:
     def _promise(self, module: nn.Module, name: str, parameter: nn.Parameter) -> Tensor:
         """The twin's tensor for a parameter, with its original value."""
         key = id(parameter)
-        if key not in self.promised:
-            held = self.held_of(module, name, parameter)
-            if held is not None:
-                self.promised[key] = held.read(parameter)
-            elif name == "weight" and has_runtime_state(module):
-                self.promised[key] = unpacked_copy(parameter)
-            else:
-                self.promised[key] = parameter
+        if key in self.promised:
+            return self.promised[key]
 
-        return self.promised[key]
+        held = self.held_of(module, name, parameter)
+        value: Tensor = parameter
+        if held is not None:
+            value = held.read(parameter)
+        elif name == "weight" and has_runtime_state(module):
+            value = unpacked_copy(parameter)
+        self.promised[key] = value
+        return value
 
     def held_of(
         self, module: nn.Module, name: str, parameter: nn.Parameter
@@ -169,26 +170,6 @@ class _Copier:
         record = self.tree.known.get(key) or self.tree.sharded.get(key)
         record = record or self.tree.records.at(module, name)
         return None if record is None else self.held.get(record)
-
-    def promise_shards(self, original: Original, gathering: Gathering) -> None:
-        """Promise the originals of parameters that were sharded since."""
-        for tensor in self.tree.base_tensors:
-            key, fqn = id(tensor.parameter), tensor.fqn
-            if not is_sharded_tensor(tensor.parameter) or key in self.promised:
-                continue
-            was, why = original.base.get(fqn), ""
-            if was is None:
-                why = "was added after the model was prepared"
-            elif was in original.sharing_memory:
-                why = "shared its memory with another parameter"
-            if was is None or why:
-                raise ExportError(
-                    f"{fqn}: it {why}, so its original cannot be written from shards; "
-                    "export before sharding",
-                    fqn=fqn,
-                )
-            held = self.held_of(tensor.module, tensor.name, tensor.parameter)
-            self.promised[key] = gathering.promise(tensor, was, held, original)
 
 
 def build_twin(
@@ -220,7 +201,7 @@ def build_twin(
     _refuse_replaced(found)
     copier.original = original
     if gathering is not None and gathering.is_sharded:
-        copier.promise_shards(original, gathering)
+        copier.promised |= gathering.promise_all(tree, original, copier.held_of)
 
     twin = copier.twin()
     for fqn in found.drifted:

@@ -92,9 +92,9 @@ def exported_by_rows(config: peft.PeftConfig, folder: Path, monkeypatch: pytest.
     """Export what is merged in several blocks a layer; the rows of each module in which a merge was compared."""
     compared: list[int] = []
     monkeypatch.setattr(adapted_module, "_BLOCK_BYTES", 16 * 64 * 4)
-    probe = layers_module._probe
+    probe = layers_module.probe_of
     monkeypatch.setattr(
-        layers_module, "_probe", lambda plain: [compared.append(plain.weight.shape[0]), probe(plain)][1]
+        layers_module, "probe_of", lambda plain: [compared.append(plain.weight.shape[0]), probe(plain)][1]
     )
     adapted = adapted_llama(config)
     jitter(adapted)

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 import kbitwrap.export.adapted as adapted_module
-import kbitwrap.export.merge as merge_module
+import kbitwrap.export.merged as merged_module
 from kbitwrap import (
     ConfigError,
     ExportError,
@@ -118,14 +118,14 @@ def test_stacks_of_adapted_experts_are_in_order_and_computed_twice_at_most(
     config = peft.LoraConfig(target_modules=[], target_parameters=stacks, init_lora_weights=False)
     peft.get_peft_model(wrapper.model, config)
     computed: list[str] = []
-    compute = merge_module._Merge._compute
+    compute = merged_module.MergedModule._compute
 
     def counting(merge: Any, parameter: str) -> torch.Tensor:
         computed.append(f"{merge.fqn}.{parameter}")
         return compute(merge, parameter)
 
     with monkeypatch.context() as patch:
-        patch.setattr(merge_module._Merge, "_compute", counting)
+        patch.setattr(merged_module.MergedModule, "_compute", counting)
         for _ in wrapper.merged_weights():
             pass
     assert {*stacks} <= {*computed}

@@ -14,7 +14,7 @@ from torch import nn
 
 import kbitwrap
 from kbitwrap import KbitPreparedModel, Manifest, ManifestError, ManifestMismatchError
-from kbitwrap.manifest.contents import _VOLATILE
+from kbitwrap.manifest.configs import _VOLATILE
 from support import zoo
 from support.plain import small_manifest, tied
 from support.snapshot import Snapshot

@@ -1,0 +1,196 @@
+"""The tensors of one module of the merged model.
+
+They are computed when they are read: dequantized, merged in float32 with the adapters
+on the module, and rounded once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ExportError
+from ..model.quantization import (
+    Rows,
+    is_quantized_layer,
+    is_quantized_parameter,
+    quant_state_of,
+)
+from ..tensors.lazy import LazyTensor
+from .adapted import AdaptedTensor
+from .adapters import ActiveLayer
+from .plain import is_transposed, make_plain, parameter_of
+
+
+@dataclass
+class MergedModule:
+    """How the tensors of one module of the twin are computed."""
+
+    fqn: str
+    shell: nn.Module  # the twin's module
+    original: nn.Module  # a copy of the shell as it was
+    dtype: torch.dtype  # that of dequantized weights, where these do not name their own
+    # whether the dequantized weight is computed in another one
+    is_rounded: bool = False
+    # the active copy of ``modules_to_save``, which runs instead of the original
+    copy: nn.Module | None = None
+    layers: list[ActiveLayer] = field(default_factory=list)  # the innermost first
+    in_float32: bool = False  # whether the result is not rounded
+
+    @property
+    def source(self) -> nn.Module:
+        """The module that holds the values."""
+        return self.original if self.copy is None else self.copy
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether an adapter has a part in the module."""
+        return self.copy is not None or bool(self.layers)
+
+    @property
+    def kind(self) -> Hashable:
+        """The key of modules that are alike: if one of them can be merged, all can."""
+        kinds = [(type(one.layer), one.adapters, one.variants) for one in self.layers]
+        return type(self.source), *kinds
+
+    def try_out(self) -> None:
+        """Merge the first block and throw the result away.
+
+        `ExportError` is raised where that is not exact.
+        """
+        for one in self.layers:
+            name = one.parameter or "weight"
+            if self.source._parameters.get(name) is None:
+                why = f"{type(self.source).__name__} has no parameter {name!r}"
+                raise one.refusal(why)
+            next(self._blocks(name, self._tensor(name)))
+
+    def replace_tensors(self) -> None:
+        """Replace the shell's tensors by lazy ones.
+
+        A quantized layer becomes a plain one.
+        """
+        if is_quantized_layer(self.original):
+            make_plain(self.shell)
+
+        parameters = vars(self.shell)["_parameters"]
+        for name, value in self.source._parameters.items():
+            if value is not None:
+                is_computed = self._is_computed(name, value)
+                parameters[name] = self._lazy(name) if is_computed else value
+
+        for name, buffer in self.source._buffers.items():
+            before = self.original._buffers.get(name)
+            if buffer is not None and before is not None:
+                buffer = buffer.to(before.dtype)
+            self.shell._buffers[name] = buffer
+
+    def _is_computed(self, name: str, value: Tensor) -> bool:
+        if self.copy is not None or is_quantized_parameter(value):
+            return True
+        is_adapted = any(one.parameter in (None, name) for one in self.layers)
+        return is_adapted or self._is_rounded(name)
+
+    def _lazy(self, name: str) -> Tensor:
+        """The tensor that the merged model has for a parameter of the source."""
+        shape, pieces = self._tensor_shape(name), None
+        if not self._is_transposed(name):
+            pieces = functools.partial(self._pieces, name)
+        compute = functools.partial(self._compute, name)
+        return LazyTensor(shape, self._dtype(name), compute, pieces, is_own=True)
+
+    def _tensor_shape(self, name: str) -> torch.Size:
+        parameter = parameter_of(self.source, name)
+        if is_quantized_parameter(parameter):
+            parameter = parameter_of(self.shell, name)  # by now the plain layer's
+        return parameter.shape
+
+    def _dtype(self, name: str) -> torch.dtype:
+        """The original's dtype, which is rounded to."""
+        before = self.original._parameters.get(name)
+        if before is None:
+            raise ExportError(
+                f"{self.fqn}: its trained copy has a {name}, but the base has none; "
+                "export without merging",
+                fqn=self.fqn,
+            )
+
+        if self.in_float32:
+            return torch.float32
+
+        if self._is_rounded(name):
+            return self.dtype
+
+        if not is_quantized_parameter(before):
+            return before.dtype
+
+        state = quant_state_of(self.original, before)
+        return self.dtype if state is None else state.dtype
+
+    def _is_rounded(self, name: str) -> bool:
+        return self.is_rounded and name == "weight"
+
+    def _is_transposed(self, name: str) -> bool:
+        return name == "weight" and is_transposed(self.source)
+
+    def _tensor(self, name: str) -> AdaptedTensor:
+        return AdaptedTensor(self.source, name, self.layers)
+
+    @torch.no_grad()
+    def _compute(self, name: str) -> Tensor:
+        """A parameter of the plain model, in memory of its own.
+
+        It has the plain module's layout and the original dtype.
+        """
+        tensor = self._tensor(name)
+        # Where each block can take the place of what it is computed from, it does.
+        whole = None
+        if tensor.is_own:
+            whole = tensor.base(...).to(self._dtype(name)).contiguous()
+
+        for rows, block in self._blocks(name, tensor):
+            if whole is None:
+                whole = block.new_empty(tensor.shape)
+            whole[rows] = block
+
+        assert whole is not None
+        return whole.t() if self._is_transposed(name) else whole
+
+    def _pieces(self, name: str) -> Iterator[Tensor]:
+        for _, block in self._blocks(name, self._tensor(name)):
+            yield block
+
+    @torch.no_grad()
+    def _blocks(
+        self, name: str, tensor: AdaptedTensor
+    ) -> Iterator[tuple[Rows, Tensor]]:
+        """Compute a parameter in its original dtype, a few rows at a time, or whole."""
+        dtype = self._dtype(name)
+        for rows in tensor.blocks():
+            value = tensor.merged(rows)
+            rounded = value.to(dtype)
+            if self.is_adapted:
+                self._refuse_infinite(name, value, rounded)
+            del value
+            yield rows, rounded
+
+    def _refuse_infinite(self, name: str, value: Tensor, rounded: Tensor) -> None:
+        """Raise where a rounded value is not finite."""
+        # A sum is finite only if all of it is, and takes a tenth of the time.
+        is_sum_finite = torch.isfinite(rounded.sum(dtype=torch.float32))
+        if is_sum_finite or torch.isfinite(rounded).all():
+            return
+
+        what = "not finite"
+        if torch.isfinite(value).all():
+            what = f"beyond the range of {rounded.dtype}"
+
+        raise ExportError(
+            f"{self.fqn}.{name}: merged with its adapters, it has values that are "
+            f"{what}; export without merging, or disable these adapters",
+            fqn=self.fqn,
+        )
