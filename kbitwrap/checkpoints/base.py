@@ -55,20 +55,22 @@ class TrainedBase:
 
 
 def load_base(
-    name_or_path: StrPath,
+    source: StrPath,
     saved: SavedAdapter | None,
-    quantization_config: dict[str, Any] | None,
-    dtype: Any,
+    manifest: Manifest | None,
+    quantization_config: Any = None,
+    dtype: Any = None,
     device: torch.device | str = "cpu",
-    manifest: Manifest | None = None,
     trust_remote_code: bool = False,
 ) -> TrainedBase:
-    """Load a base as the run had it, by the manifest or else by the adapter; what its files lack is marked by NaN."""
+    """Load a base as the run had it, by the manifest or else by the adapter, and compare it with the manifest."""
+    config = read_config(source, trust_remote_code)
+    settings = _quantization(source, config, quantization_config, manifest)
     shapes = {} if saved is None else _shapes_in(saved)
     if manifest is not None:
         shapes.update(recorded_shapes(manifest))
+        dtype = dtype or manifest.model.dtype
 
-    config = read_config(name_or_path, trust_remote_code)
     class_name = _class_name(config, saved, manifest)
     if class_name is not None:
         config.architectures = [class_name]
@@ -76,14 +78,14 @@ def load_base(
     num_labels = None
     # loading says why, unless its code is its own
     with contextlib.suppress(ConfigError):
-        meta = meta_model(config, quantization_config)
+        meta = meta_model(config, settings)
         num_labels = _num_labels(meta, shapes)
         if saved is not None and manifest is None:
-            quantization_config = _skipping(quantization_config, meta, saved)
+            settings = _skipping(settings, meta, saved)
 
     model, missing = load_pretrained(
-        name_or_path,
-        quantization_config,
+        source,
+        settings,
         dtype,
         device,
         class_name,
@@ -97,13 +99,22 @@ def load_base(
         if tensor.is_floating_point():
             tensor.data[start:] = torch.nan
 
-    return TrainedBase(os.fspath(name_or_path), model, unknown)
+    trained = TrainedBase(os.fspath(source), model, unknown)
+    if manifest is not None:
+        check_base(manifest, trained)
+    return trained
 
 
-def quantization_in_training(
-    base: StrPath, given: Any, manifest: Manifest | None, trust_remote_code: bool
+def own_quantization(source: StrPath, trust_remote_code: bool = False) -> Any:
+    """The quantization config of a base that was saved quantized, or ``None``."""
+    config = read_config(source, trust_remote_code)
+    return getattr(config, "quantization_config", None)
+
+
+def _quantization(
+    source: StrPath, config: Any, given: Any, manifest: Manifest | None
 ) -> dict[str, Any] | None:
-    """The quantization config to load the base with; ``None`` where it has its own, or none."""
+    """The quantization config to load a base with; ``None`` where it has its own, or none."""
     if hasattr(given, "to_dict"):
         given = given.to_dict()
     if given not in (None, False) and not isinstance(given, dict):
@@ -112,15 +123,15 @@ def quantization_in_training(
             f"None, found {given!r}"
         )
 
-    own = getattr(read_config(base, trust_remote_code), "quantization_config", None)
+    own = getattr(config, "quantization_config", None)
     if own is not None:  # loading takes this one, whatever else is given
-        _refuse_other_quantization(base, own, given)
+        _refuse_other_quantization(source, own, given)
         return None
     if given is not None:
         return given or None
     if manifest is None:
         raise ConfigError(
-            f"it is not known how the base {os.fspath(base)!r} was quantized in training: its config says nothing; "
+            f"it is not known how the base {os.fspath(source)!r} was quantized in training: its config says nothing; "
             "give the manifest (manifest), or the quantization (quantization_config; False for none)"
         )
 

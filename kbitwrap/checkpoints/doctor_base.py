@@ -18,7 +18,6 @@ from ..tensors.lazy import materialize
 from .base import TrainedBase, check_base, load_base
 from .doctor_report import Result, fault, fine, not_measured
 from .doctor_subjects import Base, Folder, LiveModel, Subject, Tensors
-from .reader import recorded_quantization
 
 _EXPERTS = re.compile(r"(?:^|\.)experts?\.(?!.*bias)")
 _MERGED = "an adapter was merged into 4-bit weights"
@@ -73,20 +72,17 @@ def recorded_base(folder: Folder) -> Result | None:
             _THE_BASE, f"give base (--base), on a machine with {device}"
         )
 
-    recorded = manifest.model
-    if isinstance(base, nn.Module):
-        trained = TrainedBase("", base, {})
-    else:
-        settings = recorded_quantization(manifest)
-        trained = load_base(base, None, settings, recorded.dtype, device, manifest)
-
     try:
-        check_base(manifest, trained)
+        if isinstance(base, nn.Module):
+            check_base(manifest, TrainedBase("", base, {}))
+        else:
+            load_base(base, None, manifest, device=device)
     except ManifestMismatchError as error:
+        name = manifest.model.name_or_path
         return fault(
             "the base is not the one in the manifest, or it drifted",
             str(error),
-            f"load the base that was trained on, {recorded.name_or_path!r}, as it was",
+            f"load the base that was trained on, {name!r}, as it was",
         )
 
     return fine(f"its {len(manifest.rows)} tensors have the digests of the manifest")

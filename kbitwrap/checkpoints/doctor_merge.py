@@ -7,10 +7,9 @@ from typing import Any
 
 from ..errors import ExportError, ManifestMismatchError
 from ..manifest.manifest import Manifest
-from ..model.pretrained import read_config
 from ..model.wrappers import unwrap
 from .adapters import read_adapter
-from .base import adapted_base, check_base, load_base, quantization_in_training
+from .base import adapted_base, load_base, own_quantization
 from .doctor_report import Examination, fault, fine, not_measured
 from .doctor_subjects import Given, LiveModel, Subject
 from .measure import MergeMeasure, Told, measure_merge
@@ -38,16 +37,17 @@ def measure(
 
     manifest = saved_manifest(Path(given.adapter))
     quantization = given.quantization_config
-    if quantization is None and manifest is None:
-        quantization = _own_quantization(subject, given)
-    if quantization is None and manifest is None and not _is_quantized(given.base):
-        quantization = False
-        unknown = not_measured(
-            "how the base was quantized in training",
-            "nothing records it, so the base was taken as it is; give the quantization "
-            "(quantization_config, --quant)",
-        )
-        examination.add(_NAME, where, unknown)
+    is_told = quantization is not None or manifest is not None
+    if not is_told and own_quantization(given.base) is None:
+        quantization = _quantization_of(subject)  # it was merged in that
+        if quantization is None:
+            quantization = False
+            unknown = not_measured(
+                "how the base was quantized in training",
+                "nothing records it, so the base was taken as it is; give the quantization "
+                "(quantization_config, --quant)",
+            )
+            examination.add(_NAME, where, unknown)
     try:
         found = _measure(subject, given, quantization, manifest, progress)
     except ManifestMismatchError as error:
@@ -66,15 +66,8 @@ def measure(
     return found
 
 
-def _is_quantized(source: Any) -> bool:
-    """Whether a folder's, or a name's, own config says how it is quantized."""
-    return getattr(read_config(source), "quantization_config", None) is not None
-
-
-def _own_quantization(subject: Subject, given: Given) -> Any:
-    """The quantization of a merged checkpoint, where its base has none: it was merged in that."""
-    if _is_quantized(given.base):
-        return None
+def _quantization_of(subject: Subject) -> Any:
+    """The quantization config of a folder or a live model, or ``None``."""
     if isinstance(subject, LiveModel):
         model, _ = unwrap(subject.tree.model)
         config: Any = getattr(model, "config", None)
@@ -90,14 +83,8 @@ def _measure(
     manifest: Manifest | None,
     progress: bool | Told,
 ) -> MergeMeasure:
-    settings = quantization_in_training(
-        given.base, quantization, manifest, trust_remote_code=False
-    )
     saved = read_adapter(Path(given.adapter))
-    dtype = None if manifest is None else manifest.model.dtype
-    trained = load_base(given.base, saved, settings, dtype, manifest=manifest)
-    if manifest is not None:
-        check_base(manifest, trained)
+    trained = load_base(given.base, saved, manifest, quantization)
     adapted = adapted_base(trained, saved)
     return measure_merge(_merged(subject), adapted, saved, given.base, progress)
 

@@ -407,11 +407,10 @@ def _saved_base(path: Path) -> Base:
             use_cache[file.name] = read_json(file).get("use_cache")
 
     meta = checkpoint.meta_model()
-    is_untied = checkpoint.config.get("tie_word_embeddings") is False
     return Base(
         plain,
         meta,
-        [] if is_untied else tied_names(meta),
+        checkpoint.ties(meta),
         checkpoint.dtype,
         sources,
         left,

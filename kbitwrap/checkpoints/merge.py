@@ -32,12 +32,7 @@ from ..preparation.process import plain_mode
 from ..reports import ExportReport
 from ..tensors.devices import accelerator_type
 from .adapters import SavedAdapter, read_adapter
-from .base import (
-    adapted_base,
-    check_base,
-    load_base,
-    quantization_in_training,
-)
+from .base import adapted_base, load_base, own_quantization
 from .reader import load_manifest, saved_manifest
 
 _CARD = """\
@@ -141,16 +136,15 @@ def merge_checkpoint(
     )
     with torch.random.fork_rng(devices=[]), writing as writer:  # loading draws numbers
         record = saved_manifest(folder) if manifest is None else load_manifest(manifest)
-        settings = quantization_in_training(
-            base, quantization_config, record, trust_remote_code
-        )
-        if dtype is None and record is not None:
-            dtype = record.model.dtype
         trained = load_base(
-            base, saved, settings, dtype, device, record, trust_remote_code
+            base,
+            saved,
+            record,
+            quantization_config,
+            dtype,
+            device,
+            trust_remote_code,
         )
-        if record is not None:
-            check_base(record, trained)
         adapted = adapted_base(trained, saved)
         with plain_mode():
             twin = build_twin(ModelTree(adapted))
@@ -158,7 +152,7 @@ def merge_checkpoint(
             _refuse_full_disk(twin.model, writer.folder, dst)
             save_model(twin.model, writer, max_shard_size)
         said = "as in training"
-        if record is None and (settings is not None or quantization_config is False):
+        if record is None and own_quantization(base, trust_remote_code) is None:
             said = "as the merge was told, which no record of the training confirms,"
         how = _how(trained.model, said)
         _write_beside(writer.folder, base, saved, how, device)

@@ -155,6 +155,12 @@ class SavedCheckpoint:
         found = find_dtype(self.config.get("dtype"))
         return found or find_dtype(self.config.get("torch_dtype"))
 
+    def ties(self, model: Any) -> list[list[str]]:
+        """The names that loading ties, by group, in the model that the config describes; none without one."""
+        if self.config.get("tie_word_embeddings") is False:
+            return []
+        return tied_names(model)
+
     def meta_model(self, dtype: torch.dtype | None = None) -> Any:
         """The model that the config describes, on the meta device; ``None`` where transformers knows no such model."""
         try:
@@ -221,7 +227,7 @@ def _without_ties(checkpoint: SavedCheckpoint) -> SavedCheckpoint:
         return checkpoint
 
     tensors = dict(checkpoint.tensors)
-    for first, *others in tied_names(checkpoint.meta_model()):
+    for first, *others in checkpoint.ties(checkpoint.meta_model()):
         for fqn in others:
             if fqn in places and places[fqn] == places.get(first):
                 del tensors[names[fqn]]

@@ -71,12 +71,9 @@ def read_merged(path: Path) -> MergedSide:
     if checkpoint.config.get("quantization_config") is not None:
         model, _ = load_pretrained(path, None, checkpoint.dtype)
         return walk_merged(model, str(path))
-    meta = checkpoint.meta_model()
-    is_tied = (
-        meta is not None and checkpoint.config.get("tie_word_embeddings") is not False
-    )
+    ties = checkpoint.ties(checkpoint.meta_model())
     tensors = {name: stored.lazy() for name, stored in checkpoint.tensors.items()}
-    return MergedSide(str(path), tensors, {}, tied_names(meta) if is_tied else [])
+    return MergedSide(str(path), tensors, {}, ties)
 
 
 def walk_merged(model: Any, where: str) -> MergedSide:
