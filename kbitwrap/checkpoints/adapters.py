@@ -205,6 +205,7 @@ def _refuse_unknown_stacks(model: nn.Module, saved: SavedAdapter) -> None:
     origin = saved.config.get("auto_mapping")
     is_unsloths = isinstance(origin, dict) and "unsloth_fixed" in origin
     is_told = _LAYOUT_OF_B in saved.config or _DETAIL in saved.config
+
     for stack, is_transposed in _adapted_stacks(model, saved):
         if is_unsloths and not is_told:
             raise ConfigError(
@@ -212,8 +213,10 @@ def _refuse_unknown_stacks(model: nn.Module, saved: SavedAdapter) -> None:
                 f"saved by Unsloth without {_LAYOUT_OF_B}. Add that to its adapter_config.json: {_BY_EXPERT!r} if it "
                 f"was trained by a version from before 17 September 2026, else {_BY_RANK!r}"
             )
+
         then = _exchanges(version, is_transposed)
-        if then != _exchanges(peft.__version__, is_transposed):
+        now = _exchanges(peft.__version__, is_transposed)
+        if then != now:
             raise ConfigError(
                 f"{saved.name} is on the stack of experts {stack}, where PEFT {version or 'before 0.18'}, which "
                 f"saved it, takes its input for its output, other than the installed PEFT {peft.__version__}: "
@@ -231,8 +234,10 @@ def _adapted_stacks(
 
     ends = tuple(f".{target}" for target in targets)
     for fqn, parameter in model.named_parameters():
-        if parameter.dim() == 3 and f".{fqn}".endswith(ends):
-            module = model.get_submodule(fqn.rpartition(".")[0])
+        is_target = f".{fqn}".endswith(ends)
+        if is_target and parameter.dim() == 3:
+            path, _, _ = fqn.rpartition(".")
+            module = model.get_submodule(path)
             yield fqn, bool(getattr(module, "is_transposed", False))
 
 

@@ -165,12 +165,13 @@ def _shapes_in(saved: SavedAdapter) -> dict[str, tuple[int, ...]]:
 
     for name, shape in list(shapes.items()):
         module, _, factor = name.partition(".lora_")
+        weight = f"{module}.weight"
         if factor == "B.weight":  # (outputs, rank), beside (rank, inputs)
             inputs = shapes.get(f"{module}.lora_A.weight", ())[1:]
-            shapes[f"{module}.weight"] = shape[:1] + inputs
+            shapes[weight] = shape[:1] + inputs
         elif factor == "embedding_A":  # (rank, rows), beside (features, rank)
             features = shapes.get(f"{module}.lora_embedding_B", ())[:1]
-            shapes[f"{module}.weight"] = shape[1:] + features
+            shapes[weight] = shape[1:] + features
 
     return shapes
 

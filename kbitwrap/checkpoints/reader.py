@@ -9,6 +9,7 @@ import json
 import os
 import re
 import warnings
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,8 +89,9 @@ class StoredTensor:
                 if len(data) < size:
                     why = "the file became shorter while it was read"
                     raise OSError(errno.EIO, why, str(self.path))
-                values = torch.frombuffer(data, dtype=torch.uint8).view(self.dtype)
-                yield self._rounded(values, dtype)
+
+                values = torch.frombuffer(data, dtype=torch.uint8)
+                yield self._rounded(values.view(self.dtype), dtype)
                 left -= size
 
     def _rounded(self, values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -240,16 +242,19 @@ def tied_names(model: Any) -> list[list[str]]:
     if model is None:
         return []
 
-    found: dict[int, list[str]] = {}
+    names: defaultdict[Any, list[str]] = defaultdict(list)
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), []).append(fqn)
-    return [names for names in found.values() if len(names) > 1]
+        names[parameter].append(fqn)
+    return [group for group in names.values() if len(group) > 1]
 
 
 def adapter_file(folder: Path) -> Path | None:
     """The file of the adapter that PEFT saved in a folder; of one in both formats, the safetensors file."""
-    files = [folder / f"{_ADAPTER}{suffix}" for suffix in (".safetensors", _PICKLED)]
-    return next((file for file in files if file.is_file()), None)
+    for suffix in (".safetensors", _PICKLED):
+        file = folder / f"{_ADAPTER}{suffix}"
+        if file.is_file():
+            return file
+    return None
 
 
 def load_manifest(given: Manifest | StrPath) -> Manifest:
@@ -300,11 +305,11 @@ def _weight_files(folder: Path) -> tuple[list[str], str | None]:
             return _files_in_index(folder / index), index
         if (folder / single).is_file():
             return [single], None
-        names = [
-            path.name
-            for path in folder.glob(f"{beginning}*{Path(single).suffix}")
-            if path.is_file() and not path.name.startswith(_ADAPTER)
-        ]
+
+        names = []
+        for path in folder.glob(f"{beginning}*{Path(single).suffix}"):
+            if path.is_file() and not path.name.startswith(_ADAPTER):
+                names.append(path.name)
         if names:
             return sorted(names), None
 
@@ -474,8 +479,13 @@ def is_trained_copy(name: str) -> bool:
 def _is_beside(name: str, known: Collection[str]) -> bool:
     """Whether a tensor is an adapter's or quantization state: its name is below a known tensor's, or its module's."""
     owner, _, last = canonical_fqn(name).rpartition(".")
-    owners = [f"{owner}.weight" if last in EIGHT_BIT_STATE else owner]
+    if last in EIGHT_BIT_STATE:
+        owner = f"{owner}.weight"
+    if owner in known:
+        return True
+
     while owner:
         owner, _, _ = owner.rpartition(".")
-        owners.append(f"{owner}.weight")
-    return any(fqn in known for fqn in owners)
+        if f"{owner}.weight" in known:
+            return True
+    return False
