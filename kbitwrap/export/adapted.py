@@ -1,4 +1,7 @@
-"""One parameter of the base by rows: dequantized, and merged with its adapters."""
+"""One parameter of the base by rows: dequantized, and merged with its adapters.
+
+Exports of the merged model and the measure of a merge read the same values here.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ class AdaptedTensor:
 
     @property
     def shape(self) -> torch.Size:
-        """Its shape."""
+        """The shape of what is computed."""
         return parameter_of(self._plain, self._name).shape
 
     @property
@@ -92,7 +95,10 @@ class AdaptedTensor:
         return parameter_of(merged, self._name).detach()
 
     def delta(self, rows: Rows) -> Tensor:
-        """The sum that adapters add to rows, in float64."""
+        """The values that the adapters add to those of the base, in float64.
+
+        Both are computed in float32, and their difference is exact.
+        """
         return self.merged(rows).double() - self.base(rows)
 
     def blocks(self) -> list[Rows]:

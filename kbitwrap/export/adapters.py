@@ -138,14 +138,12 @@ def refuse_unmergeable(fqn: str, wrapper: Any, chosen: Chosen) -> None:
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     if isinstance(wrapper, (PeftModel, PeftMixedModel)):
-        if chosen is None:
-            found: str | list[str] = wrapper.active_adapter
-            chosen = [found] if isinstance(found, str) else found
-        for name in chosen:
+        names = wrapper.active_adapters if chosen is None else chosen
+        for name in names:
             config = wrapper.peft_config.get(name)
             if config is not None and config.is_prompt_learning:
                 method = str(getattr(config.peft_type, "value", config.peft_type))
-                raise refusal(fqn, wrapper, f"{method} adds to the input", chosen)
+                raise refusal(fqn, wrapper, f"{method} adds to the input", names)
         return
 
     if type(wrapper).__name__ == "XLoraModel":

@@ -104,7 +104,10 @@ def float32_layer(one: ActiveLayer, plain: nn.Module) -> Any:
 
 
 def _let_base_be_plain(copied: Any, kind: str) -> None:
-    """Make a layer for a quantized base one for a plain base."""
+    """Make a layer for a quantized base one for a plain base.
+
+    Its class becomes the one that PEFT has for such, by the same name.
+    """
     copied.quantization_backend = None
     if not type(copied).__module__.endswith(QUANTIZED_MODULES):
         return

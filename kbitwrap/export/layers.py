@@ -1,7 +1,12 @@
 """One of PEFT's layers merged in float32, over a plain base.
 
 The merge is PEFT's own, on a float32 copy of the layer. By whatever method, it must
-compute what that copy computes.
+compute what that copy computes: both are run on a probe, and a merge whose output is
+another one is refused.
+
+Where each row of the merged weight follows from that row of the base's, a few rows are
+merged at a time. The copy of the layer is then left with what makes these rows, and is
+over a base that has no others.
 """
 
 from __future__ import annotations
@@ -43,7 +48,8 @@ _PLAIN_FORWARDS = (nn.Linear.forward, nn.Embedding.forward)
 class Merger:
     """Merges the active adapters of a module's layers into float32 blocks of its base.
 
-    The innermost layer is the first.
+    Args:
+        layers: The layers around the module, the innermost first.
     """
 
     def __init__(self, layers: Sequence[ActiveLayer]) -> None:
@@ -65,11 +71,13 @@ class Merger:
         with torch.random.fork_rng(devices=[]):
             if not self._is_compared:
                 return self._merged(plain, rows)
+
             outermost = self._layers[-1]
             with outermost.refusing():
                 probe = probe_of(plain)
                 unadapted = plain(probe)
                 expected = self._adapted(plain, rows, probe, unadapted)
+
             merged = self._merged(plain, rows)
             with outermost.refusing():
                 _compare(merged(probe), expected, unadapted)
@@ -100,6 +108,10 @@ class Merger:
         return output
 
     def _merged(self, plain: nn.Module, rows: Rows) -> nn.Module:
+        """The base with the layers merged into it, one after the other.
+
+        A layer that cannot be merged is named, not those around it.
+        """
         for layer in self._layers:
             with layer.refusing():
                 plain = layer.merge(plain, rows)
@@ -107,7 +119,10 @@ class Merger:
 
 
 def _dequantizes(layer: Any) -> bool:
-    """Whether one of PEFT's layers computes the values of a quantized base."""
+    """Whether one of PEFT's layers computes the values of a quantized base.
+
+    Some methods do it by a layer of their own for each library, others by a backend.
+    """
     is_for_quantized = type(layer).__module__.endswith(QUANTIZED_MODULES)
     # not in every version of PEFT
     has_backend = getattr(layer, "quantization_backend", None) is not None
@@ -132,7 +147,11 @@ def _compare(found: Tensor, expected: Tensor, unadapted: Tensor) -> None:
 
 
 class _LayerMerge:
-    """Merges one layer's active adapters, by a copy of it that is made once."""
+    """Merges one layer's active adapters, by a copy of it that is made once.
+
+    What makes some rows is cut from the copy's tensors for each block, and put in their
+    place: so their whole values are held beside them.
+    """
 
     def __init__(self, one: ActiveLayer) -> None:
         self._one = one
@@ -141,21 +160,31 @@ class _LayerMerge:
 
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
-        """Turn errors into `ExportError`."""
+        """Turn errors into `ExportError`.
+
+        It names the layer and its adapters, and the error is its cause.
+        """
         try:
             yield
         except Exception as error:
             raise self._one.refusal(error) from error
 
     def merge(self, plain: nn.Module, rows: Rows) -> nn.Module:
-        """Merge into ``rows`` of a plain base, which may be changed."""
+        """Merge into ``rows`` of a plain base, which may be changed.
+
+        Returns:
+            The base, or what the method made of it.
+        """
         adapted = self.over(plain, rows)
         adapted.merge(safe_merge=False, adapter_names=adapted._active_adapter)
         merged: nn.Module = adapted.get_base_layer()
         return merged
 
     def over(self, plain: nn.Module, rows: Rows) -> Any:
-        """The float32 copy of the layer, over some rows of a plain base."""
+        """The float32 copy of the layer, over some rows of a plain base.
+
+        The base may be an adapted one: layers can lie over one another.
+        """
         if self._copy is None:
             _refuse_base(plain, self._one)
             self._copy = float32_layer(self._one, plain)
@@ -198,7 +227,11 @@ class _LayerMerge:
             self._take_tokens(adapted, rows)
 
     def _take_experts(self, adapted: Any, rows: slice) -> None:
-        """Leave a few experts of a stack, whose factors PEFT holds side by side."""
+        """Leave a few experts of a stack, whose factors PEFT holds side by side.
+
+        Those of the first, ``(experts * rank, in)``, lie one after the other. In the
+        second, ``(out, rank * experts)``, each rank has all experts.
+        """
         num_experts = adapted.num_experts
         adapted.num_experts = rows.stop - rows.start
         # PEFT takes a single expert for a matrix, (out, in), which it transposes where
@@ -233,6 +266,10 @@ class _LayerMerge:
 
 
 def _refuse_base(plain: nn.Module, one: ActiveLayer) -> None:
+    """Raise for a module whose weight alone does not say what it computes.
+
+    One that holds others, as attention does, computes with the weights of these.
+    """
     is_inner = is_tuner_layer(plain)
     if plain._modules and not is_inner and one.parameter is None:
         raise ValueError(f"it adapts several modules of {type(plain).__name__} at once")
@@ -243,7 +280,13 @@ def _refuse_base(plain: nn.Module, one: ActiveLayer) -> None:
 
 
 def merges_by_rows(one: ActiveLayer, module: nn.Module, num_rows: int) -> bool:
-    """Whether each row of the merged weight depends on that row of the base's alone."""
+    """Whether each row of the merged weight depends on that row of the base's alone.
+
+    Args:
+        one: A layer, and its active adapters.
+        module: The base's module, which may be quantized.
+        num_rows: The rows of its weight, or the experts of a stack.
+    """
     if one.parameter is not None:
         return one.kind == "lora.ParamWrapper" and one.layer.num_experts == num_rows
 

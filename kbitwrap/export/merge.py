@@ -79,18 +79,23 @@ def merge_into(
         merge.replace_tensors()
 
     settle_ties(twin.model, [shared for shared in places if len(shared) > 1])
-    for _, module in twin.model.named_modules():
-        for name in _MODEL_ATTRIBUTES:
-            vars(module).pop(name, None)
-
-    for config in configs_of_all(twin.model):
-        for name in _CONFIG_ATTRIBUTES:
-            vars(config).pop(name, None)
-
+    _remove_traces(twin.model)
     return tuple(merge.fqn for merge in merges if merge.is_adapted)
 
 
+def _remove_traces(model: nn.Module) -> None:
+    """Remove what a quantized load leaves on a model and its configs."""
+    for _, module in model.named_modules():
+        for name in _MODEL_ATTRIBUTES:
+            vars(module).pop(name, None)
+
+    for config in configs_of_all(model):
+        for name in _CONFIG_ATTRIBUTES:
+            vars(config).pop(name, None)
+
+
 def _refuse_unknown(twin: Twin, chosen: Chosen) -> None:
+    """Raise `ConfigError` for the name of an adapter that no module has."""
     there: set[str] = set()
     for peeled in twin.peeled:
         for wrapper in peeled.wrappers:
@@ -129,10 +134,12 @@ def _plan(
                 if one.adapters and is_new:
                     layers.append(one)
                 continue
+
             trained = trained_copy(fqn, wrapper, chosen)
             if trained is None:
                 refuse_unmergeable(fqn, wrapper, chosen)
                 continue
+
             for name, module in trained.named_modules():
                 if is_adapter_class(type(module)):
                     why = "it is inside a module of modules_to_save"
@@ -167,10 +174,9 @@ def _refuse_partly_adapted(twin: Twin, merges: dict[int, MergedModule]) -> None:
 def _half_dtype(model: nn.Module) -> torch.dtype:
     """The half dtype of most parameters outside quantized layers.
 
-    It is float32 where there are none.
+    It is float32 where there are none. Parameters vote, and not the config, whose dtype
+    ``save_pretrained`` sets to float32 while a model is prepared.
     """
-    # The config's dtype does not tell: ``save_pretrained`` sets it to float32 while a
-    # model is prepared.
     votes = Counter(
         tensor.parameter.dtype
         for tensor in ModelTree(model).all_tensors

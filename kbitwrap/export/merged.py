@@ -28,18 +28,28 @@ from .plain import is_transposed, make_plain, parameter_of
 
 @dataclass
 class MergedModule:
-    """How the tensors of one module of the twin are computed."""
+    """How the tensors of one module of the twin are computed.
+
+    Attributes:
+        fqn: The name of the module.
+        shell: The twin's module, whose tensors are replaced.
+        original: A copy of the shell as it was.
+        dtype: The dtype of dequantized weights, where these do not name their own.
+        is_rounded: Whether the dequantized weight is computed in another one.
+        copy: The active copy of ``modules_to_save``, which runs instead of the
+            original.
+        layers: PEFT's layers with active adapters, the innermost first.
+        in_float32: Whether the result is not rounded.
+    """
 
     fqn: str
-    shell: nn.Module  # the twin's module
-    original: nn.Module  # a copy of the shell as it was
-    dtype: torch.dtype  # that of dequantized weights, where these do not name their own
-    # whether the dequantized weight is computed in another one
+    shell: nn.Module
+    original: nn.Module
+    dtype: torch.dtype
     is_rounded: bool = False
-    # the active copy of ``modules_to_save``, which runs instead of the original
     copy: nn.Module | None = None
-    layers: list[ActiveLayer] = field(default_factory=list)  # the innermost first
-    in_float32: bool = False  # whether the result is not rounded
+    layers: list[ActiveLayer] = field(default_factory=list)
+    in_float32: bool = False
 
     @property
     def source(self) -> nn.Module:
@@ -90,13 +100,17 @@ class MergedModule:
             self.shell._buffers[name] = buffer
 
     def _is_computed(self, name: str, value: Tensor) -> bool:
+        """Whether the merged model has another tensor for a parameter of the source."""
         if self.copy is not None or is_quantized_parameter(value):
             return True
         is_adapted = any(one.parameter in (None, name) for one in self.layers)
         return is_adapted or self._is_rounded(name)
 
     def _lazy(self, name: str) -> Tensor:
-        """The tensor that the merged model has for a parameter of the source."""
+        """The tensor that the merged model has for a parameter of the source.
+
+        It gives its values in pieces where the rows of these are the blocks' rows.
+        """
         shape, pieces = self._tensor_shape(name), None
         if not self._is_transposed(name):
             pieces = functools.partial(self._pieces, name)
@@ -104,6 +118,7 @@ class MergedModule:
         return LazyTensor(shape, self._dtype(name), compute, pieces, is_own=True)
 
     def _tensor_shape(self, name: str) -> torch.Size:
+        """The shape of a parameter in the plain model."""
         parameter = parameter_of(self.source, name)
         if is_quantized_parameter(parameter):
             parameter = parameter_of(self.shell, name)  # by now the plain layer's
@@ -132,9 +147,11 @@ class MergedModule:
         return self.dtype if state is None else state.dtype
 
     def _is_rounded(self, name: str) -> bool:
+        """Whether a weight of another library than bitsandbytes has to be rounded."""
         return self.is_rounded and name == "weight"
 
     def _is_transposed(self, name: str) -> bool:
+        """Whether rows of what is computed are columns of the plain model's tensor."""
         return name == "weight" and is_transposed(self.source)
 
     def _tensor(self, name: str) -> AdaptedTensor:
@@ -161,6 +178,7 @@ class MergedModule:
         return whole.t() if self._is_transposed(name) else whole
 
     def _pieces(self, name: str) -> Iterator[Tensor]:
+        """The same values as those of ``_compute``, block by block."""
         for _, block in self._blocks(name, self._tensor(name)):
             yield block
 
@@ -179,7 +197,10 @@ class MergedModule:
             yield rows, rounded
 
     def _refuse_infinite(self, name: str, value: Tensor, rounded: Tensor) -> None:
-        """Raise where a rounded value is not finite."""
+        """Raise where a rounded value is not finite.
+
+        An adapter may hold values that are not, or the sum may be too large for half.
+        """
         # A sum is finite only if all of it is, and takes a tenth of the time.
         is_sum_finite = torch.isfinite(rounded.sum(dtype=torch.float32))
         if is_sum_finite or torch.isfinite(rounded).all():

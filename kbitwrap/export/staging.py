@@ -101,7 +101,10 @@ def atomic_write(path: Source, data: bytes, owns: Owns) -> None:
 
 
 def _refuse_strange(target: Path, where: str, owns: Owns, overwrite: bool) -> None:
-    """Raise where something is at the destination that must not be replaced."""
+    """Raise where something is at the destination that must not be replaced.
+
+    It is asked again when the new content is there: others may have written meanwhile.
+    """
     if not os.path.lexists(target):
         return
 
@@ -225,7 +228,10 @@ def beside(path: Source) -> Iterator[tuple[Path, Path]]:
 
 
 def _resolved(path: Source) -> Path:
-    """The path without links; raises `ExportError` for what is none."""
+    """The path without links.
+
+    `ExportError` is raised for what is no path.
+    """
     if not os.fspath(path):
         raise ExportError("'': expected a path; '.' is the working directory")
     try:
@@ -387,7 +393,10 @@ def _move(paths: Iterable[Path], folder: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Exchange two paths in one step; false where the system cannot."""
+    """Exchange two paths in one step.
+
+    It is false where the system, or the file system, cannot; both are as they were.
+    """
     if sys.platform != "linux":
         return False
 

@@ -14,11 +14,12 @@ from typing import Any
 from torch import nn
 
 from ..errors import ExportError
+from ..model.records import Place
 from ..tensors.bits import content_digest
 from ..tensors.lazy import LazyTensor, materialize, values_of
 from .plain import parameter_of
 
-Places = list[list[tuple[nn.Module, str]]]
+Places = list[list[Place]]
 """For each parameter that has several, its places."""
 _FLAG = "tie_word_embeddings"
 
@@ -49,6 +50,7 @@ def settle_ties(model: nn.Module, places: Places) -> None:
 
 
 def _untie(module: nn.Module, name: str) -> None:
+    """Give a place a tensor of its own, with the same values."""
     tied = parameter_of(module, name)
     compute = functools.partial(values_of, tied)
     vars(module)["_parameters"][name] = LazyTensor(tied.shape, tied.dtype, compute)
@@ -90,7 +92,10 @@ def _names_in_forward(cls: Any) -> Sequence[str]:
 
 
 def configs_of_all(model: nn.Module) -> Iterator[Any]:
-    """The configs of a model and of its modules, nested ones included."""
+    """The configs of a model and of its modules, each once.
+
+    Those nested in others are among them.
+    """
     found = [vars(module).get("config") for _, module in model.named_modules()]
     seen: set[int] = set()
     while found:

@@ -42,7 +42,10 @@ _OURS = (Anchor, Float32Forward, Mark, *STAND_INS)
 
 @dataclass
 class Peeled:
-    """A module of the base that PEFT wrapped."""
+    """A module of the base that PEFT wrapped.
+
+    A module that has several places is peeled at each.
+    """
 
     fqn: str  # its name in the twin; ``""`` is the model itself
     shell: nn.Module  # the twin's module
@@ -64,22 +67,31 @@ class Twin:
 
 
 class _Copier:
-    """Copies a model's modules as shells, with the original tensors and configs."""
+    """Copies a model's modules as shells, with the original tensors and configs.
+
+    Attributes:
+        held: The changes that hold the originals of parameters stored in another dtype.
+        rewritten: The changes of attributes that are taken back on each shell.
+        original: The record of the model; ``None`` where the model was not prepared,
+            or is only a part or a container of the prepared one.
+        promised: The twin's tensors, each the same at all places of the parameter.
+    """
 
     def __init__(self, tree: ModelTree) -> None:
         self.tree = tree
-        # the changes that hold the originals of parameters stored in another dtype
         self.held: _Held = {}
         self.rewritten: Sequence[KeptChange] = ()
-        self.original: Original | None = None  # of a model that was prepared
-        # the twin's tensors, each the same at all places of the parameter
+        self.original: Original | None = None
         self.promised: _Promised = {}
         self._memo: dict[int, Any] = {}  # of configs, for ``copy.deepcopy``
         self._shells: dict[int, nn.Module] = {}
         self._peeled: list[Peeled] = []
 
     def twin(self) -> Twin:
-        """The twin of the model, which this copies once."""
+        """The twin of the model, which this copies once.
+
+        A tensor counts as converted where the live model stores it in another dtype.
+        """
         model = self._copy("", self.tree.model)
         stored = {}
         for node in self.tree.base:
@@ -120,7 +132,8 @@ class _Copier:
     def _shell(self, module: nn.Module) -> nn.Module:
         """The copy of one module, with the original tensors.
 
-        Its class, attributes and configs are those from before.
+        Its class, attributes and configs are those from before. What adapters, sharding and
+        the preparation itself set on it is left out.
         """
         shell = shallow_copy(module)
         shell.__class__ = class_before_sharding(module)
@@ -179,8 +192,13 @@ def build_twin(
 ) -> Twin:
     """Copy a live model's base as it was.
 
-    `ExportError` is raised where that cannot be told. ``gathering`` gets what is
-    sharded.
+    Args:
+        tree: The live model, in which recorded parameters were found again.
+        preparation: The preparation that holds the model, or a part of it.
+        gathering: The promises of what was sharded since, which are added to.
+
+    Raises:
+        ExportError: The base cannot be told any more.
     """
     lay_as_stored(tree)
     copier = _Copier(tree)
@@ -211,6 +229,10 @@ def build_twin(
 
 
 def _refuse_merged(fqn: str, wrappers: tuple[nn.Module, ...]) -> None:
+    """Raise where PEFT has merged an adapter into what it wraps.
+
+    A merge that is taken back leaves rounding, so it is not taken back here.
+    """
     if any(getattr(wrapper, "merged", False) for wrapper in wrappers):
         raise ExportError(
             f"{fqn or 'the model'}: an adapter is merged into its weight, which has "
@@ -220,6 +242,7 @@ def _refuse_merged(fqn: str, wrappers: tuple[nn.Module, ...]) -> None:
 
 
 def _refuse_without_scales(fqn: str, module: nn.Module) -> None:
+    """Raise for a quantized weight without the statistics that it is computed by."""
     if lacks_statistics(module):
         raise ExportError(
             f"{fqn}: the scales of its quantized weight are gone, so its values cannot "
@@ -230,6 +253,7 @@ def _refuse_without_scales(fqn: str, module: nn.Module) -> None:
 
 
 def _refuse_replaced(changes: Changes) -> None:
+    """Raise for the first parameter or module that is another than was recorded."""
     for replacement in changes.replaced.values():
         fqn, what = replacement.fqn, replacement.what
         cause = " (by a merge, resized embeddings or unloaded modules_to_save)"

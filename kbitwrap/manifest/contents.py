@@ -38,14 +38,17 @@ from .schema import AdapterRecord, ModelRecord, TensorRecord
 class Contents:
     """The identity of a model as it was loaded.
 
-    Its tensors have the dtypes, flags and digests of the originals.
+    Attributes:
+        model: Its class and configs.
+        tensors: All of the state dict of the unwrapped model, by name, with the dtypes,
+            flags and digests of the originals.
+        adapters: The adapters on it, by name.
+        trained: The parameters that a preparation holds, and that training has changed.
     """
 
     model: ModelRecord
-    # all of the state dict of the unwrapped model, by name
     tensors: dict[str, TensorRecord]
     adapters: dict[str, AdapterRecord]
-    # parameters that a preparation holds and that training has changed
     trained: tuple[str, ...]
 
 
@@ -81,7 +84,11 @@ def _read(
     gathering: Gathering,
     progress: bool,
 ) -> Contents:
-    """Read the contents of a twin of a live model."""
+    """Read the contents of a twin of a live model.
+
+    The twin has the originals; the live model says which of them are parameters, and
+    what its preparation left of each.
+    """
     live = _live_tensors(tree)
     state = twin.state_dict(keep_vars=True)
     originals = {fqn: one for fqn, one in state.items() if isinstance(one, Tensor)}
@@ -141,10 +148,12 @@ def _as_it_is(fqn: str, tensor: Tensor) -> Buffer:
 
 
 def _digest(tensor: Tensor) -> int:
+    """The digest of a tensor's values, which are computed for it."""
     return content_digest(values_of(tensor))
 
 
 def _type_of(tensor: Tensor | None) -> str:
+    """The type of an entry of the state dict, by the live tensor of its name."""
     if tensor is None:
         return "quantization"  # it is in the state dict, and nowhere in the model
     return "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
@@ -156,7 +165,17 @@ def _flags(
     tree: ModelTree,
     preparation: Preparation | None,
 ) -> dict[str, Any]:
-    """The flags of a live tensor, before and while prepared, and its dtype then."""
+    """The flags of a live tensor, before and while prepared, and its dtype then.
+
+    Args:
+        tensor: The live tensor; a buffer has no flag.
+        dtype: The original dtype, which stays where nothing was recorded.
+        tree: The live model.
+        preparation: The preparation in force, if there is one.
+
+    Returns:
+        The fields of a ``TensorRecord`` by their names.
+    """
     flag = isinstance(tensor, nn.Parameter) and tensor.requires_grad
     found = {
         "requires_grad": flag,
@@ -177,6 +196,7 @@ def _flags(
 
 
 def _is_plain(parameter: Any) -> bool:
+    """Whether a parameter says by its dtype which one the model was loaded in."""
     return parameter.is_floating_point() and not is_quantized_parameter(parameter)
 
 
@@ -185,7 +205,26 @@ def _adapters(tree: ModelTree) -> dict[str, AdapterRecord]:
 
     Of those in a part of the model, the part's name comes first.
     """
-    # of what PEFT's modules hold under a name, copies of the base's not counted
+    dtypes = _dtypes_of_adapters(tree)
+    found = {}
+    config_class = loaded_class("peft", "PeftConfig")
+    for node in tree.base:
+        configs = vars(node.module).get("peft_config")
+        if not isinstance(configs, dict):
+            continue
+        for name, config in configs.items():
+            if name in dtypes and isinstance(config, config_class):
+                found[join(node.fqn, name)] = adapter_record(config, dtypes[name])
+
+    return found
+
+
+def _dtypes_of_adapters(tree: ModelTree) -> dict[str, set[Any]]:
+    """The dtypes of what PEFT's modules hold, by the name of the adapter.
+
+    Copies of the base's modules do not count, but an adapter that has no other
+    parameters is there too.
+    """
     dtypes: dict[str, set[Any]] = {}
     for node in tree.adapters:
         for key, container in node.module._modules.items():
@@ -193,19 +232,13 @@ def _adapters(tree: ModelTree) -> dict[str, AdapterRecord]:
                 continue
             for name in container:
                 dtypes.setdefault(name, set())
+            if key in COPIES:
+                continue
             for path, parameter in container.named_parameters():
-                if key not in COPIES:
-                    dtypes[path.partition(".")[0]].add(dtype_name(parameter.dtype))
+                name, _, _ = path.partition(".")
+                dtypes[name].add(dtype_name(parameter.dtype))
 
-    found = {}
-    config_class = loaded_class("peft", "PeftConfig")
-    for node in tree.base:
-        configs = vars(node.module).get("peft_config")
-        for name, config in configs.items() if isinstance(configs, dict) else ():
-            if name in dtypes and isinstance(config, config_class):
-                found[join(node.fqn, name)] = adapter_record(config, dtypes[name])
-
-    return found
+    return dtypes
 
 
 def _ties(parameters: Mapping[str, Tensor]) -> dict[str, int]:
@@ -221,6 +254,7 @@ def _ties(parameters: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _memory_of(parameter: Tensor) -> Any:
+    """The key of the memory that a parameter's values lie in, as it sees them."""
     if not parameter.numel():  # such have no memory to share
         return id(parameter)
     return tuple(

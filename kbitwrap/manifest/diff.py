@@ -1,4 +1,8 @@
-"""Comparison of two manifests, or of a manifest and a model."""
+"""Comparison of two manifests, or of a manifest and a model.
+
+What is compared of a tensor depends on what it is compared for: that a model is the
+recorded one, that training would go on the same, or everything.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,16 @@ def compare(
 ) -> ManifestDiff:
     """Compare two sets of tensors, and two headers of nested values.
 
-    ``read`` gives the values of each tensor that are compared.
+    Args:
+        first: The expected tensors, by name.
+        second: Those that were found.
+        read: Gives the values of each tensor that are compared.
+        header: The values expected of the whole, nested.
+        other_header: Those that were found.
+        ignored: The dotted names of values of the whole that may differ.
+
+    Returns:
+        The differences.
     """
     whole = _unequal(_flat(header), _flat(other_header))
     for name in ignored:
@@ -76,7 +89,10 @@ def _tied(tensors: Tensors) -> dict[str, tuple[str, ...]]:
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings into one with dotted keys."""
+    """Flatten nested mappings into one with dotted keys.
+
+    So a difference of the whole is named as ``"config.precision"``.
+    """
     found: dict[str, Any] = {}
     for key, value in data.items():
         if isinstance(value, Mapping):
@@ -94,7 +110,10 @@ def all_values(tensor: TensorRecord) -> dict[str, Any]:
 
 
 def as_loaded(tensor: TensorRecord) -> dict[str, Any]:
-    """The values of a tensor to compare with a live model's."""
+    """The values of a tensor to compare with a live model's.
+
+    What a preparation left of it is none of them.
+    """
     names = ("type", "shape", "original_dtype", "digest")
     return {name: getattr(tensor, name) for name in names}
 
@@ -105,9 +124,9 @@ def for_training(tensor: TensorRecord) -> dict[str, Any]:
     They are in the order in which an essence hashes them.
     """
     values = all_values(tensor)
+    del values["fqn"]
     # it depends on whether the adapter or the preparation came first
     del values["requires_grad"]
-    del values["fqn"]
     if tensor.prepared_requires_grad:
         del values["digest"]  # training changes the content
     return values
