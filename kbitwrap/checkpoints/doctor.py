@@ -110,7 +110,7 @@ def doctor(
         # The base of a run is compared, and may be loaded, once.
         newest = folders[-1]
         examination.make(_OF_THE_NEWEST_FOLDER, newest, newest.where)
-        merge = doctor_merge.measure(examination, newest, progress)
+        merge = doctor_merge.measure(examination, folders[0], progress)
         return examination.report(folders[0].where, merge)
 
 

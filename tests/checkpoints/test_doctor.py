@@ -408,6 +408,17 @@ def test_an_adapter_merged_into_4_bit_weights_is_found_and_measured(runs: Path) 
     assert faults(doctor(runs / "base", base=runs / "base", adapter=runs / "run")) == ["no delta"]
 
 
+def test_a_merged_model_is_measured_where_the_checkpoints_of_its_run_lie_in_its_folder(
+    runs: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(runs / "merged", tmp_path / "merged")
+    shutil.copytree(runs / "run" / "checkpoint-3", folder / "checkpoint-3")
+    report = doctor(folder, base=runs / "base", adapter=runs / "run")
+    assert report.findings == ()
+    assert report.merge is not None
+    assert report.merge.kept > 0.9
+
+
 DORA = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, use_dora=True)
 HIRA = peft.HiraConfig(r=4, target_modules=["q_proj", "v_proj"], init_weights=False)  # multiplies the weight
 
