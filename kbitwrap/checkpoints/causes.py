@@ -40,7 +40,10 @@ _DEVIATIONS = 8.0  # of what rounding adds to the part that was kept
 # their length: rounding to 4 bits takes 0.1.
 _OF_QUANTIZED = 0.25
 _OF_KEPT = 0.1  # the largest difference of what is kept from all of a delta
-_ALIKE = 0.05  # the largest difference of two samples that show the same weight
+_OF_SCALE = 0.05  # the largest difference of a scale from one that has a name
+# The largest difference of two samples of one weight, quantized or not, as a part of
+# their length; those of others differ by more than their length.
+_ALIKE = 0.25
 _ALIGNED = 0.8  # the least cosine of two samples that show the same delta
 _SOME = 0.5  # the least change of a sample, as a part of its delta, that is one
 _SCALES = {2.0: DOUBLED, 0.5: HALVED, -1.0: NEGATED}
@@ -76,8 +79,7 @@ def _explains(against: Against, figures: Figures) -> bool:
         return True
     num_elements = math.prod(figures.shape)
     deviation = math.sqrt(against.rounding / num_elements / delta)
-    expected = against.rounded_along / delta
-    difference = abs(against.kept(delta) - expected)
+    difference = abs(against.kept(delta) - against.kept_by_rounding(delta))
     return difference <= _OF_DELTA + _DEVIATIONS * deviation
 
 
@@ -155,13 +157,13 @@ class Causes:
         against = min(figures.references, key=lambda one: one.aside(delta))
         kept = against.kept(delta)
         allowed = _ROUNDINGS * math.sqrt(against.rounding)
-        allowed += _ALIKE * max(abs(kept), 1.0) * math.sqrt(delta)
+        allowed += _OF_SCALE * max(abs(kept), 1.0) * math.sqrt(delta)
         if figures.is_quantized or against.aside(delta) > allowed:
             return None
-        if abs(kept) <= _ALIKE:
+        if abs(kept) <= _OF_SCALE:
             return no_delta
         for scale, cause in _SCALES.items():
-            if abs(kept - scale) <= _ALIKE * abs(scale):
+            if abs(kept - scale) <= _OF_SCALE * abs(scale):
                 return cause, ""
         return SCALED, f"{kept:.2f} times"
 

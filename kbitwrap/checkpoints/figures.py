@@ -20,23 +20,23 @@ _GRID = 32  # rows and columns of a sample
 class Against:
     """The values of a merged tensor against one reference: the weights that the delta was added to.
 
+    All are sums over the elements. The difference is that between the merged tensor and
+    the reference with the delta, before it is rounded.
+
     Attributes:
-        change: The squared length of what the merged tensor adds to the reference.
-        along: The product of that change and the delta.
-        off: The squared length of the difference between that change and the delta.
-        rounding: The squared length of what rounding the sum once takes.
-        rounded_along: The product of the change that is left when the sum is rounded
-            once, and the delta.
+        off: The squared length of the difference.
+        off_along: The product of the difference and the delta.
+        rounding: The squared length of what rounding once takes.
+        rounding_along: The product of what rounding once takes and the delta.
         size: The squared length of the reference.
         is_same: Whether the merged tensor is the reference, rounded to its dtype.
     """
 
     def __init__(self) -> None:
-        self.change = 0.0
-        self.along = 0.0
         self.off = 0.0
+        self.off_along = 0.0
         self.rounding = 0.0
-        self.rounded_along = 0.0
+        self.rounding_along = 0.0
         self.size = 0.0
         self.is_same = True
 
@@ -46,42 +46,40 @@ class Against:
         """Add some values: of the merged tensor, the reference and the delta; ``dtype`` is rounded to."""
         reference = before.float()
         expected = reference + delta
-        values = found.float()
-        change = values - reference
-        off = values - expected
-        rounded = expected.to(dtype).float()
-        lost = rounded - expected
-        self.change += _dot(change, change)
-        self.along += _dot(change, delta)
+        off = found.float() - expected
+        lost = expected.to(dtype).float() - expected
         self.off += _dot(off, off)
+        self.off_along += _dot(off, delta)
         self.rounding += _dot(lost, lost)
-        self.rounded_along += _dot(rounded - reference, delta)
+        self.rounding_along += _dot(lost, delta)
         self.size += _dot(reference, reference)
         if self.is_same:
             self.is_same = torch.equal(found, reference.to(found.dtype))
 
     def kept(self, delta: float) -> float:
         """The part of the delta that is there, given its squared length."""
-        return self.along / delta
+        return 1.0 + self.off_along / delta
+
+    def kept_by_rounding(self, delta: float) -> float:
+        """The part of the delta that rounding once leaves, given its squared length."""
+        return 1.0 + self.rounding_along / delta
 
     def error(self, delta: float) -> float:
-        """What is beside the delta, as a part of its length, given that squared."""
+        """The length of the difference, as a part of the delta's, given that squared."""
         return math.sqrt(self.off / delta)
 
     def aside(self, delta: float) -> float:
         """The length of that part of the change that is no multiple of the delta, given its squared length."""
-        along = self.along**2 / delta if delta else 0.0
-        return math.sqrt(max(self.change - along, 0.0))
+        return math.sqrt(max(self.off - self.off_along**2 / delta, 0.0))
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A grid of a tensor's values, in float32: found, expected, and the reference of each kind."""
+    """A grid of a tensor's values, in float32: those found, those expected, and those trained on."""
 
     found: Tensor
     after: Tensor
     trained: Tensor
-    original: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -93,6 +91,7 @@ class Figures:
         shape: Its shape.
         dtype: The dtype that it is stored in.
         is_quantized: Whether it is stored quantized.
+        was_quantized: Whether it was quantized in training.
         delta: The squared length of the adapter's delta; 0 where it has none.
         trained: The tensor against the weights that were trained on.
         original: The tensor against those in the base's files; ``None`` where these
@@ -107,6 +106,7 @@ class Figures:
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_quantized: bool
+    was_quantized: bool
     delta: float
     trained: Against
     original: Against | None
@@ -125,11 +125,6 @@ class Figures:
     def nearest(self) -> Against:
         """The reference that explains the tensor best."""
         return min(self.references, key=lambda against: against.off)
-
-    @property
-    def is_of_one_base(self) -> bool:
-        """Whether it was trained on the base's own weights: both references are one."""
-        return self.original is not None and self.original.off == self.trained.off
 
     @property
     def is_onto_original(self) -> bool:
@@ -152,7 +147,8 @@ def compare(
     original: Tensor | None,
     *,
     dtype: torch.dtype,
-    stored: torch.dtype | None = None,
+    stored: torch.dtype | None,
+    was_quantized: bool,
 ) -> Figures:
     """Compare one tensor of a merged model with its expected values and its references.
 
@@ -164,45 +160,52 @@ def compare(
         original: The weight in the base's files, or ``None``.
         dtype: The dtype that the model computes in, which a merge may round to.
         stored: The dtype of quantized storage that ``found`` was dequantized from.
+        was_quantized: Whether the weight was quantized in training.
     """
     coarser = max(dtype, found.dtype, key=lambda one: torch.finfo(one).eps)
-    sides = [found, after, trained]
-    against = [Against()]
-    if original is not None:
-        sides.append(original)
-        against.append(Against())
-    positions = grid_of(tuple(after.shape))
-    samples: list[list[Tensor]] = [[] for _ in sides]
+    references = [trained] if original is None else [trained, original]
+    against = [Against() for _ in references]
+    sampling = _Sampling(tuple(after.shape))
     delta = 0.0
-    is_finite = True
-    start = 0
-    for values in _in_step(sides):
-        merged, expected, *befores = values
-        end = start + len(merged)
+    for merged, expected, *befores in _in_step([found, after, *references]):
         added = expected.float() - befores[0].float()
         delta += _dot(added, added)
-        is_finite = is_finite and bool(torch.isfinite(merged.sum(dtype=torch.float32)))
         for one, before in zip(against, befores, strict=True):
             one.add(merged, before, added, coarser)
-        inside = positions[(positions >= start) & (positions < end)] - start
-        if len(inside):
-            for picked, side in zip(samples, values, strict=True):
-                picked.append(side[inside].float())
-        start = end
-    grids = [torch.cat([torch.empty(0), *picked]) for picked in samples]
+        sampling.add(merged, expected, befores[0])
     return Figures(
         fqn,
         tuple(after.shape),
         found.dtype if stored is None else stored,
         stored is not None,
+        was_quantized,
         delta,
         against[0],
         against[1] if original is not None else None,
-        is_finite,
-        Sample(
-            grids[0], grids[1], grids[2], grids[3] if original is not None else None
-        ),
+        math.isfinite(against[0].off),
+        sampling.sample(),
     )
+
+
+class _Sampling:
+    """Picks the values of a grid out of those that come by."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._positions = grid_of(shape)
+        self._start = 0
+        self._picked: list[tuple[Tensor, ...]] = []
+
+    def add(self, *sides: Tensor) -> None:
+        """Pick from the next values of each side."""
+        inside = self._positions - self._start
+        self._start += len(sides[0])
+        inside = inside[(inside >= 0) & (inside < len(sides[0]))]
+        self._picked.append(tuple(side[inside].float() for side in sides))
+
+    def sample(self) -> Sample:
+        """What was picked."""
+        found, after, trained = (torch.cat(side) for side in zip(*self._picked))
+        return Sample(found, after, trained)
 
 
 def grid_of(shape: tuple[int, ...]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ from .causes import (
 from .figures import Figures, compare
 from .sides import MergedSide, Names, Side, original_tensors, plain_side
 
+# The least difference from both references, as a part of their length, by which a wrong
+# tensor was merged onto another base.
+_OF_OTHER = 0.25
 _MOST_ROWS = 256  # of a matrix whose rank is asked for, and columns
 TRAINED, ORIGINAL, OTHER = "trained", "original", "other"
 _TOLD_ONTO = {
@@ -170,22 +174,16 @@ def _total(
 ) -> MergeMeasure:
     """Add the figures of all tensors up, and name what is wrong by its cause."""
     adapted = [one for one in figures if one.delta]
-    onto = _onto(adapted, wrong)
-    delta = along = off = 0.0
-    tensors = {}
+    tensors = {one.fqn: _of_tensor(one) for one in adapted}
+    delta = sum(one.delta for one in adapted)
+    kept = off = 0.0
     for one in adapted:
-        against = one.nearest
-        delta += one.delta
-        if not one.is_finite:
-            tensors[one.fqn] = TensorMeasure(0.0, 1.0, one.num_bits)
-            off += one.delta
-            continue
-        kept, error = against.kept(one.delta), against.error(one.delta)
-        tensors[one.fqn] = TensorMeasure(kept, error, one.num_bits)
-        along += against.along
-        off += against.off
-    kept = along / delta if delta else 1.0
-    error = math.sqrt(off / delta) if delta else 0.0
+        part = one.delta / delta
+        kept += part * tensors[one.fqn].kept
+        off += part * tensors[one.fqn].error ** 2
+    if not adapted:
+        kept = 1.0
+    error = math.sqrt(off)
     faults = []
     for cause, found in by_cause(wrong).items():
         fqns = tuple(fqn for fqn, _ in found)
@@ -195,25 +193,29 @@ def _total(
                 f"{kept:.0%} of the delta survived, with an error of {error:.0%} of it"
             )
         faults.append(MergeFault(cause, fqns, evidence))
+    onto = _onto(adapted, wrong)
     return MergeMeasure(kept, error, onto, tensors, len(figures), tuple(faults))
+
+
+def _of_tensor(figures: Figures) -> TensorMeasure:
+    if not figures.is_finite:
+        return TensorMeasure(0.0, 1.0, figures.num_bits)
+    against = figures.nearest
+    kept = against.kept(figures.delta)
+    return TensorMeasure(kept, against.error(figures.delta), figures.num_bits)
 
 
 def _onto(adapted: Sequence[Figures], wrong: Collection[str]) -> str:
     """What most adapted tensors were merged onto, the larger ones counting more."""
-    trained = original = other = 0
-    for one in adapted:
-        size = math.prod(one.shape)
-        if not one.is_finite or one.is_of_one_base:
-            continue
-        if one.fqn in wrong and one.nearest.off > one.nearest.size / 16:
-            other += size
-        elif one.is_onto_original:
-            original += size
-        else:
-            trained += size
-    if other > max(trained, original):
-        return OTHER
-    return ORIGINAL if original > trained else TRAINED
+    sizes = {TRAINED: 0, ORIGINAL: 0, OTHER: 0}
+    # Where a layer was not quantized the two are one.
+    told = [one for one in adapted if one.was_quantized] or adapted
+    for one in told:
+        onto = ORIGINAL if one.is_onto_original else TRAINED
+        if one.fqn in wrong and one.nearest.off > _OF_OTHER**2 * one.nearest.size:
+            onto = OTHER
+        sizes[onto] += math.prod(one.shape)
+    return max(sizes, key=sizes.__getitem__)
 
 
 @dataclass
@@ -277,19 +279,33 @@ class _Measuring:
                 continue
             if not after.is_floating_point():
                 continue
-            figures = compare(
-                fqn,
-                found,
-                after,
-                self._trained(fqn),
-                self._original(fqn, after),
-                dtype=self.dtype,
-                stored=self.merged.stored.get(fqn),
-            )
-            if figures.original is None and not is_right(figures):
-                share = self._share_of_codes(fqn, found)
-                figures = dataclasses.replace(figures, base_codes=share)
-            yield figures
+            yield self._compared(fqn, found, after)
+
+    def _compared(self, fqn: str, found: Tensor, after: Tensor) -> Figures:
+        """Compare a tensor with what was trained on, and, if that does not explain it, with the base's own."""
+        path, _, name = fqn.rpartition(".")
+        layer = self.quantized.get(path) if name == "weight" else None
+        comparing = functools.partial(
+            compare,
+            fqn,
+            found,
+            after,
+            self._trained(fqn),
+            dtype=self.dtype,
+            stored=self.merged.stored.get(fqn),
+            was_quantized=layer is not None,
+        )
+        figures = comparing(None)
+        if is_right(figures):
+            return figures
+        original = self._original(fqn, after)
+        if original is not None:
+            return comparing(original)
+        if layer is None:
+            return figures
+        delta = materialize(after) - materialize(self._trained(fqn)).float()
+        base_codes = share_of_codes(layer, materialize(found).float() - delta)
+        return dataclasses.replace(figures, base_codes=base_codes)
 
     def _wanted(self) -> list[str]:
         """The names that the checkpoint should hold, as files have them, or as the model has them."""
@@ -325,15 +341,6 @@ class _Measuring:
         if found is None or found.shape != after.shape or not found.is_floating_point():
             return None
         return found
-
-    def _share_of_codes(self, fqn: str, found: Tensor) -> float:
-        """The share of the base's codes that a tensor without its delta quantizes to."""
-        path, _, name = fqn.rpartition(".")
-        layer = self.quantized.get(path)
-        if layer is None or name != "weight":
-            return 0.0
-        delta = materialize(self._known[fqn]) - materialize(self._trained(fqn)).float()
-        return share_of_codes(layer, materialize(found).float() - delta)
 
     def change_of(self, figures: Figures) -> Tensor:
         """Some rows and columns of what a tensor adds to its nearest reference."""
