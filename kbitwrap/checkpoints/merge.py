@@ -151,10 +151,8 @@ def merge_checkpoint(
             merged = merge_into(twin)
             _refuse_full_disk(twin.model, writer.folder, dst)
             save_model(twin.model, writer, max_shard_size)
-        said = "as in training"
-        if record is None and own_quantization(base, trust_remote_code) is None:
-            said = "as the merge was told, which no record of the training confirms,"
-        how = _how(trained.model, said)
+        own = own_quantization(base, trust_remote_code)
+        how = _how(trained.model, is_recorded=record is not None or own is not None)
         _write_beside(writer.folder, base, saved, how, device)
 
     return ExportReport(
@@ -209,8 +207,11 @@ def _copy(names: tuple[str, ...], base: StrPath, adapter: Path, dst: Path) -> No
             shutil.copyfile(found, dst / name)
 
 
-def _how(model: Any, said: str) -> str:
+def _how(model: Any, *, is_recorded: bool) -> str:
     """The sentence of a model card that says how the base was quantized."""
+    said = "as in training"
+    if not is_recorded:
+        said = "as the merge was told, which no record of the training confirms,"
     method = ModelTree(model).quantization.method
     if method is None:
         return f"unquantized, {said}"
