@@ -110,12 +110,12 @@ def test_a_fault_anywhere_in_prepare_leaves_the_model_as_it_was(
                     if count == position:
                         call = getattr(type(edit), phase)
 
-                        def fail(self: object, argument: object, call: object = call) -> object:
+                        def fail(self: object, *arguments: object, call: object = call) -> object:
                             if self is edit:  # noqa: B023 - the generator waits here while it is called
                                 if phase == "apply":
-                                    call(self, argument)  # type: ignore[operator]
+                                    call(self, *arguments)  # type: ignore[operator]
                                 raise kind("a fault")
-                            return call(self, argument)  # type: ignore[operator]
+                            return call(self, *arguments)  # type: ignore[operator]
 
                         with monkeypatch.context() as patch:
                             patch.setattr(type(edit), phase, fail)

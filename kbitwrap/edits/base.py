@@ -6,14 +6,13 @@ weight that a merge requantizes, is freed at once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
-from ..model.records import ParameterRecord, Records
+from ..model.records import ParameterRecord
 from ..model.roles import Role
 from ..model.tree import ModelTree
 from ..reports import first_of
@@ -57,15 +56,7 @@ class EditBase:
         return f"{self.action} {first_of([name or 'the model' for name in self.fqns])}"
 
 
-class ChangeBase:
-    """A change that is not made of others."""
-
-    def parts(self) -> tuple[Any, ...]:
-        """Return this one."""
-        return (self,)
-
-
-class HeldOriginal(ChangeBase):
+class HeldOriginal:
     """A change that holds the original of one parameter.
 
     The parameter stores something else meanwhile: its cast, or what a library wrote.
@@ -73,6 +64,8 @@ class HeldOriginal(ChangeBase):
 
     record: ParameterRecord
     dtype: torch.dtype  # of the original
+    # what ``undo`` does with a value that changed, where it has a choice
+    policy: TrainedPolicy = "keep"
     # whether the last undo put back another value than the original
     was_altered = False
     # whether the last undo found that the value had changed while it was stored upcast
@@ -89,9 +82,6 @@ class HeldOriginal(ChangeBase):
         It is to be read only: it may be the parameter itself.
         """
         raise NotImplementedError
-
-    def decide(self, policy: TrainedPolicy) -> None:
-        """Set what ``undo`` does with a value that changed, where it has a choice."""
 
     def write(self, parameter: torch.Tensor, data: torch.Tensor) -> None:
         """Give the parameter other memory.
@@ -122,7 +112,7 @@ class HeldOriginal(ChangeBase):
         self.write(parameter, saved)
 
 
-class AttributesNow(ChangeBase):
+class AttributesNow:
     """Instance attributes of objects, as they are now.
 
     They are written back to these very objects, which are held.
@@ -140,17 +130,6 @@ class AttributesNow(ChangeBase):
     def now(self, tree: ModelTree) -> AttributesNow:
         """Record the current values."""
         return AttributesNow(self.holders, self._names)
-
-
-class Together:
-    """The changes of one edit, which are undone in their order."""
-
-    def __init__(self, records: Records, *changes: Any) -> None:
-        self.records, self.changes = records, changes
-
-    def parts(self) -> tuple[Any, ...]:
-        """These changes."""
-        return self.changes
 
 
 class Anchor:
@@ -187,7 +166,7 @@ def write_attribute(fields: Fields, name: str, value: Any) -> None:
         fields[name] = value
 
 
-class AttributesChange(ChangeBase):
+class AttributesChange:
     """Instance attributes of a model's modules, as they were.
 
     The modules are held weakly. Each value is put back, and what was absent is removed.
@@ -199,11 +178,7 @@ class AttributesChange(ChangeBase):
 
     def undo(self, tree: ModelTree) -> None:
         """Write the recorded values back, on the tree's substitutes too."""
-        self.write(self.index.live() + self.index.substitutes(tree))
-
-    def write(self, modules: Iterable[tuple[int, nn.Module]]) -> None:
-        """Write the recorded values back to modules, given with their numbers."""
-        for number, module in modules:
+        for number, module in self.index.live() + self.index.substitutes(tree):
             write_attributes(module, self._values[number])
 
     def now(self, tree: ModelTree) -> AttributesNow:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ from torch import nn
 from ..errors import UnsupportedModelError
 from ..model.tree import ModelTree
 from ..model.wrappers import wrapped_children
-from .base import AttributesChange, ChangeBase, EditBase, Together
+from .base import AttributesChange, EditBase
 from .journal import Call, WayBack
 
 
@@ -105,7 +104,7 @@ def _is_input_gradient_hook(hook: Any) -> bool:
     return str(getattr(hook, "__module__", None)).partition(".")[0] in _LIBRARIES
 
 
-class HooksChange(ChangeBase):
+class HooksChange:
     """The hooks of a model before a preparation.
 
     Undoing removes the preparation's own, and later ones of libraries that make inputs
@@ -174,17 +173,6 @@ def remove_hooks(module: nn.Module, keys: Iterable[int]) -> None:
 CHECKPOINTING_ATTRIBUTES = ("gradient_checkpointing", "_gradient_checkpointing_func")
 # where transformers keeps the handles of its hooks
 _HOOK_ATTRIBUTES = ("_require_grads_hooks", "_require_grads_hook")
-
-
-class CheckpointingChange(Together):
-    """Checkpointing attributes and input-gradient hooks as they were."""
-
-    def __init__(self, tree: ModelTree) -> None:
-        self.model = weakref.ref(tree.model)
-        self.hooks = HooksChange(tree)
-        self.handles = AttributesChange(tree, _HOOK_ATTRIBUTES)
-        attributes = AttributesChange(tree, CHECKPOINTING_ATTRIBUTES)
-        super().__init__(tree.records, self.hooks, self.handles, attributes)
 
 
 def checkpointing_method(
@@ -262,54 +250,57 @@ class Checkpoint(EditBase):
     # to warn when it turns out to be sharded, after its dtypes were changed
     hook_model: bool = False
 
-    def capture(self, tree: ModelTree) -> CheckpointingChange:
-        """Record attributes and hooks."""
-        return CheckpointingChange(tree)
+    def capture(self, tree: ModelTree) -> list[Any]:
+        """Record hooks, their handles and attributes."""
+        return [
+            HooksChange(tree),
+            AttributesChange(tree, _HOOK_ATTRIBUTES),
+            AttributesChange(tree, CHECKPOINTING_ATTRIBUTES),
+        ]
 
-    def apply(self, change: CheckpointingChange) -> None:
+    def apply(self, changes: list[Any], tree: ModelTree) -> None:
         """Enable, then remove superfluous hooks.
 
         transformers installs hooks whenever it enables checkpointing, needed or not.
         """
-        model = change.model()
-        assert model is not None
+        hooks, handles, _ = changes
+        model: Any = tree.model
         if self.hook_inputs and hasattr(model, "enable_input_require_grads"):
-            model.enable_input_require_grads()  # type: ignore[operator]
+            model.enable_input_require_grads()
         elif self.hook_inputs:
-            model.get_input_embeddings().register_forward_hook(make_inputs_require_grad)  # type: ignore[operator]
+            model.get_input_embeddings().register_forward_hook(make_inputs_require_grad)
         if self.enable:
             _enable_checkpointing(model, self.kwargs)
-        live = change.handles.index.live()
-        if not _remove_superfluous_hooks(change.hooks, live, keep_one=self.hook_inputs):
-            change.handles.write(live)
-        for _, block in live:
+        if not _remove_superfluous_hooks(hooks, tree, keep_one=self.hook_inputs):
+            handles.undo(tree)
+        for node in tree.modules if self.hook_blocks else ():
+            block = node.module
             is_checkpointed = vars(block).get("gradient_checkpointing") is True
-            needs_hook = self.hook_blocks and not input_gradient_hooks(block)
-            if is_checkpointed and needs_hook:
+            if is_checkpointed and not input_gradient_hooks(block):
                 block.register_forward_pre_hook(make_block_input_require_grad)
         is_hooked = warn_of_sharding in model._forward_pre_hooks.values()
         if self.hook_model and not is_hooked:
             model.register_forward_pre_hook(warn_of_sharding)
-        change.hooks.settle()
+        hooks.settle()
 
 
 def _remove_superfluous_hooks(
-    hooks: HooksChange, live: list[tuple[int, nn.Module]], *, keep_one: bool
+    hooks: HooksChange, tree: ModelTree, *, keep_one: bool
 ) -> bool:
     """Remove the added hooks, and say whether one is left.
 
     With ``keep_one``, the newest stays on a module that had none before.
     """
     is_left = False
-    for _, module in live:
-        added = hooks.added(module)
+    for node in tree.modules:
+        added = hooks.added(node.module)
         if not added:
             continue
-        had_one = not hooks.before.isdisjoint(input_gradient_hooks(module))
+        had_one = not hooks.before.isdisjoint(input_gradient_hooks(node.module))
         if keep_one and not had_one:
             added.pop()
             is_left = True
-        remove_hooks(module, added)
+        remove_hooks(node.module, added)
     return is_left
 
 

@@ -9,12 +9,12 @@ from torch import nn
 
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, NamedTensor
-from .base import ANCHOR_ATTRIBUTE, Anchor, AttributesNow, ChangeBase, EditBase
+from .base import ANCHOR_ATTRIBUTE, Anchor, AttributesNow, EditBase
 
 Flags = dict[ParameterRecord, bool]
 
 
-class FlagsChange(ChangeBase):
+class FlagsChange:
     """Parameters' ``requires_grad`` flags, as they were.
 
     ``left`` are the flags that a suspension left in their place: where another is found
@@ -72,14 +72,16 @@ class Freeze(EditBase):
     freeze: bool = True
     freeze_adapters: bool = False
 
-    def capture(self, tree: ModelTree) -> FlagsChange:
+    def capture(self, tree: ModelTree) -> list[FlagsChange]:
         """Record the flags."""
-        tensors = prepared_tensors(tree, self.freeze_adapters)
-        return FlagsChange({tree.record(t): t.parameter.requires_grad for t in tensors})
+        flags = {}
+        for tensor in prepared_tensors(tree, self.freeze_adapters):
+            flags[tree.record(tensor)] = tensor.parameter.requires_grad
+        return [FlagsChange(flags)]
 
-    def apply(self, change: FlagsChange) -> None:
+    def apply(self, changes: list[FlagsChange], tree: ModelTree) -> None:
         """Set the flags to false where asked."""
-        for record, flag in change.flags.items():
+        for record, flag in changes[0].flags.items():
             parameter = record.there()
             if self.freeze and flag and parameter is not None:
                 parameter.requires_grad_(False)
@@ -100,11 +102,10 @@ class Hold(EditBase):
 
     anchor: Anchor = field(default_factory=Anchor, repr=False)
 
-    def capture(self, tree: ModelTree) -> AttributesNow:
+    def capture(self, tree: ModelTree) -> list[AttributesNow]:
         """Record that the attribute is absent."""
-        return AttributesNow([tree.model], [ANCHOR_ATTRIBUTE])
+        return [AttributesNow([tree.model], [ANCHOR_ATTRIBUTE])]
 
-    def apply(self, change: AttributesNow) -> None:
+    def apply(self, changes: list[AttributesNow], tree: ModelTree) -> None:
         """Set the attribute."""
-        for model in change.holders:
-            vars(model)[ANCHOR_ATTRIBUTE] = self.anchor
+        vars(tree.model)[ANCHOR_ATTRIBUTE] = self.anchor

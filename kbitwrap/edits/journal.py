@@ -61,9 +61,6 @@ class Change(WayBack, Protocol):
     def now(self, view: Any) -> WayBack:
         """Record the current state of all that ``undo`` changes; changes nothing."""
 
-    def parts(self) -> Sequence[Any]:
-        """Return this one."""
-
 
 @runtime_checkable
 class Edit(Protocol):
@@ -72,14 +69,15 @@ class Edit(Protocol):
     def describe(self) -> str:
         """Say in one line what the edit does, and to what."""
 
-    def capture(self, view: Any) -> Any:
+    def capture(self, view: Any) -> Sequence[Any]:
         """Read what the edit is about to change, and change nothing.
 
-        The result is a change, or has several as its ``parts``.
+        Returns:
+            The changes, in the order in which they are undone.
         """
 
-    def apply(self, change: Any) -> None:
-        """Make the edit; ``change`` is what ``capture`` returned."""
+    def apply(self, changes: Any, view: Any) -> None:
+        """Make the edit; ``changes`` are what ``capture`` returned."""
 
 
 Failures = list[tuple[WayBack, BaseException]]
@@ -126,9 +124,9 @@ class Journal:
         edit: Edit | None = None
         try:
             for edit in edits:
-                change = edit.capture(view)
-                self.changes += change.parts()[::-1]
-                edit.apply(change)
+                changes = edit.capture(view)
+                self.changes += reversed(changes)
+                edit.apply(changes, view)
         except BaseException as error:
             outcome = self.roll_back(start, view, error)
             if not isinstance(error, Exception):

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..model.quantization import KERNEL, transposed_codes
 from ..model.tree import ModelTree, Node, join
-from .base import ChangeBase, Fields, write_attribute
+from .base import Fields, write_attribute
 from .journal import MISSING
 
 # The types of the plain attributes that a module computes with, and may replace when it
@@ -72,8 +72,14 @@ class _Difference:
         """Whether the value holds tensors, or held some."""
         return bool(_tensors(self.found) or _tensors(self.was))
 
+    def was_moved(self) -> bool:
+        """Whether it is a tensor that was moved to another device, and no more."""
+        if not _are_alike(self.found, self.was):
+            return False
+        return bool(self.found.device != self.was.device)
 
-class KeptChange(ChangeBase):
+
+class KeptChange:
     """The plain values, tensors, caches and buffers of the base's modules.
 
     Values that differ in the end are put back. A new plain value is removed only where
@@ -103,17 +109,17 @@ class KeptChange(ChangeBase):
         resized = [tensor.path for _, tensor in tree.resized(self._records)]
         around = {id(node.module) for node in tree.nodes if _holds_any(node, resized)}
         found: dict[nn.Module, list[str]] = {}
-        for number, module in self._index.live():
-            if number in self._kept:
-                only_tensors = id(module) in around
-                found[module] = _put_back(
-                    module, self._kept[number], only_tensors=only_tensors
-                )
-        for number, module in self._index.substitutes(tree):
-            if number in self._kept:
-                found[module] = _put_back(
-                    module, self._kept[number], only_tensors=True, is_shared=True
-                )
+        for number, module in self._index.live() + self._index.substitutes(tree):
+            kept = self._kept.get(number)
+            if kept is None:
+                continue
+            is_substitute = self._index.number(module) is None
+            found[module] = _put_back(
+                module,
+                kept,
+                only_tensors=is_substitute or id(module) in around,
+                is_shared=is_substitute,
+            )
         put_back = []
         for node in tree.modules:
             names = found.get(node.module, [])
@@ -150,10 +156,12 @@ def _holds_any(node: Node, paths: Iterable[str]) -> bool:
 
 
 def _places(module: nn.Module) -> tuple[Fields, ...]:
+    """The dictionaries that a module has its attributes, buffers and children in."""
     return vars(module), module._buffers, module._modules
 
 
 def _read(module: nn.Module) -> _Kept:
+    """Record a module as it is."""
     values: list[Fields] = []
     for place in _places(module):
         own = place.items()
@@ -171,10 +179,12 @@ def _to_keep(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
+    """Whether a value is of a kind that a module computes with, and may replace."""
     return type(value) in _PLAIN or isinstance(value, Enum)
 
 
 def _members(cache: Any) -> Iterable[Any]:
+    """The values in a list or dict."""
     return cache.values() if isinstance(cache, dict) else cache
 
 
@@ -198,8 +208,11 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _sizes(module: nn.Module) -> dict[str, int]:
-    parameters = module._parameters.items()
-    return {name: 0 if p is None else p.numel() for name, p in parameters}
+    """The numbers of elements of a module's parameters; 0 where there is none."""
+    sizes = {}
+    for name, parameter in module._parameters.items():
+        sizes[name] = 0 if parameter is None else parameter.numel()
+    return sizes
 
 
 def _put_back(
@@ -228,17 +241,16 @@ def _put_back(
         was = one.was
         if isinstance(was, _Cache):
             was = was.contents.copy() if is_shared else was.refilled()
-        is_moved = False
-        if one.place is module._buffers and _are_tensors(was, one.found):
-            # Moving a model replaces its buffers, and they stay on the device that they
-            # were moved to.
-            is_moved = was.device != one.found.device and _are_alike(was, one.found)
+        is_buffer = one.place is module._buffers
+        if is_buffer and _are_tensors(was, one.found):
+            # Buffers stay on the device that the model was moved to.
             was = was.to(one.found.device)
         write_attribute(one.place, one.name, was)
-        if not is_moved:
-            names.append(one.name)
-            if one.place is module._buffers:
-                _remove_kernels(module, kept)
+        if is_buffer and one.was_moved():
+            continue
+        names.append(one.name)
+        if is_buffer:
+            _remove_kernels(module, kept)
     module._non_persistent_buffers_set = set(kept.unsaved)
     return names
 
@@ -260,18 +272,23 @@ def _differences(module: nn.Module, kept: _Kept) -> list[_Difference]:
 
 
 def _is_to_stay(found: Any, was: Any) -> bool:
-    """Whether another value than there was is another's."""
+    """Whether another value than there was is to stay."""
     if was is _OTHER:
         return True
     if isinstance(was, _Cache):
         return type(found) not in _CACHES or _are_same(found, was)
-    if type(found) in _CACHES:
-        return not _tensors(found)
-    if isinstance(found, nn.Module):
-        return not _tensors(found) or _has_parameters(found)
     if type(found) is type(was) and type(found) in _COMPARED:
         return bool(found == was)
-    return found is not MISSING and not _is_plain(found)
+    return not _is_of_forwards(found)
+
+
+def _is_of_forwards(value: Any) -> bool:
+    """Whether a forward may have left a value, or removed one."""
+    if value is MISSING or _is_plain(value):
+        return True
+    if isinstance(value, nn.Module):
+        return bool(_tensors(value)) and not _has_parameters(value)
+    return type(value) in _CACHES and bool(_tensors(value))
 
 
 def _are_same(cache: Any, other: Any) -> bool:
@@ -280,6 +297,7 @@ def _are_same(cache: Any, other: Any) -> bool:
 
 
 def _are_tensors(value: Any, other: Any) -> bool:
+    """Whether two values are tensors."""
     return isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor)
 
 
@@ -291,6 +309,7 @@ def _are_alike(value: Any, other: Any) -> bool:
 
 
 def _has_parameters(module: nn.Module) -> bool:
+    """Whether a module, or one in it, has a parameter."""
     return next(module.parameters(), None) is not None
 
 

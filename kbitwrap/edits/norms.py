@@ -20,7 +20,7 @@ from ..model.quantization import is_quantized_parameter
 from ..model.tree import ModelTree, shallow_copy
 from ..tensors.devices import accelerators, random_state
 from ..tensors.dtypes import HALF_DTYPES
-from .base import ChangeBase, EditBase, write_attribute
+from .base import EditBase, write_attribute
 from .journal import MISSING, Call, WayBack
 
 Forward = Callable[..., Any]
@@ -177,7 +177,7 @@ def _kind(value: Any) -> Any:
 _SLOTS = ("forward", "_old_forward")
 
 
-class ComputeChange(ChangeBase):
+class ComputeChange:
     """Forwards that were replaced by ``Float32Forward``.
 
     They are those of the given modules, and of copies of these.
@@ -242,13 +242,13 @@ class ComputeInFloat32(EditBase):
     # makes what replaces a module's own
     forward: Callable[[nn.Module], Float32Forward] = field(repr=False)
 
-    def capture(self, tree: ModelTree) -> ComputeChange:
+    def capture(self, tree: ModelTree) -> list[ComputeChange]:
         """Begin a record of the forwards replaced."""
-        return ComputeChange()
+        return [ComputeChange()]
 
-    def apply(self, change: ComputeChange) -> None:
+    def apply(self, changes: list[ComputeChange], tree: ModelTree) -> None:
         """Replace the forwards."""
         for reference in self.modules:
             module = reference()
             if module is not None:
-                change.install(self.forward(module))
+                changes[0].install(self.forward(module))

@@ -18,11 +18,11 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 
 from ..model.quantization import is_quantized_parameter
-from ..model.records import TensorRef
+from ..model.records import Records, TensorRef
 from ..model.tree import ModelTree
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.upcast import UpcastTensor, multiplies_half
-from .base import ChangeBase, EditBase
+from .base import EditBase
 from .journal import Call, WayBack
 from .norms import Float32Forward, float32_shell, to_float32
 
@@ -141,15 +141,14 @@ def can_stand_in(module: nn.Module, name: str) -> bool:
     return not is_taken and not hasattr(type(module), name)
 
 
-class UpcastChange(ChangeBase):
+class UpcastChange:
     """Instance attributes that stand in for parameters.
 
     They follow weights that are tied, parametrized or loaded.
     """
 
-    def __init__(self, tree: ModelTree, chunk_bytes: int | None) -> None:
-        self._records, self._chunk_bytes = tree.records, chunk_bytes
-        self._model = weakref.ref(tree.model)
+    def __init__(self, records: Records, chunk_bytes: int | None) -> None:
+        self._records, self._chunk_bytes = records, chunk_bytes
         # of each module, the names of the weights; none of one that has them first
         self._names: weakref.WeakKeyDictionary[nn.Module, set[str]] = (
             weakref.WeakKeyDictionary()
@@ -174,7 +173,7 @@ class UpcastChange(ChangeBase):
                 if isinstance(value, UpcastTensor):
                     yield module, name, value
 
-    def put_float32_first(self) -> None:
+    def put_float32_first(self, model: nn.Module) -> None:
         """Put a stand-in first among a module's ``parameters()``.
 
         It is done in each module with children that would begin with one of the
@@ -183,8 +182,6 @@ class UpcastChange(ChangeBase):
         places: dict[int, tuple[nn.Module, str]] = {}
         for owner, name, value in self._weights():
             places.setdefault(id(value.held), (owner, name))
-        model = self._model()
-        assert model is not None
         for module in model.modules():
             if not module._modules or "parameters" in vars(module):
                 continue
@@ -208,38 +205,51 @@ class UpcastChange(ChangeBase):
         weakref.finalize(self, self._hook.remove)
 
     def _registered(self, module: nn.Module, name: str, parameter: Any) -> Any:
-        """The parameter to register instead, if any.
+        """The parameter to register instead, or ``None`` to register this one.
 
         For a stand-in it is the half weight, and the new place gets a stand-in.
         """
         if isinstance(module, ParametrizationList):
-            # The owner gives the weight away, and gets a property in its place.
-            for owner, names in self._names.items():
-                for own_name in names:
-                    if vars(owner).get(own_name) is parameter:
-                        del vars(owner)[own_name]
-        half = parameter
-        if isinstance(parameter, UpcastTensor):
-            place = parameter.owner
-            if place is None or place[1] not in self._names.get(place[0], ()):
+            self._give_away(parameter)
+        if not isinstance(parameter, UpcastTensor):
+            if not self._is_weight(module, name, parameter):
                 return None
-            if not parameter.is_whole:
-                return nn.Parameter(parameter.clone(), parameter.requires_grad)
+            half = parameter
+        elif not self._is_ours(parameter):
+            return None
+        elif parameter.is_whole:
             half = parameter.parameter
         else:
-            if parameter.dtype not in HALF_DTYPES or parameter.requires_grad:
-                return None
-            is_known = name in self._names.get(module, ())
-            if not is_known and not self._is_taken(parameter, module):
-                return None
+            return nn.Parameter(parameter.clone(), parameter.requires_grad)
         self.install(module, name, half)
         return half
 
-    def _is_taken(self, parameter: nn.Parameter, module: nn.Module) -> bool:
-        """Whether another module than this has a stand-in for a parameter.
+    def _give_away(self, parameter: Any) -> None:
+        """Remove a stand-in whose owner gets a property in its place.
+
+        It may be another kind of tensor by now: torch swaps what it parametrizes.
+        """
+        for module, names in self._names.items():
+            for name in names:
+                if vars(module).get(name) is parameter:
+                    del vars(module)[name]
+
+    def _is_ours(self, stand_in: UpcastTensor) -> bool:
+        """Whether a stand-in is of one of the weights."""
+        if stand_in.owner is None:
+            return False
+        module, name = stand_in.owner
+        return name in self._names.get(module, ())
+
+    def _is_weight(self, module: nn.Module, name: str, parameter: Any) -> bool:
+        """Whether a parameter is registered where one of the weights is or is shared.
 
         PEFT registers a layer's parameters in its copies of the layer.
         """
+        if parameter.dtype not in HALF_DTYPES or parameter.requires_grad:
+            return False
+        if name in self._names.get(module, ()):
+            return True
         if any(own is parameter for own in module._parameters.values()):
             return False  # a second name is no weight that the module uses
         return any(value.held is parameter for _, _, value in self._weights())
@@ -293,15 +303,16 @@ class UpcastAtUse(EditBase):
     weights: tuple[TensorRef, ...] = field(repr=False)
     chunk_bytes: int | None = None
 
-    def capture(self, tree: ModelTree) -> UpcastChange:
+    def capture(self, tree: ModelTree) -> list[UpcastChange]:
         """Begin a record of the stand-ins: a planned edit finds none."""
-        return UpcastChange(tree, self.chunk_bytes)
+        return [UpcastChange(tree.records, self.chunk_bytes)]
 
-    def apply(self, change: UpcastChange) -> None:
+    def apply(self, changes: list[UpcastChange], tree: ModelTree) -> None:
         """Install the stand-ins, and follow the weights."""
+        change = changes[0]
         for ref in self.weights:
             module, parameter = ref.owner(), ref()
             if module is not None and parameter is not None:
                 change.install(module, ref.name, parameter)
-        change.put_float32_first()
+        change.put_float32_first(tree.model)
         change.follow()

@@ -9,8 +9,10 @@ its bits there have the recorded digest.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +22,7 @@ from ..model.tree import ModelTree, NamedTensor
 from ..tensors.bits import Layout, NanPayloads, begin_digest, content_digest, differ
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import LazyTensor
-from .base import ChangeBase, EditBase, HeldOriginal, Together, TrainedPolicy
+from .base import EditBase, HeldOriginal
 from .journal import Call, WayBack
 
 # elements cast at once: few enough for an allocator to use their memory again
@@ -39,17 +41,30 @@ class TrainedError(RuntimeError):
 
 @dataclass
 class _Found:
-    """The value to put back of a parameter.
+    """The value to put back of a parameter, and how it was told."""
 
-    With it is what training did to the value that the parameter has.
-    """
-
-    original: torch.Tensor
+    value: torch.Tensor
+    # whether the parameter has another value than the original's cast
     is_trained: bool
     # whether the value to put back is another than the original
     is_altered: bool
-    # whether the current value can be made of it again
+    # whether the value that the parameter has can be made of it again
     is_exact: bool
+
+
+@dataclass
+class Comparison:
+    """A stored value against the original that is held.
+
+    Each answer is a boolean scalar on the value's device.
+    """
+
+    # not the original, in none of the dtypes that it was cast to on the way
+    is_trained: torch.Tensor
+    # not the original, cast to the value's dtype
+    is_inexact: torch.Tensor
+    # not the original, when it is rounded to the original's dtype
+    is_altered: torch.Tensor
 
 
 class StorageChange(HeldOriginal):
@@ -77,7 +92,6 @@ class StorageChange(HeldOriginal):
         # where other parameters lie over the same memory
         self.group: SharingChange | None = None
         self._is_rewritten, self._is_seen = is_rewritten, is_seen
-        self._policy: TrainedPolicy = "keep"
         self.kept: torch.Tensor | None = None
         self._payloads: NanPayloads | None = None
         self._digest: Callable[[], int] | None = None
@@ -105,29 +119,25 @@ class StorageChange(HeldOriginal):
             self._payloads.write(rounded)
         return rounded
 
-    def against_kept(self, current: torch.Tensor) -> torch.Tensor:
-        """Whether a value is not the original held, without a sync.
-
-        The three answers are by any dtype that it was cast to on the way, by its own,
-        and by the original's.
-        """
+    def against_kept(self, current: torch.Tensor) -> Comparison:
+        """Compare a value with the original held, without a sync."""
         assert self.kept is not None
         if self.is_resized(current):
-            return torch.ones(3, dtype=torch.bool, device=current.device)
+            differs = torch.ones((), dtype=torch.bool, device=current.device)
+            return Comparison(differs, differs, differs)
         kept = self.kept.to(current.device)
-        is_other = differ(current, kept)
-        is_changed = is_other
+        is_inexact = is_trained = differ(current, kept)
         # bitsandbytes casts a bias to the dtype of its input, which may have rounded it
         # on the way.
         for step in HALF_DTYPES if self._is_rewritten else ():
-            is_changed = is_changed & differ(current, kept.to(step))
-        return torch.stack([is_changed, is_other, differ(kept, current)])
+            is_trained = is_trained & differ(current, kept.to(step))
+        return Comparison(is_trained, is_inexact, is_altered=differ(kept, current))
 
     def _find_original(self, current: torch.Tensor) -> _Found:
         """Find the value to put back. An untrained value is in the original layout."""
         found = self._compared(current)
-        if not found.is_trained and found.original.stride() != self.layout.stride:
-            found.original = self._own(found.original)
+        if not found.is_trained and found.value.stride() != self.layout.stride:
+            found.value = self._own(found.value)
         return found
 
     def _compared(self, current: torch.Tensor) -> _Found:
@@ -135,18 +145,25 @@ class StorageChange(HeldOriginal):
         if self.kept is not None:
             return self._compared_with(self.kept, current)
         rounded = self._rounded(current)
-        is_altered = is_other = self.is_resized(current)
-        if self._digest is not None and not is_altered:
-            is_altered = content_digest(rounded) != self._digest()
-            is_other = is_altered or bool(differ(current, rounded))
-        return _Found(rounded, is_other, is_altered, not is_other)
+        if self.is_resized(current):
+            return _Found(rounded, is_trained=True, is_altered=True, is_exact=False)
+        is_altered = self._digest is not None and (
+            content_digest(rounded) != self._digest()
+        )
+        is_trained = is_altered or bool(differ(current, rounded))
+        return _Found(rounded, is_trained, is_altered, is_exact=not is_trained)
 
     def _compared_with(self, kept: torch.Tensor, current: torch.Tensor) -> _Found:
-        is_trained, is_other, is_altered = self.against_kept(current).tolist()
-        is_discarded = self._policy == "discard" and not self.is_resized(current)
+        """Find the value to put back where the original is held."""
+        compared = self.against_kept(current)
+        answers = [compared.is_trained, compared.is_inexact, compared.is_altered]
+        is_trained, is_inexact, is_altered = torch.stack(answers).tolist()
+        is_discarded = self.policy == "discard" and not self.is_resized(current)
         if is_trained and not is_discarded:
-            return _Found(self._rounded(current), True, is_altered, not is_other)
-        return _Found(kept.to(current.device), is_trained, False, not is_other)
+            rounded = self._rounded(current)
+            return _Found(rounded, True, is_altered, is_exact=not is_inexact)
+        value = kept.to(current.device)
+        return _Found(value, is_trained, is_altered=False, is_exact=not is_inexact)
 
     def _own(self, original: torch.Tensor) -> torch.Tensor:
         """A copy of a value in the original layout."""
@@ -161,17 +178,13 @@ class StorageChange(HeldOriginal):
             return self._rounded(current)
         if _is_same_tensor(current, self.kept):
             return current
-        return self._find_original(current).original
+        return self._find_original(current).value
 
     def converts(self, parameter: torch.Tensor) -> bool:
         """Whether the original is to be computed from what the parameter stores."""
         if self.kept is None or parameter.dtype != self.dtype:
             return parameter.dtype != self.dtype
         return not _is_same_tensor(parameter, self.kept)
-
-    def decide(self, policy: TrainedPolicy) -> None:
-        """Set what ``undo`` does with a value that changed since."""
-        self._policy = policy
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
         """The original of the live parameter, computed when it is used."""
@@ -214,16 +227,16 @@ class StorageChange(HeldOriginal):
             return
         found = self._ready or self._find_original(parameter.data)
         self._ready = None
-        if found.is_trained and self._policy == "error":
+        if found.is_trained and self.policy == "error":
             raise TrainedError(self.fqn)
         is_resized = self.is_resized(parameter)
         self.was_trained = found.is_trained and not is_resized
         self.was_altered = self.was_trained and found.is_altered
-        original = found.original
+        value = found.value
         if self.kept is not None and self._is_seen and self.group is None:
             # by others, who see what was trained too
-            original = original if is_resized else self.kept.copy_(original)
-        self.write(parameter, original)
+            value = value if is_resized else self.kept.copy_(value)
+        self.write(parameter, value)
 
     def now(self, tree: ModelTree) -> WayBack:
         """Record the current storage, bit for bit."""
@@ -231,30 +244,36 @@ class StorageChange(HeldOriginal):
         if parameter is None:
             return Call(lambda: None)
         current = parameter.data
-        found = self._find_original(current)
-        kept, bits = self.kept, None
-        if kept is not None and self._is_seen:
-            bits = kept.clone()
-        elif kept is not None and _is_same_tensor(found.original, kept):
+        self._ready = found = self._find_original(current)
+        bits = None
+        if self.kept is not None and self._is_seen:
+            bits = self.kept.clone()
+        elif self.kept is not None and _is_same_tensor(found.value, self.kept):
             # What is written into it meanwhile is not what is kept.
-            found.original = self._own(kept)
-        self._ready = found
+            found.value = self._own(self.kept)
         # A value that the original gives exactly is made from it again; only others are
         # held twice.
         is_made = current.dtype == torch.float32 and found.is_exact
         saved = None if is_made else current
+        return Call(functools.partial(self._store_again, saved, bits))
 
-        def resume() -> None:
-            self._ready = None
-            live = self.record.live()
-            if live is not None and saved is None:
-                self.write(live, live.data.to(torch.float32))
-            elif live is not None and saved is not None:
-                self.resume(live, saved, self._rounded(saved))
-            if kept is not None and bits is not None:
-                kept.copy_(bits)
+    def _store_again(
+        self, saved: torch.Tensor | None, bits: torch.Tensor | None
+    ) -> None:
+        """End a suspension.
 
-        return Call(resume)
+        Args:
+            saved: What the parameter stored before; ``None`` to upcast what it stores.
+            bits: What the original that is held was before, where others may write it.
+        """
+        self._ready = None
+        parameter = self.record.live()
+        if parameter is not None and saved is None:
+            self.write(parameter, parameter.data.to(torch.float32))
+        elif parameter is not None and saved is not None:
+            self.resume(parameter, saved, self._rounded(saved))
+        if self.kept is not None and bits is not None:
+            self.kept.copy_(bits)
 
 
 def _is_same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -263,7 +282,7 @@ def _is_same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
     return is_same_memory and a.dtype == b.dtype and Layout.of(a) == Layout.of(b)
 
 
-class SharingChange(ChangeBase):
+class SharingChange:
     """Parameters that are different objects over the same memory.
 
     This is undone after the change of each of them.
@@ -314,7 +333,7 @@ class Store(EditBase):
     is_seen: bool = False
     record_bytes: int = 0
 
-    def capture(self, tree: ModelTree) -> Together:
+    def capture(self, tree: ModelTree) -> list[Any]:
         """Record the original storage, or the originals themselves.
 
         Of the storage, these are dtype, layout, NaN payloads and digest.
@@ -325,30 +344,27 @@ class Store(EditBase):
             assert module is not None
             assert parameter is not None
             record = tree.record(NamedTensor(fqn, module, ref.name, parameter, fqn))
-            changes.append(
-                StorageChange(
-                    record,
-                    parameter,
-                    keep=self.keep,
-                    is_rewritten=self.is_rewritten,
-                    is_seen=self.is_seen,
-                )
+            change = StorageChange(
+                record,
+                parameter,
+                keep=self.keep,
+                is_rewritten=self.is_rewritten,
+                is_seen=self.is_seen,
             )
-        sharing = [SharingChange(changes)] if len(changes) > 1 else []
-        return Together(tree.records, *changes, *sharing)
+            changes.append(change)
+        return changes if len(changes) == 1 else [*changes, SharingChange(changes)]
 
-    def apply(self, change: Together) -> None:
+    def apply(self, changes: list[Any], tree: ModelTree) -> None:
         """Cast by ``.data``: the parameter stays the same object."""
-        for one in change.parts():
-            if self.dtype is None or not isinstance(one, StorageChange):
-                continue
-            parameter = one.record.live()
-            assert parameter is not None
-            for owner, name in one.record.refs:
+        if self.dtype is None:
+            return
+        for change in changes[: len(self.refs)]:
+            parameter = change.record.live()
+            for owner, name in change.record.refs:
                 module = owner()
                 if module is not None:
-                    change.records.mark(module).dtypes[name] = one.dtype
-            one.write(parameter, parameter.data.to(self.dtype))
+                    tree.records.mark(module).dtypes[name] = change.dtype
+            change.write(parameter, parameter.data.to(self.dtype))
 
 
 @dataclass(eq=False)
@@ -363,14 +379,6 @@ class CopyChange(HeldOriginal):
     dtype: torch.dtype
     is_base: bool = False
     is_resized: bool = False
-    policy: TrainedPolicy = "keep"
-
-    def decide(self, policy: TrainedPolicy) -> None:
-        """Set whether ``undo`` is to refuse.
-
-        There is no other choice: the copy was made to be trained.
-        """
-        self.policy = policy
 
     def undo(self, tree: ModelTree) -> None:
         """Round the value to the original dtype; the Parameter object stays."""

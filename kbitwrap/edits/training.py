@@ -25,14 +25,13 @@ from ..model.quantization import (
     unpacked_state,
 )
 from ..model.records import MARK, MemoryRef, ParameterRecord
-from ..model.tree import ModelTree
+from ..model.tree import ModelTree, Node
 from .base import (
     AttributesChange,
     AttributesNow,
     EditBase,
     Fields,
     HeldOriginal,
-    Together,
     read_attributes,
     write_attributes,
 )
@@ -74,21 +73,24 @@ class FollowTrainMode(EditBase):
     Such modules are adapters, wrappers and copies.
     """
 
-    def capture(self, tree: ModelTree) -> AttributesNow:
-        """Record their modes, each module with the one to set."""
-        modes = {"": tree.model.training}
-        followers: dict[nn.Module, bool] = {}
-        for node in tree.nodes:
-            modes[node.path] = node.module.training
-            if node.path and not node.is_base:
-                container = node.path.rpartition(".")[0]
-                modes[node.path] = followers[node.module] = modes[container]
-        return AttributesNow(followers, ["training"])
+    def capture(self, tree: ModelTree) -> list[AttributesNow]:
+        """Record their modes."""
+        followers = [node.module for node in tree.nodes if _follows(node)]
+        return [AttributesNow(followers, ["training"])]
 
-    def apply(self, change: AttributesNow) -> None:
-        """Set the modes."""
-        for module, training in dict(change.holders).items():
-            module.training = training
+    def apply(self, changes: list[AttributesNow], tree: ModelTree) -> None:
+        """Set the modes, from the outermost module on."""
+        modes: dict[str, bool] = {}
+        for node in tree.nodes:
+            if _follows(node):
+                container = node.path.rpartition(".")[0]
+                node.module.training = modes[container]
+            modes[node.path] = node.module.training
+
+
+def _follows(node: Node) -> bool:
+    """Whether a module is outside of the base, and inside of another."""
+    return bool(node.path) and not node.is_base
 
 
 class RuntimeChange(HeldOriginal):
@@ -240,8 +242,8 @@ class Record(EditBase):
     # those that rewrite their own fields
     layers: tuple[weakref.ref[nn.Module], ...] = field(default=(), repr=False)
 
-    def capture(self, tree: ModelTree) -> Together:
-        """Record all of it, as one change."""
+    def capture(self, tree: ModelTree) -> list[Any]:
+        """Record all of it."""
         layers = {ref() for ref in self.layers}
         runtime = {}
         for tensor in tree.all_tensors:
@@ -249,17 +251,16 @@ class Record(EditBase):
                 record = tree.record(tensor)
                 runtime[tensor.module] = RuntimeChange(tensor.module, record)
         configs = [config for config in tree.configs if hasattr(config, "__dict__")]
-        return Together(
-            tree.records,
+        return [
             AccelerateChange(tree.model),
             AttributesChange(tree, ("training", MARK)),  # adapters keep theirs
             *runtime.values(),
             KeptChange(tree),
             # Saving the model writes its dtype into its config.
             AttributesNow(configs, ["use_cache", "dtype"]),
-        )
+        ]
 
-    def apply(self, change: Together) -> None:
+    def apply(self, changes: list[Any], tree: ModelTree) -> None:
         """Keep layers trainable, and mark all modules.
 
         By the mark, copies that others make of the modules are told from modules of
@@ -269,9 +270,8 @@ class Record(EditBase):
             fields = vars(ref())
             if fields.get(KERNEL, MISSING) is None:
                 fields[KERNEL] = "train"
-        for part in change.parts():
-            if isinstance(part, RuntimeChange):
-                part.keep_unpacked()
-            elif isinstance(part, AttributesChange):
-                for _, module in part.index.live():
-                    change.records.mark(module)
+        for change in changes:
+            if isinstance(change, RuntimeChange):
+                change.keep_unpacked()
+        for node in tree.modules:
+            tree.records.mark(node.module)

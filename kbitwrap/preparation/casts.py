@@ -52,6 +52,7 @@ class Casts:
         self.tree = tree
         self.config = config
         self.quantization = quantization
+        self.freeze_adapters = freeze_adapters
         # all but adapters', unless these are to be treated alike
         self.base = prepared_tensors(tree, freeze_adapters)
 

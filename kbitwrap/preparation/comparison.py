@@ -178,7 +178,7 @@ def _changed_values(
         if not isinstance(holder, StorageChange) or holder.kept is None:
             continue
         if holder.converts(parameter):
-            answers[record] = holder.against_kept(parameter.data)[0]
+            answers[record] = holder.against_kept(parameter.data).is_trained
     sampled = {r: p for r, p in parameters.items() if r not in answers}
     changed = original.fingerprints.changed(sampled.items(), answers)
     for record, digest in original.fingerprints.digests.items():

@@ -18,12 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..model.quantization import (
-    is_rewritten,
-)
-from ..model.records import ParameterRecord, TensorRef, key_of
-from ..model.tree import CONFIG_ATTRIBUTES, ModelTree, NamedTensor, join, only_reading
-from ..model.wrappers import is_sharded_tensor
+from ..model.records import ParameterRecord, TensorRef
+from ..model.tree import CONFIG_ATTRIBUTES, ModelTree, join, only_reading
 from ..tensors.bits import begin_digest, content_digest, is_dense
 from .fingerprints import Fingerprints
 from .moments import read_moment
@@ -146,83 +142,6 @@ class Original:
         names = [n for n, p in module._parameters.items() if p is parameter]
         return any(self.records.at(module, other) is not None for other in names)
 
-    def follow(self, tree: ModelTree) -> None:
-        """Find every parameter again, wherever others put it."""
-        with only_reading():
-            lost = []
-            for record in self.flags:
-                found = record.at_places()
-                shard = next(filter(is_sharded_tensor, found), None)
-                seen = next(filter(record.is_seen, found), None)
-                if shard is not None:
-                    tree.sharded[id(shard)] = record
-                elif seen is not None:
-                    tree.known[id(seen)] = record
-                if shard is None and (seen is None or id(seen) not in tree.ids):
-                    lost.append(record)
-            if lost:
-                self._find_by_value(tree, self._find_by_memory(tree, lost))
-
-    def _find_by_memory(
-        self, tree: ModelTree, lost: list[ParameterRecord]
-    ) -> list[ParameterRecord]:
-        """Find parameters at places that they did not have, by their memory.
-
-        Returns:
-            The records of those that are still lost.
-        """
-        by_memory: dict[Any, NamedTensor] = {}
-        for tensor in tree.tensors:
-            if id(tensor.parameter) not in tree.known:
-                by_memory[key_of(tensor.parameter)] = tensor
-        still_lost = []
-        for record in lost:
-            found = [by_memory[key] for key in record.memory if key in by_memory]
-            if not found or found[0].parameter.shape != record.shape:
-                still_lost.append(record)
-                continue
-            record.moved(tree.places(found[0]))
-            tree.known[id(found[0].parameter)] = record
-        return still_lost
-
-    def _find_by_value(self, tree: ModelTree, lost: list[ParameterRecord]) -> None:
-        """Find parameters that got other memory, as a move to another device gives it.
-
-        What is at their place, or else has their name, must hold their values.
-        """
-        named: dict[str, NamedTensor] = {}
-        for tensor in tree.base_tensors:
-            # Neither marked as a copy of the base's, nor there in a suspension before.
-            is_copy = self.records.mark_of(tensor.module) is not None
-            was_there = self.records.at(tensor.module, tensor.name) is not None
-            is_known = id(tensor.parameter) in tree.known
-            if not (is_known or is_copy or was_there):
-                named[tensor.fqn] = tensor
-        elsewhere: dict[ParameterRecord, NamedTensor] = {}
-        candidates: dict[ParameterRecord, nn.Parameter] = {}
-        for record in lost:
-            there = next(iter(tree.at_places(record)), None)
-            other = named.get(record.fqn)
-            if there is None and other is not None:
-                # What is trained though the original was frozen is somebody else's.
-                if other.parameter.requires_grad and not self.flags[record]:
-                    continue
-                elsewhere[record] = other
-                there = other.parameter
-            if there is None or there.shape != record.shape:
-                continue
-            if record in self.fingerprints.samples:
-                candidates[record] = there
-        changed = self.fingerprints.changed(candidates.items())
-        for record, there in candidates.items():
-            # A layer that rewrites a parameter moves it before training changes it.
-            if record in changed and not _is_rewritten(record):
-                continue
-            if record in elsewhere:
-                record.moved(tree.places(elsewhere[record]))
-            record.saw(there)
-            tree.known[id(there)] = record
-
     def differs(self, record: ParameterRecord, value: torch.Tensor) -> bool:
         """Whether a value is not the recorded one, as far as was recorded."""
         if self.fingerprints.changed([(record, value)]):
@@ -251,18 +170,10 @@ def hooks_of(tree: ModelTree) -> dict[int, str]:
     """A model's hooks by their ids, each as a line of a report."""
     found = {}
     for node in tree.modules:
-        for attribute in _HOOK_DICTS:
-            for key, hook in vars(node.module)[attribute].items():
+        fields = vars(node.module)
+        for attribute in filter(fields.get, _HOOK_DICTS):
+            for key, hook in fields[attribute].items():
                 kind = attribute.strip("_").replace("_", " ").removesuffix("s")
                 name = getattr(hook, "__name__", type(hook).__name__)
                 found[key] = f"{node.path}: {kind} {name}"
     return found
-
-
-def _is_rewritten(record: ParameterRecord) -> bool:
-    """Whether a layer that the parameter is in rewrites it when it runs."""
-    for ref in record.refs:
-        owner = ref.owner()
-        if owner is not None and is_rewritten(owner, ref.name):
-            return True
-    return False

@@ -247,17 +247,17 @@ def write_plan(planner: Planner) -> Plan:
     The planner says by which rules: the model's own detection, or PEFT's.
     """
     edits = planner.edits()
-    casts, quantization = planner.casts, planner.quantization
+    quantization = planner.quantization
     return Plan(
         config=planner.config,
         quantization=quantization.method,
         edits=edits,
         by_role=planner.by_role(),
-        added_bytes=sum(edit.added_bytes for edit in casts.stores),
-        peak_bytes=peak_bytes(casts.stores),
+        added_bytes=sum(edit.added_bytes for edit in planner.stores),
+        peak_bytes=peak_bytes(planner.stores),
         # of the half originals that PEFT's way frees, and an allocator keeps
-        cache_bytes=sum(tensor.parameter.nbytes for tensor in casts.castable),
-        record_bytes=sum(edit.record_bytes for edit in casts.stores),
+        cache_bytes=sum(tensor.parameter.nbytes for tensor in planner.castable),
+        record_bytes=sum(edit.record_bytes for edit in planner.stores),
         warnings=tuple(planner.warnings),
         alarms=tuple(planner.alarms),
         is_quantized=quantization.is_quantized,

@@ -45,17 +45,10 @@ from .casts import Casts
 from .fingerprints import sample_bytes
 
 
-class Planner:
-    """Writes the edits down, and gathers warnings.
-
-    Args:
-        tree: The walk of the model, on a device or on the meta device.
-        config: The settings.
-        quantization: How the model is quantized, as found, or as PEFT would find it.
-        freeze_adapters: Whether adapters are prepared as the base is.
+class Planner(Casts):
+    """Writes the edits down, the casts among them, and gathers warnings.
 
     Attributes:
-        casts: What is cast, which the warnings read too.
         warnings: Consequences that need attention.
         alarms: Those of them that nobody may miss.
     """
@@ -68,11 +61,7 @@ class Planner:
         *,
         freeze_adapters: bool = False,
     ) -> None:
-        self.tree = tree
-        self.config = config
-        self.quantization = quantization
-        self.freeze_adapters = freeze_adapters
-        self.casts = Casts(tree, config, quantization, freeze_adapters)
+        super().__init__(tree, config, quantization, freeze_adapters)
         self.warnings: list[str] = []
         self.alarms: list[str] = []
 
@@ -97,20 +86,20 @@ class Planner:
             ),
             Freeze(
                 "freeze",
-                tuple(tensor.fqn for tensor in self.casts.base),
+                tuple(tensor.fqn for tensor in self.base),
                 freeze=self.config.freeze,
                 freeze_adapters=self.freeze_adapters,
             ),
-            *self.casts.stores,
-            *self.casts.upcasts,
+            *self.stores,
+            *self.upcasts,
             *self.compute_norms(),
             *self.compute_head(),
             self._checkpoint(),
         ]
         self._alarm(*advice.of_lost_gradients(self.tree))
-        self.warnings += advice.of_adapters(self.casts)
-        self.warnings += advice.of_unquantized_stacks(self.casts)
-        self.warnings += advice.of_precision(self.casts)
+        self.warnings += advice.of_adapters(self)
+        self.warnings += advice.of_unquantized_stacks(self)
+        self.warnings += advice.of_precision(self)
         self.warnings += vars(self.tree.model).get(ASSUMED, ())
         return tuple(edits)
 
@@ -144,7 +133,7 @@ class Planner:
         Else 0: then nobody has prepared the model.
         """
         num_bytes = 0
-        for tensor in self.casts.base:
+        for tensor in self.base:
             parameter = tensor.parameter
             if is_quantized_parameter(parameter):
                 continue
@@ -180,7 +169,7 @@ class Planner:
         else:
             return []
         halves: set[nn.Module] = set()  # which have something to cast
-        for tensor in self.casts.castable:
+        for tensor in self.castable:
             halves.update(module for module, _ in self.tree.places(tensor))
         found: dict[nn.Module, Node] = {}
         for node in self.tree.base:
@@ -262,13 +251,13 @@ class Planner:
         seen = set()  # what is one memory seen in one way counts once
         for tensor in self.tree.tensors:
             parameter = tensor.parameter
-            row = rows[self.casts.role(tensor)]
+            row = rows[self.role(tensor)]
             row["count"] += 1
             view = key_of(parameter), parameter.storage_offset(), parameter.numel()
             if view not in seen:
                 seen.add(view)
                 row["bytes"] += parameter.numel() * parameter.element_size()
-        for store in self.casts.stores:
+        for store in self.stores:
             assert store.role is not None
             rows[store.role]["added_bytes"] += store.added_bytes
         return {role.value: row for role, row in rows.items() if row["count"]}

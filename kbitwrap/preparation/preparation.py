@@ -34,6 +34,7 @@ from .casts import Casts
 from .comparison import Changes, changes_of
 from .copies import Copies, half_copies
 from .engines import notes_on
+from .finding import find_again
 from .moments import Moment, read_moment
 from .original import Original
 from .plan import Plan
@@ -134,7 +135,7 @@ class Preparation:
         if reshard(tree):
             tree = ModelTree(model, self.original.records)
         lay_as_stored(tree)
-        self.original.follow(tree)
+        find_again(self.original, tree)
         return tree
 
     def apply(self, plan: Plan, tree: ModelTree) -> None:
@@ -203,7 +204,7 @@ class Preparation:
             planner = Planner(tree, self.plan.config, tree.quantization)
             computes = [*planner.compute_norms(), *planner.compute_head()]
             told = self.plan.warnings
-            found = advice.of_adapters(planner.casts)
+            found = advice.of_adapters(planner)
             new = [warning for warning in found if warning not in told]
         with self._all_or_nothing(tree, "adopt"):
             self.journal.apply(computes, tree)

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..edits.checkpointing import CHECKPOINTING_ATTRIBUTES, input_gradient_hooks
 from ..edits.journal import MISSING
-from ..edits.norms import Float32Forward
+from ..edits.norms import Float32Forward, forward_slot
 from ..model.quantization import is_rewritten
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, NamedTensor, only_reading
@@ -24,6 +24,7 @@ from .process import is_distributed
 State = dict[str, Any]
 """What is compared of a parameter or of a module, by the names of differences.
 """
+_Differences = defaultdict[str, dict[str, tuple[Any, Any]]]
 _HOOKS = "input_gradient_hooks"
 
 
@@ -77,12 +78,18 @@ class PreparedState:
         Returns:
             The differences by fqn, each a pair of what was expected and what was found.
         """
-        found: defaultdict[str, dict[str, tuple[Any, Any]]] = defaultdict(dict)
+        found: _Differences = defaultdict(dict)
         for fqn, replacement in replaced.items():
             found[fqn]["parameter"] = "the prepared one", replacement.what
         for fqn in drifted:
             what = "another value, although the parameter is frozen"
             found[fqn]["value"] = "the original value", what
+        self._diff_parameters(tree, found)
+        self._diff_modules(tree, found)
+        return StateDiff({fqn: pairs for fqn, pairs in found.items() if pairs})
+
+    def _diff_parameters(self, tree: ModelTree, found: _Differences) -> None:
+        """Add the differences of parameters."""
         written = _written_by_adapters(tree)
         for tensor in tree.base_tensors:
             key = id(tensor.parameter)
@@ -98,15 +105,18 @@ class PreparedState:
             now = _state_of_parameter(tensor.parameter)
             expected = self._parameters[record]
             found[tensor.fqn] |= _differences(expected, now, ignored)
+
+    def _diff_modules(self, tree: ModelTree, found: _Differences) -> None:
+        """Add the differences of modules."""
         for node in tree.base:
-            if node.fqn in self._modules:
-                expected = self._modules[node.fqn]
-                # A hook where none is needed changes nothing; transformers adds one
-                # whenever it enables checkpointing.
-                ignored = set() if expected[_HOOKS] else {_HOOKS}
-                now = _state_of_module(node.module)
-                found[node.fqn] |= _differences(expected, now, ignored)
-        return StateDiff({fqn: pairs for fqn, pairs in found.items() if pairs})
+            expected = self._modules.get(node.fqn)
+            if expected is None:
+                continue
+            # A hook where none is needed changes nothing; transformers adds one
+            # whenever it enables checkpointing.
+            ignored = set() if expected[_HOOKS] else {_HOOKS}
+            now = _state_of_module(node.module)
+            found[node.fqn] |= _differences(expected, now, ignored)
 
 
 def _differences(
@@ -159,11 +169,10 @@ def _state_of_parameter(parameter: nn.Parameter) -> State:
 def _state_of_module(module: nn.Module) -> State:
     """The attributes that a preparation sets on a module."""
     fields = vars(module)
-    forwards = [fields.get(slot) for slot in ("forward", "_old_forward")]
-    ours = [forward for forward in forwards if isinstance(forward, Float32Forward)]
+    forward = fields.get(forward_slot(module))
     upcast = [n for n in module._parameters if isinstance(fields.get(n), UpcastTensor)]
     state = {
-        "forward": ours[0] if ours else None,
+        "forward": forward if isinstance(forward, Float32Forward) else None,
         "upcast": set(upcast),
         _HOOKS: bool(input_gradient_hooks(module)),
     }

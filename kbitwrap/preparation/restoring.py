@@ -72,10 +72,10 @@ class Restoring:
             new = [copy for copy in self._copies if copy not in journal.changes]
             journal.record(*new)
             for one, policy in self._policies:
-                one.decide(policy)
+                one.policy = policy
             failures = self._undo()
             for one, _ in self._policies:
-                one.decide("keep")
+                one.policy = "keep"
             for kept in self._rewritten:
                 preparation.put_back += kept.put_back
             if failures:

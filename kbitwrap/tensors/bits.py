@@ -251,7 +251,7 @@ def differs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.contiguous().view(integers[tensor.element_size()])
+    return tensor.view(integers[tensor.element_size()])
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -237,36 +237,26 @@ class LazyTensor(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operation on shapes, and keep how to compute its values."""
-        kwargs = kwargs or {}
+        operation = _Operation(func, args, kwargs or {})
         if func._schema.is_mutable:
             raise TypeError(
                 f"{func} writes to a lazy tensor, whose values are not computed yet; materialize it first"
             )
-        if _needs_values(func, kwargs):
-            return func(*_values(args), **_values(kwargs))
-        meta_kwargs = _metas(kwargs)
-        if "device" in kwargs:
-            meta_kwargs["device"] = "meta"
-        metas, structure = tree_flatten(func(*_metas(args), **meta_kwargs))
-        leaves = tree_leaves((args, kwargs))
-        lazies = [leaf for leaf in leaves if isinstance(leaf, LazyTensor)]
-        sources = [lazy.lineage[-1] for lazy in lazies]
+        if operation.needs_values():
+            return operation.run()
+        metas, structure = tree_flatten(operation.run_on_meta())
+        sources = operation.sources()
         by_storage = {_storage_key(source._meta): source for source in sources}
         parent = sources[0] if len(sources) == 1 else None
-
-        def compute(index: int) -> torch.Tensor:
-            results = tree_leaves(func(*_values(args), **_values(kwargs)))
-            result: torch.Tensor = results[index]
-            return result
-
         made = []
         for index, meta in enumerate(metas):
+            compute = functools.partial(operation.result, index)
             base = by_storage.get(_storage_key(meta))
-            computes = functools.partial(compute, index)
-            made.append(cls._make(meta, computes, base, parent))
+            made.append(cls._make(meta, compute, base, parent))
         if func is torch.ops.aten.detach.default:
-            made[0]._pieces = lazies[0]._pieces
-            made[0].is_own = lazies[0].is_own
+            detached = args[0]
+            made[0]._pieces = detached._pieces
+            made[0].is_own = detached.is_own
         return tree_unflatten(made, structure)
 
     def data_ptr(self) -> int:
@@ -288,6 +278,52 @@ class LazyTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class _Operation:
+    """A call of one of torch's operations with lazy tensors among its arguments."""
+
+    def __init__(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._func = func
+        self._args = args
+        self._kwargs = kwargs
+
+    def needs_values(self) -> bool:
+        """Whether the result cannot be described without its values."""
+        types = [str(value.type) for value in self._func._schema.returns]
+        if not all("Tensor" in name for name in types):
+            return True
+        device = torch.device(self._kwargs.get("device") or _CPU)
+        if device.type != "cpu":
+            return True
+        return not _NEEDS_VALUES.isdisjoint(self._func.tags)
+
+    def run(self) -> Any:
+        """Compute the result."""
+        arguments = self._args, self._kwargs
+        args, kwargs = tree_map_only(LazyTensor, LazyTensor.values, arguments)
+        return self._func(*args, **kwargs)
+
+    def result(self, index: int) -> torch.Tensor:
+        """Compute one of the tensors of the result."""
+        result: torch.Tensor = tree_leaves(self.run())[index]
+        return result
+
+    def run_on_meta(self) -> Any:
+        """The result on the meta device, without values."""
+        arguments = self._args, self._kwargs
+        args, kwargs = tree_map_only(torch.Tensor, _meta_of, arguments)
+        if "device" in kwargs:
+            kwargs["device"] = "meta"
+        return self._func(*args, **kwargs)
+
+    def sources(self) -> list[LazyTensor]:
+        """The lazy tensors with storages of their own that the arguments are made of."""
+        leaves = tree_leaves((self._args, self._kwargs))
+        lazies = [leaf for leaf in leaves if isinstance(leaf, LazyTensor)]
+        return [lazy.lineage[-1] for lazy in lazies]
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -321,25 +357,6 @@ def materialize(tensor: torch.Tensor) -> torch.Tensor:
     """
     values = tensor.values() if isinstance(tensor, LazyTensor) else tensor.detach()
     return values.to(_CPU).contiguous()
-
-
-def _needs_values(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an operation's result cannot be described without its values."""
-    types = [str(value.type) for value in func._schema.returns]
-    if not all("Tensor" in name for name in types):
-        return True
-    device = torch.device(kwargs.get("device") or _CPU)
-    if device.type != "cpu":
-        return True
-    return not _NEEDS_VALUES.isdisjoint(func.tags)
-
-
-def _values(arguments: Any) -> Any:
-    return tree_map_only(LazyTensor, LazyTensor.values, arguments)
-
-
-def _metas(arguments: Any) -> Any:
-    return tree_map_only(torch.Tensor, _meta_of, arguments)
 
 
 def _meta_of(tensor: torch.Tensor) -> torch.Tensor:

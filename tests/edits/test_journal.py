@@ -42,12 +42,12 @@ class Set:
         if phase in self.fails:
             raise self.fails[phase]
 
-    def capture(self, view: Look) -> Put:
+    def capture(self, view: Look) -> list[Put]:
         self._enter("capture")
-        return Put(self, self.state.get(self.key, MISSING))
+        return [Put(self, self.state.get(self.key, MISSING))]
 
-    def apply(self, change: Put) -> None:
-        assert change.edit is self
+    def apply(self, changes: list[Put], view: Look) -> None:
+        assert [change.edit for change in changes] == [self]
         self._enter("apply")
         self.state[self.key] = self.value
         self._enter("half")
@@ -77,9 +77,6 @@ class Put:
 
         return Call(resume)
 
-    def parts(self) -> list[Put]:
-        return [self]
-
 
 def edits(state: dict[str, int], log: list[str], **fails: dict[str, BaseException]) -> list[Set]:
     return [Set(state, key, i + 1, log, **fails.get(key, {})) for i, key in enumerate(START)]
@@ -88,7 +85,7 @@ def edits(state: dict[str, int], log: list[str], **fails: dict[str, BaseExceptio
 def test_edits_and_changes_meet_their_protocols() -> None:
     edit = Set({}, "a", 1, [])
     assert isinstance(edit, Edit)
-    assert isinstance(edit.capture(LOOK), Change)
+    assert isinstance(edit.capture(LOOK)[0], Change)
 
 
 def test_each_edit_is_captured_just_before_it_is_applied() -> None:

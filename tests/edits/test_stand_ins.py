@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kbitwrap import StateError
 from kbitwrap.edits.stand_ins import UpcastChange
-from kbitwrap.model.tree import ModelTree
+from kbitwrap.model.records import Records
 from kbitwrap.tensors.upcast import UpcastTensor
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -31,7 +31,7 @@ def pair(module: nn.Module, chunk_bytes: int | None = None) -> tuple[nn.Module, 
     twin = copy.deepcopy(module).float()
     if getattr(module, "bias", None) is not None:
         module.bias.data = module.bias.data.float()  # stored in float32 under "compute"
-    UpcastChange(ModelTree(module), chunk_bytes).install(module, "weight", module._parameters["weight"])
+    UpcastChange(Records(), chunk_bytes).install(module, "weight", module._parameters["weight"])
     return module, twin
 
 
