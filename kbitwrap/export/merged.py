@@ -86,7 +86,6 @@ class MergedModule:
         """
         if is_quantized_layer(self.original):
             make_plain(self.shell)
-
         parameters = vars(self.shell)["_parameters"]
         for name, value in self.source._parameters.items():
             if value is not None:

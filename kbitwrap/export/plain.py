@@ -15,7 +15,6 @@ from ..model.quantization import (
     library_dequantizer,
     quantized_stacks,
 )
-from ..model.tree import shallow_copy
 from ..tensors.lazy import LazyTensor
 from .twin import Twin
 
@@ -26,32 +25,40 @@ def dequantize(twin: Twin, dtype: torch.dtype) -> set[int]:
     Returns:
         The ``id`` of each module whose weight has to be rounded to ``dtype``.
     """
+    # what takes the place of a shell whose class is of the library
+    plains: dict[nn.Module, nn.Module] = {}
     # of dequantized weights, by the classes of layer and weight
     dtypes: dict[tuple[type, type], torch.dtype] = {}
     rounded: set[int] = set()
+
     for fqn, shell in twin.model.named_modules():
         _dequantize_stacks(fqn, shell)
-        source = shallow_copy(shell)
-        compute = library_dequantizer(source)
+        compute = library_dequantizer(shell)
         if compute is None:
             continue
-        weight = source._parameters.get("weight")
-        kind = type(source), type(weight)
+
+        weight = shell._parameters.get("weight")
+        kind = type(shell), type(weight)
         if kind not in dtypes:
             dtypes[kind] = _dequantized_dtype(fqn, compute)
-        if weight is None and dtypes[kind] != dtype:
-            rounded.add(id(shell))
-        if is_made_plain(source):
-            make_plain(shell)
-            vars(shell)["_parameters"]["bias"] = _bias_of(source, dtype)
-        shape = parameter_of(shell, "weight").shape
-        vars(shell)["_parameters"]["weight"] = LazyTensor(shape, dtypes[kind], compute)
 
+        plain = shell
+        if is_made_plain(shell):
+            plain = plain_layer(shell).train(shell.training)
+            plain._parameters["bias"] = _bias_of(shell, dtype)
+            plains[shell] = plain
+
+        if weight is None and dtypes[kind] != dtype:
+            rounded.add(id(plain))
+        shape = parameter_of(plain, "weight").shape
+        vars(plain)["_parameters"]["weight"] = LazyTensor(shape, dtypes[kind], compute)
+
+    _replace_modules(twin, plains)
     return rounded
 
 
 def make_plain(shell: nn.Module) -> None:
-    """Make a quantized layer, in place, the one that it was made from.
+    """Make a layer of bitsandbytes, in place, the one that it was made from.
 
     Its parameters are on the meta device, until others take their place.
     """
@@ -59,6 +66,21 @@ def make_plain(shell: nn.Module) -> None:
     shell.__class__ = type(plain)
     vars(shell).clear()
     vars(shell).update(vars(plain))
+
+
+def _replace_modules(twin: Twin, plains: dict[nn.Module, nn.Module]) -> None:
+    """Put plain layers in the places of shells.
+
+    The class of a shell of these libraries cannot always be replaced: its objects may
+    have another layout.
+    """
+    for module in twin.model.modules():
+        for name, child in module._modules.items():
+            if child in plains:
+                module._modules[name] = plains[child]
+
+    for peeled in twin.peeled:
+        peeled.shell = plains.get(peeled.shell, peeled.shell)
 
 
 def _dequantized_dtype(fqn: str, compute: Callable[[], torch.Tensor]) -> torch.dtype:
