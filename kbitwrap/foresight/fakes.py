@@ -21,6 +21,9 @@ from ..tensors.bits import is_composed
 from ..tensors.upcast import UpcastTensor
 from .quantization import quantize_fakes, replace_tensors, warm_tables
 
+OPERATION = "_kbitwrap_operation"
+"""The attribute of an exception that names the operation which raised it."""
+
 _LARGE = 1 << 24  # bytes of a tensor whose values are not worth computing
 
 
@@ -197,14 +200,12 @@ class KnownValues(TorchDispatchMode):
     written to with values that are not known keeps its place and is known no longer.
 
     Attributes:
-        failed: The last operation that raised, and what it raised.
         has_assumed: Whether values were taken to be finite.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._unknown: dict[int, weakref.ref[Any]] = {}
-        self.failed: tuple[str, BaseException] | None = None
         self.has_assumed = False
 
     def _is_known(self, tensor: Tensor) -> bool:
@@ -220,7 +221,7 @@ class KnownValues(TorchDispatchMode):
         try:
             return self._run(func, args, kwargs)
         except Exception as error:
-            self.failed = func.name(), error
+            vars(error)[OPERATION] = func.name()
             raise
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -317,14 +318,12 @@ class FakeModel:
     Attributes:
         model: The same.
         mode: The mode of its fake tensors.
-        failed: The operation that raised in the last run, and what it raised.
         notes: What was assumed of values in it.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.failed: tuple[str, BaseException] | None = None
         self.notes: tuple[str, ...] = ()
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
         self._memory: Memory = {}
@@ -337,15 +336,14 @@ class FakeModel:
     def running(self) -> Iterator[None]:
         """Run what is inside on the fake tensors, one thread at a time.
 
-        Then ``failed`` names the operation that raised, if one did, and ``notes`` say
-        what was assumed.
+        Then ``notes`` say what was assumed. An exception that an operation raised has its
+        name under ``OPERATION``.
         """
         known = KnownValues()
         try:
             with self._not_tracing(), self.mode, known:
                 yield
         finally:
-            self.failed = known.failed
             if known.has_assumed:
                 self.notes = (
                     "the model asks whether its activations are finite; they are taken to be",

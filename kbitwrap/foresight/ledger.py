@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 WEIGHTS = "weights"
 STATISTICS = "quantization_statistics"
@@ -127,11 +127,23 @@ class Span:
 
 
 class Ledger:
-    """The memory held before a step, and made and freed in it: one span after the other."""
+    """The memory held before a step, and made and freed in it: one span after the other.
+
+    Attributes:
+        holders: The part of the model that holds each storage that is there before the
+            step; ``None`` for what several parts hold, or none.
+        spans: The spans of the step, in order.
+    """
 
     def __init__(self) -> None:
-        self._last = self._before = Span(Mark(""))
+        self.holders: dict[Storage, Any] = {}
         self.spans: list[Span] = []
+        self._last = Span(Mark(""))
+
+    def hold(self, storage: Storage, part: Hashable) -> None:
+        """Write down that a part of the model holds a storage before the step."""
+        if self.holders.setdefault(storage, part) != part:
+            self.holders[storage] = None
 
     def made(self, num_bytes: int, kind: str) -> Storage:
         """Write down a new storage.
@@ -160,7 +172,10 @@ class Ledger:
 
     def held(self, measure: Measure = in_bytes) -> Sizes:
         """The bytes held when the step began, by kind."""
-        return self._before.run(measure, {}).net
+        total = Sizes()
+        for storage in self.holders:
+            total[storage.kind] += measure(storage)
+        return total
 
     def runs(
         self, measure: Measure = in_bytes, times: Times | None = None

@@ -18,7 +18,7 @@ from ..errors import ConfigError, KbitWrapError, UnsupportedModelError
 from ..tensors.dtypes import parse_dtype
 from .blocks import Blocks
 from .budget import largest
-from .fakes import FakeModel, TooLongError
+from .fakes import OPERATION, FakeModel, TooLongError
 from .ledger import KINDS
 from .memory import StepMemory
 from .optimizers import OptimizerSteps
@@ -185,54 +185,51 @@ class StepPredictor:
         self._on_cuda = kernels == "cuda"
         self._exact = exact
         self._optimizer = OptimizerSteps(optimizer, self._on_cuda)
-        self._made: Made | None = None
 
     def __call__(self, batch_size: int, seq_len: int) -> StepMemory:
         """Predict the step of one batch; see ``predict_step``."""
-        for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(
-                    f"{name}: expected a positive number, found {value!r}"
-                )
-        if batch_size * seq_len > _MOST_TOKENS:
-            raise ConfigError(
-                f"batch_size and seq_len: expected a batch of at most {_MOST_TOKENS:,} tokens, found {batch_size:,} x "
-                f"{seq_len:,}"
-            )
+        _check_batch(batch_size, seq_len)
         with _one_at_a_time():
             step = self._step(batch_size, seq_len)
-        made = self._ready()
-        unknown: tuple[Unknown, ...] = ()
-        if self._on_cuda:
-            sampled = 0
-            if self.precision != PEFT:
-                sampled = sampled_bytes(made.fakes.model, made.blocks)
-            tokens = batch_size * seq_len
-            unknown = unknowns(step, tokens, sampled, has_int8=made.has_int8)
-        warned = list(made.subject.warnings)
-        most = self.max_seq_len
-        if most is not None and seq_len > most:
-            warned.append(
-                f"a sequence of {seq_len:,} tokens is longer than the model's own longest, {most:,}"
-            )
+        made = self._made
+        held = {kind: step.held[kind] for kind in KINDS if step.held[kind]}
         return StepMemory(
             precision=self.precision,
             batch_size=batch_size,
             seq_len=seq_len,
             kernels=self._kernels,
-            static_by_kind={kind: step.held[kind] for kind in KINDS if step.held[kind]},
+            static_by_kind=held,
             levels=step.levels,
             traced_blocks=made.blocks.num_kept,
             num_blocks=made.blocks.num_all,
-            unknown=unknown,
+            unknown=self._unknown(step, batch_size * seq_len),
             notes=made.fakes.notes,
-            warnings=tuple(warned),
+            warnings=(*made.subject.warnings, *self._warnings(seq_len)),
         )
+
+    def _unknown(self, step: Step, tokens: int) -> tuple[Unknown, ...]:
+        """What the allocator of a CUDA device may count beside the figures."""
+        made = self._made
+        if not self._on_cuda:
+            return ()
+        sampled = 0
+        if self.precision != PEFT:
+            sampled = sampled_bytes(made.fakes.model, made.blocks)
+        return unknowns(step, tokens, sampled, has_int8=made.has_int8)
+
+    def _warnings(self, seq_len: int) -> list[str]:
+        """The warning of a sequence that is longer than the model's own longest."""
+        most = self.max_seq_len
+        if most is None or seq_len <= most:
+            return []
+        return [
+            f"a sequence of {seq_len:,} tokens is longer than the model's own longest, {most:,}"
+        ]
 
     @property
     def max_seq_len(self) -> int | None:
         """The tokens of the longest sequence that the model's config names; ``None`` where it names none."""
-        config: Any = getattr(self._ready().fakes.model, "config", None)
+        config: Any = getattr(self._made.fakes.model, "config", None)
         if hasattr(config, "get_text_config"):
             config = config.get_text_config(decoder=True)
         most = getattr(config, "max_position_embeddings", None)
@@ -276,11 +273,11 @@ class StepPredictor:
         )
 
     def _step(self, batch_size: int, seq_len: int) -> Step:
-        made = self._ready()
+        made = self._made
         batch = _batch(made.fakes, batch_size, seq_len, self._inputs)
         what = f"the step of {made.subject.name} cannot be followed"
         try:
-            with _explained(what, made.fakes):
+            with _explained(what):
                 return trace(
                     made.fakes,
                     made.blocks,
@@ -294,20 +291,19 @@ class StepPredictor:
                 raise
         # it may be that the model cannot run with fewer blocks
         self._exact = True
-        self._made = None
+        del self._made
         return self._step(batch_size, seq_len)
 
-    def _ready(self) -> Made:
+    @functools.cached_property
+    def _made(self) -> Made:
         """The model, built at the first time that it is asked for."""
-        if self._made is None:
-            what = f"a {self._source} cannot be copied or prepared"
-            with _one_at_a_time(), _explained(what):
-                subject = self._subject()
-                blocks = Blocks(subject.model, is_exact=self._exact)
-                fakes = FakeModel(subject.model)
-                has_int8 = self._on_cuda and follow_cuda(fakes.model)
-                self._made = Made(subject, fakes, blocks, has_int8)
-        return self._made
+        what = f"a {self._source} cannot be copied or prepared"
+        with _one_at_a_time(), _explained(what):
+            subject = self._subject()
+            blocks = Blocks(subject.model, is_exact=self._exact)
+            fakes = FakeModel(subject.model)
+            has_int8 = self._on_cuda and follow_cuda(fakes.model)
+            return Made(subject, fakes, blocks, has_int8)
 
 
 @dataclass(frozen=True)
@@ -325,6 +321,18 @@ class Made:
     fakes: FakeModel
     blocks: Blocks
     has_int8: bool
+
+
+def _check_batch(batch_size: int, seq_len: int) -> None:
+    """Refuse numbers that make no batch, or one that is too large."""
+    for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{name}: expected a positive number, found {value!r}")
+    if batch_size * seq_len > _MOST_TOKENS:
+        raise ConfigError(
+            f"batch_size and seq_len: expected a batch of at most {_MOST_TOKENS:,} tokens, found {batch_size:,} x "
+            f"{seq_len:,}"
+        )
 
 
 def _batch(
@@ -389,18 +397,15 @@ def _one_at_a_time() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _explained(what: str, fakes: FakeModel | None = None) -> Iterator[None]:
+def _explained(what: str) -> Iterator[None]:
     """Say of what libraries and models raise for tensors without values in which operation it was."""
     try:
         yield
     except KbitWrapError:
         raise
     except Exception as error:
-        place = ""
-        if fakes is not None and fakes.failed is not None:
-            operation, raised = fakes.failed
-            if raised is error:
-                place = f"{operation}: "
+        operation = vars(error).get(OPERATION)
+        place = "" if operation is None else f"{operation}: "
         raise UnsupportedModelError(
             f"{what} without values: {place}{type(error).__name__}: {error}"
         ) from error

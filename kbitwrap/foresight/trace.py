@@ -45,10 +45,6 @@ class Step(Peaks):
     most_blocks: int
 
 
-Owners = dict[Storage, Part | None]
-"""The blocks that hold storages; what several share belongs to none."""
-
-
 def trace(
     fakes: FakeModel,
     blocks: Blocks,
@@ -76,7 +72,6 @@ def trace(
     """
     model = fakes.model
     functions = cuda.CudaFunctions() if on_cuda else contextlib.nullcontext()
-    owners: Owners = {}  # of the last run
 
     def forward() -> Tensor:
         is_lower = autocast is not None
@@ -86,8 +81,8 @@ def trace(
     def run() -> Ledger:
         model.zero_grad(set_to_none=True)
         watch = Watch(vocabulary_size(model), on_cuda)
-        owners.clear()
-        owners.update(_held(ModelTree(model), blocks, watch))
+        for tensor, kind, module in held_tensors(ModelTree(model)):
+            watch.hold(tensor, kind, blocks.owner(module))
         for tensor in inputs.values():
             watch.hold(tensor, INPUTS)
         with blocks.announced(watch):
@@ -104,10 +99,9 @@ def trace(
         if blocks.is_cut and not blocks.is_tried:
             ledger = blocks.expect_repeated(ledger, run)
     state, last = optimizer(fakes.mode, _trained(fakes, blocks))
-    held = _held_by_all(owners, blocks, in_bytes) + state.held()
-    held[INPUTS] = ledger.held()[INPUTS]
+    held = _held_by_all(ledger, blocks, in_bytes) + state.held()
     runs = blocks.whole_step(ledger, in_bytes)
-    num_held = _held_by_all(owners, blocks, _in_large_blocks)
+    num_held = _held_by_all(ledger, blocks, _in_large_blocks)
     num_held += state.held(_in_large_blocks)
     counted = highest_levels(num_held, blocks.whole_step(ledger, _in_large_blocks))
     return Step(
@@ -148,22 +142,11 @@ def _loss_of(output: Any) -> Tensor:
     return loss
 
 
-def _held(tree: ModelTree, blocks: Blocks, watch: Watch) -> Owners:
-    """The storages that a model holds, and the blocks that they belong to."""
-    owners: Owners = {}
-    for tensor, kind, module in held_tensors(tree):
-        owner = blocks.owner(module)
-        for storage in watch.hold(tensor, kind):
-            if owners.setdefault(storage, owner) != owner:
-                owners[storage] = None
-    return owners
-
-
-def _held_by_all(owners: Owners, blocks: Blocks, measure: Measure) -> Sizes:
-    """The memory that the whole model holds, by kind."""
+def _held_by_all(ledger: Ledger, blocks: Blocks, measure: Measure) -> Sizes:
+    """The memory that the whole model holds before the step, by kind."""
     by_part: dict[Part | None, Sizes] = {}
-    for storage, owner in owners.items():
-        sizes = by_part.setdefault(owner, Sizes())
+    for storage, part in ledger.holders.items():
+        sizes = by_part.setdefault(part, Sizes())
         sizes[storage.kind] += measure(storage)
     total = Sizes()
     for sizes in blocks.whole(by_part):

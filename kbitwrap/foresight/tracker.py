@@ -71,23 +71,18 @@ class Watch(TorchDispatchMode):
         self._device = device
         self._live: dict[int, tuple[Storage, Any]] = {}
 
-    def hold(self, tensor: Tensor, kind: str) -> list[Storage]:
+    def hold(self, tensor: Tensor, kind: str, part: Hashable = None) -> None:
         """Count a tensor that is there before the step.
 
         Args:
             tensor: The tensor; one of a subclass is counted by the tensors inside it.
-            kind: One of ``KINDS``.
-
-        Returns:
-            Its storages, which others may have counted before.
+            kind: One of ``KINDS``, where it was not counted before.
+            part: The part of the model that holds it, if one does.
         """
-        found = []
-        for part in parts_of(tensor):
-            if self._counts(part):
-                if self._known(part) is None:
-                    self._add(part, kind)
-                found.append(self._live[_key(part)][0])
-        return found
+        for plain in parts_of(tensor):
+            if self._counts(plain):
+                storage = self._known(plain) or self._add(plain, kind)
+                self.ledger.hold(storage, part)
 
     def _counts(self, tensor: Tensor) -> bool:
         return self._device in (None, tensor.device.type)
@@ -96,7 +91,7 @@ class Watch(TorchDispatchMode):
         found = self._live.get(_key(tensor))
         return None if found is None else found[0]
 
-    def _add(self, tensor: Tensor, kind: str) -> None:
+    def _add(self, tensor: Tensor, kind: str) -> Storage:
         memory = tensor.untyped_storage()
         key = memory._cdata
         storage = self.ledger.made(self._rounded(memory.nbytes()), kind)
@@ -106,6 +101,7 @@ class Watch(TorchDispatchMode):
             self.ledger.freed(storage)
 
         self._live[key] = storage, weakref.ref(memory, free)
+        return storage
 
     def _rounded(self, num_bytes: int) -> int:
         return rounded_up(num_bytes, self._rounding)
