@@ -13,7 +13,6 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -36,27 +35,6 @@ _MEMORY_RUNS = 4
 _RANK = 16
 # The precisions of the cases that are not named after theirs.
 _PRECISIONS = {PEFT_UNCLEARED: PEFT, CHUNKED: "compute", MERGED: "norms"}
-
-
-@dataclass(frozen=True)
-class _Preparing:
-    """The cost of one preparation, which was taken back afterwards.
-
-    Attributes:
-        seconds: The time to prepare and, under ``"adapted"``, to adopt the adapter.
-        restore_seconds: The time to restore; ``None`` for PEFT's function, which
-            nothing undoes.
-        peak_bytes: The most memory held meanwhile, above the start; ``None`` where only
-            time was measured.
-        live_bytes: What the prepared base holds.
-        allocator: What CUDA's allocator held before and after; ``None`` on a host.
-    """
-
-    seconds: float
-    restore_seconds: float | None
-    peak_bytes: int | None
-    live_bytes: int
-    allocator: Figures | None
 
 
 class Case:
@@ -132,61 +110,71 @@ class Case:
     def _measure_preparing(self) -> None:
         repeats = self.settings.repeats
         loaded_bytes = live_bytes(self.model, _is_base)
-        memory_runs = []
         if repeats:
-            memory_runs = [
-                self._prepare_once(measures_memory=True) for _ in range(_MEMORY_RUNS)
-            ]
-            first = memory_runs[0]
-            self.result["added_bytes"] = first.live_bytes - loaded_bytes
-            self.result["allocator"] = first.allocator
-        timed_runs = [self._prepare_once(measures_memory=False) for _ in range(repeats)]
-        restore_seconds = [
-            run.restore_seconds for run in timed_runs if run.restore_seconds is not None
-        ]
-        self.result["prepare_seconds"] = [run.seconds for run in timed_runs]
-        self.result["restore_seconds"] = restore_seconds
-        self.result["left_bytes"] = live_bytes(self.model, _is_base) - loaded_bytes
-        peaks = [run.peak_bytes for run in memory_runs if run.peak_bytes is not None]
-        if peaks:
+            peaks = [self._measure_memory(loaded_bytes) for _ in range(_MEMORY_RUNS)]
             # The first also pages in the code that runs, which counts in a resident
             # set.
             self.result["transient_peak_bytes"] = min(peaks)
+        prepare = Timings()
+        restore = Timings()
+        for _ in range(repeats):
+            self._time(prepare, restore)
+        self.result["prepare_seconds"] = prepare.seconds
+        self.result["restore_seconds"] = restore.seconds
+        self.result["left_bytes"] = live_bytes(self.model, _is_base) - loaded_bytes
 
-    def _prepare_once(self, *, measures_memory: bool) -> _Preparing:
-        """Prepare, and take it back."""
+    def _measure_memory(self, loaded_bytes: int) -> int:
+        """Prepare once, and note the memory that it takes.
+
+        Args:
+            loaded_bytes: What the base held before.
+
+        Returns:
+            The most memory held meanwhile, above the start.
+        """
         meter = self.meter
+        with self._taken_back(Timings()):
+            meter.start()
+            before = meter.allocator()
+            self._prepare()
+            after = meter.allocator()
+            peak = meter.peak()
+            with self._told_of_adapter():
+                added_bytes = live_bytes(self.model, _is_base) - loaded_bytes
+        held = None if after is None else {"before": before, "after": after}
+        self.result.setdefault("allocator", held)
+        self.result["added_bytes"] = added_bytes
+        return peak
+
+    def _time(self, prepare: Timings, restore: Timings) -> None:
+        """Time preparing and, under ``"adapted"``, adopting; and restoring, which PEFT's function has none of."""
+        with self._taken_back(restore):
+            with self.meter.timed(prepare):
+                self._prepare()
+            with self._told_of_adapter():
+                prepare.seconds[-1] += self.result.get("adopt_seconds", 0)
+
+    @contextlib.contextmanager
+    def _taken_back(self, restore: Timings) -> Iterator[None]:
+        """Take the preparation that is made inside back, so that another one can be measured."""
         undo_peft = _undo_of_peft(self.model) if self._is_peft else None
         gc.collect()  # garbage of the previous run must not cost time in this one
-        if measures_memory:
-            meter.start()
-        before = meter.allocator()
-        prepare = Timings()
-        with meter.timed(prepare):
-            self._prepare()
-        after = meter.allocator()
-        peak_bytes = meter.peak() if measures_memory else None
-        seconds = prepare.seconds[0]
-        adapted = None
-        if self.name == Precision.ADAPTED.value:
-            adapted = self._adapt()
-            seconds += self.result["adopt_seconds"]
-        prepared_bytes = live_bytes(self.model, _is_base)
-        if adapted is not None:
-            adapted.unload()
-        restore = Timings()
+        yield
         if undo_peft is not None:
             undo_peft()
         if self._wrapper is not None:
-            with meter.timed(restore):
+            with self.meter.timed(restore):
                 self._wrapper.restore()
-        return _Preparing(
-            seconds=seconds,
-            restore_seconds=restore.seconds[0] if restore.seconds else None,
-            peak_bytes=peak_bytes,
-            live_bytes=prepared_bytes,
-            allocator=None if after is None else {"before": before, "after": after},
-        )
+
+    @contextlib.contextmanager
+    def _told_of_adapter(self) -> Iterator[None]:
+        """Under ``"adapted"``, which prepares the adapted blocks alone, have an adapter meanwhile."""
+        if self.name != Precision.ADAPTED.value:
+            yield
+            return
+        adapted = self._adapt()
+        yield
+        adapted.unload()
 
     def _measure_steps(self, baseline: int, predictions: list[StepMemory]) -> None:
         self._prepare()
