@@ -283,7 +283,7 @@ def command(
     device: _Device = "cpu",
     repeats: _Repeats = 3,
     seed: _Seed = 0,
-    layers: _Layers = None,
+    num_layers: _Layers = None,
     hidden_size: _HiddenSize = None,
     vocab_size: _VocabSize = None,
     tied: _Tied = False,
@@ -394,7 +394,7 @@ def _settings(given: SimpleNamespace) -> Settings:
         raise InputError(f"--case {case} applies to losses only: add --loss")
     shape = SMALL if given.step or given.identity else MISTRAL_7B
     _check_multiple(given, _SIZE_MULTIPLE)
-    layers = given.layers
+    layers = given.num_layers
     if layers is None and given.export:
         layers = _EXPORT_LAYERS
     shape = shape.resized(
@@ -402,21 +402,22 @@ def _settings(given: SimpleNamespace) -> Settings:
     )
     tokens = given.tokens or [_IDENTITY_TOKENS if given.identity else _STEP_TOKENS]
     compute_dtype = "float32" if given.device == "cpu" else "bfloat16"
-    return Settings(
-        shape=dataclasses.replace(shape, is_tied=given.tied),
-        device=given.device,
-        repeats=given.repeats,
-        seed=given.seed,
-        step=given.step or given.identity,
-        predict=given.predict,
-        export=given.export,
-        tokens=tuple(dict.fromkeys(tokens)),
-        compute_dtype=given.compute_dtype or compute_dtype,
-        autocast=bool(given.autocast),
-        reentrant=given.reentrant,
-        modules_to_save=given.modules_to_save,
-        head_chunk_bytes=given.head_chunk_bytes,
-    )
+    chosen = {
+        "shape": dataclasses.replace(shape, is_tied=given.tied),
+        "step": given.step or given.identity,
+        "tokens": tuple(dict.fromkeys(tokens)),
+        "compute_dtype": given.compute_dtype or compute_dtype,
+    }
+    return Settings(**{**_of_options(Settings, given), **chosen})
+
+
+def _of_options(
+    settings: type[Settings | LossSettings], given: SimpleNamespace
+) -> Result:
+    """The fields of settings that options give, each the one of its name."""
+    names = [field.name for field in dataclasses.fields(settings)]
+    fields = {name: getattr(given, name, None) for name in names}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _check_steps(given: SimpleNamespace) -> None:
@@ -452,12 +453,7 @@ def _loss_settings(given: SimpleNamespace) -> LossSettings:
     if not {*(given.case or ())} <= {*LOSS_CASES}:
         raise InputError(f"--loss: expected a --case among {', '.join(LOSS_CASES)}")
     _check_multiple(given, _LOSS_SIZE_MULTIPLE)
-    asked = {name: getattr(given, name) for name in (*_OF_LOSS, "autocast")}
-    asked |= {"hidden_size": given.hidden_size, "num_layers": given.layers}
-    asked = {name: value for name, value in asked.items() if value is not None}
-    return LossSettings(
-        device=given.device, repeats=given.repeats, seed=given.seed, **asked
-    )
+    return LossSettings(**_of_options(LossSettings, given))
 
 
 def _check_plot(given: SimpleNamespace) -> None:

@@ -19,7 +19,7 @@ from .console import (
     show_json,
 )
 from .hub import working
-from .tables import table
+from .tables import Rows, table
 from .usage import (
     PRECISIONS,
     TRAINED_QUANTS,
@@ -152,7 +152,7 @@ _FIGURES = (
 )
 
 
-def _sides(sides: dict[str, Result]) -> list[list[str]]:
+def _sides(sides: dict[str, Result]) -> Rows:
     """A row for each figure that was measured, PEFT's column first."""
     header = [""]
     columns = []

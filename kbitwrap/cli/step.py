@@ -13,7 +13,7 @@ from .. import StepPredictor
 from .console import Result, hanging, warned
 from .hub import choose_quantization, refusing, working
 from .plot import draw_steps
-from .tables import add_column, figure, table
+from .tables import Rows, add_column, figure, table
 
 if TYPE_CHECKING:
     from .. import StepMemory
@@ -246,7 +246,7 @@ _PHASES = {
 }
 
 
-def _by_precision(steps: Mapping[str, StepMemory]) -> list[list[str]]:
+def _by_precision(steps: Mapping[str, StepMemory]) -> Rows:
     """The rows of the precisions: the most bytes held in each phase."""
     rows = [["precision", *_PHASES]]
     for name, step in steps.items():
@@ -255,9 +255,7 @@ def _by_precision(steps: Mapping[str, StepMemory]) -> list[list[str]]:
     return rows
 
 
-def _add_budget(
-    rows: list[list[str]], found: Mapping[str, Prediction], budget: int
-) -> list[str]:
+def _add_budget(rows: Rows, found: Mapping[str, Prediction], budget: int) -> list[str]:
     """Add the columns that say what fits a budget.
 
     Args:
@@ -284,7 +282,7 @@ def _add_budget(
     return same
 
 
-def _by_kind(steps: Mapping[str, StepMemory]) -> list[list[str]]:
+def _by_kind(steps: Mapping[str, StepMemory]) -> Rows:
     """The rows of what is held at the peak."""
     peaks = [step.by_kind for step in steps.values()]
     rows = [["held at the peak", *steps]]

@@ -23,6 +23,8 @@ _STYLES = {"pass": "green", "yes": "green", "FAIL": "bold red", "no": "red"}
 
 Column = Sequence[str]
 """The cells of a column, the header first."""
+Rows = list[list[str]]
+"""The cells of the rows, the header first."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,7 @@ def _lay_out(columns: Sequence[Column], num_left: int) -> Table:
     return grid
 
 
-def add_column(rows: list[list[str]], header: str, cells: Sequence[str]) -> None:
+def add_column(rows: Rows, header: str, cells: Sequence[str]) -> None:
     """Add a column behind the others."""
     for row, cell in zip(rows, [header, *cells], strict=True):
         row.append(cell)
