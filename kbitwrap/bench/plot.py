@@ -37,7 +37,8 @@ STYLE: dict[Any, Any] = {
 }
 # Vermillion and blue of Okabe and Ito's palette, which people who see colors
 # differently can tell apart.
-_PEFT_COLOR, _OWN_COLOR = "#d55e00", "#0072b2"
+_PEFT_COLOR = "#d55e00"
+_OWN_COLOR = "#0072b2"
 _ZERO_COLOR = "#1f2328"
 _LINEAR_UP_TO = 1e-3
 

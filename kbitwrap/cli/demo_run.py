@@ -290,6 +290,7 @@ class Demo:
         self._check("suspension", what, measured, is_same)
 
     def _training_loss(self, model: PeftModel) -> float:
+        """The loss of the step that would come next."""
         model.train()
         return self.subject.loss(model, self.steps).item()
 
@@ -419,7 +420,8 @@ class Demo:
             return
         self.measured["restore_report"] = report.to_dict()
         found = "0 failures"
-        if copies := sorted({*report.trained, *report.replaced}):
+        copies = sorted({*report.trained, *report.replaced})
+        if copies:
             found += f"; beside the base: PEFT's trained copy of {', '.join(copies)}"
         self._check("restore", what, found, True)
 

@@ -13,7 +13,9 @@ from .console import as_text, num_columns
 
 _WIDEST = 100  # columns; longer lines of prose are hard to read
 _WIDEST_NAME = 26
-_NAME, _TITLE = "cyan", "bold"
+# styles
+_NAME = "cyan"
+_TITLE = "bold"
 
 
 def of_command(command: Any, context: Any) -> str:

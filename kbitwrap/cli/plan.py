@@ -387,7 +387,8 @@ class Planned:
         if peft.added or peft.peak or peft.cached:  # else none adds anything
             parts.append(_by_precision(self))
         parts.append(_by_role(self))
-        if notes := _notes(self):
+        notes = _notes(self)
+        if notes:
             parts.append(Group(*notes))
         return parts
 

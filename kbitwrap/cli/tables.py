@@ -17,7 +17,8 @@ from .console import num_columns
 
 _GAP = 2
 _LEAST_TEXT = 16  # columns of text that is folded
-_SHORTEST_BAR, _LONGEST_BAR = 8, 32
+_SHORTEST_BAR = 8
+_LONGEST_BAR = 32
 _FIGURE = re.compile(r"[-+±\d\s.,:()%e]*")
 _STYLES = {"pass": "green", "yes": "green", "FAIL": "bold red", "no": "red"}
 
@@ -151,8 +152,8 @@ def _widest(cells: Column) -> int:
 def _widths(columns: Sequence[Column]) -> list[int] | None:
     """Find widths in which columns fit side by side.
 
-    The widest of the columns that can still be folded gives way first, a column at a time;
-    where several can, the one in which the fewest cells are folded by it.
+    Of the columns that can still be folded, the one in which the fewest cells are folded
+    by it gives way by one, and the widest of several; and so on, until all fit.
 
     Args:
         columns: The columns.

@@ -163,7 +163,10 @@ class StepMemory(Peaks, Report):
         """
         import matplotlib.figure
 
-        figure = matplotlib.figure.Figure(figsize=(7, 3.2), layout="constrained")
+        figure = matplotlib.figure.Figure(
+            figsize=(7, 3.2),
+            layout="constrained",
+        )
         axes = figure.subplots()
         levels = self._levels()
         ends = [0.0] * len(levels)
