@@ -34,11 +34,9 @@ def environment(device: str) -> Figures:
 
 
 def _machine(device: str) -> Figures:
-    num_cores = (
-        len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count()
-    )
+    num_cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):
+        num_cores = len(os.sched_getaffinity(0))
     machine: Figures = {
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
@@ -49,24 +47,19 @@ def _machine(device: str) -> Figures:
         "has_bfloat16": _has_bfloat16(device),
     }
     if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
-        machine["memory_bytes"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf(
-            "SC_PAGE_SIZE"
-        )
+        page_bytes = os.sysconf("SC_PAGE_SIZE")
+        machine["memory_bytes"] = os.sysconf("SC_PHYS_PAGES") * page_bytes
     if torch.device(device).type == "cuda":
-        machine["device"] = (
-            f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
-        )
+        name = torch.cuda.get_device_name(device)
+        machine["device"] = f"{name}, CUDA {torch.version.cuda}"
     return machine
 
 
 def _has_bfloat16(device: str) -> bool:
     """Whether the device has instructions for bfloat16, as far as torch knows."""
-    has_it: bool = (
-        torch.cuda.is_bf16_supported(including_emulation=False)
-        if torch.device(device).type == "cuda"
-        else torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
-    return has_it
+    if torch.device(device).type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)  # type: ignore[no-any-return]
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()  # type: ignore[no-any-return]
 
 
 def where(result: Figures) -> str:

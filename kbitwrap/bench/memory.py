@@ -53,9 +53,9 @@ class MemoryMeter:
         self.device = device
         self.is_cuda = device.type == "cuda"
         self._start = 0
-        self.method = (
-            "torch.cuda.max_memory_allocated" if self.is_cuda else self._host_method()
-        )
+        self.method = "torch.cuda.max_memory_allocated"
+        if not self.is_cuda:
+            self.method = self._host_method()
 
     def _host_method(self) -> str:
         if not _STATUS.exists():
@@ -91,23 +91,21 @@ class MemoryMeter:
 
     def held(self) -> int:
         """The bytes held now."""
-        return (
-            torch.cuda.memory_allocated(self.device)
-            if self.is_cuda
-            else _status("VmRSS")
-        )
+        if self.is_cuda:
+            return torch.cuda.memory_allocated(self.device)
+        return _status("VmRSS")
 
     def system_held(self) -> int:
         """The bytes held now of the system's: what the allocator reserved on CUDA, the resident set on a host."""
-        return torch.cuda.memory_reserved(self.device) if self.is_cuda else self.held()
+        if self.is_cuda:
+            return torch.cuda.memory_reserved(self.device)
+        return self.held()
 
     def system_peak(self) -> int:
         """The most bytes held of the system's since ``start``."""
-        return (
-            torch.cuda.max_memory_reserved(self.device)
-            if self.is_cuda
-            else self.absolute_peak()
-        )
+        if self.is_cuda:
+            return torch.cuda.max_memory_reserved(self.device)
+        return self.absolute_peak()
 
     def allocator(self) -> dict[str, int] | None:
         """The bytes that CUDA's caching allocator holds now, and the most since ``start``; ``None`` on a host."""

@@ -67,23 +67,17 @@ def build_command() -> Any:
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
-    for module in _COMMANDS:
-        name = module.__name__.rpartition(".")[2]
+    commands = {module.__name__.rpartition(".")[2]: module for module in _COMMANDS}
+    for name, module in {**commands, convert.OLD_NAME: convert}.items():
         settings = {**names, **getattr(module, "SETTINGS", {})}
         app.command(
             name,
             cls=Command,
             help=module.HELP,
             short_help=module.SUMMARY,
+            hidden=name == convert.OLD_NAME,
             context_settings=settings,
         )(module.command)
-    app.command(
-        convert.OLD_NAME,
-        cls=Command,
-        help=convert.HELP,
-        hidden=True,
-        context_settings=names,
-    )(convert.command)
     return typer.main.get_command(app)
 
 

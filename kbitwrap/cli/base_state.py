@@ -7,7 +7,6 @@ itself.
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -76,17 +75,16 @@ class BaseState:
                 values["requires_grad"][fqn] = parameter.requires_grad
                 values["parameters"][fqn] = _Same(parameter)
             own = vars(module)
-            hooks = itertools.chain.from_iterable(
-                (own[name] or {}).values() for name in _HOOK_DICTS
-            )
+            hooks: list[Any] = []
+            for name in _HOOK_DICTS:
+                hooks += (own[name] or {}).values()
             values["hooks"][prefix] = [_describe(hook) for hook in hooks]
             values["attributes"][prefix] = {
                 name: _describe(own[name]) for name in _ATTRIBUTES if name in own
             }
         parameters = {same.tensor for same in values["parameters"].values()}
-        return cls(
-            dict(modules), values, sum(parameter.nbytes for parameter in parameters)
-        )
+        parameter_bytes = sum(parameter.nbytes for parameter in parameters)
+        return cls(dict(modules), values, parameter_bytes)
 
     def again(self) -> BaseState:
         """Take the state of the same module objects now."""

@@ -158,21 +158,25 @@ class Side:
 
         0 is bit for bit.
         """
-        gradients = float("inf")
-        if self.gradients.keys() == peft.gradients.keys():
-            gradients = largest = 0.0
-            for name, gradient in peft.gradients.items():
-                difference = gradient.double() - self.gradients[name].double()
-                gradients = max(gradients, difference.abs().max().item())
-                largest = max(largest, gradient.abs().max().item())
-            gradients /= largest
-        return {"loss": abs(self.loss - peft.loss), "gradients": gradients}
+        loss = abs(self.loss - peft.loss)
+        if self.gradients.keys() != peft.gradients.keys():
+            return {"loss": loss, "gradients": float("inf")}
+        largest = max(_largest(gradient) for gradient in peft.gradients.values())
+        farthest = 0.0
+        for name, gradient in peft.gradients.items():
+            difference = gradient.double() - self.gradients[name].double()
+            farthest = max(farthest, _largest(difference))
+        return {"loss": loss, "gradients": farthest / largest}
 
     def to_dict(self, peft: Side) -> Result:
         """The figures as plain values, ready for JSON, with the distances from PEFT's."""
         figures = {**vars(self), "difference_from_peft": self.distances(peft)}
         del figures["name"], figures["gradients"]
         return figures
+
+
+def _largest(tensor: Tensor) -> float:
+    return tensor.abs().max().item()
 
 
 def measure(name: str, subject: Subject) -> Side:

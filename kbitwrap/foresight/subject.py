@@ -97,12 +97,8 @@ def without_values(model: nn.Module) -> nn.Module:
                 type(parameter), data, parameter.requires_grad
             )
             memo[id(parameter)] = made
-            vars(made).update(
-                {
-                    name: copy.deepcopy(value, memo)
-                    for name, value in vars(parameter).items()
-                }
-            )
+            for name, value in vars(parameter).items():
+                vars(made)[name] = copy.deepcopy(value, memo)
         copied: nn.Module = copy.deepcopy(model, memo)
     for module, original in zip(copied.modules(), model.modules(), strict=True):
         _leave_functions(module, original)
@@ -112,18 +108,17 @@ def without_values(model: nn.Module) -> nn.Module:
 def _leave_functions(module: nn.Module, original: nn.Module) -> None:
     """Take functions that were made for the original from a copy, which has its class's own instead."""
     for name, value in list(vars(module).items()):
-        if (
-            isinstance(value, types.FunctionType)
-            and value.__closure__
-            and value is vars(original).get(name)
-        ):
-            if name == "forward":
-                raise UnsupportedModelError(
-                    f"the forward of this {type(module).__name__} is a function that was made for it, and cannot be "
-                    "run without values; undo what replaced it"
-                )
-            if hasattr(type(module), name):
-                delattr(module, name)
+        if not isinstance(value, types.FunctionType) or not value.__closure__:
+            continue
+        if value is not vars(original).get(name):
+            continue
+        if name == "forward":
+            raise UnsupportedModelError(
+                f"the forward of this {type(module).__name__} is a function that was made for it, and cannot be "
+                "run without values; undo what replaced it"
+            )
+        if hasattr(type(module), name):
+            delattr(module, name)
 
 
 def base_of(source: Any, quantization_config: Any, dtype: Any) -> nn.Module:
@@ -143,9 +138,9 @@ def base_of(source: Any, quantization_config: Any, dtype: Any) -> nn.Module:
     """
     if not isinstance(source, nn.Module):
         model = flash_model(source, quantization_config, dtype)
-        return (
-            meta_model(source, quantization_config, dtype) if model is None else model
-        )
+        if model is None:
+            model = meta_model(source, quantization_config, dtype)
+        return model
     if quantization_config is not None or dtype is not None:
         raise ConfigError(
             "quantization_config and dtype are for a model that is built from a config; this one is loaded already"
@@ -220,7 +215,8 @@ def _prepared_by_peft(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
     while (own := vars(prepare).get(REPLACES)) is not None:
         prepare = own
     known = {"gradient_checkpointing", "gradient_checkpointing_kwargs"}
-    if unknown := {*fields} - known:
+    unknown = {*fields} - known
+    if unknown:
         raise ConfigError(
             f"precision 'peft' knows no {', '.join(sorted(unknown))}; it takes {', '.join(sorted(known))}"
         )
