@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..config import StrPath
 from ..errors import ConfigError, ExportError, StateError, UnsupportedModelError
 from ..model.checks import refuse_unreadable
 from ..model.quantization import is_of_a_quantizer, quantized_stacks
@@ -32,7 +33,6 @@ from ..tensors.bits import is_composed
 from ..tensors.lazy import LazyTensor, keeping_last, materialize
 from .merge import merge_into
 from .sharding import Gathering
-from .staging import Source
 from .twin import build_twin
 from .writer import (
     CheckpointWriter,
@@ -50,7 +50,7 @@ _SAVE_FILE = "safe_save_file"
 def export_model(
     model: nn.Module,
     preparation: Preparation | None,
-    path: Source,
+    path: StrPath,
     *,
     merge_adapters: bool,
     live: nn.Module | None,
@@ -300,8 +300,7 @@ def _settle(model: nn.Module, pretrained: Any) -> dict[str, Any]:
     What nothing could load is refused.
     """
     modules = [*model.named_modules()]
-    quantizers = [vars(module).get("hf_quantizer") for _, module in modules]
-    if not any(quantizers):
+    if not any(vars(module).get("hf_quantizer") for _, module in modules):
         _refuse_composed(model)
 
     options: dict[str, Any] = {}

@@ -49,7 +49,7 @@ class _Sharded:
     fqn: str
     shape: torch.Size  # of the whole
     parameter: Any
-    owner: nn.Module | None  # its module, where FSDP1 laid it out flat
+    unit: nn.Module | None  # the wrapper that laid it out flat, of FSDP1
 
 
 class Gathering:
@@ -171,7 +171,7 @@ class Gathering:
             outermost, units = _fsdp1_units(owner)
             self._outermost.append(outermost)
             self._units |= units
-        return _Sharded(tensor.fqn, was.shape, parameter, owner)
+        return _Sharded(tensor.fqn, was.shape, parameter, self._units[id(owner)])
 
     @contextlib.contextmanager
     def agreeing(self) -> Iterator[None]:
@@ -245,8 +245,8 @@ class Gathering:
         return result
 
     def _gather(self, one: _Sharded) -> Tensor:
-        if one.owner is not None:
-            self._open(one.owner)
+        if one.unit is not None:
+            self._open(one.unit)
             if one.parameter.shape != one.shape:
                 raise ExportError(
                     f"{one.fqn} was resized since the model was prepared", fqn=one.fqn
@@ -261,22 +261,23 @@ class Gathering:
         gathered: Tensor = tensor.full_tensor()
         return gathered
 
-    def _open(self, owner: nn.Module | None) -> None:
-        """Make the FSDP1 unit of a module whole, and shard the one that was whole.
+    def _open(self, unit: nn.Module | None) -> None:
+        """Make a unit of FSDP1 whole, and shard the one that was whole.
 
         All ranks do so together.
         """
-        while owner is not None and self._outermost:
+        while unit is not None and self._outermost:
             # before it has run, FSDP1 takes what is whole first for the root
             with _whole_unit(self._outermost.pop()):
                 pass
 
-        unit = None if owner is None else self._units[id(owner)]
-        if unit is not self._unit:
-            self._whole.close()
-            self._unit = unit
-            if unit is not None:
-                self._whole.enter_context(_whole_unit(unit))
+        if unit is self._unit:
+            return
+
+        self._whole.close()
+        self._unit = unit
+        if unit is not None:
+            self._whole.enter_context(_whole_unit(unit))
 
 
 def _refuse_lost_scales(fqn: str, was: ParameterRecord) -> None:

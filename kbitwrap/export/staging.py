@@ -34,11 +34,9 @@ _MOST_NAMED = 5
 
 Owns = Callable[[Path], bool]
 """Tells of a file at a destination whether overwriting replaces it."""
-Source = StrPath
-"""A path, or where a source is meant, a name on the hub, at which nothing is."""
 
 
-def refuse_special(path: Source) -> None:
+def refuse_special(path: StrPath) -> None:
     """Raise ``OSError`` for what is there and no file.
 
     Reading a pipe waits for a writer, and a device has no end.
@@ -49,7 +47,7 @@ def refuse_special(path: Source) -> None:
 
 @contextlib.contextmanager
 def staged(
-    destination: Source,
+    destination: StrPath,
     *,
     overwrite: bool = False,
     owns: Owns = lambda path: False,
@@ -75,7 +73,7 @@ def staged(
             _move_in(outside or hidden, target)
 
 
-def atomic_write(path: Source, data: bytes, owns: Owns) -> None:
+def atomic_write(path: StrPath, data: bytes, owns: Owns) -> None:
     """Write a file, or replace one that ``owns`` tells.
 
     It is whole, or as it was where `ExportError` is raised.
@@ -155,7 +153,7 @@ def _refuse_sources(target: Path, where: str, sources: Iterable[object]) -> None
             )
 
 
-def _identities(paths: Iterable[Source]) -> set[tuple[int, int]]:
+def _identities(paths: Iterable[StrPath]) -> set[tuple[int, int]]:
     """The device and inode of each path that is there.
 
     They tell it from all others.
@@ -168,7 +166,7 @@ def _identities(paths: Iterable[Source]) -> set[tuple[int, int]]:
     return found
 
 
-def _folders_around(source: Source) -> list[Path]:
+def _folders_around(source: StrPath) -> list[Path]:
     """The folders that hold a source, or a file that a link in it leads to.
 
     There are none where nothing is there.
@@ -186,7 +184,7 @@ def _folders_around(source: Source) -> list[Path]:
 
 
 @contextlib.contextmanager
-def beside(path: Source) -> Iterator[tuple[Path, Path]]:
+def beside(path: StrPath) -> Iterator[tuple[Path, Path]]:
     """Make a hidden folder in a folder, or beside a file, and remove it in the end.
 
     It is locked while its process lives.
@@ -227,7 +225,7 @@ def beside(path: Source) -> Iterator[tuple[Path, Path]]:
             os.close(lock)
 
 
-def _resolved(path: Source) -> Path:
+def _resolved(path: StrPath) -> Path:
     """The path without links.
 
     `ExportError` is raised for what is no path.

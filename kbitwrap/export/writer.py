@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from ..config import StrPath
 from ..errors import ConfigError, ExportError
 from ..tensors.dtypes import SAFETENSORS_DTYPES, TWO_A_BYTE
 from ..tensors.lazy import LazyTensor, keeping_last, pieces
-from .staging import Owns, Source, staged
+from .staging import Owns, staged
 
 INDEX_NAME = "model.safetensors.index.json"
 TOKENIZER_FILES = (
@@ -103,7 +104,7 @@ class CheckpointWriter:
     files: tuple[str, ...] = ()
 
     def save_file(
-        self, tensors: Tensors, path: Source, metadata: Metadata = None
+        self, tensors: Tensors, path: StrPath, metadata: Metadata = None
     ) -> None:
         """Write one file and count its tensors.
 
@@ -148,7 +149,7 @@ def is_of_a_model(path: Path) -> bool:
 
 @contextlib.contextmanager
 def checkpoint_writer(
-    path: Source,
+    path: StrPath,
     task: str,
     *,
     overwrite: bool,
@@ -200,7 +201,7 @@ def split_into_files(
 
 
 def write_safetensors(
-    path: Source,
+    path: StrPath,
     tensors: Tensors,
     metadata: Metadata = None,
     *,

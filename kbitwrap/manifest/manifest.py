@@ -288,13 +288,8 @@ class Manifest(Report, Record):
                 stacklevel=2,
             )
 
-        ours: dict[str, Any] = {"model": self.model.model_dump(by_alias=True)}
-        theirs: dict[str, Any] = {"model": current.model_dump(by_alias=True)}
-        if adapters:
-            ours["adapters"] = {name: vars(one) for name, one in self.adapters.items()}
-            theirs["adapters"] = {
-                name: vars(one) for name, one in contents.adapters.items()
-            }
+        ours = _identity(self.model, self.adapters if adapters else {})
+        theirs = _identity(current, contents.adapters if adapters else {})
 
         found = compare(
             self.tensors, contents.tensors, as_loaded, ours, theirs, ignored
@@ -493,6 +488,16 @@ class Manifest(Report, Record):
             raise ManifestError(f"cannot read the manifest {name}: {error}") from error
 
         return cls._read(text, name)
+
+
+def _identity(
+    model: ModelRecord, adapters: Mapping[str, AdapterRecord]
+) -> dict[str, Any]:
+    """The values of a model and its adapters that are compared, beside its tensors."""
+    return {
+        "model": model.model_dump(by_alias=True),
+        "adapters": {name: vars(one) for name, one in adapters.items()},
+    }
 
 
 def _text(key: str, value: Any) -> str:
