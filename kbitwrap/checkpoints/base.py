@@ -105,6 +105,19 @@ def load_base(
     return trained
 
 
+def named_base(saved: SavedAdapter, manifest: Manifest | None) -> str:
+    """The base that an adapter's config names, or else its manifest; `ConfigError` where neither does."""
+    name = saved.config.get("base_model_name_or_path")
+    if not name and manifest is not None:
+        name = manifest.model.name_or_path
+    if not isinstance(name, str) or not name:
+        raise ConfigError(
+            f"the config of {saved.name} does not name its base (base_model_name_or_path): give the base that was "
+            "trained on"
+        )
+    return name
+
+
 def own_quantization(source: StrPath, trust_remote_code: bool = False) -> Any:
     """The quantization config of a base that was saved quantized, or ``None``."""
     config = read_config(source, trust_remote_code)

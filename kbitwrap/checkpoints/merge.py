@@ -32,8 +32,10 @@ from ..preparation.process import plain_mode
 from ..reports import ExportReport
 from ..tensors.devices import accelerator_type
 from .adapters import SavedAdapter, read_adapter
-from .base import adapted_base, load_base, own_quantization
+from .base import adapted_base, load_base, named_base, own_quantization
+from .measure import measure_merge
 from .reader import load_manifest, saved_manifest
+from .sides import read_merged
 
 _CARD = """\
 ---
@@ -46,12 +48,16 @@ tags:
 # {name}, merged
 
 The base, {name}, {how}, with the {peft_type} adapter `{adapter}` added in float32 and rounded once. Merged by {tool} \
-on {device}.
+on {device}.{measured}
 """
+_MEASURED = (
+    " {kept:.1%} of what the adapter adds is in these weights; rounding them once is off by {error:.1%} of its length. "
+    "`kbitwrap doctor` measures it again."
+)
 
 
 def merge_checkpoint(
-    base: StrPath,
+    base: StrPath | None,
     adapter: StrPath,
     dst: StrPath,
     *,
@@ -62,6 +68,7 @@ def merge_checkpoint(
     overwrite: bool = False,
     progress: bool | Progress = False,
     device: torch.device | str | None = None,
+    check: bool = False,
     trust_remote_code: bool = False,
 ) -> ExportReport:
     """Merge a saved adapter into the base it was trained on, and write the half-precision model that results.
@@ -76,7 +83,8 @@ def merge_checkpoint(
     adapter's folder or the base's, and a model card says what was merged.
 
     Args:
-        base: The folder of the base, or its name on the hub.
+        base: The folder of the base, or its name on the hub; ``None`` for the one that
+            the adapter's config, or else the manifest, names.
         adapter: The folder that PEFT saved the adapter in.
         dst: The folder to make: complete in the end, or absent.
         manifest: The record of the preparation, or its path: it says how the base was
@@ -95,6 +103,8 @@ def merge_checkpoint(
             called with each number of them.
         device: The device to quantize and merge on; ``None`` for the accelerator if
             there is one, else the CPU.
+        check: Measure what was written, from its files, before it takes its place at
+            ``dst``.
         trust_remote_code: Run the code that the base's folder brings along.
 
     Returns:
@@ -109,7 +119,7 @@ def merge_checkpoint(
             known.
         ManifestMismatchError: The base is not the one that the manifest records.
         ExportError: It cannot be merged or written, or ``dst`` is, holds or lies in
-            what is read. Nothing was left at ``dst``.
+            what is read, or the check found a fault. Nothing was left at ``dst``.
 
     Example:
         >>> from kbitwrap import merge_checkpoint
@@ -121,6 +131,9 @@ def merge_checkpoint(
     start = time.perf_counter()
     folder = Path(adapter)
     saved = read_adapter(folder)
+    record = saved_manifest(folder) if manifest is None else load_manifest(manifest)
+    if base is None:
+        base = named_base(saved, record)
     # refuses an invalid size before anything is computed
     split_into_files({}, max_shard_size)
     if device is None:
@@ -135,7 +148,6 @@ def merge_checkpoint(
         owns=lambda found: is_of_a_model(found) or _is_card(found),
     )
     with torch.random.fork_rng(devices=[]), writing as writer:  # loading draws numbers
-        record = saved_manifest(folder) if manifest is None else load_manifest(manifest)
         trained = load_base(
             base,
             saved,
@@ -153,7 +165,8 @@ def merge_checkpoint(
             save_model(twin.model, writer, max_shard_size)
         own = own_quantization(base, trust_remote_code)
         how = _how(trained.model, is_recorded=record is not None or own is not None)
-        _write_beside(writer.folder, base, saved, how, device)
+        measured = _MEASURED.format(kept=merged.kept, error=merged.error)
+        _write_beside(writer.folder, base, saved, how, measured, device)
 
     return ExportReport(
         Path(dst),
@@ -161,7 +174,7 @@ def merge_checkpoint(
         writer.num_tensors,
         writer.num_bytes,
         twin.converted,
-        merged,
+        merged.fqns,
         seconds=time.perf_counter() - start,
         is_merge=True,
     )
@@ -179,13 +192,27 @@ def _refuse_full_disk(model: nn.Module, folder: Path, dst: StrPath) -> None:
         )
 
 
+def _refuse_wrong(
+    folder: Path, adapted: nn.Module, saved: SavedAdapter, base: StrPath
+) -> None:
+    """Raise where the files of a merge are not what it should be."""
+    found = measure_merge(read_merged(folder), adapted, saved, base)
+    if found.faults:
+        raise ExportError(f"what was written is {found}; nothing was left")
+
+
 def _write_beside(
-    dst: Path, base: StrPath, saved: SavedAdapter, how: str, device: torch.device | str
+    dst: Path,
+    base: StrPath,
+    saved: SavedAdapter,
+    how: str,
+    measured: str,
+    device: torch.device | str,
 ) -> None:
     """Write what lies beside the weights: the files of the tokenizer and the processor, and the model card."""
     for names in (TOKENIZER_FILES, PROCESSOR_FILES):
         _copy(names, base, saved.folder, dst)
-    card = _card(base, saved, how, device)
+    card = _card(base, saved, how, measured, device)
     (dst / "README.md").write_text(card, encoding="utf-8")
 
 
@@ -227,7 +254,11 @@ def _how(model: Any, *, is_recorded: bool) -> str:
 
 
 def _card(
-    base: StrPath, adapter: SavedAdapter, how: str, device: torch.device | str
+    base: StrPath,
+    adapter: SavedAdapter,
+    how: str,
+    measured: str,
+    device: torch.device | str,
 ) -> str:
     """A model card that says what was merged from what; a folder is named by its last part."""
     name = str(adapter.config.get("base_model_name_or_path") or os.fspath(base))
@@ -242,6 +273,7 @@ def _card(
         adapter=adapter.folder.name,
         tool=f"kbitwrap {version}".strip(),
         device=torch.device(device).type,
+        measured=measured,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from .. import ConfigError, ExportReport
 from ..bench.settings import QUANTS, quantization_config
-from .console import EXIT_DONE, check_folder, say
+from .console import EXIT_DONE, InputError, check_folder, say
 from .convert import write
 from .hub import models
 from .usage import (
@@ -23,6 +23,7 @@ from .usage import (
     choice,
     device,
     file_size,
+    flag,
     path,
     value,
 )
@@ -32,10 +33,10 @@ SUMMARY = (
 )
 HELP = """Merge a saved adapter into the base that it was trained on, in half precision.
 
-BASE is loaded quantized as it was in training, the adapter that PEFT saved in ADAPTER is merged into its exactly
-dequantized weights, and the half-precision model is written with its tokenizer, one tensor at a time. The manifest of
-the run, kbitwrap.json in ADAPTER or --manifest, says how BASE was quantized, and is compared with it. A GPU and a CPU
-may quantize a last bit differently: merge on the type of device that was trained on.
+BASE, or what the config of ADAPTER names, is loaded quantized as it was in training, the adapter that PEFT saved in
+ADAPTER is merged into its exactly dequantized weights, and the half-precision model is written with its tokenizer, one
+tensor at a time. The manifest of the run, kbitwrap.json in ADAPTER or --manifest, says how BASE was quantized, and is
+compared with it. A GPU and a CPU may quantize a last bit differently: merge on the type of device that was trained on.
 
 Exit status: 0 written, 1 BASE is not the one that the manifest records, 2 bad usage, bad input, or it cannot be
 written; unless it is 0, nothing is left at DST."""
@@ -46,8 +47,17 @@ _OPTIONS = {
 }
 
 
-_Base = Annotated[str, argument("BASE", str, "A folder, or a name on the hub.")]
-_Adapter = Annotated[Path, argument("ADAPTER", path, "The folder of a saved adapter.")]
+_First = Annotated[
+    str | None,
+    argument(
+        "[BASE]",
+        str,
+        "A folder, or a name on the hub; what the config of ADAPTER names, if left out.",
+    ),
+]
+_Second = Annotated[
+    Path | None, argument("ADAPTER", path, "The folder of a saved adapter.")
+]
 _Manifest = Annotated[
     Path | None,
     value(
@@ -89,16 +99,26 @@ _Device = Annotated[
 ]
 
 
+_Check = Annotated[
+    bool,
+    flag(
+        "--check",
+        "Measure what was written, from its files, before it takes its place: it is a merge, or nothing is written.",
+    ),
+]
+
+
 def command(
-    base: _Base,
-    adapter: _Adapter,
     out: Out,
+    first: _First = None,
+    second: _Second = None,
     overwrite: Overwrite = False,
     manifest: _Manifest = None,
     quant: _Quant = None,
     dtype: _Dtype = None,
     max_shard_size: _MaxShardSize = "5GB",  # type: ignore[assignment]  # which Typer shows, and parses
     device: _Device = None,
+    check: _Check = False,
     trust_remote_code: TrustRemoteCode = False,
     json_: Json = False,
 ) -> int:
@@ -110,6 +130,10 @@ def command(
     if os.environ.get("RANK", "0") != "0":
         return EXIT_DONE
     check_folder(out, overwrite=overwrite)
+    if first is None:
+        raise InputError("ADAPTER is missing: the folder of a saved adapter")
+    adapter = Path(first) if second is None else second
+    base = _named_base(adapter) if second is None else first
 
     def merge(written: Callable[[int], None]) -> ExportReport:
         from .. import merge_checkpoint
@@ -130,6 +154,7 @@ def command(
                 overwrite=overwrite,
                 progress=written,
                 device=choose_device(device),
+                check=check,
                 trust_remote_code=trust_remote_code,
             )
         except ConfigError as error:
@@ -139,14 +164,26 @@ def command(
             raise ConfigError(text) from error
 
     with models(base, trust_remote_code):
-        status = write(merge, f"merging into {base}", as_json=json_)
+        status = write(merge, f"merging {adapter}", as_json=json_)
+        if status == EXIT_DONE and check:
+            say(f"checked: the files in {out} are what a merge of the two is")
         is_done = status == EXIT_DONE and quant is not None
-        if is_done and _is_unrecorded(base, adapter, manifest):
+        if is_done and base and _is_unrecorded(base, adapter, manifest):
             say(
                 f"note: nothing here records how BASE was quantized in training, so --quant {quant} was taken at its "
                 f"word ({KINDS_OF_NF4}); another quantization in training has other weights"
             )
     return status
+
+
+def _named_base(adapter: Path) -> str | None:
+    """The base that the config of an adapter names; ``None`` where it names none, or cannot be read."""
+    from peft import PeftConfig
+
+    try:
+        return PeftConfig.from_pretrained(str(adapter)).base_model_name_or_path  # type: ignore[no-any-return]
+    except Exception:  # merging says what is wrong with it
+        return None
 
 
 def _is_unrecorded(base: str, adapter: Path, manifest: Path | None) -> bool:

@@ -85,7 +85,7 @@ def export_model(
                 tree = _tree_of(live, model, preparation)
             twin = build_twin(tree, preparation, gathering)
             if merge_adapters:
-                merged = merge_into(twin)
+                merged = merge_into(twin).fqns
         if merge_adapters and not merged:
             warnings.warn(
                 "no adapter of the model is active, so none was merged, and the "

@@ -26,7 +26,7 @@ from .adapters import (
     refuse_unmergeable,
     trained_copy,
 )
-from .merged import MergedModule
+from .merged import Merged, MergedModule, Tally
 from .plain import dequantize
 from .ties import configs_of_all, settle_ties
 from .twin import Twin
@@ -47,13 +47,14 @@ _CONFIG_ATTRIBUTES = ("quantization_config", "_pre_quantization_dtype")
 
 def merge_into(
     twin: Twin, adapters: Chosen = None, *, in_float32: bool = False
-) -> tuple[str, ...]:
+) -> Merged:
     """Make a twin, in place, the plain model.
 
     With ``in_float32`` what is computed is not rounded: it can be compared.
 
     Returns:
-        The names of the modules that an adapter or a trained copy changed.
+        The names of the modules that an adapter or a trained copy changed, and how well
+        rounding keeps the delta, once all tensors are computed.
     """
     chosen = None if adapters is None else tuple(dict.fromkeys(adapters))
     _refuse_unknown(twin, chosen)
@@ -68,8 +69,10 @@ def merge_into(
     dtype = torch.float32 if in_float32 else _half_dtype(twin.model)
     rounded = dequantize(twin, dtype)
     merges = _plan(twin, dtype, rounded, chosen)
+    tallies: dict[str, Tally] = {}
     for merge in merges:
         merge.in_float32 = in_float32
+        merge.tallies = tallies
 
     # Refusals come before anything is written: one layer of each kind is tried out.
     for merge in {merge.kind: merge for merge in reversed(merges)}.values():
@@ -80,7 +83,8 @@ def merge_into(
 
     settle_ties(twin.model, [shared for shared in places if len(shared) > 1])
     _remove_traces(twin.model)
-    return tuple(merge.fqn for merge in merges if merge.is_adapted)
+    fqns = [merge.fqn for merge in merges if merge.is_adapted]
+    return Merged(tuple(fqns), tallies)
 
 
 def _remove_traces(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ on the module, and rounded once.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
@@ -20,10 +21,61 @@ from ..model.quantization import (
     is_quantized_parameter,
     quant_state_of,
 )
+from ..model.tree import join
 from ..tensors.lazy import LazyTensor
 from .adapted import AdaptedTensor
 from .adapters import ActiveLayer
 from .plain import is_transposed, make_plain, parameter_of
+
+
+@dataclass
+class Tally:
+    """The sums over one merged tensor by which a merge is measured, while it is computed.
+
+    Attributes:
+        delta: The squared length of what the adapter adds.
+        off: The squared length of what rounding takes from the sum.
+        off_along: The product of the two.
+    """
+
+    delta: float = 0.0
+    off: float = 0.0
+    off_along: float = 0.0
+
+    def add(self, before: Tensor, value: Tensor, rounded: Tensor) -> None:
+        """Add some values: of the base, of the sum, and of the sum rounded."""
+        delta = (value - before.float()).flatten()
+        off = (rounded.float() - value).flatten()
+        self.delta += float(delta @ delta)
+        self.off += float(off @ off)
+        self.off_along += float(off @ delta)
+
+
+@dataclass
+class Merged:
+    """What a merge makes of a twin.
+
+    Attributes:
+        fqns: The names of the modules that an adapter or a trained copy changed.
+        tallies: The sums of the tensors that were computed so far, by name.
+    """
+
+    fqns: tuple[str, ...]
+    tallies: dict[str, Tally]
+
+    @property
+    def kept(self) -> float:
+        """The part of the delta that is left when it is rounded: its projection on it."""
+        delta = sum(tally.delta for tally in self.tallies.values())
+        along = sum(tally.off_along for tally in self.tallies.values())
+        return 1.0 + along / delta if delta else 1.0
+
+    @property
+    def error(self) -> float:
+        """The length of what rounding takes, as a part of the delta's."""
+        delta = sum(tally.delta for tally in self.tallies.values())
+        off = sum(tally.off for tally in self.tallies.values())
+        return math.sqrt(off / delta) if delta else 0.0
 
 
 @dataclass
@@ -40,6 +92,7 @@ class MergedModule:
             original.
         layers: PEFT's layers with active adapters, the innermost first.
         in_float32: Whether the result is not rounded.
+        tallies: The sums of the tensors that were computed, by name.
     """
 
     fqn: str
@@ -50,6 +103,7 @@ class MergedModule:
     copy: nn.Module | None = None
     layers: list[ActiveLayer] = field(default_factory=list)
     in_float32: bool = False
+    tallies: dict[str, Tally] = field(default_factory=dict)
 
     @property
     def source(self) -> nn.Module:
@@ -187,13 +241,22 @@ class MergedModule:
     ) -> Iterator[tuple[Rows, Tensor]]:
         """Compute a parameter in its original dtype, a few rows at a time, or whole."""
         dtype = self._dtype(name)
+        before = tensor
+        if self.copy is not None:
+            before = AdaptedTensor(self.original, name)
+        tally = Tally()
+
         for rows in tensor.blocks():
             value = tensor.merged(rows)
             rounded = value.to(dtype)
             if self.is_adapted:
                 self._refuse_infinite(name, value, rounded)
+                tally.add(before.base(rows), value, rounded)
             del value
             yield rows, rounded
+
+        if self.is_adapted:
+            self.tallies[join(self.fqn, name)] = tally
 
     def _refuse_infinite(self, name: str, value: Tensor, rounded: Tensor) -> None:
         """Raise where a rounded value is not finite.
