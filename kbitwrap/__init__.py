@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .checkpoints.doctor import DoctorReport, doctor
     from .checkpoints.inspection import CheckpointReport, inspect_checkpoint
     from .checkpoints.merge import merge_checkpoint
+    from .checkpoints.stamp import stamp_adapter
     from .drop_in import (
         patch_peft,
         patched,
@@ -62,6 +63,7 @@ _HOMES = {
     "checkpoints.doctor": ("DoctorReport", "doctor"),
     "checkpoints.inspection": ("CheckpointReport", "inspect_checkpoint"),
     "checkpoints.merge": ("merge_checkpoint",),
+    "checkpoints.stamp": ("stamp_adapter",),
     "drop_in": (
         "patch_peft",
         "patched",
@@ -123,6 +125,7 @@ __all__ = [
     "prepare_model_for_kbit_training",
     "prepared_of",
     "restore",
+    "stamp_adapter",
 ]
 
 

@@ -34,6 +34,8 @@ _TASKS = {
     "QUESTION_ANS": "AutoModelForQuestionAnswering",
     "FEATURE_EXTRACTION": "AutoModel",
 }
+QUANTIZATION = "how the base was quantized in training"
+"""What a manifest that was made afterwards may not know."""
 _MAX_NEW_ROWS = 1 << 20  # more would be allocated before anything is compared
 _Shapes = Mapping[str, tuple[int, ...]]
 
@@ -100,7 +102,9 @@ def load_base(
             tensor.data[start:] = torch.nan
 
     trained = TrainedBase(os.fspath(source), model, unknown)
-    if manifest is not None:
+    # Where it is not known how the base was quantized, the manifest has it unquantized.
+    is_recorded = manifest is not None and QUANTIZATION not in manifest.unknown
+    if manifest is not None and (is_recorded or settings is None):
         check_base(manifest, trained)
     return trained
 
@@ -142,7 +146,7 @@ def _quantization(
         return None
     if given is not None:
         return given or None
-    if manifest is None:
+    if manifest is None or QUANTIZATION in manifest.unknown:
         raise ConfigError(
             f"it is not known how the base {os.fspath(source)!r} was quantized in training: its config says nothing; "
             "give the manifest (manifest), or the quantization (quantization_config; False for none)"

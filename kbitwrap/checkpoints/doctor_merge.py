@@ -9,7 +9,7 @@ from ..errors import ExportError, ManifestMismatchError
 from ..manifest.manifest import Manifest
 from ..model.wrappers import unwrap
 from .adapters import read_adapter
-from .base import adapted_base, load_base, own_quantization
+from .base import QUANTIZATION, adapted_base, load_base, own_quantization
 from .doctor_report import Examination, fault, fine, not_measured
 from .doctor_subjects import Given, LiveModel, Subject
 from .measure import MergeMeasure, Told, measure_merge
@@ -37,13 +37,14 @@ def measure(
 
     manifest = saved_manifest(Path(given.adapter))
     quantization = given.quantization_config
-    is_told = quantization is not None or manifest is not None
+    is_recorded = manifest is not None and QUANTIZATION not in manifest.unknown
+    is_told = quantization is not None or is_recorded
     if not is_told and own_quantization(given.base) is None:
         quantization = _quantization_of(subject)  # it was merged in that
         if quantization is None:
             quantization = False
             unknown = not_measured(
-                "how the base was quantized in training",
+                QUANTIZATION,
                 "nothing records it, so the base was taken as it is; give the quantization "
                 "(quantization_config, --quant)",
             )

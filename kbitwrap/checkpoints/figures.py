@@ -204,7 +204,9 @@ class _Sampling:
 
     def sample(self) -> Sample:
         """What was picked."""
-        found, after, trained = (torch.cat(side) for side in zip(*self._picked, strict=True))
+        found, after, trained = (
+            torch.cat(side) for side in zip(*self._picked, strict=True)
+        )
         return Sample(found, after, trained)
 
 

@@ -32,7 +32,13 @@ from ..preparation.process import plain_mode
 from ..reports import ExportReport
 from ..tensors.devices import accelerator_type
 from .adapters import SavedAdapter, read_adapter
-from .base import adapted_base, load_base, named_base, own_quantization
+from .base import (
+    QUANTIZATION,
+    adapted_base,
+    load_base,
+    named_base,
+    own_quantization,
+)
 from .measure import measure_merge
 from .reader import load_manifest, saved_manifest
 from .sides import read_merged
@@ -163,8 +169,10 @@ def merge_checkpoint(
             merged = merge_into(twin)
             _refuse_full_disk(twin.model, writer.folder, dst)
             save_model(twin.model, writer, max_shard_size)
+        if check:
+            _refuse_wrong(writer.folder, adapted, saved, base)
         own = own_quantization(base, trust_remote_code)
-        how = _how(trained.model, is_recorded=record is not None or own is not None)
+        how = _how(trained.model, _said(record, own))
         measured = _MEASURED.format(kept=merged.kept, error=merged.error)
         _write_beside(writer.folder, base, saved, how, measured, device)
 
@@ -234,11 +242,17 @@ def _copy(names: tuple[str, ...], base: StrPath, adapter: Path, dst: Path) -> No
             shutil.copyfile(found, dst / name)
 
 
-def _how(model: Any, *, is_recorded: bool) -> str:
+def _said(manifest: Manifest | None, own: Any) -> str:
+    """Who says how the base was quantized: the run's manifest, or the base's own config."""
+    if own is not None or (manifest is not None and not manifest.unknown):
+        return "as in training"
+    if manifest is not None and QUANTIZATION not in manifest.unknown:
+        return "as a manifest says that was made after the run,"
+    return "as the merge was told, which no record of the training confirms,"
+
+
+def _how(model: Any, said: str) -> str:
     """The sentence of a model card that says how the base was quantized."""
-    said = "as in training"
-    if not is_recorded:
-        said = "as the merge was told, which no record of the training confirms,"
     method = ModelTree(model).quantization.method
     if method is None:
         return f"unquantized, {said}"

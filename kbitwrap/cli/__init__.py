@@ -19,13 +19,13 @@ from typing import Annotated, Any
 
 import typer
 
-from . import bench, convert, demo, doctor, inspect, merge, plan, run
+from . import bench, convert, demo, doctor, inspect, merge, plan, run, stamp
 from .console import EXIT_BAD_INPUT, EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, InputError
 from .usage import Command, Group, UsageError, line
 
 PROGRAM = "kbitwrap"
 _COMPLETION = "_KBITWRAP_COMPLETE"  # by which a shell asks for words
-_COMMANDS = (demo, plan, inspect, doctor, merge, convert, bench, run)
+_COMMANDS = (demo, plan, inspect, doctor, merge, stamp, convert, bench, run)
 
 
 def _print_version(is_asked: bool) -> None:

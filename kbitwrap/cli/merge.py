@@ -167,6 +167,8 @@ def command(
         status = write(merge, f"merging {adapter}", as_json=json_)
         if status == EXIT_DONE and check:
             say(f"checked: the files in {out} are what a merge of the two is")
+        if status == EXIT_DONE:
+            _say_unknown(adapter, manifest)
         is_done = status == EXIT_DONE and quant is not None
         if is_done and base and _is_unrecorded(base, adapter, manifest):
             say(
@@ -184,6 +186,20 @@ def _named_base(adapter: Path) -> str | None:
         return PeftConfig.from_pretrained(str(adapter)).base_model_name_or_path  # type: ignore[no-any-return]
     except Exception:  # merging says what is wrong with it
         return None
+
+
+def _say_unknown(adapter: Path, manifest: Path | None) -> None:
+    """Say what a manifest does not know that was made after the run."""
+    from .. import Manifest
+
+    path = manifest or adapter / "kbitwrap.json"
+    if not path.is_file():
+        return
+    unknown = Manifest.load(path).unknown
+    if unknown:
+        say(
+            f"note: the manifest was made after the run, and does not know {'; '.join(unknown)}"
+        )
 
 
 def _is_unrecorded(base: str, adapter: Path, manifest: Path | None) -> bool:

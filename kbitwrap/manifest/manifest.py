@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -78,6 +78,9 @@ class Manifest(Report, Record):
         before: The model's hooks, flags, modes and memory before preparation.
         after: The same at the end of preparation.
         plan: The figures of the plan, in bytes.
+        unknown: What nobody recorded, in a manifest that was made after the run
+            (`stamp_adapter`), whose fields for it say nothing; empty in one that a
+            preparation made.
         kinds: The values that tensors share.
         ties: Groups of names that are one tensor.
         rows: ``{fqn: (index of the kind, digest)}``; ``tensors`` reads them.
@@ -98,6 +101,7 @@ class Manifest(Report, Record):
     before: MomentRecord
     after: MomentRecord
     plan: PlanRecord
+    unknown: tuple[Text, ...] = Field((), strict=False, max_length=64)
     kinds: tuple[Kind, ...] = Field(strict=False)
     ties: tuple[Annotated[tuple[Name, ...], Field(strict=False, min_length=2)], ...] = (
         Field(strict=False)
@@ -214,6 +218,15 @@ class Manifest(Report, Record):
             }
             return cls.model_validate(data)._of_lowest_version()
 
+    def made_afterwards(self, unknown: Sequence[str]) -> Manifest:
+        """This manifest as that of a run that nobody recorded.
+
+        Args:
+            unknown: What it does not know, in a few words each.
+        """
+        fields = {"unknown": tuple(unknown), "world_size": 1, "visible_devices": 1}
+        return self.model_copy(update=fields)._of_lowest_version()
+
     def _of_lowest_version(self) -> Manifest:
         """This manifest with the lowest version that can hold all of it."""
         version = 1
@@ -224,7 +237,15 @@ class Manifest(Report, Record):
         return self.model_copy(update={"version": version})
 
     def prepare_config(self) -> PrepareConfig:
-        """The settings of the preparation, as a ``PrepareConfig``."""
+        """The settings of the preparation, as a ``PrepareConfig``.
+
+        `ManifestError` is raised where they are not known.
+        """
+        if self.unknown:
+            raise ManifestError(
+                "the manifest was made after the run, which nobody recorded: it says "
+                f"nothing of {', '.join(self.unknown)}"
+            )
         return self.config.prepare_config()
 
     def check(self, model: nn.Module, *, adapters: bool = False) -> None:

@@ -1,0 +1,118 @@
+"""A manifest made after the run, of what an adapter's folder and a base prove."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import Precision, PrepareConfig, StrPath
+from ..errors import ConfigError
+from ..manifest.manifest import MANIFEST_NAME, Manifest
+from ..model.checks import tree_of
+from ..preparation.plan import build_plan
+from ..preparation.preparation import Preparation
+from ..preparation.process import plain_mode
+from ..tensors.devices import accelerator_type
+from .adapters import read_adapter
+from .base import (
+    QUANTIZATION,
+    adapted_base,
+    load_base,
+    named_base,
+    own_quantization,
+)
+
+_UNKNOWN = (
+    "how the model was prepared",
+    "the dtypes of the adapters in training",
+    "the number of processes and devices",
+)
+
+
+class _Holder:
+    """The object that holds the preparation, where there is no wrapper."""
+
+
+def stamp_adapter(
+    adapter: StrPath,
+    base: StrPath | None = None,
+    *,
+    quantization_config: Any = None,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    trust_remote_code: bool = False,
+) -> Manifest:
+    """Write the manifest of a run that was made without kbitwrap, as ``kbitwrap.json`` beside its adapter.
+
+    It has what the base and the adapter prove: the class, and the names, shapes, dtypes
+    and digests of the base as the run had it. With it a merge, a resume or the doctor
+    tell another base. What nothing proves is named in ``Manifest.unknown``.
+
+    Args:
+        adapter: The folder that PEFT saved the adapter in.
+        base: The folder of the base, or its name on the hub; ``None`` for the one that
+            the adapter's config names.
+        quantization_config: How the base was quantized in training, as for
+            ``merge_checkpoint``; ``None`` for what the base's own config says, and not
+            known where that says nothing.
+        dtype: The dtype of what is not quantized; ``None`` for the config's.
+        device: The device that was trained on: a GPU and a CPU may quantize a last bit
+            differently; ``None`` for the accelerator if there is one, else the CPU.
+        trust_remote_code: Run the code that the base's folder brings along.
+
+    Returns:
+        The manifest that was written.
+
+    Raises:
+        ConfigError: There is no base or adapter, the adapter does not belong to the
+            base, or there is a manifest already.
+        ExportError: It cannot be written.
+
+    Example:
+        >>> from kbitwrap import stamp_adapter
+        >>> stamp_adapter("/no/adapter", "/no/such/base")
+        Traceback (most recent call last):
+        ...
+        kbitwrap.errors.ConfigError: there is no adapter_config.json ... in '/no/adapter'
+    """
+    folder = Path(adapter)
+    saved = read_adapter(folder)
+    path = folder / MANIFEST_NAME
+    if path.exists():
+        raise ConfigError(f"{path}: the run has its manifest; it is not replaced")
+    if base is None:
+        base = named_base(saved, None)
+    if device is None:
+        device = accelerator_type() or "cpu"
+
+    unknown = list(_UNKNOWN)
+    is_quantized = own_quantization(base, trust_remote_code) is not None
+    if quantization_config is None and not is_quantized:
+        unknown.append(QUANTIZATION)
+        quantization_config = False
+    with torch.random.fork_rng(devices=[]), plain_mode():  # loading draws numbers
+        trained = load_base(
+            base, saved, None, quantization_config, dtype, device, trust_remote_code
+        )
+        recorded = _record(trained.model)
+        adapted_base(trained, saved)  # which raises for an adapter of another base
+
+    manifest = recorded.made_afterwards(unknown)
+    manifest.save(path)
+    return manifest
+
+
+def _record(model: Any) -> Manifest:
+    """The manifest of a model, which is not prepared afterwards."""
+    holder = _Holder()
+    preparation = Preparation(holder)
+    config = PrepareConfig(precision=Precision.NONE, gradient_checkpointing=False)
+    tree = tree_of(model)
+    preparation.apply(build_plan(model, config), tree)
+    try:
+        return Manifest.of(preparation)
+    finally:
+        preparation.journal.undo(tree)
+        preparation.release()
