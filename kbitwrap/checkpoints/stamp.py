@@ -47,8 +47,8 @@ def stamp_adapter(
     """Write the manifest of a run that was made without kbitwrap, as ``kbitwrap.json`` beside its adapter.
 
     It has what the base and the adapter prove: the class, and the names, shapes, dtypes
-    and digests of the base as the run had it. With it a merge, a resume or the doctor
-    tell another base. What nothing proves is named in ``Manifest.unknown``.
+    and digests of the base as the run had it. With it a merge and the doctor tell
+    another base. What nothing proves is named in ``Manifest.unknown``.
 
     Args:
         adapter: The folder that PEFT saved the adapter in.
