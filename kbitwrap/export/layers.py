@@ -238,6 +238,7 @@ class _LayerMerge:
         # it is told to.
         is_swapped = getattr(adapted, "_did_swap_in_out_features", False)
         adapted.fan_in_fan_out = not is_swapped
+
         for name in self._one.adapters:
             a, b = adapted.lora_A[name].weight, adapted.lora_B[name].weight
             stack_a = self._wholes[a].unflatten(0, (num_experts, -1))
@@ -259,6 +260,7 @@ class _LayerMerge:
                 if rows.start <= index < rows.stop:
                     places.append(place)
                     taken[name].append(index - rows.start)
+
             delta.data = self._wholes[delta][places]
 
         adapted.token_indices = taken

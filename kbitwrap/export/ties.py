@@ -39,6 +39,7 @@ def settle_ties(model: nn.Module, places: Places) -> None:
         if len(digests) > 1:
             is_untied = True
             continue
+
         for module, name in group:
             vars(module)["_parameters"][name] = tensors[0]
 

@@ -164,11 +164,13 @@ class _Copier:
             return self.promised[key]
 
         held = self.held_of(module, name, parameter)
+
         value: Tensor = parameter
         if held is not None:
             value = held.read(parameter)
         elif name == "weight" and has_runtime_state(module):
             value = unpacked_copy(parameter)
+
         self.promised[key] = value
         return value
 

@@ -72,6 +72,7 @@ def read_contents(
                 raise ManifestError(
                     f"cannot determine the original base: {error}", fqn=error.fqn
                 ) from error
+
         return gathering.lead(
             lambda: _read(twin, tree, preparation, gathering, progress)
         )
@@ -143,6 +144,7 @@ def _as_it_is(fqn: str, tensor: Tensor) -> Buffer:
             f"{type(tensor).__name__} of {tensor.layout} and {tensor.dtype}; register "
             "a buffer that checkpoints do not need with persistent=False"
         )
+
     digest = functools.partial(_digest, tensor)
     return Buffer(tensor.dtype, tensor.shape, digest)
 
@@ -232,6 +234,7 @@ def _dtypes_of_adapters(tree: ModelTree) -> dict[str, set[Any]]:
                 continue
             for name in container:
                 dtypes.setdefault(name, set())
+
             if key in COPIES:
                 continue
             for path, parameter in container.named_parameters():
@@ -274,6 +277,7 @@ def versions() -> dict[str, str]:
     for name in ("kbitwrap", *libraries, *DISTRIBUTIONS):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
+
     # the distribution's version may lack the build
     found["torch"] = str(torch.__version__)
     return found
