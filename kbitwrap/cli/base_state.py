@@ -125,7 +125,10 @@ class _Same:
 
 
 def _stored(module: nn.Module) -> dict[str, Any]:
-    """The tensors that a module stores itself; of a leaf its ``state_dict``, which has all of a quantized layer."""
+    """The tensors that a module stores itself.
+
+    Of a leaf it is its ``state_dict``, which has all of a quantized layer.
+    """
     stored: dict[str, Any] = dict(module.named_buffers(recurse=False))
     is_leaf = next(module.children(), None) is None
     stored |= (
@@ -135,6 +138,7 @@ def _stored(module: nn.Module) -> dict[str, Any]:
 
 
 def _digest(value: Any) -> str:
+    """A digest of the bits of a tensor, with its dtype and shape; of another value what represents it."""
     if not isinstance(value, torch.Tensor):
         return repr(value)
     bits = value.detach().reshape(-1).contiguous().view(torch.uint8).cpu()

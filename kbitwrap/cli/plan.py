@@ -463,24 +463,13 @@ def _by_role(planned: Planned) -> Group:
     bars = []
     for place, (role, row) in enumerate(by_role.items()):
         added = [_mib(sizes[place]) for sizes in columns]
-        rows.append(
-            [
-                role,
-                str(row["count"]),
-                _mib(row["bytes"]),
-                *added,
-            ]
-        )
+        rows.append([role, str(row["count"]), _mib(row["bytes"]), *added])
         bars.append([row["bytes"], row["added_bytes"]])
     count = sum(row["count"] for row in by_role.values())
     sums = [_mib(sum(sizes)) for sizes in columns]
     rows.append(["total", str(count), _mib(planned.loaded), *sums])
     title = f"loaded +{PEFT}" if columns else "loaded"
-    return table(
-        rows,
-        right=True,
-        bars=Bars(title, [*bars, []]),
-    )
+    return table(rows, right=True, bars=Bars(title, [*bars, []]))
 
 
 def _notes(planned: Planned) -> list[str]:

@@ -340,11 +340,7 @@ def _meant(text: str, known: Iterable[str]) -> str:
     longer = [name for name in names if len(typed) > 1 and name.startswith(typed)]
     shorter = [name for name in names if len(name) > 2 and typed.startswith(name)]
     similar = get_close_matches(typed, names, n=1, cutoff=0.72)
-    found = [
-        *longer,
-        *shorter,
-        *similar,
-    ]
+    found = [*longer, *shorter, *similar]
     return f"; did you mean {names[found[0]]!r}?" if found else ""
 
 

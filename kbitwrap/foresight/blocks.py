@@ -164,11 +164,7 @@ class Stack:
             _renumber(block, places[number], number)
         # A module without a config has none, and a config may be a plain dict.
         fields = getattr(self.config, "__dict__", {})
-        _shorten(
-            fields,
-            len(self.blocks),
-            places,
-        )
+        _shorten(fields, len(self.blocks), places)
         self.blocks._modules = {str(n): block for n, block in enumerate(blocks)}
         self.kept = wanted
 
@@ -434,16 +430,11 @@ def _once_each(runs: list[Run], pairs: list[Pair]) -> dict[Mark, Run]:
 
 
 def _effect(run: Run | None) -> Any:
-    """The effect of a run on memory: runs that do the same have equal ones."""
-    return (
-        None
-        if run is None
-        else (
-            run.mark[0],
-            run.net,
-            run.at_peak,
-        )
-    )
+    """The effect of a run on memory.
+
+    Runs that do the same have equal ones, and those of blocks that do not run.
+    """
+    return None if run is None else (run.mark.phase, run.net, run.at_peak)
 
 
 def _outermost(module: nn.Module, config: Any) -> Iterator[tuple[nn.ModuleList, Any]]:
