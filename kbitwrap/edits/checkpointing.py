@@ -83,8 +83,12 @@ def input_gradient_hooks(module: nn.Module) -> list[int]:
 
     These are the hooks of the libraries that prepare models, not a user's.
     """
-    hooks = _hooks_of(module)
-    return [key for key, hook in hooks.items() if _is_input_gradient_hook(hook)]
+    found = []
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        for key, hook in hooks.items():
+            if _is_input_gradient_hook(hook):
+                found.append(key)
+    return found
 
 
 def _hooks_of(module: nn.Module) -> dict[int, Any]:
@@ -108,9 +112,12 @@ class HooksChange:
     """The hooks of a model before a preparation.
 
     Undoing removes the preparation's own, and later ones of libraries that make inputs
-    require grad; a user's stay.
+    require grad. A user's hooks stay: they are neither.
 
-    They keep their ids when a module is copied.
+    Hooks are told by their ids, which they keep when a module is copied.
+
+    Attributes:
+        before: The ids of the hooks that were there.
     """
 
     def __init__(self, tree: ModelTree) -> None:
@@ -124,6 +131,7 @@ class HooksChange:
         self._ours = self._ids() - self.before
 
     def _ids(self) -> set[int]:
+        """The ids of the hooks that there are now."""
         ids: set[int] = set()
         for _, module in self._index.live():
             ids.update(_hooks_of(module))
@@ -131,11 +139,14 @@ class HooksChange:
 
     def added(self, module: nn.Module) -> list[int]:
         """The ids of the hooks of a module that are to be removed."""
-        later = {k: h for k, h in _hooks_of(module).items() if k not in self.before}
-        if self._ours is None:
-            return list(later)
-        ours = self._ours
-        return [k for k, h in later.items() if k in ours or _is_input_gradient_hook(h)]
+        found = []
+        for key, hook in _hooks_of(module).items():
+            if key in self.before:
+                continue
+            is_ours = self._ours is None or key in self._ours
+            if is_ours or _is_input_gradient_hook(hook):
+                found.append(key)
+        return found
 
     def undo(self, tree: ModelTree) -> None:
         """Remove the hooks added since."""
@@ -240,14 +251,19 @@ def refuse_without_embeddings(model: nn.Module) -> None:
 class Checkpoint(EditBase):
     """Enable activation checkpointing, with the hooks that it needs.
 
-    They are on the input embeddings, the blocks or the model, where asked for.
+    Attributes:
+        enable: Whether to enable it.
+        kwargs: The arguments of ``torch.utils.checkpoint.checkpoint``.
+        hook_inputs: Whether the output of the input embeddings is to require grad.
+        hook_blocks: Whether a block's input is to, while the block has backward hooks.
+        hook_model: Whether to warn when the model turns out to be sharded, after its
+            dtypes were changed.
     """
 
     enable: bool = True
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     hook_inputs: bool = False
     hook_blocks: bool = False
-    # to warn when it turns out to be sharded, after its dtypes were changed
     hook_model: bool = False
 
     def capture(self, tree: ModelTree) -> list[Any]:
@@ -305,6 +321,7 @@ def _remove_superfluous_hooks(
 
 
 def _enable_checkpointing(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Enable checkpointing by the model's method, with arguments where it takes them."""
     found = checkpointing_method(model)
     assert found is not None  # or the plan would have refused
     method, keyword = found

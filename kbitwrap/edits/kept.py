@@ -48,21 +48,30 @@ class _Cache:
 
 @dataclass
 class _Kept:
-    """A module as it was."""
+    """A module as it was.
 
-    # its attributes, buffers and children, each by name
+    Attributes:
+        values: Its attributes, buffers and children, each by name.
+        unsaved: The names of the buffers that no checkpoint holds.
+        sizes: The numbers of elements of its parameters.
+    """
+
     values: list[Fields]
-    # the names of buffers that no checkpoint holds
     unsaved: set[str]
-    # the numbers of elements of its parameters
     sizes: dict[str, int]
 
 
 @dataclass
 class _Difference:
-    """A value that is to be put back: an attribute, a buffer or a child."""
+    """A value that is to be put back: an attribute, a buffer or a child.
 
-    # the dictionary that the module has it in
+    Attributes:
+        place: The dictionary that the module has it in.
+        name: Its name there.
+        found: The value that was found.
+        was: The record of the value that was there before.
+    """
+
     place: Fields
     name: str
     found: Any
@@ -91,11 +100,12 @@ class KeptChange:
     """
 
     def __init__(self, tree: ModelTree) -> None:
-        self._index, self._records = tree.index, tree.base_records
-        self._kept = {
-            self._index.number(node.module): _read(node.module)
-            for node in tree.plain_base
-        }
+        self._index = tree.index
+        self._records = tree.base_records
+        # by the numbers of the modules
+        self._kept: dict[int | None, _Kept] = {}
+        for node in tree.plain_base:
+            self._kept[self._index.number(node.module)] = _read(node.module)
         # the names of what the last undo put back
         self.put_back: tuple[str, ...] = ()
 
@@ -164,8 +174,11 @@ def _read(module: nn.Module) -> _Kept:
     """Record a module as it is."""
     values: list[Fields] = []
     for place in _places(module):
-        own = place.items()
-        values.append({name: _to_keep(one) for name, one in own if name not in _OWN})
+        kept: Fields = {}
+        for name, value in place.items():
+            if name not in _OWN:
+                kept[name] = _to_keep(value)
+        values.append(kept)
     return _Kept(values, set(module._non_persistent_buffers_set), _sizes(module))
 
 
@@ -222,11 +235,16 @@ def _put_back(
     only_tensors: bool = False,
     is_shared: bool = False,
 ) -> list[str]:
-    """Put back what differs, and return the names of it.
+    """Put back what differs.
 
-    What was only moved to another device is not named.
+    Args:
+        module: The module, or what stands for it.
+        kept: The record of the module.
+        only_tensors: Whether plain values stay where no tensor differs.
+        is_shared: Whether its lists and dicts are another module's, too.
 
-    The lists and dicts of a module that ``is_shared`` are another's.
+    Returns:
+        The names of what was put back, but for what was only moved to another device.
     """
     differences = _differences(module, kept)
     if not differences or _sizes(module) != kept.sizes:

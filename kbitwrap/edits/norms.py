@@ -80,6 +80,26 @@ class Float32Forward:
             return forward(self.module, *args, **kwargs)
         return self._run(forward, args, kwargs)
 
+    def install(self) -> None:
+        """Replace the module's forward."""
+        self.is_active = True
+        vars(self.module)[forward_slot(self.module)] = self
+
+    def remove(self) -> None:
+        """Put the module's own forward back, and be inactive wherever it is."""
+        self.is_active = False
+        fields = vars(self.module)
+        if fields.get("forward") is self:
+            write_attribute(fields, "forward", self.inner)
+        if fields.get("_old_forward") is not self:
+            return
+        inner = self.inner
+        if inner is MISSING:
+            # accelerate hooked the module while it was prepared: its record becomes
+            # the class's own.
+            inner = type(self.module).forward.__get__(self.module)
+        fields["_old_forward"] = inner
+
     def _run(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         """Run the module's own forward in float32.
 
@@ -189,7 +209,7 @@ class ComputeChange:
     def install(self, forward: Float32Forward) -> None:
         """Replace a module's forward."""
         self._installed.append(weakref.ref(forward))
-        vars(forward.module)[forward_slot(forward.module)] = forward
+        forward.install()
 
     def _live(self, tree: ModelTree) -> list[Float32Forward]:
         """Every ``Float32Forward`` in the live model.
@@ -198,7 +218,8 @@ class ComputeChange:
         """
         found = [ref() for ref in self._installed]
         for node in tree.modules:
-            for value in vars(node.module).values():
+            for slot in _SLOTS:
+                value = vars(node.module).get(slot)
                 if isinstance(value, Float32Forward) and value.module is node.module:
                     found.append(value)
         return [one for one in dict.fromkeys(found) if one is not None]
@@ -209,16 +230,7 @@ class ComputeChange:
         One that another library wrapped meanwhile becomes inactive.
         """
         for forward in self._live(tree):
-            forward.is_active = False
-            for slot in _SLOTS:
-                if vars(forward.module).get(slot) is not forward:
-                    continue
-                inner = forward.inner
-                if slot == "_old_forward" and inner is MISSING:
-                    # accelerate hooked the module while it was prepared: its record
-                    # becomes the class's own.
-                    inner = type(forward.module).forward.__get__(forward.module)
-                write_attribute(vars(forward.module), slot, inner)
+            forward.remove()
 
     def now(self, tree: ModelTree) -> WayBack:
         """Record which forwards are there, to install the same objects again."""
@@ -229,17 +241,21 @@ class ComputeChange:
             for forward in live:
                 forward.is_active = True
             for forward in installed:
-                vars(forward.module)[forward_slot(forward.module)] = forward
+                forward.install()
 
         return Call(resume)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeInFloat32(EditBase):
-    """Make modules compute in float32 from their half parameters."""
+    """Make modules compute in float32 from their half parameters.
+
+    Attributes:
+        modules: The modules.
+        forward: Makes the forward that replaces a module's own.
+    """
 
     modules: tuple[weakref.ref[nn.Module], ...] = field(default=(), repr=False)
-    # makes what replaces a module's own
     forward: Callable[[nn.Module], Float32Forward] = field(repr=False)
 
     def capture(self, tree: ModelTree) -> list[ComputeChange]:

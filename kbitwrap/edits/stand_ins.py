@@ -38,6 +38,7 @@ class HeadForward(Float32Forward):
         self._chunk_bytes = chunk_bytes
 
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the head's own forward in float32, without autocast."""
         shell = float32_shell(self.module, self._upcast)
         weight: Any = shell.weight
         is_product = forward is nn.Linear.forward and shell.bias is None
@@ -52,6 +53,7 @@ class HeadForward(Float32Forward):
             return forward(shell, *args, **kwargs)
 
     def _upcast(self, parameter: torch.Tensor) -> Any:
+        """A stand-in for a frozen half parameter, or a float32 copy."""
         is_trained = parameter.requires_grad and torch.is_grad_enabled()
         if parameter.dtype not in HALF_DTYPES or is_trained:
             return to_float32(parameter)
@@ -106,8 +108,13 @@ class StandInState(StandInMethod):
     def __call__(self) -> dict[str, Any]:
         """The module's attributes, with each stand-in marked as the module's own."""
         state = getattr(type(self.module), "__getstate__", vars)(self.module)
-        stand_ins = {k: v for k, v in state.items() if isinstance(v, UpcastTensor)}
-        return {**state, **{k: v.as_state() for k, v in stand_ins.items()}}
+        stand_ins = {
+            name: value
+            for name, value in state.items()
+            if isinstance(value, UpcastTensor)
+        }
+        marked = {name: value.as_state() for name, value in stand_ins.items()}
+        return {**state, **marked}
 
 
 class Float32First(StandInMethod):
@@ -141,14 +148,46 @@ def can_stand_in(module: nn.Module, name: str) -> bool:
     return not is_taken and not hasattr(type(module), name)
 
 
+@dataclass
+class _Installed:
+    """An instance attribute that stands in for a parameter or a method."""
+
+    module: nn.Module
+    name: str
+    value: Any
+
+    def remove(self) -> None:
+        """Remove it, so that what it stands in for is seen again."""
+        if isinstance(self.value, UpcastTensor):
+            self.value._is_param = False
+            self.value.held = None
+        del vars(self.module)[self.name]
+
+    def put_back(self) -> None:
+        """Install it again, unless others moved its parameter meanwhile."""
+        if isinstance(self.value, UpcastTensor):
+            held = self.module._parameters.get(self.name)
+            if held is None:
+                return
+            self.value._is_param = True
+            self.value.held = held
+        vars(self.module)[self.name] = self.value
+
+
 class UpcastChange:
     """Instance attributes that stand in for parameters.
 
     They follow weights that are tied, parametrized or loaded.
+
+    Args:
+        records: The records of the preparation, which mark modules.
+        chunk_bytes: The most float32 of a weight in a matrix product, in bytes;
+            ``None`` for all of it.
     """
 
     def __init__(self, records: Records, chunk_bytes: int | None) -> None:
-        self._records, self._chunk_bytes = records, chunk_bytes
+        self._records = records
+        self._chunk_bytes = chunk_bytes
         # of each module, the names of the weights; none of one that has them first
         self._names: weakref.WeakKeyDictionary[nn.Module, set[str]] = (
             weakref.WeakKeyDictionary()
@@ -165,13 +204,13 @@ class UpcastChange:
         vars(module)["__getstate__"] = StandInState(module)
         self._records.mark(module).dtypes[name] = parameter.dtype
 
-    def _weights(self) -> Iterator[tuple[nn.Module, str, UpcastTensor]]:
-        """The stand-ins of weights, each with its place."""
+    def _weights(self) -> Iterator[_Installed]:
+        """The stand-ins of weights."""
         for module, names in self._names.items():
             for name in names:
                 value = vars(module).get(name)
                 if isinstance(value, UpcastTensor):
-                    yield module, name, value
+                    yield _Installed(module, name, value)
 
     def put_float32_first(self, model: nn.Module) -> None:
         """Put a stand-in first among a module's ``parameters()``.
@@ -179,17 +218,19 @@ class UpcastChange:
         It is done in each module with children that would begin with one of the
         weights.
         """
-        places: dict[int, tuple[nn.Module, str]] = {}
-        for owner, name, value in self._weights():
-            places.setdefault(id(value.held), (owner, name))
+        weights: dict[int, _Installed] = {}
+        for weight in self._weights():
+            weights.setdefault(id(weight.value.held), weight)
         for module in model.modules():
             if not module._modules or "parameters" in vars(module):
                 continue
             floating = filter(torch.is_floating_point, module.parameters())
-            place = places.get(id(next(floating, None)))
-            if place is not None:
-                vars(module)["parameters"] = Float32First(module, *place)
-                self._names.setdefault(module, set())
+            first = weights.get(id(next(floating, None)))
+            if first is None:
+                continue
+            stand_in = Float32First(module, first.module, first.name)
+            vars(module)["parameters"] = stand_in
+            self._names.setdefault(module, set())
 
     def follow(self) -> None:
         """Begin to follow weights that are registered again."""
@@ -252,18 +293,16 @@ class UpcastChange:
             return True
         if any(own is parameter for own in module._parameters.values()):
             return False  # a second name is no weight that the module uses
-        return any(value.held is parameter for _, _, value in self._weights())
+        return any(weight.value.held is parameter for weight in self._weights())
 
-    def _installed(self, tree: ModelTree) -> list[tuple[nn.Module, str, Any]]:
-        """All that was installed, with its places.
-
-        It is found in the live model, on PEFT's copies too.
-        """
+    def _installed(self, tree: ModelTree) -> list[_Installed]:
+        """All that was installed and is there, on PEFT's copies too."""
+        modules = [*self._names, *[node.module for node in tree.modules]]
         found = []
-        for module in {**self._names, **{node.module: None for node in tree.modules}}:
+        for module in dict.fromkeys(modules):
             for name, value in vars(module).items():
                 if isinstance(value, STAND_INS):
-                    found.append((module, name, value))
+                    found.append(_Installed(module, name, value))
         return found
 
     def undo(self, tree: ModelTree) -> None:
@@ -271,23 +310,16 @@ class UpcastChange:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        for module, name, value in self._installed(tree):
-            if isinstance(value, UpcastTensor):
-                value._is_param, value.held = False, None
-            del vars(module)[name]
+        for one in self._installed(tree):
+            one.remove()
 
     def now(self, tree: ModelTree) -> WayBack:
         """Record the current stand-ins."""
         current = self._installed(tree)
 
         def resume() -> None:
-            for module, name, value in current:
-                if isinstance(value, UpcastTensor):
-                    held = module._parameters.get(name)
-                    if held is None:
-                        continue  # others moved it meanwhile
-                    value._is_param, value.held = True, held
-                vars(module)[name] = value
+            for one in current:
+                one.put_back()
             self.follow()
 
         return Call(resume)
@@ -298,6 +330,10 @@ class UpcastAtUse(EditBase):
     """Make modules see and use half weights as float32.
 
     A stand-in in front of each weight upcasts it at each use.
+
+    Attributes:
+        weights: The places of the weights, all those of a tied one.
+        chunk_bytes: The most float32 of a weight in a matrix product, in bytes.
     """
 
     weights: tuple[TensorRef, ...] = field(repr=False)
@@ -311,7 +347,8 @@ class UpcastAtUse(EditBase):
         """Install the stand-ins, and follow the weights."""
         change = changes[0]
         for ref in self.weights:
-            module, parameter = ref.owner(), ref()
+            module = ref.owner()
+            parameter = ref()
             if module is not None and parameter is not None:
                 change.install(module, ref.name, parameter)
         change.put_float32_first(tree.model)

@@ -70,10 +70,21 @@ class Comparison:
 class StorageChange(HeldOriginal):
     """The storage of a parameter before a cast.
 
-    The original itself is held where it is asked to be kept, on the CPU; on its device
-    where its layer rewrites it (``is_rewritten``); and in its memory, which it goes
-    back to, where others see that (``is_seen``). Of another, all bits come from the
-    cast value but for the payloads of NaNs, and its digest tells whether they did.
+    The original itself is held in three cases only, which are arguments. Else all its
+    bits come from the cast value, but for the payloads of NaNs, and its digest tells
+    whether they did.
+
+    Args:
+        record: The record of the parameter.
+        parameter: The parameter, which still stores the original.
+        keep: Hold the original on the CPU, because that was asked for.
+        is_rewritten: Hold it on its device, because its layer rewrites it.
+        is_seen: Hold it in its memory, because others see that. It goes back there.
+
+    Attributes:
+        layout: The original's layout.
+        kept: The original, where it is held.
+        group: The parameters that lie over the same memory, where there are others.
     """
 
     def __init__(
@@ -89,9 +100,9 @@ class StorageChange(HeldOriginal):
         self.record = record
         self.dtype = data.dtype
         self.layout = Layout.of(data)
-        # where other parameters lie over the same memory
         self.group: SharingChange | None = None
-        self._is_rewritten, self._is_seen = is_rewritten, is_seen
+        self._is_rewritten = is_rewritten
+        self._is_seen = is_seen
         self.kept: torch.Tensor | None = None
         self._payloads: NanPayloads | None = None
         self._digest: Callable[[], int] | None = None
@@ -193,8 +204,8 @@ class StorageChange(HeldOriginal):
         return LazyTensor(
             parameter.shape,
             self.dtype,
-            lambda: self.original_of(parameter.data),
-            lambda: self._pieces(parameter),
+            compute=lambda: self.original_of(parameter.data),
+            pieces=lambda: self._pieces(parameter),
             is_own=self.kept is None,
         )
 
@@ -322,14 +333,22 @@ class Store(EditBase):
     """Store a parameter in another dtype, and record the original storage.
 
     Several over the same memory are stored by one edit.
+
+    Attributes:
+        refs: The places of the parameters.
+        dtype: The dtype to store; ``None`` records only.
+        keep: Whether the originals are held, on the CPU.
+        is_rewritten: Whether bitsandbytes rewrites them, as a quantized layer's bias.
+            Then they are held on their device.
+        is_seen: Whether what is no parameter sees their memory. Then they go back to
+            that very memory.
+        record_bytes: The bytes of the originals that are held beside the cast ones.
     """
 
     refs: tuple[TensorRef, ...] = field(repr=False)
-    dtype: torch.dtype | None = None  # `None`: record only
+    dtype: torch.dtype | None = None
     keep: bool = False
-    # by bitsandbytes (a quantized layer's bias): the originals are held on their device
     is_rewritten: bool = False
-    # in its memory, by what is no parameter: it goes back to that memory
     is_seen: bool = False
     record_bytes: int = 0
 
@@ -358,6 +377,7 @@ class Store(EditBase):
         """Cast by ``.data``: the parameter stays the same object."""
         if self.dtype is None:
             return
+        # A change of what they share may follow, of which nothing is stored.
         for change in changes[: len(self.refs)]:
             parameter = change.record.live()
             for owner, name in change.record.refs:

@@ -6,7 +6,7 @@ It rewrites train modes, caches, ``use_cache``, and fields of layers and of acce
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from ..model.quantization import (
     KERNEL,
     REPACKS,
     RUNTIME_ATTRIBUTES,
+    has_runtime_state,
     in_other_layout,
     is_repacked,
     quant_state_of,
@@ -239,17 +240,13 @@ class Record(EditBase):
     They keep the layout, and the kernel, that has a backward.
     """
 
-    # those that rewrite their own fields
-    layers: tuple[weakref.ref[nn.Module], ...] = field(default=(), repr=False)
-
     def capture(self, tree: ModelTree) -> list[Any]:
         """Record all of it."""
-        layers = {ref() for ref in self.layers}
         runtime = {}
         for tensor in tree.all_tensors:
-            if tensor.name == "weight" and tensor.module in layers:
-                record = tree.record(tensor)
-                runtime[tensor.module] = RuntimeChange(tensor.module, record)
+            module = tensor.module
+            if tensor.name == "weight" and has_runtime_state(module):
+                runtime[module] = RuntimeChange(module, tree.record(tensor))
         configs = [config for config in tree.configs if hasattr(config, "__dict__")]
         return [
             AccelerateChange(tree.model),
@@ -266,12 +263,12 @@ class Record(EditBase):
         By the mark, copies that others make of the modules are told from modules of
         theirs.
         """
-        for ref in self.layers:
-            fields = vars(ref())
-            if fields.get(KERNEL, MISSING) is None:
-                fields[KERNEL] = "train"
         for change in changes:
             if isinstance(change, RuntimeChange):
                 change.keep_unpacked()
         for node in tree.modules:
             tree.records.mark(node.module)
+            fields = vars(node.module)
+            is_unset = fields.get(KERNEL, MISSING) is None
+            if is_unset and has_runtime_state(node.module):
+                fields[KERNEL] = "train"

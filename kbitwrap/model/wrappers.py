@@ -58,6 +58,7 @@ def loaded_class(module_name: str, attribute: str) -> type | tuple[()]:
     return found
 
 
+@functools.cache
 def is_d_tensor(cls: Any) -> bool:
     """Whether a class is ``DTensor`` or made from it.
 
@@ -71,7 +72,8 @@ def is_sharded_tensor(tensor: Any) -> bool:
 
     Only a part of it need be on this rank.
     """
-    return is_flattened(tensor) or is_d_tensor(type(tensor))
+    cls: Any = type(tensor)
+    return is_flattened(tensor) or is_d_tensor(cls)
 
 
 def is_flattened(tensor: Any) -> bool:

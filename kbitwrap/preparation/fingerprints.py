@@ -47,12 +47,12 @@ def sample_bytes(parameter: torch.Tensor) -> int:
 
     It is the same on the meta device as on any other.
     """
+    is_quantized = is_quantized_parameter(parameter)
+    if is_quantized and parameter.dtype is not torch.int8:
+        return 0  # one of 4 bits is told by its statistics
     part = _sampled_part(parameter)
     if part is None:
         return 0
-    is_quantized = is_quantized_parameter(parameter)
-    if is_quantized and part.dtype is not torch.int8:
-        return 0  # one of 4 bits is told by its statistics
     num_runs = _RUNS_OF_QUANTIZED if is_quantized else RUNS
     return num_sampled(part, num_runs) * part.itemsize
 

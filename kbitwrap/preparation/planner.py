@@ -79,11 +79,7 @@ class Planner(Casts):
         layers = [node for node in self.tree.modules if has_runtime_state(node.module)]
         refuse_without_backward(self.tree, layers)
         edits: list[EditBase] = [
-            Record(
-                "record",
-                tuple(node.fqn for node in layers),
-                layers=tuple(weakref.ref(node.module) for node in layers),
-            ),
+            Record("record", tuple(node.fqn for node in layers)),
             Freeze(
                 "freeze",
                 tuple(tensor.fqn for tensor in self.base),

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # elements compared at once: bounds what a comparison holds beside the tensors compared
 _CHUNK = 1 << 20
@@ -185,9 +184,9 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     Those that it is made of may be made of others too: the parts are the innermost
     ones, in the order of their classes.
     """
-    if not is_traceable_wrapper_subclass(tensor):
+    if not is_composed(type(tensor)):
         return [tensor]
-    names, _ = tensor.__tensor_flatten__()
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     innermost: list[torch.Tensor] = []
     for name in names:
         part = getattr(tensor, name)
@@ -292,7 +291,7 @@ def begin_digest(tensor: torch.Tensor) -> Callable[[], int]:
         A call that waits for the device and returns the digest, as ``content_digest``
             does.
     """
-    if not is_traceable_wrapper_subclass(tensor):
+    if not is_composed(type(tensor)):
         return _begin_plain(tensor)
     reads = [_begin_plain(part) for part in parts_of(tensor)]
 
