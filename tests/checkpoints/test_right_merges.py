@@ -1,0 +1,60 @@
+"""Right merges of every architecture, of kbitwrap's and of PEFT's making: no finding, and all of the delta is there."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import PeftModel, get_peft_model
+
+from kbitwrap import DoctorReport, KbitPreparedModel, doctor
+from support import zoo
+from support.merging import jitter
+from support.thorough import few
+
+CASES = [
+    (name, quant)
+    for name, quant in itertools.product(zoo.ARCHITECTURES, ("nf4", "int8", "fp4", "nf4-double"))
+    if quant in zoo.ARCHITECTURES[name].quants
+]
+CHOSEN = [("t5", "int8"), ("gemma3", "nf4-double"), ("bert", "fp4")]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning"),
+]
+
+
+def assert_right(report: DoctorReport) -> str:
+    """A merge without a finding, with all of the delta; what it was merged onto."""
+    assert report.findings == ()
+    assert report.merge is not None
+    assert abs(report.merge.kept - 1) <= 0.01
+    return report.merge.onto
+
+
+@pytest.mark.parametrize(("name", "quant"), few(CASES, CHOSEN))
+def test_right_merges_of_an_architecture_have_no_finding(name: str, quant: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model: Any = zoo.load(name, quant)
+    with KbitPreparedModel(model, precision="none", **zoo.fields(name)) as prepared:
+        adapted = get_peft_model(model, zoo.lora_config(name))
+        jitter(adapted)
+        adapted.save_pretrained(tmp_path / "adapter")
+        prepared.manifest().save(tmp_path / "adapter" / "kbitwrap.json")
+        prepared.export(tmp_path / "merged", merge_adapters=True, model=adapted, max_shard_size="100KB")
+
+    def examine(merged: str) -> str:
+        return assert_right(doctor(tmp_path / merged, base=zoo.checkpoint(name), adapter=tmp_path / "adapter"))
+
+    assert examine("merged") == "trained"
+    model_class = getattr(transformers, zoo.ARCHITECTURES[name].model_class)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        base = model_class.from_pretrained(zoo.checkpoint(name), dtype=dtype)
+        folder = str(dtype)
+        PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().save_pretrained(tmp_path / folder)
+        examine(folder)
