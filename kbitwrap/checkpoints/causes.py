@@ -35,7 +35,9 @@ CHANGED = "changed, though no adapter touches it"
 _ROUNDINGS = 2.0
 _OF_DELTA = 0.02
 _OF_FLOAT32 = 2.0**-20
-_DEVIATIONS = 8.0  # of what rounding adds to the part that was kept
+# The deviations allowed of what rounding adds to the part that was kept, to half and to
+# codes of few bits.
+_DEVIATIONS, _DEVIATIONS_OF_CODES = 8.0, 4.0
 # The largest difference of quantized weights that nothing was merged into, as a part of
 # their length: rounding to 4 bits takes 0.1.
 _OF_QUANTIZED = 0.25
@@ -66,10 +68,14 @@ def is_right(figures: Figures) -> bool:
 
 def _explains(against: Against, figures: Figures) -> bool:
     delta = figures.delta
+    num_elements = math.prod(figures.shape)
     if figures.is_quantized:
         if not delta:
             return against.off <= _OF_QUANTIZED**2 * against.size
-        is_kept = abs(against.kept(delta) - 1) <= _OF_KEPT
+        # 4 bits of bitsandbytes are rounded to the nearest code by whoever merges.
+        deviation = math.sqrt(against.off / num_elements / delta)
+        difference = abs(against.kept(delta) - 1)
+        is_kept = difference <= _OF_KEPT + _DEVIATIONS_OF_CODES * deviation
         return is_kept and figures.dtype != torch.uint8
     allowed = _ROUNDINGS * math.sqrt(against.rounding)
     allowed += _OF_DELTA * math.sqrt(delta) + _OF_FLOAT32 * math.sqrt(against.size)
@@ -77,10 +83,23 @@ def _explains(against: Against, figures: Figures) -> bool:
         return False
     if not delta:
         return True
-    num_elements = math.prod(figures.shape)
     deviation = math.sqrt(against.rounding / num_elements / delta)
     difference = abs(against.kept(delta) - against.kept_by_rounding(delta))
     return difference <= _OF_DELTA + _DEVIATIONS * deviation
+
+
+def is_lost(figures: Sequence[Figures]) -> bool:
+    """Whether quantized tensors together lack a part of the delta, which each may lack by chance."""
+    total = sum(one.delta for one in figures)
+    kept = variance = 0.0
+    for one in figures:
+        against = one.nearest
+        part = one.delta / total
+        kept += part * against.kept(one.delta)
+        of_one = against.off / math.prod(one.shape) / one.delta
+        variance += part**2 * of_one
+    allowed = _OF_KEPT + _DEVIATIONS_OF_CODES * math.sqrt(variance)
+    return bool(figures) and abs(kept - 1) > allowed
 
 
 class Causes:

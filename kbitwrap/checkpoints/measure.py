@@ -26,6 +26,7 @@ from .causes import (
     TRANSPOSED,
     Causes,
     by_cause,
+    is_lost,
     is_right,
 )
 from .figures import Figures, compare
@@ -162,6 +163,11 @@ def measure_merge(
         for one in figures
         if not is_right(one) and one.fqn not in measuring.wrong
     }
+    in_codes = [one for one in figures if one.is_quantized and one.delta]
+    if is_lost(in_codes):
+        wrong |= {
+            one.fqn: (REQUANTIZED, "") for one in in_codes if one.fqn not in wrong
+        }
     for fqn, partner in measuring.tied.items():
         if fqn in wrong:
             wrong[fqn] = LOST_BY_A_TIE, f"it is {partner} now"

@@ -17,7 +17,7 @@ from ..export.export import saved_tensors
 from ..export.merge import merge_into
 from ..export.twin import build_twin
 from ..model.pretrained import load_pretrained
-from ..model.quantization import is_quantized_parameter
+from ..model.quantization import is_quantized_layer, library_dequantizer
 from ..model.tree import ModelTree, join
 from ..model.wrappers import canonical_fqn, unwrap
 from .reader import open_checkpoint, tied_names
@@ -81,9 +81,9 @@ def walk_merged(model: Any, where: str) -> MergedSide:
     bare, _ = unwrap(model)
     stored = {}
     for node in ModelTree(bare).base:
-        for name, parameter in node.module._parameters.items():
-            if parameter is not None and is_quantized_parameter(parameter):
-                stored[join(node.fqn, name)] = parameter.dtype
+        dtype = _stored_dtype(node.module)
+        if dtype is not None:
+            stored[join(node.fqn, "weight")] = dtype
     side = plain_side(bare, is_merged=False)
     return MergedSide(where, side.saved, stored, tied_names(bare))
 
@@ -106,6 +106,16 @@ class Names:
         if self._prefix:
             tried += [canonical.removeprefix(self._prefix), self._prefix + canonical]
         return next((one for one in tried if one in self._known), None)
+
+
+def _stored_dtype(module: nn.Module) -> torch.dtype | None:
+    """The dtype that a quantized layer keeps its codes in; ``None`` of a layer that is not quantized."""
+    is_library = library_dequantizer(module) is not None
+    if not is_library and not is_quantized_layer(module):
+        return None
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    codes = [one.dtype for one in tensors if not one.is_floating_point()]
+    return next(iter(codes + [one.dtype for one in tensors]), None)
 
 
 def original_tensors(base: StrPath) -> dict[str, Tensor]:
