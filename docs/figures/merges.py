@@ -139,6 +139,7 @@ def draw(result: dict[str, Any]) -> None:
     axis.set_yticks(range(len(merges)), list(merges))
     axis.invert_yaxis()
     axis.set_xlim(min(0, *(100 * one["gain"] for one in merges.values())), 125)
+    axis.set_xticks(range(0, 101, 20))
     axis.set_xlabel("kept, %")
     axis.legend(loc="lower right", frameon=False)
     for side in ("top", "right"):
