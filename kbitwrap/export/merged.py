@@ -239,8 +239,12 @@ class MergedModule:
     def _blocks(
         self, name: str, tensor: AdaptedTensor
     ) -> Iterator[tuple[Rows, Tensor]]:
-        """Compute a parameter in its original dtype, a few rows at a time, or whole."""
+        """Compute a parameter in its original dtype, a few rows at a time, or whole.
+
+        What an adapter adds is tallied block by block; a tensor counts when it is whole.
+        """
         dtype = self._dtype(name)
+        # a trained copy is compared with what it is a copy of
         before = tensor
         if self.copy is not None:
             before = AdaptedTensor(self.original, name)
@@ -252,6 +256,7 @@ class MergedModule:
             if self.is_adapted:
                 self._refuse_infinite(name, value, rounded)
                 tally.add(before.base(rows), value, rounded)
+
             del value
             yield rows, rounded
 
