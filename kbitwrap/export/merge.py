@@ -55,6 +55,9 @@ def merge_into(
     Returns:
         The names of the modules that an adapter or a trained copy changed, and how well
         rounding keeps the delta, once all tensors are computed.
+
+    Raises:
+        ExportError: Adapters cannot be merged exactly, or weights not be dequantized.
     """
     chosen = None if adapters is None else tuple(dict.fromkeys(adapters))
     _refuse_unknown(twin, chosen)

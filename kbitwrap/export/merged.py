@@ -27,10 +27,14 @@ from .adapted import AdaptedTensor
 from .adapters import ActiveLayer
 from .plain import is_transposed, make_plain, parameter_of
 
+_AT_ONCE = 1 << 15  # elements that are tallied at once
+
 
 @dataclass
 class Tally:
-    """The sums over one merged tensor by which a merge is measured, while it is computed.
+    """The sums over one merged tensor by which a merge is measured.
+
+    They are added up while it is computed: nothing is read twice.
 
     Attributes:
         delta: The squared length of what the adapter adds.
@@ -43,12 +47,20 @@ class Tally:
     off_along: float = 0.0
 
     def add(self, before: Tensor, value: Tensor, rounded: Tensor) -> None:
-        """Add some values: of the base, of the sum, and of the sum rounded."""
-        delta = (value - before.float()).flatten()
-        off = (rounded.float() - value).flatten()
-        self.delta += float(delta @ delta)
-        self.off += float(off @ off)
-        self.off_along += float(off @ delta)
+        """Add some values: of the base, of the sum, and of the sum rounded.
+
+        A few are taken at a time: an expert is a good part of a whole tensor.
+        """
+        bases = before.reshape(-1).split(_AT_ONCE)
+        values = value.reshape(-1).split(_AT_ONCE)
+        results = rounded.reshape(-1).split(_AT_ONCE)
+        for base, exact, result in zip(bases, values, results, strict=True):
+            delta = exact - base.float()
+            off = result.float() - exact
+
+            self.delta += float(delta @ delta)
+            self.off += float(off @ off)
+            self.off_along += float(off @ delta)
 
 
 @dataclass
