@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..model.records import ParameterRecord
-from ..model.tree import ModelTree, NamedTensor
+from ..model.tree import ModelTree, NamedTensor, only_reading
 from .base import ANCHOR_ATTRIBUTE, Anchor, AttributesNow, EditBase
 
 Flags = dict[ParameterRecord, bool]
@@ -75,8 +75,9 @@ class Freeze(EditBase):
     def capture(self, tree: ModelTree) -> list[FlagsChange]:
         """Record the flags."""
         flags = {}
-        for tensor in prepared_tensors(tree, self.freeze_adapters):
-            flags[tree.record(tensor)] = tensor.parameter.requires_grad
+        with only_reading():
+            for tensor in prepared_tensors(tree, self.freeze_adapters):
+                flags[tree.record(tensor)] = tensor.parameter.requires_grad
         return [FlagsChange(flags)]
 
     def apply(self, changes: list[FlagsChange], tree: ModelTree) -> None:

@@ -174,11 +174,8 @@ def _read(module: nn.Module) -> _Kept:
     """Record a module as it is."""
     values: list[Fields] = []
     for place in _places(module):
-        kept: Fields = {}
-        for name, value in place.items():
-            if name not in _OWN:
-                kept[name] = _to_keep(value)
-        values.append(kept)
+        names = sorted(place.keys() - _OWN)
+        values.append({name: _to_keep(place[name]) for name in names})
     return _Kept(values, set(module._non_persistent_buffers_set), _sizes(module))
 
 

@@ -26,7 +26,7 @@ from ..model.quantization import (
     unpacked_state,
 )
 from ..model.records import MARK, MemoryRef, ParameterRecord
-from ..model.tree import ModelTree, Node
+from ..model.tree import ModelTree, Node, only_reading
 from .base import (
     AttributesChange,
     AttributesNow,
@@ -243,10 +243,11 @@ class Record(EditBase):
     def capture(self, tree: ModelTree) -> list[Any]:
         """Record all of it."""
         runtime = {}
-        for tensor in tree.all_tensors:
-            module = tensor.module
-            if tensor.name == "weight" and has_runtime_state(module):
-                runtime[module] = RuntimeChange(module, tree.record(tensor))
+        with only_reading():
+            for tensor in tree.all_tensors:
+                module = tensor.module
+                if tensor.name == "weight" and has_runtime_state(module):
+                    runtime[module] = RuntimeChange(module, tree.record(tensor))
         configs = [config for config in tree.configs if hasattr(config, "__dict__")]
         return [
             AccelerateChange(tree.model),

@@ -159,8 +159,9 @@ class Preparation:
                 empty_cache()
             else:
                 self.journal.apply(shown, tree)
-            tree = tree.again()
-            self.left, self.after = PreparedState(tree), read_moment(tree)
+            # No edit replaces a module or a parameter: the walk is still that of the model.
+            self.left = PreparedState(tree)
+            self.after = read_moment(tree)
             self.plans = [*self.plans, plan]
             _in_force[id(self)] = self
 
