@@ -166,7 +166,7 @@ def merge_checkpoint(
         adapted = adapted_base(trained, saved)
         with plain_mode():
             twin = build_twin(ModelTree(adapted))
-            merged = merge_into(twin)
+            merged = merge_into(twin, is_tallied=True)
             _refuse_full_disk(twin.model, writer.folder, dst)
             save_model(twin.model, writer, max_shard_size)
         if check:

@@ -104,7 +104,8 @@ class MergedModule:
             original.
         layers: PEFT's layers with active adapters, the innermost first.
         in_float32: Whether the result is not rounded.
-        tallies: The sums of the tensors that were computed, by name.
+        tallies: The sums of the tensors that were computed, by name; ``None`` where
+            they are not wanted.
     """
 
     fqn: str
@@ -115,7 +116,7 @@ class MergedModule:
     copy: nn.Module | None = None
     layers: list[ActiveLayer] = field(default_factory=list)
     in_float32: bool = False
-    tallies: dict[str, Tally] = field(default_factory=dict)
+    tallies: dict[str, Tally] | None = None
 
     @property
     def source(self) -> nn.Module:
@@ -253,27 +254,27 @@ class MergedModule:
     ) -> Iterator[tuple[Rows, Tensor]]:
         """Compute a parameter in its original dtype, a few rows at a time, or whole.
 
-        What an adapter adds is tallied block by block; a tensor counts when it is whole.
+        What an adapter adds is tallied block by block.
         """
         dtype = self._dtype(name)
         # a trained copy is compared with what it is a copy of
         before = tensor
         if self.copy is not None:
             before = AdaptedTensor(self.original, name)
-        tally = Tally()
+        tally = None
+        if self.is_adapted and self.tallies is not None:
+            tally = self.tallies[join(self.fqn, name)] = Tally()
 
         for rows in tensor.blocks():
             value = tensor.merged(rows)
             rounded = value.to(dtype)
             if self.is_adapted:
                 self._refuse_infinite(name, value, rounded)
+            if tally is not None:
                 tally.add(before.base(rows), value, rounded)
 
             del value
             yield rows, rounded
-
-        if self.is_adapted:
-            self.tallies[join(self.fqn, name)] = tally
 
     def _refuse_infinite(self, name: str, value: Tensor, rounded: Tensor) -> None:
         """Raise where a rounded value is not finite.
