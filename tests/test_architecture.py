@@ -19,6 +19,7 @@ import pytest
 
 import kbitwrap
 from kbitwrap import errors
+from support import forks
 from support.thorough import few
 
 PACKAGE = Path(kbitwrap.__file__).parent
@@ -236,31 +237,51 @@ def loaded_by(statement: str) -> set[str]:
     return set(json.loads(result.stdout.splitlines()[-1]))
 
 
-def test_importing_loads_neither_torch_nor_any_library_of_the_field() -> None:
-    loaded = loaded_by("import kbitwrap")
-    assert "kbitwrap" in loaded
-    assert loaded & {"torch", *LAZY} == set()
-    loaded = loaded_by("from kbitwrap import *")
-    assert "torch" in loaded
-    assert loaded & set(LAZY) == set()
+STAGES = [
+    "import kbitwrap",
+    "import warnings, torch\n"
+    "warnings.simplefilter('ignore')\n"
+    "model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)).half()\n"
+    "for precision in ('full', 'norms', 'none'):\n"
+    "    with kbitwrap.KbitPreparedModel(model, precision=precision) as prepared: prepared.verify()",
+    "from kbitwrap import *",
+]
 
 
-def test_preparing_a_plain_model_loads_none_either_and_only_the_rooms_that_it_needs() -> None:
-    loaded = loaded_by(
-        "import warnings, torch, kbitwrap\n"
-        "warnings.simplefilter('ignore')\n"
-        "model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)).half()\n"
-        "for precision in ('full', 'norms', 'none'):\n"
-        "    with kbitwrap.KbitPreparedModel(model, precision=precision) as prepared: prepared.verify()"
+@pytest.fixture(scope="module")
+def loaded() -> list[set[str]]:
+    """What a new process has loaded: with the package, after preparing a plain model, and with every public name."""
+    lines = [f"{stage}\nprint(json.dumps(sorted(sys.modules)))" for stage in STAGES]
+    program = "\n".join(["import json, sys", *lines])
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=PACKAGE.parent
     )
-    assert loaded & set(LAZY) == set()
-    assert loaded & {"pydantic", "kbitwrap.export", "kbitwrap.foresight", "kbitwrap.manifest"} == set()
+    return [set(json.loads(line)) for line in result.stdout.splitlines()]
+
+
+def test_importing_loads_neither_torch_nor_any_library_of_the_field(loaded: list[set[str]]) -> None:
+    package, _, names = loaded
+    assert "kbitwrap" in package
+    assert package & {"torch", *LAZY} == set()
+    assert "torch" in names
+    assert names & set(LAZY) == set()
+
+
+def test_preparing_a_plain_model_loads_none_either_and_only_the_rooms_that_it_needs(loaded: list[set[str]]) -> None:
+    _, prepared, _ = loaded
+    assert prepared & set(LAZY) == set()
+    assert prepared & {"pydantic", "kbitwrap.export", "kbitwrap.foresight", "kbitwrap.manifest"} == set()
 
 
 def test_importing_warns_of_nothing_and_prints_nothing() -> None:
-    program = "import torch, tqdm.auto, warnings; warnings.simplefilter('error'); import kbitwrap"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=PACKAGE.parent)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    program = (
+        "import sys, warnings\n"
+        "for name in [name for name in sys.modules if name.partition('.')[0] == 'kbitwrap']: del sys.modules[name]\n"
+        "warnings.simplefilter('error')\n"
+        "import kbitwrap\n"
+        "[getattr(kbitwrap, name) for name in kbitwrap.__all__]\n"
+    )
+    assert forks.run_program(program) == ("", "")
 
 
 # ----------------------------------------------------------------------------------------------------

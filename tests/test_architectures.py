@@ -32,20 +32,22 @@ pytestmark = [
 ]
 
 
-def cases(quants: tuple[str | None, ...], last: tuple[object, ...]) -> list[object]:
+def cases(names: tuple[str, ...], quants: tuple[str | None, ...], last: tuple[object, ...]) -> list[object]:
     """Every architecture in 4-bit bf16 with every last value; the core in all pairs of all values.
 
-    By default each architecture has one last value, another one for the next with the same kind of input; and all pairs
-    of the other values meet, each on the next architecture of the core.
+    By default each of some architectures has one last value, another one for the next with the same kind of input; and
+    all pairs of the other values meet, each on the next architecture of the core.
     """
     every = [(name, "nf4", "bf16", value) for name in zoo.ARCHITECTURES for value in last]
-    chosen: list[tuple[object, ...]] = [(name, "nf4", "bf16", value) for name, value in zoo.in_turn(last)]
+    chosen: list[tuple[object, ...]] = [(name, "nf4", "bf16", value) for name, value in zoo.in_turn(last, names=names)]
     cover = [values for values in pairwise(quants, tuple(DTYPES), last) if values[:2] != ("nf4", "bf16")]
     chosen += [(zoo.CORE[i % len(zoo.CORE)], *values) for i, values in enumerate(cover)]
     return few(dict.fromkeys(every + chosen + pairwise(zoo.CORE, quants, tuple(DTYPES), last)), chosen)
 
 
-@pytest.mark.parametrize(("name", "quant", "dtype", "precision"), cases((*QUANTS, None), tuple(Precision)))
+@pytest.mark.parametrize(
+    ("name", "quant", "dtype", "precision"), cases(zoo.CORE + zoo.EVEN, (*QUANTS, None), tuple(Precision))
+)
 def test_a_journey(
     name: str,
     quant: str | None,
@@ -151,7 +153,7 @@ def restores_a_trained_copy(
     assert rest == []
 
 
-@pytest.mark.parametrize(("name", "quant", "dtype", "reentrant"), cases(QUANTS, (True, False)))
+@pytest.mark.parametrize(("name", "quant", "dtype", "reentrant"), cases(zoo.CORE, QUANTS, (True, False)))
 def test_drop_in_gives_pefts_numbers(name: str, quant: str, dtype: str, reentrant: bool) -> None:
     results = []
     for prepare in (peft.prepare_model_for_kbit_training, kbitwrap.prepare_model_for_kbit_training):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 
@@ -21,13 +22,13 @@ def hold(trials: Sequence[list[str]], at_least: int) -> None:
     assert len(trials) >= at_least
 
 
-@pytest.mark.parametrize(("stride", "at_least"), few([(805, 200), (3217, 50)], [(3217, 50)]))
+@pytest.mark.parametrize(("stride", "at_least"), few([(805, 200), (6421, 25)], [(6421, 25)]))
 @pytest.mark.parametrize("precision", ["full", "compute", "norms"])
 def test_a_fault_at_any_step_on_a_plain_model_leaves_it_whole(precision: str, stride: int, at_least: int) -> None:
     hold([*faults.trials(0, [None], [precision], stride=stride)], at_least)
 
 
-@pytest.mark.parametrize(("stride", "at_least"), few([(67, 40), (211, 13)], [(211, 13)]))
+@pytest.mark.parametrize(("stride", "at_least"), few([(67, 40), (421, 6)], [(421, 6)]))
 @pytest.mark.parametrize(("name", "precision"), [("llama", "full"), ("gemma2", "compute")])
 def test_a_fault_at_any_step_on_a_quantized_model_leaves_it_whole(
     name: str, precision: str, stride: int, at_least: int
@@ -48,12 +49,11 @@ def test_a_kill_at_any_moment_leaves_what_is_written_whole_or_not_there() -> Non
 
 def test_an_interrupt_while_an_adapter_is_asked_for_its_dtype_leaves_autograd_on() -> None:
     layer = peft.tuners.lora.Linear(nn.Linear(4, 4), "default", peft.LoraConfig(), r=2)
-    for number in itertools.count():
-        try:
-            with failing_at(number, kind=primitive):
-                returns_float32(layer, torch.bfloat16)
-        except KeyboardInterrupt:
-            assert torch.is_grad_enabled(), number
-        else:
-            break
-    assert number > 25
+    returns_float32(layer, torch.bfloat16)  # torch compiles and caches much at the first call
+    with failing_at(None, kind=primitive) as steps:
+        returns_float32(layer, torch.bfloat16)
+    assert steps.count > 25
+    for number in range(0, steps.count, max(steps.count // 60, 1)):
+        with contextlib.suppress(KeyboardInterrupt), failing_at(number, kind=primitive):
+            returns_float32(layer, torch.bfloat16)
+        assert torch.is_grad_enabled(), number

@@ -17,12 +17,13 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from peft import get_peft_model
 
-from kbitwrap import KbitPreparedModel
+from kbitwrap import KbitPreparedModel, StepPredictor
 from kbitwrap.cli import main
 from support import forks, pages, zoo
 from support.trainers import dataset, prompt
@@ -133,7 +134,11 @@ def run_command(command: str, folder: str) -> tuple[int, str]:
         name, _, value = words.pop(0).partition("=")
         os.environ[name] = value
     assert words.pop(0) == "kbitwrap"
-    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(io.StringIO()):
+    with contextlib.ExitStack() as stack:
+        output = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        for search in ("longest_sequence", "largest_batch"):  # which take many predictions, and have tests of their own
+            stack.enter_context(mock.patch.object(StepPredictor, search, return_value=2048))
         status = main(words)
     if file:
         Path(file).write_text(output.getvalue(), encoding="utf-8")

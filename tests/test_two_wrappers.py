@@ -12,6 +12,7 @@ from torch import nn
 
 from kbitwrap import KbitPreparedModel, LifecycleState, StateError, prepare_model_for_kbit_training, prepared_of
 from support.snapshot import Snapshot
+from support.thorough import each_once
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*neither a quantization attribute:UserWarning")
 
@@ -80,8 +81,12 @@ def in_threads(*calls: Callable[[], object]) -> list[BaseException | None]:
     return raised
 
 
-@pytest.mark.parametrize("precision", ["full", "compute", "norms"])
-@pytest.mark.parametrize("relation", ["the model", "a part of it", "a shared parameter", "one wrapper", "the drop-in"])
+@pytest.mark.parametrize(
+    ("relation", "precision"),
+    each_once(
+        ["the model", "a part of it", "a shared parameter", "one wrapper", "the drop-in"], ["full", "compute", "norms"]
+    ),
+)
 def test_of_two_threads_that_prepare_at_once_one_gets_a_state_error(relation: str, precision: str) -> None:
     encoder, decoder = tied()
     whole = nn.ModuleList([encoder, decoder])

@@ -46,7 +46,12 @@ class Answers:
 def main() -> int:
     answers = Answers()
     tests = DOCS.parent / "tests" / "quantizers"
-    status = int(pytest.main(["-q", str(tests), f"--ignore={tests / 'test_page.py'}"], plugins=[answers]))
+    status = int(
+        pytest.main(
+            ["-q", "-m", "thorough or not thorough", str(tests), f"--ignore={tests / 'test_page.py'}"],
+            plugins=[answers],
+        )
+    )
     if status == 0:
         replace_section(PAGE, "compatibility", answers.table(section(PAGE, "compatibility")))
     return status

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -47,7 +48,7 @@ class Run:
     name: str
     folder: Path
 
-    @property
+    @functools.cached_property
     def adapted(self) -> list[str]:
         """The tensors that the adapter changes."""
         measured = self.examine(self.folder / "merged").merge

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from rich.cells import cell_len
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
@@ -25,6 +25,7 @@ from kbitwrap.cli import demo, demo_run, main
 from kbitwrap.cli.base_state import BaseState
 from kbitwrap.cli.console import InputError, quiet_libraries
 from kbitwrap.cli.text import ByteTokens, read_blocks
+from support.demos import save_llama
 from support.thorough import few
 
 
@@ -50,13 +51,6 @@ def exit_status(*arguments: str) -> int:
     with pytest.raises(SystemExit) as found:
         raise SystemExit(main(arguments))
     return found.value.code
-
-
-def save_llama(folder: Path, **fields: Any) -> str:
-    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(**{**shape, "vocab_size": 300, "max_position_embeddings": 128, **fields})
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -128,19 +122,39 @@ def test_every_check_passes(capsys: pytest.CaptureFixture[str], quant: str, prec
     assert len(set(result["base_digest"].values())) == 1
     assert result["generation"]["prompt"]
     assert result["seconds"].keys() >= {"load", "prepare", "train", "suspend", "restore", "merge"}
+    (undone,) = [check for check in result["checks"] if check["name"] == "restore() undid every edit"]
+    assert "beside the base: PEFT's trained copy of lm_head.weight" in str(undone)
     assert (result["plan"]["added_bytes"] > 0) == (precision in ("full", "compute"))
     assert ("lm_head.weight" in result["restore_report"]["trained"]) == (precision in ("full", "compute"))
 
 
-def test_default_run_learns_and_prints_a_table(
+def assert_fits_a_screen(printed: str, columns: int) -> None:
+    lines = printed.splitlines()
+    assert max(map(cell_len, lines)) <= columns
+    assert len(lines) < 24  # with the command's own line, a terminal of 24
+    assert sum(line.startswith("pass  ") for line in lines) == 6
+
+
+@pytest.mark.thorough
+def test_the_demonstration_fits_a_wide_screen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main(["demo", "--steps", "3", "--device", "cpu"]) == 0
+    assert_fits_a_screen(capsys.readouterr().out, 100)
+
+
+def test_default_run_learns_and_prints_a_table_that_fits_a_screen(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     num_threads, random_state = torch.get_num_threads(), torch.get_rng_state()
     verbosity = transformers_logging.get_verbosity()
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["demo", "--device", "cpu"]) == 0
     captured = capsys.readouterr()
     assert "FAIL" not in captured.out
+    assert_fits_a_screen(captured.out, 80)
     before, after = map(float, re.findall(r"held-out loss ([\d.]+) -> ([\d.]+)", captured.out)[0])
     assert before > 5
     assert after < 4
@@ -152,13 +166,19 @@ def test_default_run_learns_and_prints_a_table(
     assert list(tmp_path.glob("kbitwrap-demo-*")) == []
 
 
-def test_the_same_seed_gives_the_same_figures(
-    capsys: pytest.CaptureFixture[str], one_step: dict[str, Any], small: str
-) -> None:
+def test_the_same_seed_gives_the_same_figures(capsys: pytest.CaptureFixture[str], small: str) -> None:
+    first, second, other = (
+        run_json(capsys, "--model", small, "--steps", "1", "--seed", seed)[1] for seed in ("7", "7", "8")
+    )
+    for name in ("loss", "generation"):
+        assert first[name] == second[name] != other[name]
+    assert first["base_digest"] == second["base_digest"]  # of the same checkpoint
+
+
+@pytest.mark.thorough
+def test_another_seed_makes_another_model(capsys: pytest.CaptureFixture[str], one_step: dict[str, Any]) -> None:
     _, other = run_json(capsys, "--device", "cpu", "--steps", "1", "--seed", "8")
-    first, second = (run_json(capsys, "--model", small, "--steps", "1")[1] for _ in range(2))
     for name in ("loss", "generation", "base_digest"):
-        assert first[name] == second[name]
         assert one_step[name] != other[name]
 
 
@@ -254,14 +274,15 @@ def test_a_number_that_is_not_pefts_fails_a_check(
     assert '"compute": PEFT\'s loss' in failed(result)
 
 
-def test_all_checks_are_printed_where_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--steps", "2", "--verbose"]) == 0
+def test_all_checks_are_printed_where_that_is_asked_for(capsys: pytest.CaptureFixture[str], small: str) -> None:
+    assert main(["demo", "--model", small, "--steps", "1", "--verbose"]) == 1  # it has learned too little
     lines = capsys.readouterr().out.splitlines()
     assert "precision 'norms', quantization bitsandbytes_4bit" in lines
     assert any(line.startswith("generated while suspended") for line in lines)
-    assert sum(line.endswith("  pass") for line in lines) == 27
+    assert sum(line.endswith("  pass") for line in lines) == 26
+    assert sum(line.endswith("  FAIL") for line in lines) == 1
     (row,) = [line for line in lines if line.startswith("restore() undid every edit")]
-    assert "0 failures; beside the base: PEFT's trained copy of lm_head.weight" in row
+    assert "0 failures" in row
 
 
 def test_a_write_to_the_base_fails_a_check(

@@ -16,7 +16,6 @@ from kbitwrap.cli import main
 from kbitwrap.cli.console import Doing, as_text, hanging, show
 from kbitwrap.cli.tables import table
 from support import zoo
-from support.thorough import few
 
 if sys.platform != "win32":
     import pty
@@ -193,15 +192,3 @@ def test_a_shell_completes(typed: str, words: list[str] | None) -> None:
     }
     found = subprocess.run([sys.executable, "-m", "kbitwrap"], capture_output=True, text=True, env=environment)
     assert found.stdout.split() == (words or ["--memory-budget"])
-
-
-@pytest.mark.parametrize("columns", few([80, 100], [80]))
-def test_the_demonstration_fits_a_screen(
-    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    assert main(["demo", "--steps", "3", "--device", "cpu"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(cell_len, lines)) <= columns
-    assert len(lines) < 24  # with the command's own line, a terminal of 24
-    assert sum(line.startswith("pass  ") for line in lines) == 6

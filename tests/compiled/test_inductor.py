@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 
 from kbitwrap import KbitPreparedModel, Precision
 from support import zoo
+from support.thorough import few
 from support.training import adapt, step
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's own
@@ -34,7 +35,7 @@ def steps(model: torch.nn.Module, backend: CompileCounterWithBackend, num_steps:
     return [step("llama", compiled, seed=0)[0] for _ in range(num_steps)][-1]
 
 
-@pytest.mark.parametrize("precision", list(Precision), ids=str)
+@pytest.mark.parametrize("precision", few(Precision, [Precision.COMPUTE, Precision.NORMS]), ids=str)
 def test_a_compiled_step_has_one_graph_also_after_a_suspension(precision: Precision) -> None:
     model = zoo.load("llama")
     model.config.use_cache = False  # transformers logs that it turns it off, which no graph holds

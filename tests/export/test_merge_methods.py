@@ -21,6 +21,7 @@ from support.files import tensors_of
 from support.merging import HALF_ULP, assert_rounded_once, base_weight, export, jitter, layers_of, load, lora_weight
 from support.pairwise import pairwise
 from support.snapshot import Snapshot
+from support.thorough import each_once
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 
@@ -141,8 +142,10 @@ def config_of(name: str, targets: list[str], **fields: Any) -> peft.PeftConfig:
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # Shira's
 @pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension:UserWarning")  # BOFT's, and the next
 @pytest.mark.filterwarnings("ignore:Setting boft_n_butterfly_factor:UserWarning")
-@pytest.mark.parametrize("quant", ["nf4", "int8"])
-@pytest.mark.parametrize("method", ["BOFT", "FourierFT", "Gralora", "Miss", "OFT", "Shira", "VBLoRA", "Vera", "WaveFT"])
+@pytest.mark.parametrize(
+    ("method", "quant"),
+    each_once(["BOFT", "FourierFT", "Gralora", "Miss", "OFT", "Shira", "VBLoRA", "Vera", "WaveFT"], ["nf4", "int8"]),
+)
 def test_methods_over_quantized_layers(method: str, quant: str, tmp_path: Path) -> None:
     adapted = get_peft_model(zoo.load("llama", quant), config_of(f"{method}Config", TARGETS))
     jitter(adapted)

@@ -43,10 +43,10 @@ MODELS = {
     ),
     "a few of one kind, then another": lambda: config(
         "Qwen2Moe",
-        num_hidden_layers=9,
-        mlp_only_layers=[0, 1, 2],
-        num_experts=4,
-        num_experts_per_tok=2,
+        num_hidden_layers=8,
+        mlp_only_layers=[0, 1],
+        num_experts=2,
+        num_experts_per_tok=1,
         moe_intermediate_size=32,
         shared_expert_intermediate_size=32,
     ),
@@ -94,8 +94,8 @@ def test_all_blocks_are_run_where_something_grows_with_their_number() -> None:
 
 def test_adapters_on_some_blocks_alone_make_kinds_of_their_own() -> None:
     lora = LoraConfig(target_modules=["q_proj"], layers_to_transform=[1, 2, 3, 4, 5, 6])
-    cut, all_ = both(config("Llama", num_hidden_layers=10), lora=lora)
-    assert cut.traced_blocks < all_.traced_blocks == 10
+    cut, all_ = both(config("Llama", num_hidden_layers=8), lora=lora)
+    assert cut.traced_blocks < all_.traced_blocks == 8
     assert figures(cut) == figures(all_)
 
 

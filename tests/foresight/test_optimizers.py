@@ -26,7 +26,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_function_that_makes_an_optimizer_is_predicted_to_the_byte(kind: str) -> None:
     lora = zoo.lora_config("llama", target_modules="all-linear")
-    model = zoo.load("llama", quant="nf4")
+    model = zoo.load("llama", quant="nf4", num_hidden_layers=1)
     batch = zoo.inputs("llama", model)
     memory = predict_step(
         model, batch_size=2, seq_len=12, inputs=batch, lora=lora, optimizer=OPTIMIZERS[kind], kernels="cpu"

@@ -77,7 +77,7 @@ def cases() -> list[Any]:
             quant for quant in ("nf4", "nf4-double", "fp4", "int8") if quant in zoo.ARCHITECTURES[name].quants
         ]
     every = [(name, quant) for name, found in quants.items() for quant in found]
-    return few(every, [(name, quants[name][i % len(quants[name])]) for i, name in enumerate(zoo.CORE)])
+    return few(every, [(name, quants[name][i % len(quants[name])]) for i, name in enumerate(zoo.CORE) if i % 2 == 0])
 
 
 @pytest.mark.parametrize(("name", "quant"), cases())
@@ -118,7 +118,7 @@ def test_the_same_base_passes_and_one_flipped_bit_is_named(name: str, quant: str
     assert victim in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "precision"), each_once(zoo.CORE, list(Precision)))
+@pytest.mark.parametrize(("name", "precision"), each_once(zoo.CORE[1::2], list(Precision)))
 def test_every_precision_records_the_same_base(name: str, precision: Precision) -> None:
     full = recorded(name, precision="full")
     other = recorded(name, precision=precision)

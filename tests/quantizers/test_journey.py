@@ -21,6 +21,7 @@ from support import zoo
 from support.files import read, tensors_of
 from support.merging import assert_rounded_once, layers_of
 from support.snapshot import Snapshot, tensor_digest
+from support.thorough import few
 from support.training import adapt, step
 
 pytestmark = [
@@ -30,13 +31,16 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules:UserWarning"),
 ]
 
-EVERY = [
-    (method, name, precision, "llama") for method, cells in CELLS.items() for name in cells for precision in Precision
-]
+NAMES = [(method, name) for method, cells in CELLS.items() for name in cells]
+EVERY = [(*name, precision, "llama") for name in NAMES for precision in Precision]
 # With biases, and a head that is tied. Two do not train there, prepared or not: PEFT adds to AQLM's output in place,
 # and Gemma's layers let no gradient through to all that is adapted in front of them.
 TIED = [method for method in CELLS if method not in ("aqlm", "gemma")]
 EVERY += [(method, next(iter(CELLS[method])), Precision.NORMS, "opt") for method in TIED]
+# The default, and another precision with each.
+ANOTHER = [precision for precision in Precision if precision is not Precision.NORMS]
+CHOSEN = [(*name, ANOTHER[i % len(ANOTHER)], "llama") for i, name in enumerate(NAMES)]
+CHOSEN += [case for case in EVERY if case[2] is Precision.NORMS]
 
 
 def logits(model: nn.Module, architecture: str) -> torch.Tensor:
@@ -78,7 +82,7 @@ def has_merged(cell: Cell, architecture: str, peft_model: nn.Module, folder: Pat
     return True
 
 
-@pytest.mark.parametrize(("method", "name", "precision", "architecture"), EVERY)
+@pytest.mark.parametrize(("method", "name", "precision", "architecture"), few(EVERY, CHOSEN))
 def test_a_journey(
     method: str, name: str, precision: Precision, architecture: str, tmp_path: Path, answer: Answer
 ) -> None:

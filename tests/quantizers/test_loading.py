@@ -24,6 +24,7 @@ from kbitwrap import (
 from support import pages, zoo
 from support.merging import layers_of
 from support.snapshot import Snapshot
+from support.thorough import each_once
 from support.training import adapt, is_checkpointing, step
 
 pytestmark = [
@@ -50,8 +51,7 @@ def read_again(folder: Path) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("architecture", ["llama", "opt"])
-@pytest.mark.parametrize("name", CELLS["hqq"])
+@pytest.mark.parametrize(("name", "architecture"), each_once(list(CELLS["hqq"]), ["llama", "opt"]))
 def test_an_export_of_hqq_says_how_it_is_read_and_is_read_so(
     name: str, architecture: str, tmp_path: Path, answer: Answer
 ) -> None:
@@ -73,8 +73,7 @@ def test_an_export_of_hqq_says_how_it_is_read_and_is_read_so(
     answer(f"hqq-{name}", "export", "read by a [program](export.md#models-that-hqq-quantized)")
 
 
-@pytest.mark.parametrize("precision", Precision, ids=str)
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(("config", "precision"), each_once(CONFIGS, list(Precision)))
 def test_a_model_that_torchaos_function_quantized_is_prepared_as_one(
     config: Callable[[], object], precision: Precision, tmp_path: Path
 ) -> None:

@@ -7,9 +7,8 @@ import pkgutil
 import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama  # noqa: F401
 
-import conftest  # noqa: F401
 import kbitwrap
-from support import trainers, training  # noqa: F401
+from support import settings, trainers, training  # noqa: F401
 
 for _module in pkgutil.walk_packages(kbitwrap.__path__, "kbitwrap."):
     if not _module.name.endswith("__main__"):

@@ -20,7 +20,6 @@ Example:
 
 from __future__ import annotations
 
-import atexit
 import copy
 import functools
 import itertools
@@ -29,7 +28,7 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,8 @@ import peft
 import torch
 import transformers
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+
+from support.shared import checkpoints
 
 Batch = dict[str, torch.Tensor]
 
@@ -621,13 +622,22 @@ ARCHITECTURES: dict[str, Architecture] = {row.name: row for row in _ROWS}
 CORE: tuple[str, ...] = tuple(ARCHITECTURES)[:12]
 
 
+# The others, in two halves: of tests that hold much the same, one takes each half by default.
+EVEN: tuple[str, ...] = tuple(ARCHITECTURES)[len(CORE) :: 2]
+ODD: tuple[str, ...] = tuple(ARCHITECTURES)[len(CORE) + 1 :: 2]
+
+
 def in_turn(
-    values: Sequence[Any], is_possible: Callable[[str, Any], bool] = lambda name, value: True
+    values: Sequence[Any],
+    is_possible: Callable[[str, Any], bool] = lambda name, value: True,
+    names: Collection[str] = tuple(ARCHITECTURES),
 ) -> list[tuple[str, Any]]:
     """Every architecture with one value that it can have: the next one after that of the last with the same inputs."""
     turns: dict[object, Iterator[Any]] = {}
     pairs = []
     for index, (name, row) in enumerate(ARCHITECTURES.items()):
+        if name not in names:
+            continue
         shifted = [*values[index % len(values) :], *values[: index % len(values)]]
         turn = turns.setdefault(row.batch, itertools.cycle(shifted))
         pairs.append((name, next(value for value in turn if is_possible(name, value))))
@@ -641,17 +651,6 @@ def in_turn(
 # Larger than transformers' 0.02, with which a layer of width 64 adds next to nothing to the residual stream.
 _INITIALIZER_RANGE = 0.08
 _PERTURBATION = 0.1
-
-
-_FOLDER = "KBITWRAP_ZOO"
-
-
-def checkpoints() -> Path:
-    """The folder of all checkpoints: the environment names it, so that processes started by this one read the same."""
-    if _FOLDER not in os.environ:
-        os.environ[_FOLDER] = tempfile.mkdtemp(prefix="zoo-")
-        atexit.register(shutil.rmtree, os.environ[_FOLDER], ignore_errors=True)
-    return Path(os.environ[_FOLDER])
 
 
 def _seed(name: str) -> int:

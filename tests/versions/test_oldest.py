@@ -7,6 +7,7 @@ Outside the test paths: the other tests need what newer versions have.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import peft
@@ -20,6 +21,7 @@ from kbitwrap import ExportError, KbitPreparedModel, Manifest, Precision
 from support import zoo
 from support.files import read, saved, tensors_of
 from support.snapshot import Snapshot, tensor_digest
+from support.thorough import each_once, few
 from support.training import adapt, step
 
 ARCHITECTURES = ("llama", "opt", "gemma2", "mixtral")  # plain; with biases; tied and scaled; with stacks of experts
@@ -44,9 +46,12 @@ def test_the_versions_are_the_oldest() -> None:
     assert transformers.__version__.startswith("4.56.")
 
 
-@pytest.mark.parametrize("precision", list(Precision), ids=str)
-@pytest.mark.parametrize("quant", QUANTS)
-@pytest.mark.parametrize("name", ARCHITECTURES)
+# By default every quantization in every precision, each with the next architecture.
+EVERY = list(itertools.product(ARCHITECTURES, QUANTS, Precision))
+CHOSEN = [(ARCHITECTURES[i % 4], *values) for i, values in enumerate(itertools.product(QUANTS, Precision))]
+
+
+@pytest.mark.parametrize(("name", "quant", "precision"), few(EVERY, CHOSEN))
 def test_a_journey(name: str, quant: str, precision: Precision, tmp_path: Path) -> None:
     """Prepared, trained, suspended, verified, resumed elsewhere, exported, merged and restored."""
     model = zoo.load(name, quant, DTYPE)
@@ -103,9 +108,7 @@ def test_a_merge_that_no_checkpoint_of_this_version_can_hold_is_refused(
         wrapper.export(tmp_path / "merged", merge_adapters=True, model=adapted)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("quant", QUANTS)
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(("name", "quant", "reentrant"), each_once(ARCHITECTURES, QUANTS, [True, False]))
 def test_the_drop_in_gives_pefts_numbers(name: str, quant: str, reentrant: bool) -> None:
     results = []
     for prepare in (peft.prepare_model_for_kbit_training, kbitwrap.prepare_model_for_kbit_training):
