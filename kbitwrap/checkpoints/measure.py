@@ -21,6 +21,7 @@ from ..reports import first_of
 from ..tensors.lazy import materialize
 from .adapters import SavedAdapter
 from .causes import (
+    CHANGED,
     REQUANTIZED,
     REQUANTIZED_TO_4_BITS,
     TRANSPOSED,
@@ -269,9 +270,7 @@ class _Measuring:
         for number, fqn in enumerate(bar):
             if callable(progress):
                 progress(number, len(wanted))
-            found = self._found.get(fqn)
-            if found is None:
-                found = self._tied_to(fqn)
+            found = self._held(fqn)
             if found is None:
                 self.wrong[fqn] = MISSING, ""
                 found = self._trained(fqn)  # it keeps nothing
@@ -284,6 +283,8 @@ class _Measuring:
                 self.wrong[fqn] = WRONG_SHAPE, shapes
                 continue
             if not after.is_floating_point():
+                if not torch.equal(materialize(found), materialize(after)):
+                    self.wrong[fqn] = CHANGED, ""
                 continue
             yield self._compared(fqn, found, after)
 
@@ -320,11 +321,13 @@ class _Measuring:
         lacking_saved = [fqn for fqn in as_saved if fqn not in self._found]
         lacking_named = [fqn for fqn in as_named if fqn not in self._found]
         wanted = as_saved if len(lacking_saved) <= len(lacking_named) else as_named
-        more = [fqn for fqn in self._found if fqn not in wanted]
-        return wanted + more
+        more = self._found.keys() - set(wanted)
+        return wanted + sorted(more)
 
-    def _tied_to(self, fqn: str) -> Tensor | None:
-        """The tensor that loading takes for one that the checkpoint does not hold."""
+    def _held(self, fqn: str) -> Tensor | None:
+        """The tensor that the checkpoint holds, or that loading takes for one that it does not hold."""
+        if fqn in self._found:
+            return self._found[fqn]
         for group in self.merged.ties:
             if fqn not in group:
                 continue
@@ -350,11 +353,14 @@ class _Measuring:
 
     def change_of(self, figures: Figures) -> Tensor:
         """Some rows and columns of what a tensor adds to its nearest reference."""
-        found = materialize(self._found[figures.fqn]).float()
+        after = self._known[figures.fqn]
+        found = self._held(figures.fqn)
         before = self._trained(figures.fqn)
-        if figures.nearest is figures.original:
-            before = self._originals[figures.fqn]
-        change = found - materialize(before).float()
+        original = self._original(figures.fqn, after)
+        if original is not None and figures.nearest is figures.original:
+            before = original
+        assert found is not None
+        change = materialize(found).float() - materialize(before).float()
         matrix = change.flatten(0, -2)
         height, width = (math.ceil(size / _MOST_ROWS) for size in matrix.shape)
         return matrix[::height, ::width]

@@ -262,6 +262,21 @@ def test_a_trained_head_that_a_tie_loses_is_named(tmp_path: Path) -> None:
     assert "lm_head.weight" in finding.evidence
 
 
+@pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`:UserWarning:peft")
+def test_a_tied_head_that_holds_something_else_is_named(tmp_path: Path) -> None:
+    run = make_run("gemma2", tmp_path, modules_to_save=["lm_head"])
+
+    def broken(run: Run, tensors: Tensors) -> None:
+        del tensors["lm_head.weight"]
+        generator = torch.Generator().manual_seed(0)
+        embeddings = tensors["model.embed_tokens.weight"]
+        tensors["model.embed_tokens.weight"] = torch.randn(embeddings.shape, generator=generator).bfloat16()
+
+    merged = change(run, tmp_path / "broken", broken, tie_word_embeddings=True)
+    found = {finding.what for finding in run.examine(merged).findings}
+    assert "a trained weight was lost: loading ties it to another" in found
+
+
 def test_requantized_weights_say_what_is_left(merges: Callable[[str], Run], tmp_path: Path) -> None:
     run = merges("llama")
     PeftModel.from_pretrained(zoo.load("llama"), run.folder / "adapter").merge_and_unload().save_pretrained(tmp_path)
