@@ -47,7 +47,6 @@ _OF_SCALE = 0.05  # the largest difference of a scale from one that has a name
 # their length; those of others differ by more than their length.
 _ALIKE = 0.25
 _ALIGNED = 0.8  # the least cosine of two samples that show the same delta
-_SOME = 0.5  # the least change of a sample, as a part of its delta, that is one
 _SCALES = {2.0: DOUBLED, 0.5: HALVED, -1.0: NEGATED}
 _OF_LOW_RANK = 0.95  # of the energy of a change, in half of the singular values
 # The wrong matrices of which is asked whose values they hold: the first tell what became
@@ -61,8 +60,10 @@ def is_right(figures: Figures) -> bool:
     """Whether a tensor is what a merge gives: rounded, on the trained or the original weights."""
     if not figures.is_finite:
         return False
+    if not all(is_right(matrix) for matrix in figures.matrices):
+        return False
     if figures.base_codes >= _OF_BASE_CODES:
-        return True
+        return figures.likelier is None
     return any(_explains(against, figures) for against in figures.references)
 
 
@@ -121,19 +122,19 @@ class Causes:
     ) -> None:
         self._copies = copies
         self._change_of = change_of
-        by_shape: defaultdict[tuple[int, ...], list[Figures]] = defaultdict(list)
+        self._by_shape: defaultdict[tuple[int, ...], list[Figures]] = defaultdict(list)
         for one in figures:
-            by_shape[one.shape[-2:]].append(one)
-        self._alike = {shape: _Matrices(those) for shape, those in by_shape.items()}
+            self._by_shape[one.shape[-2:]].append(one)
+        self._alike: dict[tuple[int, ...], _Matrices] = {}
         self._num_searches = 0
 
     def of(self, figures: Figures) -> tuple[str, str]:
         """The cause of a wrong tensor, and the evidence."""
         if not figures.is_finite:
             return NOT_FINITE, ""
-        lacking = self._lacking(figures)
-        if lacking:
-            return NO_DELTA, f"in {first_of(lacking)}"
+        of_some = self._of_some(figures)
+        if of_some is not None:
+            return of_some
         of_scale = self._of_scale(figures) if figures.delta else None
         if of_scale is not None:
             return of_scale
@@ -155,13 +156,21 @@ class Causes:
             return ANOTHER_ADAPTER, evidence
         return ANOTHER_BASE, evidence
 
-    def _lacking(self, figures: Figures) -> list[str]:
-        """The matrices of a stack that hold no delta, where others hold theirs."""
-        matrices = self._alike[figures.shape[-2:]].of(figures)
-        wrong = [matrix for matrix in matrices if not matrix.is_right]
-        if len(wrong) == len(matrices) or any(one.holds_some for one in wrong):
-            return []
-        return [one.name for one in wrong]
+    def _of_some(self, figures: Figures) -> tuple[str, str] | None:
+        """The cause of a stack of which some matrices hold a multiple of their delta, and the others are right."""
+        names: dict[str, list[str]] = {}
+        for matrix in figures.matrices:
+            if is_right(matrix):
+                continue
+            told = self._of_scale(matrix) if matrix.delta else None
+            if told is None:
+                return None
+            names.setdefault(told[0], []).append(matrix.fqn)
+        is_whole = sum(map(len, names.values())) == len(figures.matrices)
+        if is_whole or len(names) != 1:
+            return None
+        [(cause, those)] = names.items()
+        return cause, f"in {first_of(those)}"
 
     def _of_scale(self, figures: Figures) -> tuple[str, str] | None:
         """The cause of a tensor that holds a multiple of its delta; ``None`` of another."""
@@ -173,6 +182,8 @@ class Causes:
             no_delta = UNCHANGED, ""
         if any(against.is_same for against in figures.references):
             return no_delta
+        if figures.likelier is not None:
+            return no_delta if not figures.likelier else (_SCALES[figures.likelier], "")
         against = min(figures.references, key=lambda one: one.aside(delta))
         kept = against.kept(delta)
         allowed = _ROUNDINGS * math.sqrt(against.rounding)
@@ -188,7 +199,10 @@ class Causes:
 
     def _held(self, figures: Figures) -> str:
         """The tensor whose values, or whose delta, a wrong one holds."""
-        alike = self._alike[figures.shape[-2:]]
+        shape = figures.shape[-2:]
+        if shape not in self._alike:
+            self._alike[shape] = _Matrices(self._by_shape[shape])
+        alike = self._alike[shape]
         for own in alike.of(figures):
             if own.is_right or self._num_searches == _MOST_SEARCHES:
                 continue
@@ -235,11 +249,6 @@ class _Matrix:
             return True
         along = self.delta @ self.change
         return bool(along > _ALIGNED * self.delta.norm() * self.change.norm())
-
-    @property
-    def holds_some(self) -> bool:
-        """Whether it was changed, by its delta or by something else."""
-        return bool(self.change.norm() > _SOME * self.delta.norm())
 
 
 class _Matrices:

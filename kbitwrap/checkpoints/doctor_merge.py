@@ -11,7 +11,7 @@ from ..model.wrappers import unwrap
 from .adapters import read_adapter
 from .base import QUANTIZATION, adapted_base, load_base, own_quantization
 from .doctor_report import Examination, fault, fine, not_measured
-from .doctor_subjects import Given, LiveModel, Subject
+from .doctor_subjects import Folder, Given, LiveModel, Subject
 from .measure import MergeMeasure, Told, measure_merge
 from .reader import open_checkpoint, saved_manifest
 from .sides import MergedSide, read_merged, walk_merged
@@ -28,7 +28,14 @@ def measure(
 ) -> MergeMeasure | None:
     """Measure a merge where its base and its adapter were given, and add what was found."""
     given, where = subject.given, subject.where
-    if given.adapter is None or subject.base is None:
+    if given.adapter is None:
+        return None
+    if subject.base is None:
+        if not isinstance(subject, Folder) or not subject.damaged:
+            needed = (
+                "there are no weights of a model here; give the folder of the merge"
+            )
+            examination.add(_NAME, where, not_measured(_WHAT, needed))
         return None
     if not given.tells_merge:
         needed = "give the folder or the name of the base too (base, --base)"

@@ -15,6 +15,8 @@ from torch import Tensor
 from ..tensors.lazy import pieces
 
 _GRID = 32  # rows and columns of a sample
+# The least elements of a matrix of a stack that has figures of its own: not a kernel's.
+_LEAST_OF_STACK = 1024
 
 
 class Against:
@@ -56,6 +58,15 @@ class Against:
         if self.is_same:
             self.is_same = torch.equal(found, reference.to(found.dtype))
 
+    def include(self, other: Against) -> None:
+        """Add the sums of other elements."""
+        self.off += other.off
+        self.off_along += other.off_along
+        self.rounding += other.rounding
+        self.rounding_along += other.rounding_along
+        self.size += other.size
+        self.is_same &= other.is_same
+
     def kept(self, delta: float) -> float:
         """The part of the delta that is there, given its squared length."""
         return 1.0 + self.off_along / delta
@@ -81,6 +92,13 @@ class Sample:
     after: Tensor
     trained: Tensor
 
+    def split(self, number: int) -> list[Sample]:
+        """The samples of so many matrices."""
+        sides = [
+            side.view(number, -1) for side in (self.found, self.after, self.trained)
+        ]
+        return [Sample(*rows) for rows in zip(*sides, strict=True)]
+
 
 @dataclass(frozen=True)
 class Figures:
@@ -100,6 +118,9 @@ class Figures:
         sample: Some of its values.
         base_codes: The share of the base's codes that the tensor has when its delta is
             taken off and it is quantized as the base; 0 where that was not asked.
+        likelier: The multiple of the delta that has to be taken off for clearly more of
+            the base's codes; ``None`` where no other than 1 has.
+        matrices: The figures of each matrix of a stack.
     """
 
     fqn: str
@@ -113,6 +134,8 @@ class Figures:
     is_finite: bool
     sample: Sample
     base_codes: float = 0.0
+    likelier: float | None = None
+    matrices: Sequence[Figures] = ()
 
     @property
     def references(self) -> list[Against]:
@@ -164,27 +187,79 @@ def compare(
     """
     coarser = max(dtype, found.dtype, key=lambda one: torch.finfo(one).eps)
     references = [trained] if original is None else [trained, original]
-    against = [Against() for _ in references]
-    sampling = _Sampling(tuple(after.shape))
-    delta = 0.0
-    for merged, expected, *befores in _in_step([found, after, *references]):
-        added = expected.float() - befores[0].float()
-        delta += _dot(added, added)
-        for one, before in zip(against, befores, strict=True):
-            one.add(merged, before, added, coarser)
+    shape = tuple(after.shape)
+    sampling = _Sampling(shape)
+    sums: list[_Sums] = []
+    size = _size_of_matrices(shape)
+    for start, values in _in_step([found, after, *references], size):
+        if start == len(sums) * size:
+            sums.append(_Sums(len(references)))
+        merged, expected, *befores = values
+        sums[-1].add(merged, expected, befores, coarser)
         sampling.add(merged, expected, befores[0])
-    return Figures(
-        fqn,
-        tuple(after.shape),
-        found.dtype if stored is None else stored,
-        stored is not None,
-        was_quantized,
-        delta,
-        against[0],
-        against[1] if original is not None else None,
-        math.isfinite(against[0].off),
-        sampling.sample(),
-    )
+
+    def figures(
+        name: str,
+        shape: tuple[int, ...],
+        total: _Sums,
+        sample: Sample,
+        matrices: Sequence[Figures] = (),
+    ) -> Figures:
+        trained, *originals = total.against
+        return Figures(
+            name,
+            shape,
+            found.dtype if stored is None else stored,
+            stored is not None,
+            was_quantized,
+            total.delta,
+            trained,
+            originals[0] if originals else None,
+            math.isfinite(trained.off),
+            sample,
+            matrices=matrices,
+        )
+
+    sample = sampling.sample()
+    total = _Sums(len(references))
+    matrices = []
+    parts = sample.split(len(sums)) if len(sums) > 1 else []
+    for one in sums:
+        total.include(one)
+    for index, part in enumerate(parts):
+        name = f"{fqn}[{index}]"
+        matrices.append(figures(name, shape[-2:], sums[index], part))
+    return figures(fqn, shape, total, sample, matrices)
+
+
+def _size_of_matrices(shape: tuple[int, ...]) -> int:
+    """The elements of each matrix of a stack; of another tensor, all."""
+    size = math.prod(shape[-2:])
+    is_stack = len(shape) == 3 and size >= _LEAST_OF_STACK
+    return size if is_stack else math.prod(shape)
+
+
+class _Sums:
+    """The sums over some elements: of the delta, and against each reference."""
+
+    def __init__(self, num_references: int) -> None:
+        self.delta = 0.0
+        self.against = [Against() for _ in range(num_references)]
+
+    def add(
+        self, found: Tensor, after: Tensor, befores: list[Tensor], dtype: torch.dtype
+    ) -> None:
+        """Add some values of each side."""
+        added = after.float() - befores[0].float()
+        self.delta += _dot(added, added)
+        for against, before in zip(self.against, befores, strict=True):
+            against.add(found, before, added, dtype)
+
+    def include(self, other: _Sums) -> None:
+        """Add the sums of other elements."""
+        self.delta += other.delta
+        for against, more in zip(self.against, other.against, strict=True):
+            against.include(more)
 
 
 class _Sampling:
@@ -236,19 +311,26 @@ def _evenly(length: int, number: int) -> Tensor:
     return torch.arange(number) * length // number
 
 
-def _in_step(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The values of tensors of one size, flat, and as many of each at a time."""
+def _in_step(
+    tensors: Sequence[Tensor], most: int
+) -> Iterator[tuple[int, list[Tensor]]]:
+    """The values of tensors of one size, flat: the place of the first, and as many of each at a time.
+
+    None of them reach beyond a multiple of ``most``.
+    """
     streams = [pieces(tensor) for tensor in tensors]
     left = [torch.empty(0) for _ in tensors]
-    num_left = tensors[0].numel()
-    while num_left:
+    num_elements = tensors[0].numel()
+    start = 0
+    while start < num_elements:
         for place, stream in enumerate(streams):
             while not len(left[place]):
                 left[place] = next(stream).reshape(-1)
         size = min(len(values) for values in left)
-        yield [values[:size] for values in left]
+        size = min(size, most - start % most)
+        yield start, [values[:size] for values in left]
         left = [values[size:] for values in left]
-        num_left -= size
+        start += size
 
 
 def _dot(a: Tensor, b: Tensor) -> float:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..config import StrPath
+from ..export.plain import is_transposed
 from ..model.quantization import is_quantized_layer, share_of_codes
-from ..model.tree import ModelTree
+from ..model.tree import ModelTree, join
 from ..model.wrappers import unwrap
 from ..reports import first_of
 from ..tensors.lazy import materialize
@@ -36,6 +37,9 @@ from .sides import MergedSide, Names, Side, original_tensors, plain_side
 # The least difference from both references, as a part of their length, by which a wrong
 # tensor was merged onto another base.
 _OF_OTHER = 0.25
+_MOST_OF_CODES = 1 << 18  # elements that are quantized to tell a delta by codes
+_SCALES_IN_CODES = (0.0, 0.5, 2.0, -1.0)
+_DEVIATIONS = 4.0  # by which fewer other codes tell another multiple of the delta
 _MOST_ROWS = 256  # of a matrix whose rank is asked for, and columns
 TRAINED, ORIGINAL, OTHER = "trained", "original", "other"
 _TOLD_ONTO = {
@@ -151,10 +155,11 @@ def measure_merge(
         prefix=getattr(bare, "base_model_prefix", ""),
         dtype=bare.dtype,
         quantized={
-            node.fqn: node.module
+            join(node.fqn, "weight"): node.module
             for node in ModelTree(adapted).base
             if is_quantized_layer(node.module)
         },
+        buffers=[name for name, _ in bare.named_buffers()],
     )
     figures = list(measuring.figures(progress))
     change_of = measuring.change_of
@@ -235,8 +240,10 @@ class _Measuring:
     original: Mapping[str, Tensor]
     prefix: str
     dtype: torch.dtype
-    # the base's quantized layers, by their names
+    # the base's quantized layers, by the names of their weights in the model
     quantized: Mapping[str, nn.Module]
+    # the names of the model's buffers
+    buffers: Sequence[str]
 
     def __post_init__(self) -> None:
         self._known = {**self.after.named, **self.after.saved}
@@ -247,6 +254,7 @@ class _Measuring:
         self.tied: dict[str, str] = {}
         self._found = self._find(self.merged.tensors)
         self._originals = self._find(self.original)
+        self._layers = self._find_layers()
 
     def _find(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found = {}
@@ -254,6 +262,19 @@ class _Measuring:
             known = self._names.of(name)
             if known is not None:
                 found[known] = tensor
+        return found
+
+    def _find_layers(self) -> dict[str, nn.Module]:
+        """The quantized layers, by the names of their weights in the model and in files."""
+        layers = {}
+        for fqn, layer in self.quantized.items():
+            weight = self.before.named.get(fqn)
+            if weight is not None:
+                layers[_place(weight)] = layer
+        found = {}
+        for name, tensor in {**self.before.named, **self.before.saved}.items():
+            if _place(tensor) in layers:
+                found[name] = layers[_place(tensor)]
         return found
 
     def figures(self, progress: bool | Told) -> Iterator[Figures]:
@@ -290,8 +311,7 @@ class _Measuring:
 
     def _compared(self, fqn: str, found: Tensor, after: Tensor) -> Figures:
         """Compare a tensor with what was trained on, and, if that does not explain it, with the base's own."""
-        path, _, name = fqn.rpartition(".")
-        layer = self.quantized.get(path) if name == "weight" else None
+        layer = self._layers.get(fqn)
         comparing = functools.partial(
             compare,
             fqn,
@@ -310,9 +330,15 @@ class _Measuring:
             return comparing(original)
         if layer is None:
             return figures
+        values = materialize(found).float()
         delta = materialize(after) - materialize(self._trained(fqn)).float()
-        base_codes = share_of_codes(layer, materialize(found).float() - delta)
-        return dataclasses.replace(figures, base_codes=base_codes)
+        if is_transposed(layer):
+            values, delta = values.mT, delta.mT
+        return dataclasses.replace(
+            figures,
+            base_codes=share_of_codes(layer, values - delta),
+            likelier=_likelier(layer, values, delta) if figures.delta else None,
+        )
 
     def _wanted(self) -> list[str]:
         """The names that the checkpoint should hold, as files have them, or as the model has them."""
@@ -367,6 +393,38 @@ class _Measuring:
 
     def _note_unknown(self) -> None:
         """Note the tensors of the checkpoint that are neither the model's nor in the base's files."""
-        for name in self.merged.tensors:
-            if self._names.of(name) is None and name not in self.original:
+        # Buffers that older releases saved are computed anew by loading.
+        computed = {_last_two(name) for name in self.buffers}
+        for name, tensor in self.merged.tensors.items():
+            known = self._names.of(name)
+            if known is None:
+                is_told = name in self.original or _last_two(name) in computed
+            else:
+                is_told = self._found[known] is tensor
+            if not is_told:
                 self.wrong[name] = UNKNOWN, ""
+
+
+def _last_two(name: str) -> str:
+    return ".".join(name.split(".")[-2:])
+
+
+def _place(tensor: Tensor) -> tuple[int, torch.Size]:
+    """What tells the tensors of one side apart, none of which is computed."""
+    return tensor.untyped_storage().data_ptr(), tensor.shape
+
+
+def _likelier(layer: nn.Module, values: Tensor, delta: Tensor) -> float | None:
+    """The multiple of a delta, other than 1, that the values clearly hold by the codes of the base's layer."""
+    num_rows = max(_MOST_OF_CODES // values.shape[1], 1)
+    values, delta = values[:num_rows], delta[:num_rows]
+
+    def num_wrong(scale: float) -> float:
+        share = share_of_codes(layer, values - scale * delta)
+        return (1.0 - share) * values.numel()
+
+    expected = num_wrong(1.0)
+    others = {scale: num_wrong(scale) for scale in _SCALES_IN_CODES}
+    best = min(others, key=others.__getitem__)
+    deviation = math.sqrt(expected + others[best])
+    return best if expected - others[best] > _DEVIATIONS * deviation else None

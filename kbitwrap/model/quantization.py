@@ -395,15 +395,15 @@ KERNEL = "linear_mode"
 def share_of_codes(module: nn.Module, values: torch.Tensor) -> float:
     """The share of a bitsandbytes layer's codes that values are quantized to.
 
-    They are quantized as the layer was, and have the weight's shape. Other values than
-    those it was made of give few of its codes.
+    They are quantized as the layer was, and are all rows of the weight, or its first.
+    Other values than those it was made of give few of its codes.
     """
     functional: Any = sys.modules["bitsandbytes.functional"]
     weight = unpacked_copy(module.get_parameter("weight"))
     codes = weight.detach().as_subclass(torch.Tensor)
     if weight.dtype == torch.int8:
         found, _, _ = functional.int8_vectorwise_quant(values.half())
-        return float((found == codes).float().mean())
+        return float((found == codes[: len(found)]).float().mean())
     state = quant_state_of(module, weight)
     if state is None:
         return 0.0
@@ -413,8 +413,9 @@ def share_of_codes(module: nn.Module, values: torch.Tensor) -> float:
         quant_type=state.quant_type,
         quant_storage=codes.dtype,
     )
-    own, made = codes.view(torch.uint8), packed.view(torch.uint8)
-    differing = (own ^ made.view(own.shape)).flatten()
+    own = codes.view(torch.uint8).flatten()
+    made = packed.view(torch.uint8).flatten()
+    differing = own[: len(made)] ^ made
     num_same = (differing & 0x0F == 0).sum() + (differing & 0xF0 == 0).sum()
     return float(num_same) / (2 * len(differing))
 

@@ -18,6 +18,8 @@ from peft import PeftModel, get_peft_model
 from safetensors.torch import save_file
 
 from kbitwrap import DoctorReport, KbitPreparedModel, doctor, merge_checkpoint
+from kbitwrap.checkpoints.causes import Causes, is_right
+from kbitwrap.checkpoints.figures import Figures, compare
 from support import zoo
 from support.files import tensors_of
 from support.thorough import few
@@ -237,6 +239,45 @@ def test_experts_that_hold_the_base_are_named(merges: Callable[[str], Run], tmp_
     assert report.merge.kept < 0.2
 
 
+@pytest.mark.parametrize(("scale", "cause"), [(0.0, "no delta"), (2.0, "the delta is doubled")])
+def test_one_expert_of_many_is_told(scale: float, cause: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    trained = torch.randn(128, 32, 48, generator=generator).bfloat16().float()
+    delta = 0.01 * torch.randn(trained.shape, generator=generator)
+    after = trained + delta
+    found = after.bfloat16()
+
+    def measured() -> Figures:
+        return compare("experts", found, after, trained, None, dtype=found.dtype, stored=None, was_quantized=True)
+
+    assert is_right(measured())
+    found[77] = (trained[77] + scale * delta[77]).bfloat16()
+    figures = measured()
+    assert not is_right(figures)
+    told, evidence = Causes([figures], (), lambda figures: found[0]).of(figures)
+    assert told.startswith(cause)
+    assert evidence == "in experts[77]"
+
+
+def test_a_tensor_that_is_there_under_two_names_is_looked_at_twice(
+    merges: Callable[[str], Run], tmp_path: Path
+) -> None:
+    run = merges("llama")
+
+    def with_two(run: Run, tensors: Tensors) -> None:
+        tensors[f"base_model.model.{run.adapted[0]}"] = run.of("base")[run.adapted[0]]
+
+    findings = run.examine(change(run, tmp_path / "merged", with_two)).findings
+    assert any(run.adapted[0] in finding.evidence for finding in findings)
+
+
+def test_a_folder_without_a_merge_is_not_measured(merges: Callable[[str], Run]) -> None:
+    run = merges("llama")
+    report = run.examine(run.folder / "adapter")
+    assert report.merge is None
+    assert any("there are no weights of a model" in text for text in report.not_measured)
+
+
 def test_a_trained_copy_that_was_dropped_is_named(tmp_path: Path) -> None:
     run = make_run("llama", tmp_path, modules_to_save=["lm_head"])
 
@@ -319,16 +360,39 @@ def test_a_right_merge_has_no_finding(name: str, merges: Callable[[str], Run], t
         assert_right(run.examine(merged), "original")
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "llava"])
 def test_a_merge_onto_the_original_weights_is_told_where_only_4_bits_are_at_hand(
-    merges: Callable[[str], Run], tmp_path: Path
+    name: str, merges: Callable[[str], Run], tmp_path: Path
 ) -> None:
-    run = merges("llama")
+    run = merges(name)
     merged = reload_and_merge(run, torch.bfloat16, tmp_path / "merged")
-    zoo.load("llama").save_pretrained(tmp_path / "base")
+    zoo.load(name).save_pretrained(tmp_path / "base")
     report = doctor(merged, base=tmp_path / "base", adapter=run.folder / "adapter")
     assert report.findings == ()
     assert report.merge is not None
     assert report.merge.onto == "original"
+    report = doctor(run.folder / "base", base=tmp_path / "base", adapter=run.folder / "adapter")
+    (finding,) = report.findings
+    assert finding.what == "no delta"
+
+
+def test_a_delta_of_a_transposed_layer_in_8_bits_is_measured(merges: Callable[[str], Run], tmp_path: Path) -> None:
+    run = merges("gpt2")
+    zoo.load("gpt2", quant="int8").save_pretrained(tmp_path / "base")
+    shutil.copytree(run.folder / "adapter", tmp_path / "adapter")
+    (tmp_path / "adapter" / "kbitwrap.json").unlink()
+    report = doctor(run.folder / "base", base=tmp_path / "base", adapter=tmp_path / "adapter")
+    (finding,) = report.findings
+    assert finding.what == "no delta"
+
+
+def test_buffers_that_loading_computes_are_no_finding(merges: Callable[[str], Run], tmp_path: Path) -> None:
+    run = merges("llama")
+
+    def with_buffers(run: Run, tensors: Tensors) -> None:
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8, dtype=torch.bfloat16)
+
+    assert_right(run.examine(change(run, tmp_path / "merged", with_buffers)), "trained")
 
 
 def test_names_with_the_prefixes_of_wrappers_are_found(merges: Callable[[str], Run], tmp_path: Path) -> None:
