@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import peft
@@ -36,12 +37,12 @@ def cases(names: tuple[str, ...], quants: tuple[str | None, ...], last: tuple[ob
     """Every architecture in 4-bit bf16 with every last value; the core in all pairs of all values.
 
     By default each of some architectures has one last value, another one for the next with the same kind of input; and
-    all pairs of the other values meet, each on the next architecture of the core.
+    each quantization each dtype, on the next architecture of the core and with the next last value.
     """
     every = [(name, "nf4", "bf16", value) for name in zoo.ARCHITECTURES for value in last]
     chosen: list[tuple[object, ...]] = [(name, "nf4", "bf16", value) for name, value in zoo.in_turn(last, names=names)]
-    cover = [values for values in pairwise(quants, tuple(DTYPES), last) if values[:2] != ("nf4", "bf16")]
-    chosen += [(zoo.CORE[i % len(zoo.CORE)], *values) for i, values in enumerate(cover)]
+    others = [values for values in itertools.product(quants, DTYPES) if values != ("nf4", "bf16")]
+    chosen += [(zoo.CORE[i % len(zoo.CORE)], *values, last[i % len(last)]) for i, values in enumerate(others)]
     return few(dict.fromkeys(every + chosen + pairwise(zoo.CORE, quants, tuple(DTYPES), last)), chosen)
 
 

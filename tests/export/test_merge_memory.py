@@ -15,6 +15,7 @@ import kbitwrap.export.adapted as adapted_module
 from kbitwrap import ExportReport, KbitPreparedModel
 from support.layers import LARGE_LAYERS, adapted_layers
 from support.memory import allocations, peak
+from support.thorough import few
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 
@@ -28,7 +29,9 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 PAGE = Path(__file__).parents[2] / "docs" / "merge.md"
 
 
-@pytest.mark.parametrize(("kind", "options"), LARGE_LAYERS, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "options"), few(LARGE_LAYERS, LARGE_LAYERS[::2]), ids=str
+)  # by default the others as weights
 def test_two_tensors_are_in_memory_at_most(
     kind: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,7 +35,6 @@ class Case(NamedTuple):
 
 EXACT = [
     Case("llama", "nf4", "norms"),
-    Case("llama", "nf4", "adapted"),
     Case("llama", "nf4", "none", torch.bfloat16),
     Case("llama", "nf4-double", "full"),
     Case("llama", "nf4", "compute"),
