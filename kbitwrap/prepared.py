@@ -19,7 +19,7 @@ from .errors import ConfigError, StateError
 from .model.checks import refuse_unsupported_tensors, tree_of
 from .model.quantization import detect_as_peft
 from .model.tree import ModelTree, only_reading
-from .preparation.plan import Plan, plan_as_detected, write_plan
+from .preparation.plan import Plan, plan_as_detected, signature, write_plan
 from .preparation.planner import Planner
 from .preparation.preparation import Preparation, changing, refuse_held
 from .preparation.restoring import Restoring
@@ -84,22 +84,26 @@ class KbitPreparedModel:
     _preparation: Preparation | None = None
     _suspension: Journal | None = None
     _report: RestoreReport | None = None
+    _planned_for: Any = None  # the signature of what was planned for
 
     def __init__(
         self, model: nn.Module, config: PrepareConfig | None = None, **fields: Any
     ) -> None:
         self.model = model
         self.config = PrepareConfig.of(config, fields)
-        self._make_plan(tree_of(model))
+        self._settle_plan(tree_of(model))
         for alarm in self.plan.alarms:
             warnings.warn(alarm, UserWarning, stacklevel=2)
 
-    def _make_plan(self, tree: ModelTree) -> None:
-        """Plan for the model as it is; raise where another wrapper holds it, or where it cannot be prepared."""
+    def _settle_plan(self, tree: ModelTree) -> None:
+        """Refuse a model that another wrapper holds, and refuse and plan one that is not as it was planned for."""
         with only_reading():
             refuse_unsupported_tensors(tree, allow_meta=False)
             refuse_held(tree)
-            self.plan = plan_as_detected(tree, self.config)
+            found = signature(tree)
+            if found != self._planned_for:
+                self.plan = plan_as_detected(tree, self.config)
+                self._planned_for = found
 
     def __repr__(self) -> str:
         return f"KbitPreparedModel({type(self.model).__name__}, precision={str(self.config.precision)!r}, {self.state})"
@@ -144,7 +148,7 @@ class KbitPreparedModel:
         """
         with changing:
             tree = tree_of(self.model)
-            self._make_plan(tree)  # it may have changed since it was planned for
+            self._settle_plan(tree)
             if not self.plan.is_quantized:
                 warnings.warn(self.plan.warnings[0], UserWarning, stacklevel=2)
             self._apply(self.plan, tree)
@@ -363,7 +367,7 @@ class KbitPreparedModel:
         with changing:
             preparation = self._expect_prepared("adopt")
             preparation.adopt(peft_model)
-            self.plan = preparation.plan
+            self.plan, self._planned_for = preparation.plan, None
 
     def verify(self) -> StateDiff:
         """Compare the live model with the state that ``prepare`` left. Adapters do not count.
