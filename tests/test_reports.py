@@ -41,6 +41,7 @@ def plan() -> Plan:
     return build_plan(zoo.load("llama", "nf4"), precision="full")
 
 
+@functools.cache
 def step() -> StepMemory:
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     return predict_step(zoo.checkpoint("llama"), batch_size=1, seq_len=8, quantization_config=config)
