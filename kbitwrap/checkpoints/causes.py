@@ -42,6 +42,7 @@ _DEVIATIONS, _DEVIATIONS_OF_CODES = 8.0, 4.0
 # their length: rounding to 4 bits takes 0.1.
 _OF_QUANTIZED = 0.25
 _OF_KEPT = 0.1  # the largest difference of what is kept from all of a delta
+_MOST_LOST = 0.15  # of a delta in rounding, where its scale still tells
 _OF_SCALE = 0.05  # the largest difference of a scale from one that has a name
 # The largest difference of two samples of one weight, quantized or not, as a part of
 # their length; those of others differ by more than their length.
@@ -85,7 +86,11 @@ def _explains(against: Against, figures: Figures) -> bool:
     if not delta:
         return True
     deviation = math.sqrt(against.rounding / num_elements / delta)
-    difference = abs(against.kept(delta) - against.kept_by_rounding(delta))
+    # Between what rounding to the coarser dtype keeps, and all of it.
+    by_rounding = against.kept_by_rounding(delta)
+    least, most = min(by_rounding, 1.0), max(by_rounding, 1.0)
+    kept = against.kept(delta)
+    difference = max(least - kept, kept - most)
     return difference <= _OF_DELTA + _DEVIATIONS * deviation
 
 
@@ -136,18 +141,24 @@ class Causes:
         if of_some is not None:
             return of_some
         of_scale = self._of_scale(figures) if figures.delta else None
-        if of_scale is not None:
+        if of_scale is not None and of_scale[0] != SCALED:
             return of_scale
         held = self._held(figures)
         if held:
             return EXCHANGED, f"it holds {held}"
+        if of_scale is not None:
+            return of_scale
         if _is_transposed(figures):
             return TRANSPOSED, ""
         nearest = figures.nearest
         part = math.sqrt(nearest.off / nearest.size) if nearest.size else math.inf
-        evidence = f"it differs by {part:.1%} of the base"
+        evidence = f"it differs by {part:.1%} of the base" if nearest.size else ""
+        if figures.fqn in self._copies:
+            cause = ANOTHER_ADAPTER if figures.delta else DROPPED_COPY
+            return cause, evidence
         if not figures.delta:
-            return (ANOTHER_BASE if part >= _MOST_OF_BASE else CHANGED), evidence
+            is_all = len(figures.shape) > 1 and part >= _MOST_OF_BASE
+            return (ANOTHER_BASE if is_all else CHANGED), evidence
         if figures.is_quantized and part < 1:
             is_4_bit = figures.dtype == torch.uint8
             return (REQUANTIZED_TO_4_BITS if is_4_bit else REQUANTIZED), ""
@@ -192,8 +203,10 @@ class Causes:
             return None
         if abs(kept) <= _OF_SCALE:
             return no_delta
+        # what rounding takes of a scale too
+        lost = min(abs(against.kept_by_rounding(delta) - 1), _MOST_LOST)
         for scale, cause in _SCALES.items():
-            if abs(kept - scale) <= _OF_SCALE * abs(scale):
+            if abs(kept - scale) <= _OF_SCALE * abs(scale) + lost:
                 return cause, ""
         return SCALED, f"{kept:.2f} times"
 

@@ -32,7 +32,14 @@ from .causes import (
     is_right,
 )
 from .figures import Figures, compare
-from .sides import MergedSide, Names, Side, original_tensors, plain_side
+from .sides import (
+    MergedSide,
+    Names,
+    Side,
+    merged_onto,
+    original_tensors,
+    plain_side,
+)
 
 # The least difference from both references, as a part of their length, by which a wrong
 # tensor was merged onto another base.
@@ -160,10 +167,12 @@ def measure_merge(
             if is_quantized_layer(node.module)
         },
         buffers=[name for name, _ in bare.named_buffers()],
+        copies=saved.held,
+        onto=functools.partial(merged_onto, adapted),
     )
     figures = list(measuring.figures(progress))
     change_of = measuring.change_of
-    causes = Causes(figures, saved.held, change_of)
+    causes = Causes(figures, measuring.copies_in_files, change_of)
     wrong = {
         one.fqn: causes.of(one)
         for one in figures
@@ -244,6 +253,10 @@ class _Measuring:
     quantized: Mapping[str, nn.Module]
     # the names of the model's buffers
     buffers: Sequence[str]
+    # the names, in the model, of what the adapter has trained copies of
+    copies: Collection[str]
+    # what a merge makes of other weights of the quantized layers, by names in the model
+    onto: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
     def __post_init__(self) -> None:
         self._known = {**self.after.named, **self.after.saved}
@@ -254,7 +267,10 @@ class _Measuring:
         self.tied: dict[str, str] = {}
         self._found = self._find(self.merged.tensors)
         self._originals = self._find(self.original)
-        self._layers = self._find_layers()
+        self._names_in_model = self._find_names()
+        self.copies_in_files = {
+            name for name, fqn in self._names_in_model.items() if fqn in self.copies
+        }
 
     def _find(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found = {}
@@ -264,18 +280,26 @@ class _Measuring:
                 found[known] = tensor
         return found
 
-    def _find_layers(self) -> dict[str, nn.Module]:
-        """The quantized layers, by the names of their weights in the model and in files."""
-        layers = {}
-        for fqn, layer in self.quantized.items():
-            weight = self.before.named.get(fqn)
-            if weight is not None:
-                layers[_place(weight)] = layer
+    def _find_names(self) -> dict[str, str]:
+        """The names in the model of all tensors, by these and by those in files."""
+        fqns = {}
+        for fqn, tensor in self.before.named.items():
+            if fqn in self.quantized or fqn not in self.before.saved:
+                fqns[_place(tensor)] = fqn
         found = {}
         for name, tensor in {**self.before.named, **self.before.saved}.items():
-            if _place(tensor) in layers:
-                found[name] = layers[_place(tensor)]
+            found[name] = fqns.get(_place(tensor), name)
         return found
+
+    @functools.cached_property
+    def _onto_originals(self) -> Mapping[str, Tensor]:
+        """What a merge onto the base's own weights gives, by the names in the model."""
+        weights = {}
+        for name, tensor in self._originals.items():
+            fqn = self._names_in_model.get(name, name)
+            if fqn in self.quantized and tensor.shape == self._known[name].shape:
+                weights[fqn] = tensor
+        return self.onto(weights)
 
     def figures(self, progress: bool | Told) -> Iterator[Figures]:
         """Compare tensor by tensor; note those that cannot be compared."""
@@ -311,7 +335,8 @@ class _Measuring:
 
     def _compared(self, fqn: str, found: Tensor, after: Tensor) -> Figures:
         """Compare a tensor with what was trained on, and, if that does not explain it, with the base's own."""
-        layer = self._layers.get(fqn)
+        in_model = self._names_in_model.get(fqn, fqn)
+        layer = self.quantized.get(in_model)
         comparing = functools.partial(
             compare,
             fqn,
@@ -326,8 +351,13 @@ class _Measuring:
         if is_right(figures):
             return figures
         original = self._original(fqn, after)
+        if not figures.delta and in_model in self.copies:
+            return figures  # trained in place: the base's own value is not right
         if original is not None:
-            return comparing(original)
+            figures = comparing(original)
+            if layer is None or not figures.delta or is_right(figures):
+                return figures
+            return self._onto_original(figures, found, original)
         if layer is None:
             return figures
         values = materialize(found).float()
@@ -338,6 +368,27 @@ class _Measuring:
             figures,
             base_codes=share_of_codes(layer, values - delta),
             likelier=_likelier(layer, values, delta) if figures.delta else None,
+        )
+
+    def _onto_original(
+        self, figures: Figures, found: Tensor, original: Tensor
+    ) -> Figures:
+        """Compare with what the adapter adds to the base's own weight, where that is another delta."""
+        fqn = figures.fqn
+        again = compare(
+            fqn,
+            found,
+            self._onto_originals[self._names_in_model[fqn]],
+            original,
+            None,
+            dtype=self.dtype,
+            stored=self.merged.stored.get(fqn),
+            was_quantized=True,
+        )
+        if not is_right(again):
+            return figures
+        return dataclasses.replace(
+            again, trained=figures.trained, original=again.trained
         )
 
     def _wanted(self) -> list[str]:

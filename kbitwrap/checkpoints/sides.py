@@ -15,6 +15,7 @@ from ..config import StrPath
 from ..errors import ConfigError
 from ..export.export import saved_tensors
 from ..export.merge import merge_into
+from ..export.plain import is_transposed, make_plain
 from ..export.twin import build_twin
 from ..model.pretrained import load_pretrained
 from ..model.quantization import is_quantized_layer, library_dequantizer
@@ -46,6 +47,22 @@ def plain_side(model: nn.Module, *, is_merged: bool) -> Side:
     saved = saved_tensors(twin.model)
     named = {**twin.model.state_dict(), **saved}
     return Side(saved, named, tied_names(twin.model))
+
+
+def merged_onto(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a merge makes of a model whose quantized layers have other weights, not rounded.
+
+    A part of what adapters add may depend on the weights: DoRA's norm, a rotation, a
+    scale.
+    """
+    twin = build_twin(ModelTree(model))
+    for fqn, module in twin.model.named_modules():
+        weight = weights.get(join(fqn, "weight"))
+        if weight is not None and not is_transposed(module):
+            make_plain(module)
+            vars(module)["_parameters"]["weight"] = weight
+    merge_into(twin, in_float32=True)
+    return twin.model.state_dict()
 
 
 @dataclass(frozen=True)

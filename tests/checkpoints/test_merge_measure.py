@@ -39,7 +39,8 @@ def train(model: Any, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_B" in name or "modules_to_save" in name:
+            is_bias = parameter.requires_grad and name.endswith("bias")
+            if "lora_B" in name or "modules_to_save" in name or is_bias:
                 parameter += (0.002 * torch.randn(parameter.shape, generator=generator)).to(parameter.dtype)
 
 
@@ -80,11 +81,12 @@ def make_run(name: str, folder: Path, **settings: Any) -> Run:
         config = zoo.lora_config(name, target_parameters=EXPERTS.get(name), init_lora_weights=True, **settings)
         with KbitPreparedModel(model, **zoo.fields(name)) as prepared:
             adapted = get_peft_model(model, config)
+            manifest = prepared.manifest()
             if seed:
                 train(adapted, seed)
             if merged == "merged":
                 adapted.save_pretrained(folder / "adapter")
-                prepared.manifest().save(folder / "adapter" / "kbitwrap.json")
+                manifest.save(folder / "adapter" / "kbitwrap.json")
             prepared.export(folder / merged, merge_adapters=True, model=adapted)
     return Run(name, folder)
 
@@ -290,6 +292,31 @@ def test_a_trained_copy_that_was_dropped_is_named(tmp_path: Path) -> None:
     assert "lm_head.weight" in finding.evidence
 
 
+def test_a_trained_bias_that_was_dropped_is_named(tmp_path: Path) -> None:
+    run = make_run("gpt2", tmp_path, bias="lora_only")
+    fqn = "transformer.h.0.attn.c_attn.bias"
+
+    def broken(run: Run, tensors: Tensors) -> None:
+        tensors[fqn] = run.of("base")[fqn]
+
+    assert run.examine(run.folder / "merged").findings == ()
+    (finding,) = run.examine(change(run, tmp_path / "broken", broken)).findings
+    assert finding.what == "the trained copy was dropped"
+    assert fqn in finding.evidence
+
+
+def test_a_head_of_a_model_inside_another_is_told_to_be_another(tmp_path: Path) -> None:
+    run = make_run("llava", tmp_path, modules_to_save=["lm_head"])
+    fqn = next(fqn for fqn in run.of("merged") if "lm_head" in fqn)
+
+    def broken(run: Run, tensors: Tensors) -> None:
+        tensors[fqn] = run.of("base")[fqn]
+
+    (finding,) = run.examine(change(run, tmp_path / "broken", broken)).findings
+    assert finding.what == "the trained copy was dropped"
+    assert fqn in finding.evidence
+
+
 @pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`:UserWarning:peft")
 def test_a_trained_head_that_a_tie_loses_is_named(tmp_path: Path) -> None:
     run = make_run("gemma2", tmp_path, modules_to_save=["lm_head"])
@@ -358,6 +385,28 @@ def test_a_right_merge_has_no_finding(name: str, merges: Callable[[str], Run], t
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         merged = reload_and_merge(run, dtype, tmp_path / str(dtype), max_shard_size="100KB")
         assert_right(run.examine(merged), "original")
+
+
+@pytest.mark.parametrize("size", [0.01, 0.003, 0.0006])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_merge_of_a_delta_near_rounding_is_right_in_a_finer_dtype(stored: torch.dtype, size: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    trained = torch.randn(256, 256, generator=generator).bfloat16()
+    delta = size * torch.randn(256, 256, generator=generator)
+    after = trained.float() + delta
+
+    def measured(found: torch.Tensor) -> Figures:
+        return compare("weight", found, after, trained, None, dtype=torch.bfloat16, stored=None, was_quantized=False)
+
+    assert is_right(measured(after.to(stored)))
+    assert not is_right(measured(trained.to(stored)))
+    assert not is_right(measured((after + delta).to(stored)))
+
+
+def test_a_part_that_depends_on_the_weights_is_right_on_the_original_ones(tmp_path: Path) -> None:
+    run = make_run("llama", tmp_path / "run", use_dora=True)
+    merged = reload_and_merge(run, torch.bfloat16, tmp_path / "merged")
+    assert_right(run.examine(merged), "original")
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "llava"])
