@@ -123,7 +123,7 @@ class HooksChange:
     def __init__(self, tree: ModelTree) -> None:
         self._index = tree.index
         self.before = self._ids()
-        # `None` while the edit is made: all that are added
+        # the ids of the edit's own; while it is made `None`, as all new ones are its own
         self._ours: set[int] | None = None
 
     def settle(self) -> None:
@@ -137,8 +137,8 @@ class HooksChange:
             ids.update(_hooks_of(module))
         return ids
 
-    def added(self, module: nn.Module) -> list[int]:
-        """The ids of the hooks of a module that are to be removed."""
+    def to_remove(self, module: nn.Module) -> list[int]:
+        """The ids of a module's hooks that undoing removes; no user's is among them."""
         found = []
         for key, hook in _hooks_of(module).items():
             if key in self.before:
@@ -151,20 +151,21 @@ class HooksChange:
     def undo(self, tree: ModelTree) -> None:
         """Remove the hooks added since."""
         for module in self._index.live_and_of(tree):
-            remove_hooks(module, self.added(module))
+            remove_hooks(module, self.to_remove(module))
 
     def now(self, tree: ModelTree) -> WayBack:
         """Record the current hooks and their order."""
         saved = []
         for module in self._index.live_and_of(tree):
-            removed = self.added(module)
+            removed = self.to_remove(module)
             for name in _HOOK_DICTS if removed else ():
                 hooks = vars(module)[name]
                 saved.append((hooks, dict(hooks), removed))
 
         def resume() -> None:
             for hooks, before, removed in saved:
-                # Others may have removed and added hooks of their own meanwhile.
+                # Of others' hooks, those come back that were not removed meanwhile, and
+                # those that were added stay.
                 there = {*hooks, *removed}
                 back = {key: hook for key, hook in before.items() if key in there}
                 back |= hooks
@@ -309,7 +310,7 @@ def _remove_superfluous_hooks(
     """
     is_left = False
     for node in tree.modules:
-        added = hooks.added(node.module)
+        added = hooks.to_remove(node.module)
         if not added:
             continue
         had_one = not hooks.before.isdisjoint(input_gradient_hooks(node.module))

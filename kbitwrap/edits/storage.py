@@ -44,11 +44,11 @@ class _Found:
     """The value to put back of a parameter, and how it was told."""
 
     value: torch.Tensor
-    # whether the parameter has another value than the original's cast
+    # whether what the parameter has differs from the original's cast
     is_trained: bool
-    # whether the value to put back is another than the original
+    # whether the value to put back differs from the original
     is_altered: bool
-    # whether the value that the parameter has can be made of it again
+    # whether upcasting the value to put back is known to give what the parameter has
     is_exact: bool
 
 
@@ -59,11 +59,11 @@ class Comparison:
     Each answer is a boolean scalar on the value's device.
     """
 
-    # not the original, in none of the dtypes that it was cast to on the way
+    # it differs from the original, and from whatever its layer may have rounded that to
     is_trained: torch.Tensor
-    # not the original, cast to the value's dtype
+    # it differs from the original cast to its dtype
     is_inexact: torch.Tensor
-    # not the original, when it is rounded to the original's dtype
+    # rounded to the original's dtype, it differs from the original
     is_altered: torch.Tensor
 
 
@@ -79,7 +79,8 @@ class StorageChange(HeldOriginal):
         parameter: The parameter, which still stores the original.
         keep: Hold the original on the CPU, because that was asked for.
         is_rewritten: Hold it on its device, because its layer rewrites it.
-        is_seen: Hold it in its memory, because others see that. It goes back there.
+        is_viewed: Hold it in its memory, of which others have views. It goes back
+            there.
 
     Attributes:
         layout: The original's layout.
@@ -94,7 +95,7 @@ class StorageChange(HeldOriginal):
         *,
         keep: bool = False,
         is_rewritten: bool = False,
-        is_seen: bool = False,
+        is_viewed: bool = False,
     ) -> None:
         data = parameter.detach()
         self.record = record
@@ -102,11 +103,11 @@ class StorageChange(HeldOriginal):
         self.layout = Layout.of(data)
         self.group: SharingChange | None = None
         self._is_rewritten = is_rewritten
-        self._is_seen = is_seen
+        self._is_viewed = is_viewed
         self.kept: torch.Tensor | None = None
         self._payloads: NanPayloads | None = None
         self._digest: Callable[[], int] | None = None
-        if is_rewritten or is_seen:
+        if is_rewritten or is_viewed:
             self.kept = data
         elif keep:
             self.kept = data.cpu()
@@ -144,17 +145,17 @@ class StorageChange(HeldOriginal):
             is_trained = is_trained & differ(current, kept.to(step))
         return Comparison(is_trained, is_inexact, is_altered=differ(kept, current))
 
-    def _find_original(self, current: torch.Tensor) -> _Found:
+    def _find_value(self, current: torch.Tensor) -> _Found:
         """Find the value to put back. An untrained value is in the original layout."""
-        found = self._compared(current)
+        found = self._find_in_any_layout(current)
         if not found.is_trained and found.value.stride() != self.layout.stride:
             found.value = self._own(found.value)
         return found
 
-    def _compared(self, current: torch.Tensor) -> _Found:
+    def _find_in_any_layout(self, current: torch.Tensor) -> _Found:
         """Find the value to put back, in whatever layout."""
         if self.kept is not None:
-            return self._compared_with(self.kept, current)
+            return self._find_by_kept(self.kept, current)
         rounded = self._rounded(current)
         if self.is_resized(current):
             return _Found(rounded, is_trained=True, is_altered=True, is_exact=False)
@@ -164,7 +165,7 @@ class StorageChange(HeldOriginal):
         is_trained = is_altered or bool(differ(current, rounded))
         return _Found(rounded, is_trained, is_altered, is_exact=not is_trained)
 
-    def _compared_with(self, kept: torch.Tensor, current: torch.Tensor) -> _Found:
+    def _find_by_kept(self, kept: torch.Tensor, current: torch.Tensor) -> _Found:
         """Find the value to put back where the original is held."""
         compared = self.against_kept(current)
         answers = [compared.is_trained, compared.is_inexact, compared.is_altered]
@@ -189,7 +190,7 @@ class StorageChange(HeldOriginal):
             return self._rounded(current)
         if _is_same_tensor(current, self.kept):
             return current
-        return self._find_original(current).value
+        return self._find_value(current).value
 
     def converts(self, parameter: torch.Tensor) -> bool:
         """Whether the original is to be computed from what the parameter stores."""
@@ -236,7 +237,7 @@ class StorageChange(HeldOriginal):
         parameter = self._current()
         if parameter is None:
             return
-        found = self._ready or self._find_original(parameter.data)
+        found = self._ready or self._find_value(parameter.data)
         self._ready = None
         if found.is_trained and self.policy == "error":
             raise TrainedError(self.fqn)
@@ -244,8 +245,8 @@ class StorageChange(HeldOriginal):
         self.was_trained = found.is_trained and not is_resized
         self.was_altered = self.was_trained and found.is_altered
         value = found.value
-        if self.kept is not None and self._is_seen and self.group is None:
-            # by others, who see what was trained too
+        if self.kept is not None and self._is_viewed and self.group is None:
+            # in the memory that is viewed: the views show what was trained too
             value = value if is_resized else self.kept.copy_(value)
         self.write(parameter, value)
 
@@ -255,9 +256,9 @@ class StorageChange(HeldOriginal):
         if parameter is None:
             return Call(lambda: None)
         current = parameter.data
-        self._ready = found = self._find_original(current)
+        self._ready = found = self._find_value(current)
         bits = None
-        if self.kept is not None and self._is_seen:
+        if self.kept is not None and self._is_viewed:
             bits = self.kept.clone()
         elif self.kept is not None and _is_same_tensor(found.value, self.kept):
             # What is written into it meanwhile is not what is kept.
@@ -340,8 +341,8 @@ class Store(EditBase):
         keep: Whether the originals are held, on the CPU.
         is_rewritten: Whether bitsandbytes rewrites them, as a quantized layer's bias.
             Then they are held on their device.
-        is_seen: Whether what is no parameter sees their memory. Then they go back to
-            that very memory.
+        is_viewed: Whether a plain tensor or a buffer views their memory. Then they go
+            back to that very memory.
         record_bytes: The bytes of the originals that are held beside the cast ones.
     """
 
@@ -349,7 +350,7 @@ class Store(EditBase):
     dtype: torch.dtype | None = None
     keep: bool = False
     is_rewritten: bool = False
-    is_seen: bool = False
+    is_viewed: bool = False
     record_bytes: int = 0
 
     def capture(self, tree: ModelTree) -> list[Any]:
@@ -368,7 +369,7 @@ class Store(EditBase):
                 parameter,
                 keep=self.keep,
                 is_rewritten=self.is_rewritten,
-                is_seen=self.is_seen,
+                is_viewed=self.is_viewed,
             )
             changes.append(change)
         return changes if len(changes) == 1 else [*changes, SharingChange(changes)]
@@ -377,7 +378,7 @@ class Store(EditBase):
         """Cast by ``.data``: the parameter stays the same object."""
         if self.dtype is None:
             return
-        # A change of what they share may follow, of which nothing is stored.
+        # A `SharingChange` may follow these, which has no parameter of its own.
         for change in changes[: len(self.refs)]:
             parameter = change.record.live()
             for owner, name in change.record.refs:

@@ -193,14 +193,14 @@ class Casts:
             role=self.role(group[0]),
             refs=tuple(refs),
             is_rewritten=any(is_rewritten(t.module, t.name) for t in group),
-            is_seen=key_of(parameters[0]) in self._seen,
+            is_viewed=key_of(parameters[0]) in self._viewed,
         )
         if not self.config.precision.upcasts_all:
             return record
         keep = self.config.keep_originals
         cast_bytes = sum(p.numel() for p in parameters) * torch.float32.itemsize
         # On the CPU a kept original is the original itself.
-        stays = record.is_seen or (keep and parameters[0].device.type == "cpu")
+        stays = record.is_viewed or (keep and parameters[0].device.type == "cpu")
         freed_bytes = 0
         if not stays:
             of_each = sum(parameter.nbytes for parameter in parameters)
@@ -218,7 +218,7 @@ class Casts:
         )
 
     @functools.cached_property
-    def _seen(self) -> set[int]:
+    def _viewed(self) -> set[int]:
         """The keys of the memory that plain tensors and buffers of modules lie in.
 
         A parameter that lies there too goes back to that very memory.
