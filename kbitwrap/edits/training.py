@@ -154,7 +154,7 @@ class RuntimeChange(HeldOriginal):
         tensors = _by_memory([owner.fields() for owner in owners])
         recorded = [owner for owner in owners if owner.name in self._state]
         found = [
-            _found(self._state[owner.name], owner.fields(), tensors)
+            _with_tensors(self._state[owner.name], owner.fields(), tensors)
             for owner in recorded
         ]
         # All are written before any is removed: a field may be all that holds a tensor
@@ -182,7 +182,7 @@ class RuntimeChange(HeldOriginal):
         """Replace the fields of copied 4-bit statistics by the recorded ones."""
         if "quant_state" in self._state:
             tensors = _by_memory([fields])
-            values = _found(self._state["quant_state"], fields, tensors)
+            values = _with_tensors(self._state["quant_state"], fields, tensors)
             fields.clear()
             fields.update(values)
 
@@ -219,12 +219,12 @@ def _by_memory(places: list[Fields]) -> dict[int, torch.Tensor]:
     return found
 
 
-def _found(
+def _with_tensors(
     recorded: Fields, fields: Fields, tensors: dict[int, torch.Tensor]
 ) -> Fields:
-    """The recorded fields.
+    """The recorded fields, with a tensor again for each that is held weakly.
 
-    For a tensor that is gone they have the current value.
+    It is the one that lies in that memory; where none does, the current value.
     """
     found = dict(recorded)
     for key, value in recorded.items():

@@ -102,7 +102,7 @@ def _find_by_value(original: Original, tree: ModelTree, lost: _Records) -> None:
     values = [(one.record, one.parameter) for one in candidates]
     changed = original.fingerprints.changed(values)
     for one in candidates:
-        # A layer that rewrites a parameter moves it before training changes it.
+        # A rewritten bias got its memory from its layer, and may be trained since.
         if one.record in changed and not _is_rewritten(one.record):
             continue
         one.record.moved(one.places)
@@ -114,11 +114,12 @@ def _unknown(original: Original, tree: ModelTree) -> dict[str, NamedTensor]:
     """The base's parameters, by name, that may be recorded ones at new places."""
     found = {}
     for tensor in tree.base_tensors:
-        # Neither marked as a copy of the base's, nor there in a suspension before.
-        is_copy = original.records.mark_of(tensor.module) is not None
+        # A marked module was there before, or is a copy of one that was; what has a
+        # record was there then, or in a suspension.
+        is_marked = original.records.mark_of(tensor.module) is not None
         was_there = original.records.at(tensor.module, tensor.name) is not None
         is_known = id(tensor.parameter) in tree.known
-        if not (is_known or is_copy or was_there):
+        if not (is_known or is_marked or was_there):
             found[tensor.fqn] = tensor
     return found
 

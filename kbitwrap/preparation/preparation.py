@@ -169,7 +169,8 @@ class Preparation:
     def _all_or_nothing(self, tree: ModelTree, doing: str) -> Iterator[None]:
         """Take back what the body did to the model and to this, if it raises.
 
-        An error that is not the journal's own becomes an ``EditError``.
+        Where the journal failed, it has rolled its edits back already. An error that is
+        not its own becomes an ``EditError``.
         """
         before, start = dict(vars(self)), len(self.journal.changes)
         try:
@@ -240,7 +241,7 @@ class Preparation:
                 getattr(error, "add_note", _logger.error)(note)
 
     def copies(self, tree: ModelTree) -> list[CopyChange]:
-        """The changes that take back casts by others, and copies of base modules.
+        """The changes that take back casts by others, and round copies of base modules.
 
         They are not in the journal: what others do is read when it has to be undone.
         """
@@ -277,7 +278,9 @@ class Preparation:
             refuse_retyping_under_ddp([*self.journal.parts(HeldOriginal), *copies])
             for tensor in tree.tensors:
                 if id(tensor.parameter) not in tree.known:
-                    tree.record(tensor)  # copies lose their marks until it is resumed
+                    # Copies have no marks while suspended: a record tells them from
+                    # those made meanwhile.
+                    tree.record(tensor)
             way_back.record(
                 Call(random_state(devices_of(tree))), Call(self._upcast_copies)
             )
