@@ -78,7 +78,7 @@ def load_base(
         config.architectures = [class_name]
 
     num_labels = None
-    # loading says why, unless its code is its own
+    # Where no meta model can be built, loading says why; or it runs the base's own code, and builds one.
     with contextlib.suppress(ConfigError):
         meta = meta_model(config, settings)
         num_labels = _num_labels(meta, shapes)
@@ -102,7 +102,7 @@ def load_base(
             tensor.data[start:] = torch.nan
 
     trained = TrainedBase(os.fspath(source), model, unknown)
-    # Where it is not known how the base was quantized, the manifest has it unquantized.
+    # A manifest that does not know the quantization records the base unquantized, so only such a base is compared.
     is_recorded = manifest is not None and QUANTIZATION not in manifest.unknown
     if manifest is not None and (is_recorded or settings is None):
         check_base(manifest, trained)
@@ -279,7 +279,7 @@ def _class_name(
 
 
 def _num_labels(meta: Any, shapes: _Shapes) -> int | None:
-    """How many labels the run had, where a head of its has other rows than one for each of the config's labels."""
+    """How many labels the run had, where a head had another number of rows than its config has labels."""
     num_labels = getattr(meta.config, "num_labels", None)
     for fqn, parameter in meta.named_parameters():
         found = getattr(parameter, "unpacked", parameter).shape

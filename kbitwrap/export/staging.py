@@ -27,8 +27,8 @@ _NEW, _OLD, _REPLACED = "new", "old", "replaced"
 _HIDDEN = ".kbitwrap-"
 # A folder without them is taken for no checkpoint.
 _LAST = ("adapter_config.json", "config.json")
-# Why no folder can take another's place where files can: a mount point, a lower layer,
-# another user's.
+# The errors of renaming a folder where its files can still be replaced one by one: a
+# mount point, a lower layer, another user's.
 _IN_PLACE = (errno.EBUSY, errno.EXDEV, errno.EPERM, errno.EACCES)
 _MOST_NAMED = 5
 
@@ -55,10 +55,10 @@ def staged(
 ) -> Iterator[Path]:
     """Yield a hidden folder whose content is at the destination when the body ends.
 
-    It is gone if the body raises. An empty folder may stand at the destination; with
-    ``overwrite``, one with nothing but files that ``owns`` tells. Nothing is flushed,
-    as when the libraries save a checkpoint: a power failure loses what the system has
-    not written by then.
+    It is gone if the body raises. An empty folder may stand at the destination. With
+    ``overwrite``, files may lie in it: they are replaced if ``owns`` tells all of them.
+    Nothing is flushed, as when the libraries save a checkpoint: a power failure loses
+    what the system has not written by then.
     """
     where = os.fspath(destination)
     _refuse_sources(_resolved(destination), where, sources)
@@ -68,6 +68,7 @@ def staged(
         folder.mkdir()
         yield folder
         _refuse_strange(target, where, owns, overwrite)
+        # in one step where the system can, else file by file
         outside = _moved_out(hidden, target)
         if outside is None or not _took_place(outside / _NEW, target):
             _move_in(outside or hidden, target)
@@ -281,7 +282,8 @@ def _recover(target: Path, prefix: str) -> None:
 def _clear(name: str, target: Path) -> None:
     """Remove a hidden folder.
 
-    What was stopped half-way is taken back before, or ended where all the old is out.
+    A replacement file by file that was stopped is taken back first; it is completed
+    where all old files were out.
     """
     for hidden in (target / name, target.parent / name):
         if (hidden / _OLD).exists():
@@ -346,7 +348,7 @@ def _took_place(folder: Path, target: Path) -> bool:
 def _move_in(hidden: Path, target: Path) -> None:
     """Replace the files in a folder.
 
-    At no moment it is a checkpoint of both old and new ones.
+    At no moment is it a checkpoint of both old and new ones.
     """
     new, old, replaced = hidden / _NEW, hidden / _OLD, hidden / _REPLACED
     old.mkdir()
@@ -355,6 +357,7 @@ def _move_in(hidden: Path, target: Path) -> None:
     os.rename(old, replaced)
     try:
         _move(_in_order(new), target)
+        # Others wrote a file of the same name meanwhile: `_move` left ours.
         for path in new.iterdir():
             raise FileExistsError(
                 errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(target / path.name)
@@ -377,7 +380,7 @@ def _in_order(folder: Path) -> list[Path]:
 def _move(paths: Iterable[Path], folder: Path) -> None:
     """Move files, and those in folders, to another folder.
 
-    What is there by the same name stays, and so does what would take its place.
+    What has the same name there stays, and what would take its place is not moved.
     """
     for path in paths:
         there = folder / path.name
