@@ -211,7 +211,7 @@ class Causes:
         return SCALED, f"{kept:.2f} times"
 
     def _held(self, figures: Figures) -> str:
-        """The tensor whose values, or whose delta, a wrong one holds."""
+        """What a wrong tensor holds of another one, as `_Matrices.held_by` says it; ``""`` if nothing tells."""
         shape = figures.shape[-2:]
         if shape not in self._alike:
             self._alike[shape] = _Matrices(self._by_shape[shape])
@@ -236,7 +236,7 @@ class Causes:
 
 @dataclass(frozen=True)
 class _Matrix:
-    """The sample of one matrix of a tensor: flat, in float32."""
+    """The sample of one matrix of a tensor, flat and in float32: as found, as expected, and as trained on."""
 
     name: str
     found: Tensor
@@ -299,6 +299,7 @@ class _Matrices:
         has_values = _distances(own.found, self._after) <= _ALIKE
         has_values |= _distances(own.found, self._trained) <= _ALIKE
         has_delta = self._deltas @ change >= _ALIGNED
+        # Where another's delta is like its own, its own tells nothing of an exchange.
         has_delta &= self._deltas @ delta < _ALIGNED
         for place, other in enumerate(self._all):
             if other is own:
