@@ -18,6 +18,7 @@ from .sides import MergedSide, read_merged, walk_merged
 
 _NAME = "merge"
 _WHAT = "how much of the adapter was merged"
+_GIVE = "give the quantization (quantization_config, --quant)"
 _REMEDY = (
     "merge again: kbitwrap merge BASE ADAPTER --out DIR, or export(merge_adapters=True)"
 )
@@ -46,14 +47,15 @@ def measure(
     quantization = given.quantization_config
     is_recorded = manifest is not None and QUANTIZATION not in manifest.unknown
     is_told = quantization is not None or is_recorded
+    remedy = _REMEDY
     if not is_told and own_quantization(given.base) is None:
         quantization = _quantization_of(subject)  # it was merged in that
         if quantization is None:
             quantization = False
+            remedy = f"{_GIVE}; if that is none: {_REMEDY}"
             unknown = not_measured(
                 QUANTIZATION,
-                "nothing records it, so the base was taken as it is; give the quantization "
-                "(quantization_config, --quant)",
+                f"nothing records it, so the base was taken as it is; {_GIVE}",
             )
             examination.add(_NAME, where, unknown)
     try:
@@ -68,7 +70,7 @@ def measure(
         return None
 
     for one in found.faults:
-        examination.add(_NAME, where, fault(one.cause, one.told, _REMEDY))
+        examination.add(_NAME, where, fault(one.cause, one.told, remedy))
     if not found.faults:
         examination.add(_NAME, where, fine(str(found)))
     return found

@@ -282,23 +282,31 @@ class _Measuring:
 
     def _find_names(self) -> dict[str, str]:
         """The names in the model of all tensors, by these and by those in files."""
-        fqns = {}
+        fqns: dict[tuple[int, torch.Size], str] = {}
         for fqn, tensor in self.before.named.items():
-            if fqn in self.quantized or fqn not in self.before.saved:
-                fqns[_place(tensor)] = fqn
+            fqns.setdefault(_place(tensor), fqn)
+        found = {fqn: fqn for fqn in self.before.named}
+        for name, tensor in self.before.saved.items():
+            found.setdefault(name, fqns.get(_place(tensor), name))
+        return found
+
+    @functools.cached_property
+    def _originals_in_model(self) -> dict[str, Tensor]:
+        """The base's own tensors by the names in the model, as far as they have its shapes."""
         found = {}
-        for name, tensor in {**self.before.named, **self.before.saved}.items():
-            found[name] = fqns.get(_place(tensor), name)
+        for name, tensor in self._originals.items():
+            if tensor.shape == self._known[name].shape:
+                found[self._names_in_model.get(name, name)] = tensor
         return found
 
     @functools.cached_property
     def _onto_originals(self) -> Mapping[str, Tensor]:
         """What a merge onto the base's own weights gives, by the names in the model."""
-        weights = {}
-        for name, tensor in self._originals.items():
-            fqn = self._names_in_model.get(name, name)
-            if fqn in self.quantized and tensor.shape == self._known[name].shape:
-                weights[fqn] = tensor
+        weights = {
+            fqn: tensor
+            for fqn, tensor in self._originals_in_model.items()
+            if fqn in self.quantized
+        }
         return self.onto(weights)
 
     def figures(self, progress: bool | Told) -> Iterator[Figures]:
@@ -398,14 +406,25 @@ class _Measuring:
         lacking_saved = [fqn for fqn in as_saved if fqn not in self._found]
         lacking_named = [fqn for fqn in as_named if fqn not in self._found]
         wanted = as_saved if len(lacking_saved) <= len(lacking_named) else as_named
-        more = self._found.keys() - set(wanted)
-        return wanted + sorted(more)
+        more = self._found.keys() | self._untied()
+        return wanted + sorted(more - set(wanted))
+
+    def _untied(self) -> set[str]:
+        """The names that the base ties to one that is there, and loading does not tie to it."""
+        if self.merged.ties is None:
+            return set()
+        untied = set()
+        for group in self.after.ties:
+            is_tied = any(set(group) <= set(tied) for tied in self.merged.ties)
+            if not is_tied and not self._found.keys().isdisjoint(group):
+                untied.update(group)
+        return untied
 
     def _held(self, fqn: str) -> Tensor | None:
         """The tensor that the checkpoint holds, or that loading takes for one that it does not hold."""
         if fqn in self._found:
             return self._found[fqn]
-        for group in self.merged.ties:
+        for group in self.merged.ties or ():
             if fqn not in group:
                 continue
             for partner in group:
@@ -420,6 +439,8 @@ class _Measuring:
 
     def _original(self, fqn: str, after: Tensor) -> Tensor | None:
         found = self._originals.get(fqn)
+        if found is None:
+            found = self._originals_in_model.get(self._names_in_model.get(fqn, fqn))
         for group in self.before.ties if found is None else ():
             if fqn in group:
                 held = [self._originals[one] for one in group if one in self._originals]

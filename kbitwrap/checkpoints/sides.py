@@ -30,8 +30,8 @@ class Side:
 
     Attributes:
         saved: Those that ``save_pretrained`` writes, by their names in the files.
-        named: All of them, also those that are tied to another, and by their names in
-            the model.
+        named: All of them, also those that are tied to another, by their names in the
+            model.
         ties: The names that are one tensor, by group.
     """
 
@@ -45,8 +45,7 @@ def plain_side(model: nn.Module, *, is_merged: bool) -> Side:
     twin = build_twin(ModelTree(model))
     merge_into(twin, None if is_merged else (), in_float32=True)
     saved = saved_tensors(twin.model)
-    named = {**twin.model.state_dict(), **saved}
-    return Side(saved, named, tied_names(twin.model))
+    return Side(saved, twin.model.state_dict(), tied_names(twin.model))
 
 
 def merged_onto(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -73,13 +72,13 @@ class MergedSide:
         where: Its folder, or its class.
         tensors: Its tensors, dequantized, by their names.
         stored: The dtypes of those that are stored quantized.
-        ties: The names that loading ties, by group.
+        ties: The names that loading ties, by group; ``None`` where that is not known.
     """
 
     where: str
     tensors: Mapping[str, Tensor]
     stored: Mapping[str, torch.dtype]
-    ties: list[list[str]]
+    ties: list[list[str]] | None
 
 
 def read_merged(path: Path) -> MergedSide:
@@ -88,7 +87,8 @@ def read_merged(path: Path) -> MergedSide:
     if checkpoint.config.get("quantization_config") is not None:
         model, _ = load_pretrained(path, None, checkpoint.dtype)
         return walk_merged(model, str(path))
-    ties = checkpoint.ties(checkpoint.meta_model())
+    meta = checkpoint.meta_model()
+    ties = None if meta is None else tied_names(meta)
     tensors = {name: stored.lazy() for name, stored in checkpoint.tensors.items()}
     return MergedSide(str(path), tensors, {}, ties)
 

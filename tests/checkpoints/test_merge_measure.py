@@ -280,6 +280,14 @@ def test_a_folder_without_a_merge_is_not_measured(merges: Callable[[str], Run]) 
     assert any("there are no weights of a model" in text for text in report.not_measured)
 
 
+def test_a_fault_where_the_quantization_is_not_known_asks_for_it(merges: Callable[[str], Run], tmp_path: Path) -> None:
+    run = merges("llama")
+    shutil.copytree(run.folder / "adapter", tmp_path / "adapter")
+    (tmp_path / "adapter" / "kbitwrap.json").unlink()
+    report = doctor(run.folder / "merged", base=run.folder / "base", adapter=tmp_path / "adapter")
+    assert all(finding.remedy.startswith("give the quantization") for finding in report.findings)
+
+
 def test_a_trained_copy_that_was_dropped_is_named(tmp_path: Path) -> None:
     run = make_run("llama", tmp_path, modules_to_save=["lm_head"])
 
@@ -343,6 +351,14 @@ def test_a_tied_head_that_holds_something_else_is_named(tmp_path: Path) -> None:
     merged = change(run, tmp_path / "broken", broken, tie_word_embeddings=True)
     found = {finding.what for finding in run.examine(merged).findings}
     assert "a trained weight was lost: loading ties it to another" in found
+
+
+def test_a_head_that_loading_would_make_anew_is_missing(merges: Callable[[str], Run], tmp_path: Path) -> None:
+    run = merges("gemma2")
+    merged = change(run, tmp_path / "merged", lambda run, tensors: None, tie_word_embeddings=False)
+    (finding,) = run.examine(merged).findings
+    assert finding.what == "missing from the checkpoint"
+    assert "lm_head.weight" in finding.evidence
 
 
 def test_requantized_weights_say_what_is_left(merges: Callable[[str], Run], tmp_path: Path) -> None:
@@ -452,6 +468,19 @@ def test_names_with_the_prefixes_of_wrappers_are_found(merges: Callable[[str], R
             tensors[f"base_model.model.{fqn}"] = tensors.pop(fqn)
 
     assert_right(run.examine(change(run, tmp_path / "merged", renamed)), "trained")
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "deepseek_v3"])
+def test_names_of_the_live_model_are_found(name: str, merges: Callable[[str], Run], tmp_path: Path) -> None:
+    run = merges(name)
+    reload_and_merge(run, torch.bfloat16, tmp_path / "merged")
+    shutil.copytree(run.folder / "merged", tmp_path / "ours")
+    for folder, onto in ((tmp_path / "ours", "trained"), (tmp_path / "merged", "original")):
+        model_class = getattr(transformers, zoo.ARCHITECTURES[name].model_class)
+        model = model_class.from_pretrained(folder, dtype=torch.bfloat16)
+        stored = {fqn: tensor.clone() for fqn, tensor in model.state_dict().items()}
+        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+        assert_right(run.examine(folder), onto)
 
 
 LLAMA = ["q_proj", "v_proj"]
