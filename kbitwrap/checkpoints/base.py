@@ -96,17 +96,27 @@ def load_base(
     )
     unknown = dict.fromkeys(missing, 0)
     unknown.update(_resize(model, shapes))
+    _fill_with_nan(model, unknown)
+    trained = TrainedBase(os.fspath(source), model, unknown)
+    if manifest is not None and _is_comparable(manifest, settings):
+        check_base(manifest, trained)
+    return trained
+
+
+def _fill_with_nan(model: nn.Module, unknown: Mapping[str, int]) -> None:
+    """Write NaN into rows that the files do not hold, so that nothing computes with them unseen."""
     for fqn, start in unknown.items():
         tensor = operator.attrgetter(fqn)(model)
         if tensor.is_floating_point():
             tensor.data[start:] = torch.nan
 
-    trained = TrainedBase(os.fspath(source), model, unknown)
-    # A manifest that does not know the quantization records the base unquantized, so only such a base is compared.
-    is_recorded = manifest is not None and QUANTIZATION not in manifest.unknown
-    if manifest is not None and (is_recorded or settings is None):
-        check_base(manifest, trained)
-    return trained
+
+def _is_comparable(manifest: Manifest, settings: dict[str, Any] | None) -> bool:
+    """Whether a manifest records a base as it is loaded with these settings.
+
+    One that does not know the quantization records the base unquantized.
+    """
+    return settings is None or QUANTIZATION not in manifest.unknown
 
 
 def named_base(saved: SavedAdapter, manifest: Manifest | None) -> str:
