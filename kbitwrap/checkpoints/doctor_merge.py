@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..errors import ExportError, ManifestMismatchError
+from ..errors import ConfigError, ExportError, ManifestMismatchError
 from ..manifest.manifest import Manifest
 from ..model.wrappers import unwrap
 from .adapters import read_adapter
@@ -59,7 +59,13 @@ def measure(
             )
             examination.add(_NAME, where, unknown)
     try:
-        found = _measure(subject, given, quantization, manifest, progress)
+        merged = _merged(subject)
+    except ConfigError as error:
+        what = "the merged checkpoint cannot be loaded"
+        examination.add(_NAME, where, fault(what, str(error), _REMEDY))
+        return None
+    try:
+        found = _measure(merged, given, quantization, manifest, progress)
     except ManifestMismatchError as error:
         what = "the base is not the one that the adapter's manifest records"
         remedy = "give the base that was trained on, as it was"
@@ -87,7 +93,7 @@ def _quantization_of(subject: Subject) -> Any:
 
 
 def _measure(
-    subject: Subject,
+    merged: MergedSide,
     given: Given,
     quantization: Any,
     manifest: Manifest | None,
@@ -96,7 +102,7 @@ def _measure(
     saved = read_adapter(Path(given.adapter))
     trained = load_base(given.base, saved, manifest, quantization)
     adapted = adapted_base(trained, saved)
-    return measure_merge(_merged(subject), adapted, saved, given.base, progress)
+    return measure_merge(merged, adapted, saved, given.base, progress)
 
 
 def _merged(subject: Subject) -> MergedSide:

@@ -57,6 +57,7 @@ MISSING = "missing from the checkpoint"
 LOST_BY_A_TIE = "a trained weight was lost: loading ties it to another"
 UNKNOWN = "in neither the base nor the adapter"
 WRONG_SHAPE = "another shape than the base's"
+WRONG_DTYPE = "numbers of another kind than the base's"
 
 
 Told = Callable[[int, int], object]
@@ -335,8 +336,13 @@ class _Measuring:
                 shapes = f"{tuple(found.shape)}, expected {tuple(after.shape)}"
                 self.wrong[fqn] = WRONG_SHAPE, shapes
                 continue
+            if found.is_floating_point() != after.is_floating_point():
+                dtypes = f"{found.dtype}, expected {after.dtype}"
+                self.wrong[fqn] = WRONG_DTYPE, dtypes
+                continue
             if not after.is_floating_point():
-                if not torch.equal(materialize(found), materialize(after)):
+                expected = materialize(after)
+                if not torch.equal(materialize(found).to(expected.dtype), expected):
                     self.wrong[fqn] = CHANGED, ""
                 continue
             yield self._compared(fqn, found, after)

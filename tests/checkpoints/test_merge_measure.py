@@ -193,6 +193,10 @@ def without_a_tensor(run: Run, tensors: Tensors) -> None:
     del tensors[run.adapted[0]]
 
 
+def in_integers(run: Run, tensors: Tensors) -> None:
+    tensors[run.adapted[0]] = tensors[run.adapted[0]].to(torch.int8)
+
+
 def with_the_adapter_beside(run: Run, tensors: Tensors) -> None:
     tensors["base_model.model.lora_A.weight"] = torch.ones(4, 4)
 
@@ -212,6 +216,7 @@ BROKEN: dict[str, tuple[Callable[[Run, Tensors], None], str]] = {
     "not finite": (with_a_nan, "not finite"),
     "a norm changed": (with_another_norm, "changed, though no adapter touches it"),
     "a tensor missing": (without_a_tensor, "missing from the checkpoint"),
+    "integers": (in_integers, "numbers of another kind than the base's"),
     "a tensor too many": (with_the_adapter_beside, "in neither the base nor the adapter"),
 }
 
@@ -371,6 +376,17 @@ def test_requantized_weights_say_what_is_left(merges: Callable[[str], Run], tmp_
     assert report.merge.kept < 0.5
     assert f"{report.merge.kept:.0%} of the delta survived" in finding.evidence
     assert {one.bits for one in report.merge.tensors.values()} == {8}
+
+
+def test_a_quantized_merge_that_cannot_be_loaded_is_a_finding(merges: Callable[[str], Run], tmp_path: Path) -> None:
+    run = merges("llama")
+    zoo.load("llama").save_pretrained(tmp_path / "merged")
+    tensors = tensors_of(tmp_path / "merged")
+    stored = {fqn: tensor for fqn, tensor in tensors.items() if not fqn.endswith("q_proj.weight.absmax")}
+    save_file(stored, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})
+    report = run.examine(tmp_path / "merged")
+    assert report.merge is None
+    assert "the merged checkpoint cannot be loaded" in [finding.what for finding in report.findings]
 
 
 # ----------------------------------------------------------------------------------------------------
