@@ -104,7 +104,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prepared.manifest().save(place / "run" / "kbitwrap.json")
     for folder in ("run", "adapter"):
         peft_model.save_pretrained(place / folder)
-    prepared.export(place / "merged", merge_adapters=True, model=peft_model)
+    prepared.export(place / "merged-model", merge_adapters=True, model=peft_model)
     prepared.restore()
     peft_model.merge_and_unload().save_pretrained(place / "merged-4bit")
     return place

@@ -25,7 +25,13 @@ from ..model.wrappers import canonical_fqn
 from ..reports import first_of
 from ..tensors.dtypes import find_dtype
 from .adapters import SavedAdapter, with_adapter
-from .reader import SKIPPED_LAYERS, recorded_quantization, recorded_shapes
+from .reader import (
+    SKIPPED_LAYERS,
+    load_manifest,
+    recorded_quantization,
+    recorded_shapes,
+    saved_manifest,
+)
 
 # The classes of tasks whose head is not the base's own.
 _TASKS = {
@@ -119,11 +125,13 @@ def _is_comparable(manifest: Manifest, settings: dict[str, Any] | None) -> bool:
     return settings is None or QUANTIZATION not in manifest.unknown
 
 
-def named_base(saved: SavedAdapter, manifest: Manifest | None) -> str:
+def named_base(saved: SavedAdapter, manifest: Manifest | StrPath | None) -> str:
     """The base that an adapter's config names, or else its manifest; `ConfigError` where neither does."""
     name = saved.config.get("base_model_name_or_path")
-    if not name and manifest is not None:
-        name = manifest.model.name_or_path
+    if not name:
+        given = None if manifest is None else load_manifest(manifest)
+        record = given or saved_manifest(saved.folder)
+        name = None if record is None else record.model.name_or_path
     if not isinstance(name, str) or not name:
         raise ConfigError(
             f"the config of {saved.name} does not name its base (base_model_name_or_path): give the base that was "

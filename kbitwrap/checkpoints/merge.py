@@ -137,9 +137,8 @@ def merge_checkpoint(
     start = time.perf_counter()
     folder = Path(adapter)
     saved = read_adapter(folder)
-    record = saved_manifest(folder) if manifest is None else load_manifest(manifest)
     if base is None:
-        base = named_base(saved, record)
+        base = named_base(saved, manifest)
     # refuses an invalid size before anything is computed
     split_into_files({}, max_shard_size)
     if device is None:
@@ -154,6 +153,7 @@ def merge_checkpoint(
         owns=lambda found: is_of_a_model(found) or _is_card(found),
     )
     with torch.random.fork_rng(devices=[]), writing as writer:  # loading draws numbers
+        record = saved_manifest(folder) if manifest is None else load_manifest(manifest)
         trained = load_base(
             base,
             saved,

@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 
 from kbitwrap import (
     ConfigError,
-    ExportError,
     KbitPreparedModel,
     Manifest,
     ManifestError,
@@ -27,9 +26,7 @@ from kbitwrap import (
     convert_checkpoint,
     inspect_checkpoint,
 )
-from kbitwrap.checkpoints.reader import open_checkpoint
 from kbitwrap.tensors.dtypes import SAFETENSORS_DTYPES
-from kbitwrap.tensors.lazy import materialize
 from support import forks, zoo
 from support.files import tensors_of
 from support.thorough import each_once, few
@@ -369,25 +366,6 @@ def test_values_are_rounded_once_and_special_ones_stay(tmp_path: Path) -> None:
     found = tensors_of(tmp_path / "out")["a"]
     assert torch.equal(found.view(torch.int16), values.to(torch.bfloat16).view(torch.int16))
     assert found[:2].tolist() == [1.0, 1.0078125]  # ties to even, and what is above a tie up
-
-
-@pytest.mark.parametrize("shape", [(3, 700_001), (0, 2), ()])
-def test_a_stored_tensor_is_read_when_it_is_asked_for(shape: tuple[int, ...], tmp_path: Path) -> None:
-    values = torch.rand(shape)
-    source = checkpoint(tmp_path / "in", {"before": torch.ones(3), "a": values})
-    stored = open_checkpoint(source).tensors["a"]
-    for dtype in (None, torch.bfloat16):
-        found = materialize(stored.lazy(dtype))
-        assert found.dtype == (dtype or torch.float32)
-        assert torch.equal(found, values.to(found.dtype))
-
-
-def test_a_value_too_large_for_float16_is_refused(tmp_path: Path) -> None:
-    source = checkpoint(tmp_path / "in", {"a": torch.tensor([1.0, float("inf")]), "b.c": torch.tensor([1.0, 7e4])})
-    with pytest.raises(ExportError, match=r"b\.c: a value is too large for torch.float16") as error:
-        convert_checkpoint(source, tmp_path / "out", dtype="float16")
-    assert error.value.fqn == "b.c"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 
 
 @pytest.mark.parametrize("dtype", sorted({*SAFETENSORS_DTYPES.values()} & {*LIBRARY_SIZES} - {torch.float32}, key=str))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kbitwrap import ConfigError, convert_checkpoint, inspect_checkpoint
+from kbitwrap import ConfigError, ExportError, convert_checkpoint, inspect_checkpoint
 
 # ----------------------------------------------------------------------------------------------------
 # What is cast, and what is not.
@@ -163,3 +163,11 @@ def test_a_pipe_in_the_place_of_an_index_is_refused_and_not_waited_for(tmp_path:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+def test_a_value_too_large_for_float16_is_refused(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "in", {"a": torch.tensor([1.0, float("inf")]), "b.c": torch.tensor([1.0, 7e4])})
+    with pytest.raises(ExportError, match=r"b\.c: a value is too large for torch.float16") as error:
+        convert_checkpoint(source, tmp_path / "out", dtype="float16")
+    assert error.value.fqn == "b.c"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]

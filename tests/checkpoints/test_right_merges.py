@@ -6,12 +6,13 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
 from peft import PeftModel, get_peft_model
 
-from kbitwrap import DoctorReport, KbitPreparedModel, doctor
+from kbitwrap import DoctorReport, KbitPreparedModel, doctor, merge_checkpoint
 from support import zoo
 from support.merging import jitter
 from support.thorough import few
@@ -58,3 +59,44 @@ def test_right_merges_of_an_architecture_have_no_finding(name: str, quant: str, 
         folder = str(dtype)
         PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().save_pretrained(tmp_path / folder)
         examine(folder)
+
+
+LLAMA = ["q_proj", "v_proj"]
+METHODS: dict[str, Any] = {
+    "adalora": peft.AdaLoraConfig(init_r=6, total_step=10, target_modules=LLAMA),
+    "dora": peft.LoraConfig(r=4, use_dora=True, target_modules=LLAMA),
+    "ia3": peft.IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "loha": peft.LoHaConfig(r=4, target_modules=["q_proj"]),
+    "lokr": peft.LoKrConfig(r=4, target_modules=["q_proj"]),
+    "oft": peft.OFTConfig(oft_block_size=8, target_modules=["q_proj"]),
+    "rslora": peft.LoraConfig(r=4, use_rslora=True, target_modules=LLAMA),
+    "tokens": peft.LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[3, 4]),
+    "vera": peft.VeraConfig(r=4, target_modules=LLAMA),
+    "with a head": peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    "with embeddings": peft.LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"]),
+}
+
+
+@pytest.mark.parametrize("dtype", few([torch.bfloat16, torch.float16, torch.float32], [torch.bfloat16]))
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning")
+def test_every_method_that_peft_merges_is_measured(method: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model_class = transformers.LlamaForCausalLM
+    base = model_class.from_pretrained(zoo.checkpoint("llama"), dtype=torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
+    torch.manual_seed(0)
+    adapted = get_peft_model(base, METHODS[method])
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if parameter.requires_grad:
+                scale = 0.5 if "lora_E" in name else 0.02  # the singular values of AdaLoRA
+                parameter += (scale * torch.randn(parameter.shape)).to(parameter.dtype)
+    adapted.save_pretrained(tmp_path / "adapter")
+    merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours", quantization_config=False)
+    again = PeftModel.from_pretrained(model_class.from_pretrained(tmp_path / "base", dtype=dtype), tmp_path / "adapter")
+    again.merge_and_unload().save_pretrained(tmp_path / "peft")
+    for merged in ("ours", "peft"):
+        report = doctor(
+            tmp_path / merged, base=tmp_path / "base", adapter=tmp_path / "adapter", quantization_config=False
+        )
+        assert assert_right(report) == "trained"
