@@ -52,12 +52,18 @@ class SavedAdapter:
 
     @property
     def held(self) -> set[str]:
-        """The canonical names of its tensors; that of a copy of a base's tensor is that tensor's."""
+        """The canonical names of its tensors.
+
+        That of a copy of a base's tensor is that tensor's.
+        """
         return {canonical_fqn(name) for name in self.tensors}
 
 
 def read_adapter(folder: Path) -> SavedAdapter:
-    """Read the headers of an adapter; `ConfigError` where it is damaged, or says what PEFT does not know."""
+    """Read the headers of an adapter.
+
+    Raise `ConfigError` where it is damaged, or says what PEFT does not know.
+    """
     file = adapter_file(folder)
     path = folder / "adapter_config.json"
     if file is None or not path.is_file():
@@ -82,6 +88,7 @@ def _refuse_large_ranks(saved: SavedAdapter) -> None:
     sizes = [_MOST_RANKS]
     for stored in saved.tensors.values():
         sizes += stored.shape
+
     largest = max(sizes)
 
     for rank in ranks:
@@ -92,7 +99,10 @@ def _refuse_large_ranks(saved: SavedAdapter) -> None:
 
 
 def _refuse_unknown_keys(saved: SavedAdapter) -> None:
-    """Name what the installed PEFT would pass over; raise where it may change what the adapter computes."""
+    """Name what the installed PEFT would pass over.
+
+    Raise where it may change what the adapter computes.
+    """
     import peft
 
     peft_type = str(saved.config.get("peft_type"))
@@ -116,6 +126,7 @@ def _refuse_unknown_keys(saved: SavedAdapter) -> None:
             f"depend on it ({first_of(said)}): install the PEFT that wrote it "
             f"({shown(saved.config.get('peft_version'))}), or take out what is only a note"
         )
+
     if unknown:
         warnings.warn(
             f"the config of {saved.name} has keys without a value that PEFT {peft.__version__} does not know: "
@@ -126,7 +137,10 @@ def _refuse_unknown_keys(saved: SavedAdapter) -> None:
 
 
 def _layout_of(saved: SavedAdapter, parameter: str) -> str:
-    """How the columns of ``lora_B`` lie for a stack of experts; `ConfigError` where it is a way that is not known."""
+    """How the columns of ``lora_B`` lie for a stack of experts.
+
+    Raise `ConfigError` where it is a way that is not known.
+    """
     detail: Any = saved.config.get(_DETAIL) or {}
     try:
         fields = detail.get("parameters", {}).get(parameter, saved.config)
@@ -149,7 +163,10 @@ def _layout_of(saved: SavedAdapter, parameter: str) -> str:
 
 
 def with_adapter(model: nn.Module, saved: SavedAdapter) -> nn.Module:
-    """The model with the adapter on it; every tensor saved has its place there, and every place its tensor."""
+    """The model with the adapter on it.
+
+    Every tensor saved has its place there, and every place its tensor.
+    """
     from peft import PeftModel, get_peft_model_state_dict
 
     known = set(model.state_dict())
@@ -246,4 +263,5 @@ def _exchanges(version: Any, is_transposed: bool) -> bool:
     numbers = [int(text) for text in re.findall(r"\d+", str(version))[:3]]
     if numbers < [0, 19, 0]:
         return False
+
     return is_transposed == (numbers == [0, 19, 0])

@@ -106,6 +106,7 @@ def load_base(
     trained = TrainedBase(os.fspath(source), model, unknown)
     if manifest is not None and _is_comparable(manifest, settings):
         check_base(manifest, trained)
+
     return trained
 
 
@@ -126,17 +127,22 @@ def _is_comparable(manifest: Manifest, settings: dict[str, Any] | None) -> bool:
 
 
 def named_base(saved: SavedAdapter, manifest: Manifest | StrPath | None) -> str:
-    """The base that an adapter's config names, or else its manifest; `ConfigError` where neither does."""
+    """The base that an adapter's config names, or else its manifest.
+
+    Raise `ConfigError` where neither does.
+    """
     name = saved.config.get("base_model_name_or_path")
     if not name:
         given = None if manifest is None else load_manifest(manifest)
         record = given or saved_manifest(saved.folder)
         name = None if record is None else record.model.name_or_path
+
     if not isinstance(name, str) or not name:
         raise ConfigError(
             f"the config of {saved.name} does not name its base (base_model_name_or_path): give the base that was "
             "trained on"
         )
+
     return name
 
 
@@ -149,9 +155,13 @@ def own_quantization(source: StrPath, trust_remote_code: bool = False) -> Any:
 def _quantization(
     source: StrPath, config: Any, given: Any, manifest: Manifest | None
 ) -> dict[str, Any] | None:
-    """The quantization config to load a base with; ``None`` where it has its own, or none."""
+    """The quantization config to load a base with.
+
+    ``None`` where it has its own, or none.
+    """
     if hasattr(given, "to_dict"):
         given = given.to_dict()
+
     if given not in (None, False) and not isinstance(given, dict):
         raise ConfigError(
             "quantization_config: expected a config of transformers such as BitsAndBytesConfig, False for none, or "
@@ -162,8 +172,10 @@ def _quantization(
     if own is not None:  # loading takes this one, whatever else is given
         _refuse_other_quantization(source, own, given)
         return None
+
     if given is not None:
         return given or None
+
     if manifest is None or QUANTIZATION in manifest.unknown:
         raise ConfigError(
             f"it is not known how the base {os.fspath(source)!r} was quantized in training: its config says nothing; "
@@ -222,7 +234,10 @@ def check_base(manifest: Manifest, base: TrainedBase) -> None:
 
 
 def adapted_base(base: TrainedBase, saved: SavedAdapter) -> nn.Module:
-    """The base with the adapter on it, which holds what the base's files lack; else `ConfigError`."""
+    """The base with the adapter on it, which holds what the base's files lack.
+
+    `ConfigError` is raised otherwise.
+    """
     missing = {fqn for fqn, start in base.unknown.items() if start == 0}
     absent = sorted(missing - saved.held)
     if absent:
@@ -284,6 +299,7 @@ def _class_name(
     if manifest is not None:
         recorded = manifest.model.class_name
         return recorded if hasattr(transformers, recorded) else None
+
     if saved is None:
         return None
 
@@ -327,7 +343,10 @@ def _skipping(
 
 
 def _resize(model: Any, shapes: _Shapes) -> dict[str, int]:
-    """Resize the vocabulary as the run did; return the parameters that got rows, and the first of these."""
+    """Resize the vocabulary as the run did.
+
+    Return the parameters that got rows, and the first of these.
+    """
     layers = _vocabulary(model)
     sizes = {len(parameter) for parameter in layers.values()}
     wanted = set()
@@ -369,4 +388,5 @@ def _vocabulary(model: Any) -> dict[str, nn.Parameter]:
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         if parameter in held and not is_quantized_parameter(parameter):
             found[fqn] = parameter
+
     return found

@@ -61,10 +61,13 @@ def is_right(figures: Figures) -> bool:
     """Whether a tensor is what a merge gives: rounded, on the trained or the original weights."""
     if not figures.is_finite:
         return False
+
     if not all(is_right(matrix) for matrix in figures.matrices):
         return False
+
     if figures.base_codes >= _OF_BASE_CODES:
         return figures.likelier is None
+
     return any(_explains(against, figures) for against in figures.references)
 
 
@@ -79,12 +82,15 @@ def _explains(against: Against, figures: Figures) -> bool:
         difference = abs(against.kept(delta) - 1)
         is_kept = difference <= _OF_KEPT + _DEVIATIONS_OF_CODES * deviation
         return is_kept and figures.dtype != torch.uint8
+
     allowed = _ROUNDINGS * math.sqrt(against.rounding)
     allowed += _OF_DELTA * math.sqrt(delta) + _OF_FLOAT32 * math.sqrt(against.size)
     if math.sqrt(against.off) > allowed:
         return False
+
     if not delta:
         return True
+
     deviation = math.sqrt(against.rounding / num_elements / delta)
     # Between what rounding to the coarser dtype keeps, and all of it.
     by_rounding = against.kept_by_rounding(delta)
@@ -104,6 +110,7 @@ def is_lost(figures: Sequence[Figures]) -> bool:
         kept += part * against.kept(one.delta)
         of_one = against.off / math.prod(one.shape) / one.delta
         variance += part**2 * of_one
+
     allowed = _OF_KEPT + _DEVIATIONS_OF_CODES * math.sqrt(variance)
     return bool(figures) and abs(kept - 1) > allowed
 
@@ -130,6 +137,7 @@ class Causes:
         self._by_shape: defaultdict[tuple[int, ...], list[Figures]] = defaultdict(list)
         for one in figures:
             self._by_shape[one.shape[-2:]].append(one)
+
         self._alike: dict[tuple[int, ...], _Matrices] = {}
         self._num_searches = 0
 
@@ -137,34 +145,44 @@ class Causes:
         """The cause of a wrong tensor, and the evidence."""
         if not figures.is_finite:
             return NOT_FINITE, ""
+
         of_some = self._of_some(figures)
         if of_some is not None:
             return of_some
+
         of_scale = self._of_scale(figures) if figures.delta else None
         if of_scale is not None and of_scale[0] != SCALED:
             return of_scale
+
         held = self._held(figures)
         if held:
             return EXCHANGED, f"it holds {held}"
+
         if of_scale is not None:
             return of_scale
+
         if _is_transposed(figures):
             return TRANSPOSED, ""
+
         nearest = figures.nearest
         part = math.sqrt(nearest.off / nearest.size) if nearest.size else math.inf
         evidence = f"it differs by {part:.1%} of the base" if nearest.size else ""
         if figures.fqn in self._copies:
             cause = ANOTHER_ADAPTER if figures.delta else DROPPED_COPY
             return cause, evidence
+
         if not figures.delta:
             is_all = len(figures.shape) > 1 and part >= _MOST_OF_BASE
             return (ANOTHER_BASE if is_all else CHANGED), evidence
+
         if figures.is_quantized and part < 1:
             is_4_bit = figures.dtype == torch.uint8
             return (REQUANTIZED_TO_4_BITS if is_4_bit else REQUANTIZED), ""
+
         has_delta = abs(nearest.kept(figures.delta) - 1) <= _OF_KEPT
         if not has_delta and self._is_an_adapters(figures):
             return ANOTHER_ADAPTER, evidence
+
         return ANOTHER_BASE, evidence
 
     def _of_some(self, figures: Figures) -> tuple[str, str] | None:
@@ -177,37 +195,48 @@ class Causes:
             if told is None:
                 return None
             names.setdefault(told[0], []).append(matrix.fqn)
+
         is_whole = sum(map(len, names.values())) == len(figures.matrices)
         if is_whole or len(names) != 1:
             return None
+
         [(cause, those)] = names.items()
         return cause, f"in {first_of(those)}"
 
     def _of_scale(self, figures: Figures) -> tuple[str, str] | None:
-        """The cause of a tensor that holds a multiple of its delta; ``None`` of another."""
+        """The cause of a tensor that holds a multiple of its delta.
+
+        ``None`` of another.
+        """
         delta = figures.delta
         no_delta = NO_DELTA, ""
         if figures.fqn in self._copies:
             no_delta = DROPPED_COPY, "it holds the base's values"
         elif figures.original is not None and figures.original.is_same:
             no_delta = UNCHANGED, ""
+
         if any(against.is_same for against in figures.references):
             return no_delta
+
         if figures.likelier is not None:
             return no_delta if not figures.likelier else (_SCALES[figures.likelier], "")
+
         against = min(figures.references, key=lambda one: one.aside(delta))
         kept = against.kept(delta)
         allowed = _ROUNDINGS * math.sqrt(against.rounding)
         allowed += _OF_SCALE * max(abs(kept), 1.0) * math.sqrt(delta)
         if figures.is_quantized or against.aside(delta) > allowed:
             return None
+
         if abs(kept) <= _OF_SCALE:
             return no_delta
+
         # what rounding takes of a scale too
         lost = min(abs(against.kept_by_rounding(delta) - 1), _MOST_LOST)
         for scale, cause in _SCALES.items():
             if abs(kept - scale) <= _OF_SCALE * abs(scale) + lost:
                 return cause, ""
+
         return SCALED, f"{kept:.2f} times"
 
     def _held(self, figures: Figures) -> str:
@@ -215,6 +244,7 @@ class Causes:
         shape = figures.shape[-2:]
         if shape not in self._alike:
             self._alike[shape] = _Matrices(self._by_shape[shape])
+
         alike = self._alike[shape]
         for own in alike.of(figures):
             if own.is_right or self._num_searches == _MOST_SEARCHES:
@@ -223,12 +253,14 @@ class Causes:
             held = alike.held_by(own)
             if held:
                 return held
+
         return ""
 
     def _is_an_adapters(self, figures: Figures) -> bool:
         """Whether the change is of a rank that adapters have, and not of a full one."""
         if len(figures.shape) < 2:
             return False
+
         energies = torch.linalg.svdvals(self._change_of(figures)).square()
         few = max(len(energies) // 2, 1)
         return float(energies[:few].sum()) >= _OF_LOW_RANK * float(energies.sum())
@@ -258,8 +290,10 @@ class _Matrix:
         """Whether it shows what it should."""
         if bool(_distances(self.found, self.after[None]) > _ALIKE):
             return False
+
         if not self.delta.any():
             return True
+
         along = self.delta @ self.change
         return bool(along > _ALIGNED * self.delta.norm() * self.change.norm())
 
@@ -308,6 +342,7 @@ class _Matrices:
                 return f"the values of {other.name}"
             if has_delta[place]:
                 return f"the delta of {other.name}"
+
         return ""
 
 
@@ -321,6 +356,7 @@ def _matrices(figures: Figures) -> list[_Matrix]:
     for index, (own, after, trained) in enumerate(zip(*rows, strict=True)):
         name = figures.fqn if number == 1 else f"{figures.fqn}[{index}]"
         found.append(_Matrix(name, own, after, trained))
+
     return found
 
 
@@ -335,11 +371,13 @@ def _is_transposed(figures: Figures) -> bool:
     """Whether square matrices, or the deltas in them, lie transposed."""
     if len(figures.shape) < 2 or figures.shape[-1] != figures.shape[-2]:
         return False
+
     grid = grid_shape(figures.shape)
     sample = figures.sample
     turned = sample.found.view(grid).mT.reshape(-1)
     if bool(_distances(turned, sample.after[None]) <= _ALIKE):
         return True
+
     change = nn.functional.normalize(sample.found - sample.trained, dim=0)
     delta = (sample.after - sample.trained).view(grid).mT.reshape(-1)
     return bool(change @ nn.functional.normalize(delta, dim=0) >= _ALIGNED)
@@ -350,4 +388,5 @@ def by_cause(found: Mapping[str, tuple[str, str]]) -> dict[str, list[tuple[str, 
     causes: dict[str, list[tuple[str, str]]] = {}
     for fqn, (cause, evidence) in found.items():
         causes.setdefault(cause, []).append((fqn, evidence))
+
     return causes

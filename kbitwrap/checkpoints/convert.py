@@ -151,10 +151,14 @@ def convert_checkpoint(
 
 
 def _as_safetensors(checkpoint: SavedCheckpoint) -> dict[str, list[str]]:
-    """The names of the tensors in each file; those of ``torch.save`` become safetensors files."""
+    """The names of the tensors in each file.
+
+    Those of ``torch.save`` become safetensors files.
+    """
     files: dict[str, list[str]] = {_file_name(old): [] for old in checkpoint.files}
     for name, stored in checkpoint.tensors.items():
         files[_file_name(stored.path.name)].append(name)
+
     return files
 
 
@@ -168,6 +172,7 @@ def _is_replaced(
     """Whether overwriting replaces a file: one of a model, or one that was copied from the same checkpoint."""
     if found.name in written:
         return True
+
     if checkpoint.path.is_file():
         return False
 
@@ -193,10 +198,12 @@ def _casts(
         raise ConfigError(
             "expected at most one source of dtypes: a manifest, a reference or a dtype"
         )
+
     if manifest is not None:
         record = load_manifest(manifest)
         originals = _recorded(checkpoint, record)
         return _casts_to(checkpoint, originals, None), find_dtype(record.model.dtype)
+
     if like is not None:
         return _casts_by_reference(checkpoint, Path(like))
 
@@ -223,6 +230,7 @@ def _casts_by_reference(
     config_path = path / _CONFIG
     if os.path.isdir(path) and not has_weights(path) and config_path.is_file():
         path = config_path
+
     if path.suffix == ".json":
         reference = SavedCheckpoint(path, path.parent, [], {}, None, read_json(path))
     else:
@@ -262,19 +270,27 @@ def _casts_to(
 
 
 def _original(name: str, originals: _Originals) -> Any:
-    """The original of a stored tensor, if it is known; a trained copy, which is not the base's, has none."""
+    """The original of a stored tensor, if it is known.
+
+    A trained copy, which is not the base's, has none.
+    """
     if is_trained_copy(name):
         return None
+
     # Prompt learning puts the model itself at `base_model`.
     for full in (name, name.removeprefix("base_model.")):
         fqn = canonical_fqn(full)
         if fqn in originals:
             return originals[fqn]
+
     return None
 
 
 def _loaded(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> _Originals:
-    """The tensors of the model that the config describes, as loaded in a dtype; none where it is not known."""
+    """The tensors of the model that the config describes, as loaded in a dtype.
+
+    None where it is not known.
+    """
     model = checkpoint.meta_model(dtype)
     if model is None:
         return {}
@@ -288,7 +304,10 @@ def _loaded(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> _Originals:
 
 
 def _recorded(checkpoint: SavedCheckpoint, manifest: Manifest) -> _Originals:
-    """The tensors that a manifest records; raises where a checkpoint is not of its model."""
+    """The tensors that a manifest records.
+
+    Raises where a checkpoint is not of its model.
+    """
     recorded = {
         fqn: _meta_tensor(record.shape, parse_dtype(record.original_dtype))
         for fqn, record in manifest.tensors.items()
@@ -364,7 +383,10 @@ def _write_config(
 
 
 def _copy_rest(checkpoint: SavedCheckpoint, target: Path) -> None:
-    """Copy every file that holds no weights; a link that leads out of the checkpoint is refused."""
+    """Copy every file that holds no weights.
+
+    A link that leads out of the checkpoint is refused.
+    """
     home = checkpoint.folder
     weights = [home / file for file in checkpoint.files]
     if checkpoint.index is not None:
@@ -392,6 +414,7 @@ def _refuse_link(path: Path, folder: Path) -> None:
         raise ConfigError(
             f"{path}: is a link that leads out of the checkpoint; put a copy in its place, or remove it"
         )
+
     if path.is_symlink() and path.is_dir():
         raise ConfigError(
             f"{path}: links to a folder; put a copy in its place, or remove it"

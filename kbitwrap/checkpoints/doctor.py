@@ -121,5 +121,6 @@ def _examine(
     examination.make(checks, subject, subject.where)
     for adapter in subject.adapters:
         examination.make(of_an_adapter, adapter, adapter.where)
+
     if subject.base is not None:
         examination.make(_OF_A_BASE, subject.base, subject.where)

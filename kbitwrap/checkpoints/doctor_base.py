@@ -96,6 +96,7 @@ def drift(live: LiveModel) -> Result | None:
     """
     if live.preparation is None and not live.adapters:
         return None
+
     if live.preparation is None:
         return not_measured(
             "whether the base has the values that it was loaded with",
@@ -124,12 +125,14 @@ def dtypes(base: Base) -> Result | None:
     """Whether a preparation left float32 where the architecture loads half."""
     if base.left is None:
         return None
+
     if base.left:
         return fault(
             "float32 was left by a preparation",
             shown(base.left),
             "`kbitwrap convert` gives a checkpoint its dtypes back",
         )
+
     if not base.is_all_float32:
         return fine("no float32 that the architecture does not load")
 
@@ -183,6 +186,7 @@ def _came_apart(names: Sequence[str], tensors: Tensors) -> bool:
     found = [tensors[fqn] for fqn in names if fqn in tensors]
     if all(tensor is found[0] for tensor in found):  # what is one is not read
         return False
+
     contents = {(tensor.dtype, content_digest(materialize(tensor))) for tensor in found}
     return len(contents) > 1
 
@@ -195,6 +199,7 @@ def experts(base: Base) -> Result | None:
     matrices = _unquantized(base)
     if matrices is None:
         return None
+
     if any("expert" in key for key in _skip_list(base)):
         matrices = []
 
@@ -221,7 +226,10 @@ def layers(base: Base) -> Result | None:
 
 
 def _unquantized(base: Base) -> list[str] | None:
-    """The matrices that are not quantized, nor skipped by name; ``None`` where nothing should be quantized."""
+    """The matrices that are not quantized, nor skipped by name.
+
+    ``None`` where nothing should be quantized.
+    """
     if not base.is_quantized or not base.quantization.casts:
         return None
 

@@ -31,6 +31,7 @@ def measure(
     given, where = subject.given, subject.where
     if given.adapter is None:
         return None
+
     if subject.base is None:
         if not isinstance(subject, Folder) or not subject.damaged:
             needed = (
@@ -38,6 +39,7 @@ def measure(
             )
             examination.add(_NAME, where, not_measured(_WHAT, needed))
         return None
+
     if not given.tells_merge:
         needed = "give the folder or the name of the base too (base, --base)"
         examination.add(_NAME, where, not_measured(_WHAT, needed))
@@ -58,12 +60,14 @@ def measure(
                 f"nothing records it, so the base was taken as it is; {_GIVE}",
             )
             examination.add(_NAME, where, unknown)
+
     try:
         merged = _merged(subject)
     except ConfigError as error:
         what = "the merged checkpoint cannot be loaded"
         examination.add(_NAME, where, fault(what, str(error), _REMEDY))
         return None
+
     try:
         found = _measure(merged, given, quantization, manifest, progress)
     except ManifestMismatchError as error:
@@ -77,8 +81,10 @@ def measure(
 
     for one in found.faults:
         examination.add(_NAME, where, fault(one.cause, one.told, remedy))
+
     if not found.faults:
         examination.add(_NAME, where, fine(str(found)))
+
     return found
 
 
@@ -88,6 +94,7 @@ def _quantization_of(subject: Subject) -> Any:
         model, _ = unwrap(subject.tree.model)
         config: Any = getattr(model, "config", None)
         return getattr(config, "quantization_config", None)
+
     content = open_checkpoint(Path(subject.where)).config
     return content.get("quantization_config")
 

@@ -146,6 +146,7 @@ class Examination:
             evidence = result.what
         elif result.outcome == NOT_MEASURED:
             self._not_measured.append(f"{result.what}: {evidence}")
+
         self._looked_at.append(Examined(name, where, result.outcome, evidence))
 
     def report(self, subject: str, merge: MergeMeasure | None) -> DoctorReport:

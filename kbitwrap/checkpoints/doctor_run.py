@@ -73,6 +73,7 @@ def adapter_values(adapter: Adapter) -> Result:
     empty = [name for name, tensor in tensors if tensor.numel() == 0]
     if empty:
         without = f"tensors without elements: {shown(empty)}"
+
     if empty or not tensors:
         return fault(
             "an adapter holds no values",
@@ -111,6 +112,7 @@ def adapter_dtypes(adapter: Adapter) -> Result | None:
 
     if adapter.trained and adapter.trained.isdisjoint(dtypes):
         others = list(tensors)
+
     if others:
         return fault(
             "an adapter has another dtype than in training",
@@ -139,6 +141,7 @@ def lora_b(subject: Subject) -> Result | None:
     outer = [(name, tensor) for name, tensor in tensors if _ZERO_AT_FIRST.search(name)]
     if not outer:
         return None
+
     if any(materialize(tensor).any() for _, tensor in outer):
         return fine(f"not all of {len(outer)} are zero")
 
@@ -165,6 +168,7 @@ def newest_checkpoint(folder: Folder) -> Result | None:
     numbered = numbered_folders(folder.path)
     if not numbered:
         return None
+
     return fine(f"{numbered[-1]}, of {len(numbered)}")
 
 
@@ -172,10 +176,13 @@ def files(folder: Folder) -> Result | None:
     """Whether the files of adapters, weights and configs can be read."""
     if folder.damaged:
         return _interrupted(folder, "; ".join(folder.damaged))
+
     if folder.adapters or folder.base is not None:
         return fine("adapters, weights and configs can be read")
+
     if folder.is_numbered and not _has_optimizer(folder):
         return _interrupted(folder, "there is neither an adapter nor a model")
+
     return None
 
 
@@ -184,6 +191,7 @@ def _interrupted(folder: Folder, evidence: str) -> Result:
     remedy = "there is none before it: save it again"
     if before is not None:
         remedy = f"take the checkpoint before it: {before}"
+
     return fault("a save was interrupted, or a file was damaged", evidence, remedy)
 
 
@@ -197,8 +205,10 @@ def optimizer(folder: Folder) -> Result | None:
     found = folder.optimizer
     if found is not None:
         return _states(folder, found)
+
     if not folder.is_numbered:
         return None
+
     if _has_optimizer(folder):
         return not_measured(_WHAT_WAS_TRAINED, "it was saved in shards")
 

@@ -75,7 +75,10 @@ class Given:
 
     @functools.cached_property
     def model(self) -> Any:
-        """The base, without weights where it is named; ``None`` where none was given."""
+        """The base, without weights where it is named.
+
+        ``None`` where none was given.
+        """
         if self.base is None or isinstance(self.base, nn.Module):
             return self.base
         return meta_model(self.base)
@@ -197,18 +200,22 @@ class Folder(Subject):
         shapes: dict[str, Sequence[int]] = {}
         if self.manifest is not None:
             shapes.update(recorded_shapes(self.manifest))
+
         saved = tensors_of(self.adapters)
         if self.base is not None:
             saved += self.base.tensors.items()
+
         for name, tensor in saved:
             shapes[canonical_fqn(name)] = tensor.shape
 
         model = self.given.model if self.base is None else self.base.meta
         if model is not None:
             return _embedding_of(model, shapes)
+
         for fqn, shape in shapes.items():
             if fqn.endswith("embed_tokens.weight"):
                 return fqn, shape[0]
+
         return None
 
 
@@ -226,6 +233,7 @@ def _embedding_of(
             fqn = canonical_fqn(name)
             shape = shapes.get(fqn, parameter.shape)
             return fqn, shape[0]
+
     return None
 
 
@@ -247,6 +255,7 @@ def tensors_of(adapters: Iterable[Adapter]) -> list[tuple[str, torch.Tensor]]:
     found: list[tuple[str, torch.Tensor]] = []
     for adapter in adapters:
         found += adapter.tensors.items()
+
     return found
 
 
@@ -289,6 +298,7 @@ def numbered_folders(path: Path) -> list[Path]:
     """The checkpoints that a ``Trainer`` left in a folder, the newest last."""
     if not path.is_dir():
         return []
+
     found = [inside for inside in path.iterdir() if is_numbered(inside)]
     return sorted(found, key=lambda inside: int(inside.name.rpartition("-")[2]))
 
@@ -299,6 +309,7 @@ def checkpoint_before(path: Path) -> Path | None:
     if is_numbered(path):
         siblings = numbered_folders(path.parent)
         older = siblings[: siblings.index(path)]
+
     return older[-1] if older else None
 
 
@@ -347,6 +358,7 @@ def _adapter_files(folder: Path) -> dict[Path, Path]:
         file = adapter_file(place)
         if file is not None and (place == folder or not is_numbered(place)):
             files[place] = file
+
     return files
 
 
@@ -379,6 +391,7 @@ def _trained_dtypes(
         for fqn, record in manifest.adapters.items():
             if fqn.rpartition(".")[2] == name:
                 return frozenset(record.dtypes)
+
     if optimizer is None or not optimizer.is_torchs:
         return frozenset()
 
@@ -442,7 +455,10 @@ def _saved_sources(tensors: Mapping[str, StoredTensor]) -> _Sources:
 
 
 def walk_live(model: nn.Module, given: Given) -> LiveModel:
-    """Walk a live model, which is not changed; raise where its tensors cannot be read."""
+    """Walk a live model, which is not changed.
+
+    Raise where its tensors cannot be read.
+    """
     tree, preparation = Preparation.tree_of(model)
     refuse_unreadable(tree, allow_sharded=False)
     base = _live_base(tree, is_prepared=preparation is not None)
@@ -455,6 +471,7 @@ def walk_live(model: nn.Module, given: Given) -> LiveModel:
     adapters = []
     if own:
         adapters.append(Adapter(where, own, dtype_names(own.values())))
+
     return LiveModel(where, given, adapters, base, tree, preparation)
 
 
@@ -497,4 +514,5 @@ def _left_in_float32(plain: Tensors, meta: nn.Module) -> list[str]:
         is_float32 = fqn in plain and plain[fqn].dtype == torch.float32
         if is_float32 and loaded.dtype in HALF_DTYPES:
             left.append(fqn)
+
     return left

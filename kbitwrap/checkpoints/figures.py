@@ -45,7 +45,10 @@ class Against:
     def add(
         self, found: Tensor, before: Tensor, delta: Tensor, dtype: torch.dtype
     ) -> None:
-        """Add some values: of the merged tensor, the reference and the delta; ``dtype`` is rounded to."""
+        """Add some values: of the merged tensor, the reference and the delta.
+
+        ``dtype`` is rounded to.
+        """
         reference = before.float()
         expected = reference + delta
         off = found.float() - expected
@@ -226,9 +229,11 @@ def compare(
     parts = sample.split(len(sums)) if len(sums) > 1 else []
     for one in sums:
         total.include(one)
+
     for index, part in enumerate(parts):
         name = f"{fqn}[{index}]"
         matrices.append(figures(name, shape[-2:], sums[index], part))
+
     return figures(fqn, shape, total, sample, matrices)
 
 
@@ -289,8 +294,10 @@ def grid_of(shape: tuple[int, ...]) -> Tensor:
     """The flat positions of a sample of a tensor: an even grid of each of its matrices, or of its elements."""
     if not shape or 0 in shape:
         return torch.zeros(math.prod(shape), dtype=torch.int64)
+
     if len(shape) == 1:
         return _evenly(shape[0], _GRID * _GRID)
+
     *stacked, height, width = shape
     rows, columns = _evenly(height, _GRID), _evenly(width, _GRID)
     matrices = torch.arange(math.prod(stacked))
@@ -302,6 +309,7 @@ def grid_shape(shape: tuple[int, ...]) -> tuple[int, int, int]:
     """The number of a tensor's matrices, and the rows and columns of the grid of each."""
     if len(shape) < 2:
         return 1, 1, min(math.prod(shape), _GRID * _GRID)
+
     *stacked, height, width = shape
     return math.prod(stacked), min(height, _GRID), min(width, _GRID)
 

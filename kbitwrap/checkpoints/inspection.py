@@ -157,6 +157,7 @@ def _kind(name: str) -> str:
     for kind, pattern in _KINDS:
         if pattern.search(fqn):
             return kind
+
     return "other"
 
 

@@ -132,8 +132,10 @@ class MergeMeasure:
             num_more = sum(len(fault.fqns) for fault in self.faults) - 1
             more = f", and {num_more:,} more" if num_more else ""
             return f"not a merge: {worst.fqns[0]}: {worst.cause}{more}"
+
         if not self.tensors:
             return "a merge: the adapter adds nothing, and neither does the checkpoint"
+
         base = _TOLD_ONTO.get(self.onto, "")
         return f"a merge: {self.kept:.1%} of what the adapter learned, {base}"
 
@@ -184,9 +186,11 @@ def measure_merge(
         wrong |= {
             one.fqn: (REQUANTIZED, "") for one in in_codes if one.fqn not in wrong
         }
+
     for fqn, partner in measuring.tied.items():
         if fqn in wrong:
             wrong[fqn] = LOST_BY_A_TIE, f"it is {partner} now"
+
     wrong |= measuring.wrong
     return _total(figures, wrong)
 
@@ -203,8 +207,10 @@ def _total(
         part = one.delta / delta
         kept += part * tensors[one.fqn].kept
         off += part * tensors[one.fqn].error ** 2
+
     if not adapted:
         kept = 1.0
+
     error = math.sqrt(off)
     faults = []
     for cause, found in by_cause(wrong).items():
@@ -215,6 +221,7 @@ def _total(
                 f"{kept:.0%} of the delta survived, with an error of {error:.0%} of it"
             )
         faults.append(MergeFault(cause, fqns, evidence))
+
     onto = _onto(adapted, wrong)
     return MergeMeasure(kept, error, onto, tensors, len(figures), tuple(faults))
 
@@ -222,6 +229,7 @@ def _total(
 def _of_tensor(figures: Figures) -> TensorMeasure:
     if not figures.is_finite:
         return TensorMeasure(0.0, 1.0, figures.num_bits)
+
     against = figures.nearest
     kept = against.kept(figures.delta)
     return TensorMeasure(kept, against.error(figures.delta), figures.num_bits)
@@ -237,6 +245,7 @@ def _onto(adapted: Sequence[Figures], wrong: Collection[str]) -> str:
         if one.fqn in wrong and one.nearest.off > _OF_OTHER**2 * one.nearest.size:
             onto = OTHER
         sizes[onto] += math.prod(one.shape)
+
     return max(sizes, key=sizes.__getitem__)
 
 
@@ -286,9 +295,11 @@ class _Measuring:
         fqns: dict[tuple[int, torch.Size], str] = {}
         for fqn, tensor in self.before.named.items():
             fqns.setdefault(_place(tensor), fqn)
+
         found = {fqn: fqn for fqn in self.before.named}
         for name, tensor in self.before.saved.items():
             found.setdefault(name, fqns.get(_place(tensor), name))
+
         return found
 
     @functools.cached_property
@@ -298,6 +309,7 @@ class _Measuring:
         for name, tensor in self._originals.items():
             if tensor.shape == self._known[name].shape:
                 found[self._names_in_model.get(name, name)] = tensor
+
         return found
 
     @functools.cached_property
@@ -364,20 +376,25 @@ class _Measuring:
         figures = comparing(None)
         if is_right(figures):
             return figures
+
         original = self._original(fqn, after)
         if not figures.delta and in_model in self.copies:
             return figures  # trained in place: the base's own value is not right
+
         if original is not None:
             figures = comparing(original)
             if layer is None or not figures.delta or is_right(figures):
                 return figures
             return self._onto_original(figures, found, original)
+
         if layer is None:
             return figures
+
         values = materialize(found).float()
         delta = materialize(after) - materialize(self._trained(fqn)).float()
         if is_transposed(layer):
             values, delta = values.mT, delta.mT
+
         return dataclasses.replace(
             figures,
             base_codes=share_of_codes(layer, values - delta),
@@ -401,6 +418,7 @@ class _Measuring:
         )
         if not is_right(again):
             return figures
+
         return dataclasses.replace(
             again, trained=figures.trained, original=again.trained
         )
@@ -419,17 +437,20 @@ class _Measuring:
         """The names that the base ties to one that is there, and loading does not tie to it."""
         if self.merged.ties is None:
             return set()
+
         untied = set()
         for group in self.after.ties:
             is_tied = any(set(group) <= set(tied) for tied in self.merged.ties)
             if not is_tied and not self._found.keys().isdisjoint(group):
                 untied.update(group)
+
         return untied
 
     def _held(self, fqn: str) -> Tensor | None:
         """The tensor that the checkpoint holds, or that loading takes for one that it does not hold."""
         if fqn in self._found:
             return self._found[fqn]
+
         for group in self.merged.ties or ():
             if fqn not in group:
                 continue
@@ -437,6 +458,7 @@ class _Measuring:
                 if partner in self._found:
                     self.tied[fqn] = partner
                     return self._found[partner]
+
         return None
 
     def _trained(self, fqn: str) -> Tensor:
@@ -447,12 +469,15 @@ class _Measuring:
         found = self._originals.get(fqn)
         if found is None:
             found = self._originals_in_model.get(self._names_in_model.get(fqn, fqn))
+
         for group in self.before.ties if found is None else ():
             if fqn in group:
                 held = [self._originals[one] for one in group if one in self._originals]
                 found = next(iter(held), None)
+
         if found is None or found.shape != after.shape or not found.is_floating_point():
             return None
+
         return found
 
     def change_of(self, figures: Figures) -> Tensor:
@@ -463,6 +488,7 @@ class _Measuring:
         original = self._original(figures.fqn, after)
         if original is not None and figures.nearest is figures.original:
             before = original
+
         assert found is not None
         change = materialize(found).float() - materialize(before).float()
         matrix = change.flatten(0, -2)

@@ -139,6 +139,7 @@ def merge_checkpoint(
     saved = read_adapter(folder)
     if base is None:
         base = named_base(saved, manifest)
+
     # refuses an invalid size before anything is computed
     split_into_files({}, max_shard_size)
     if device is None:
@@ -220,6 +221,7 @@ def _write_beside(
     """Write what lies beside the weights: the files of the tokenizer and the processor, and the model card."""
     for names in (TOKENIZER_FILES, PROCESSOR_FILES):
         _copy(names, base, saved.folder, dst)
+
     card = _card(base, saved, how, measured, device)
     (dst / "README.md").write_text(card, encoding="utf-8")
 
@@ -246,8 +248,10 @@ def _said(manifest: Manifest | None, own: Any) -> str:
     """Who says how the base was quantized: the run's manifest, or the base's own config."""
     if own is not None or (manifest is not None and not manifest.unknown):
         return "as in training"
+
     if manifest is not None and QUANTIZATION not in manifest.unknown:
         return "as a manifest says that was made after the run,"
+
     return "as the merge was told, which no record of the training confirms,"
 
 
@@ -274,7 +278,10 @@ def _card(
     measured: str,
     device: torch.device | str,
 ) -> str:
-    """A model card that says what was merged from what; a folder is named by its last part."""
+    """A model card that says what was merged from what.
+
+    A folder is named by its last part.
+    """
     name = str(adapter.config.get("base_model_name_or_path") or os.fspath(base))
     if os.path.isabs(name) or os.path.isdir(name):
         name = Path(name).name
@@ -295,6 +302,7 @@ def _is_card(path: Path) -> bool:
     """Whether a file is a model card as `_card` writes it, and as nobody has changed it since."""
     if path.name != "README.md":
         return False
+
     pattern = re.sub(r"\\{\w+\\}", lambda field: r"[^\n]*", re.escape(_CARD))
     text = path.read_text(encoding="utf-8", errors="replace")
     return re.fullmatch(pattern, text) is not None

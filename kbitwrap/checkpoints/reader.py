@@ -68,7 +68,10 @@ class StoredTensor:
     num_bytes: int
 
     def lazy(self, dtype: torch.dtype | None = None) -> LazyTensor:
-        """The values, read when they are asked for and rounded to a dtype; `ExportError` then if one is too large."""
+        """The values, read when they are asked for and rounded to a dtype.
+
+        `ExportError` is raised then if one is too large.
+        """
         kept = dtype or self.dtype
         pieces = functools.partial(self._pieces, kept)
 
@@ -79,7 +82,10 @@ class StoredTensor:
         return LazyTensor(self.shape, kept, compute, pieces)
 
     def _pieces(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Read a little at a time; nothing is mapped, because a mapped file counts as memory in use."""
+        """Read a little at a time.
+
+        Nothing is mapped, because a mapped file counts as memory in use.
+        """
         left = self.num_bytes
         with open(self.path, "rb") as file:
             file.seek(self.start)
@@ -135,6 +141,7 @@ class SavedCheckpoint:
         for name in self.tensors:
             if is_trained_copy(name) or _is_beside(name, fqns):
                 found.add(name)
+
         return found
 
     @property
@@ -148,6 +155,7 @@ class SavedCheckpoint:
         path = self.folder / self.files[0]
         if path.suffix == _PICKLED:
             return {"format": "pt"}
+
         header, _ = read_header(path)
         return header.get("__metadata__")
 
@@ -164,7 +172,10 @@ class SavedCheckpoint:
         return tied_names(model)
 
     def meta_model(self, dtype: torch.dtype | None = None) -> Any:
-        """The model that the config describes, on the meta device; ``None`` where transformers knows no such model."""
+        """The model that the config describes, on the meta device.
+
+        ``None`` where transformers knows no such model.
+        """
         try:
             return meta_model(self.folder, dtype=dtype) if self.config else None
         except ConfigError:
@@ -225,6 +236,7 @@ def _without_ties(checkpoint: SavedCheckpoint) -> SavedCheckpoint:
         fqn = canonical_fqn(name)
         names[fqn] = name
         places[fqn] = (stored.path, stored.start, stored.shape)
+
     if len(set(places.values())) == len(places):
         return checkpoint
 
@@ -238,18 +250,25 @@ def _without_ties(checkpoint: SavedCheckpoint) -> SavedCheckpoint:
 
 
 def tied_names(model: Any) -> list[list[str]]:
-    """The names of each parameter of a model that has several; none of an unknown model, which is ``None``."""
+    """The names of each parameter of a model that has several.
+
+    None of an unknown model, which is ``None``.
+    """
     if model is None:
         return []
 
     names: defaultdict[Any, list[str]] = defaultdict(list)
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter].append(fqn)
+
     return [group for group in names.values() if len(group) > 1]
 
 
 def adapter_file(folder: Path) -> Path | None:
-    """The file of the adapter that PEFT saved in a folder; of one in both formats, the safetensors file."""
+    """The file of the adapter that PEFT saved in a folder.
+
+    Of one in both formats, the safetensors file.
+    """
     for suffix in (".safetensors", _PICKLED):
         file = folder / f"{_ADAPTER}{suffix}"
         if file.is_file():
@@ -263,13 +282,19 @@ def load_manifest(given: Manifest | StrPath) -> Manifest:
 
 
 def saved_manifest(folder: Path) -> Manifest | None:
-    """The manifest that was saved in a folder; `ManifestError` where it cannot be read."""
+    """The manifest that was saved in a folder.
+
+    Raise `ManifestError` where it cannot be read.
+    """
     path = folder / MANIFEST_NAME
     return Manifest.load(path) if path.is_file() else None
 
 
 def recorded_shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
-    """The shapes of the floating-point tensors that a manifest records; of a packed weight, that of its storage."""
+    """The shapes of the floating-point tensors that a manifest records.
+
+    Of a packed weight, that of its storage.
+    """
     return {
         fqn: record.shape
         for fqn, record in manifest.tensors.items()
@@ -278,7 +303,10 @@ def recorded_shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
 
 
 def recorded_quantization(manifest: Manifest) -> dict[str, Any] | None:
-    """How to quantize a base so that it has the layers that a manifest records; ``None`` of an unquantized one."""
+    """How to quantize a base so that it has the layers that a manifest records.
+
+    ``None`` of an unquantized one.
+    """
     config = manifest.model.quantization.config
     if not config:
         return None
@@ -322,6 +350,7 @@ def _files_in_index(path: Path) -> list[str]:
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not _are_names(weight_map.values()):
         raise ConfigError(f"{path}: expected a weight_map of file names")
+
     if not isinstance(content.get("metadata", {}), dict):
         raise ConfigError(f"{path}: expected an object as its metadata")
 
@@ -355,7 +384,10 @@ def _refuse_without_weights(folder: Path) -> NoReturn:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a file that holds one JSON object; raise `ConfigError` where it holds something else."""
+    """Read a file that holds one JSON object.
+
+    Raise `ConfigError` where it holds something else.
+    """
     try:
         refuse_special(path)
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -417,7 +449,10 @@ def _read_safetensors(path: Path) -> list[StoredTensor]:
 
 
 def load_pickled(path: Path) -> dict[str, Any]:
-    """The content of a file that ``torch.save`` wrote, with fake tensors; no tensor is read, and no code run."""
+    """The content of a file that ``torch.save`` wrote, with fake tensors.
+
+    No tensor is read, and no code run.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     try:
@@ -434,6 +469,7 @@ def load_pickled(path: Path) -> dict[str, Any]:
 
     if isinstance(content, dict) and _are_names(content):
         return content
+
     raise ConfigError(
         f"{path}: expected tensors by name, found a {type(content).__name__}"
     )
@@ -481,6 +517,7 @@ def _is_beside(name: str, known: Collection[str]) -> bool:
     owner, _, last = canonical_fqn(name).rpartition(".")
     if last in EIGHT_BIT_STATE:
         owner = f"{owner}.weight"
+
     if owner in known:
         return True
 
@@ -488,4 +525,5 @@ def _is_beside(name: str, known: Collection[str]) -> bool:
         owner, _, _ = owner.rpartition(".")
         if f"{owner}.weight" in known:
             return True
+
     return False

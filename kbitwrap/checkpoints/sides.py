@@ -60,6 +60,7 @@ def merged_onto(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Te
         if weight is not None and not is_transposed(module):
             make_plain(module)
             vars(module)["_parameters"]["weight"] = weight
+
     merge_into(twin, in_float32=True)
     return twin.model.state_dict()
 
@@ -87,6 +88,7 @@ def read_merged(path: Path) -> MergedSide:
     if checkpoint.config.get("quantization_config") is not None:
         model, _ = load_pretrained(path, None, checkpoint.dtype)
         return walk_merged(model, str(path))
+
     meta = checkpoint.meta_model()
     ties = None if meta is None else tied_names(meta)
     tensors = {name: stored.lazy() for name, stored in checkpoint.tensors.items()}
@@ -101,6 +103,7 @@ def walk_merged(model: Any, where: str) -> MergedSide:
         dtype = _stored_dtype(node.module)
         if dtype is not None:
             stored[join(node.fqn, "weight")] = dtype
+
     side = plain_side(bare, is_merged=False)
     return MergedSide(where, side.saved, stored, tied_names(bare))
 
@@ -122,14 +125,19 @@ class Names:
         tried = [name, canonical]
         if self._prefix:
             tried += [canonical.removeprefix(self._prefix), self._prefix + canonical]
+
         return next((one for one in tried if one in self._known), None)
 
 
 def _stored_dtype(module: nn.Module) -> torch.dtype | None:
-    """The dtype that a quantized layer keeps its codes in; ``None`` of a layer that is not quantized."""
+    """The dtype that a quantized layer keeps its codes in.
+
+    ``None`` of a layer that is not quantized.
+    """
     is_library = library_dequantizer(module) is not None
     if not is_library and not is_quantized_layer(module):
         return None
+
     tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     codes = [one.dtype for one in tensors if not one.is_floating_point()]
     return next(iter(codes + [one.dtype for one in tensors]), None)
@@ -140,12 +148,15 @@ def original_tensors(base: StrPath) -> dict[str, Tensor]:
     folder = _folder_of(base)
     if folder is None:
         return {}
+
     try:
         checkpoint = open_checkpoint(folder)
     except ConfigError:  # what loads it need not be safetensors
         return {}
+
     if checkpoint.config.get("quantization_config") is not None:
         return {}
+
     return {name: stored.lazy() for name, stored in checkpoint.tensors.items()}
 
 
@@ -155,6 +166,7 @@ def _folder_of(base: StrPath) -> Path | None:
 
     if os.path.isdir(base):
         return Path(base)
+
     found = cached_file(
         os.fspath(base),
         "config.json",

@@ -82,8 +82,10 @@ def stamp_adapter(
     path = folder / MANIFEST_NAME
     if path.exists():
         raise ConfigError(f"{path}: the run has its manifest; it is not replaced")
+
     if base is None:
         base = named_base(saved, None)
+
     if device is None:
         device = accelerator_type() or "cpu"
 
@@ -92,6 +94,7 @@ def stamp_adapter(
     if quantization_config is None and not is_quantized:
         unknown.append(QUANTIZATION)
         quantization_config = False
+
     with torch.random.fork_rng(devices=[]), plain_mode():  # loading draws numbers
         trained = load_base(
             base, saved, None, quantization_config, dtype, device, trust_remote_code
