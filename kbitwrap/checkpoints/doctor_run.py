@@ -231,11 +231,18 @@ def _has_optimizer(folder: Folder) -> bool:
     return any(path.is_file() or path.is_dir() for path in found)
 
 
+def _is_archive(path: Path) -> bool:
+    """Whether a file is whole, as far as what ``torch.save`` writes last tells it."""
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # of bytes that say that there are other volumes
+        return False
+
+
 def _states(folder: Folder, optimizer: Optimizer) -> Result:
     """Whether an optimizer that was saved can be read, and has states of what was saved alone."""
     if optimizer.unreadable:
-        # ``torch.save`` writes last what makes a file an archive.
-        if zipfile.is_zipfile(folder.path / OPTIMIZER_NAME):
+        if _is_archive(folder.path / OPTIMIZER_NAME):
             return not_measured(_WHAT_WAS_TRAINED, optimizer.unreadable)
         return _interrupted(folder, optimizer.unreadable)
 
