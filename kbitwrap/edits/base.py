@@ -106,6 +106,7 @@ class HeldOriginal:
         if theirs.shape != saved.shape:
             self.write(parameter, theirs)
             return
+
         saved = saved.to(theirs.device)
         is_theirs = differ(parameter.data, left)
         saved.copy_(torch.where(is_theirs, theirs, saved))

@@ -36,9 +36,11 @@ def make_block_input_require_grad(module: nn.Module, args: Any) -> Any:
     """
     if not module._backward_hooks or not torch.is_grad_enabled():
         return None
+
     inputs = [x for x in args if isinstance(x, torch.Tensor) and x.is_floating_point()]
     if not inputs or any(x.requires_grad for x in inputs):
         return None
+
     return tuple(x.detach().requires_grad_() if x is inputs[0] else x for x in args)
 
 
@@ -88,6 +90,7 @@ def input_gradient_hooks(module: nn.Module) -> list[int]:
         for key, hook in hooks.items():
             if _is_input_gradient_hook(hook):
                 found.append(key)
+
     return found
 
 
@@ -135,6 +138,7 @@ class HooksChange:
         ids: set[int] = set()
         for _, module in self._index.live():
             ids.update(_hooks_of(module))
+
         return ids
 
     def to_remove(self, module: nn.Module) -> list[int]:
@@ -146,6 +150,7 @@ class HooksChange:
             is_ours = self._ours is None or key in self._ours
             if is_ours or _is_input_gradient_hook(hook):
                 found.append(key)
+
         return found
 
     def undo(self, tree: ModelTree) -> None:
@@ -200,8 +205,10 @@ def checkpointing_method(
     is_overridden = getattr(model, "_is_overridden", None)
     if new is not None and not (callable(is_overridden) and is_overridden(old_name)):
         return new, "activation_checkpointing_kwargs"
+
     if old is None:
         return None
+
     keyword = "gradient_checkpointing_kwargs"
     return old, keyword if keyword in inspect.signature(old).parameters else None
 
@@ -224,6 +231,7 @@ def refuse_without_checkpointing(tree: ModelTree) -> None:
         raise UnsupportedModelError(
             f"{name} has no method that enables activation checkpointing; {instead}"
         )
+
     supports = getattr(model, "supports_gradient_checkpointing", None)
     listens = any(
         hasattr(node.module, "gradient_checkpointing") for node in tree.modules
@@ -286,18 +294,23 @@ class Checkpoint(EditBase):
             model.enable_input_require_grads()
         elif self.hook_inputs:
             model.get_input_embeddings().register_forward_hook(make_inputs_require_grad)
+
         if self.enable:
             _enable_checkpointing(model, self.kwargs)
+
         if not _remove_superfluous_hooks(hooks, tree, keep_one=self.hook_inputs):
             handles.undo(tree)
+
         for node in tree.modules if self.hook_blocks else ():
             block = node.module
             is_checkpointed = vars(block).get("gradient_checkpointing") is True
             if is_checkpointed and not input_gradient_hooks(block):
                 block.register_forward_pre_hook(make_block_input_require_grad)
+
         is_hooked = warn_of_sharding in model._forward_pre_hooks.values()
         if self.hook_model and not is_hooked:
             model.register_forward_pre_hook(warn_of_sharding)
+
         hooks.settle()
 
 
@@ -318,6 +331,7 @@ def _remove_superfluous_hooks(
             added.pop()
             is_left = True
         remove_hooks(node.module, added)
+
     return is_left
 
 
@@ -336,6 +350,7 @@ def _enable_checkpointing(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
             )
         method()
         return
+
     # transformers' ``every_n_layers`` and ``offload``
     own = inspect.signature(method).parameters
     options = {name: value for name, value in kwargs.items() if name in own}

@@ -54,11 +54,13 @@ class FlagsChange:
             parameter = live[record] if record in live else record.there()
             if parameter is not None:
                 found.append((record, parameter))
+
         for record, tensor in tree.resized(self.flags):
             # Others may train what was resized: only the preparation's own freezing is
             # undone.
             if self.flags[record] or self._left is not None:
                 found.append((record, tensor.parameter))
+
         return found
 
 
@@ -78,6 +80,7 @@ class Freeze(EditBase):
         with only_reading():
             for tensor in prepared_tensors(tree, self.freeze_adapters):
                 flags[tree.record(tensor)] = tensor.parameter.requires_grad
+
         return [FlagsChange(flags)]
 
     def apply(self, changes: list[FlagsChange], tree: ModelTree) -> None:

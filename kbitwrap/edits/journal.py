@@ -147,8 +147,10 @@ class Journal:
             for failure in failures:
                 if not isinstance(failure, Exception):
                     raise failure from error
+
         if not failures:
             return "the model is as it was"
+
         told = "; ".join(map(str, failures))
         return f"the model is as it was, except that undoing failed: {told}"
 
@@ -186,6 +188,7 @@ class Journal:
                     failures.append((change, error))
                     if isinstance(error, Exception):
                         break
+
         return failures
 
     def suspend(self, view: Any, way_back: Journal, also: Sequence[Any] = ()) -> None:

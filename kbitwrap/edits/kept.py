@@ -43,6 +43,7 @@ class _Cache:
             self.value.update(self.contents)
         else:
             self.value.extend(self.contents)
+
         return self.value
 
 
@@ -106,6 +107,7 @@ class KeptChange:
         self._kept: dict[int | None, _Kept] = {}
         for node in tree.plain_base:
             self._kept[self._index.number(node.module)] = _read(node.module)
+
         # the names of what the last undo put back
         self.put_back: tuple[str, ...] = ()
 
@@ -130,11 +132,13 @@ class KeptChange:
                 only_tensors=is_substitute or id(module) in around,
                 is_shared=is_substitute,
             )
+
         put_back = []
         for node in tree.modules:
             names = found.get(node.module, [])
             # A preparation sets the kernel itself.
             put_back += [join(node.fqn, name) for name in names if name != KERNEL]
+
         self.put_back = tuple(put_back)
 
     def now(self, tree: ModelTree) -> KeptChange:
@@ -176,6 +180,7 @@ def _read(module: nn.Module) -> _Kept:
     for place in _places(module):
         names = sorted(place.keys() - _OWN)
         values.append({name: _to_keep(place[name]) for name in names})
+
     return _Kept(values, set(module._non_persistent_buffers_set), _sizes(module))
 
 
@@ -183,8 +188,10 @@ def _to_keep(value: Any) -> Any:
     """The record of an attribute's value."""
     if type(value) in _PLAIN or isinstance(value, Enum):
         return value
+
     if type(value) in _CACHES and all(map(_is_plain, _members(value))):
         return _Cache(value, value.copy())
+
     return _OTHER
 
 
@@ -205,6 +212,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     """
     if isinstance(value, _Cache):
         value = value.contents
+
     found: list[Any] = []
     if isinstance(value, nn.Module):
         for module in value.modules():
@@ -214,6 +222,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
             found += member if isinstance(member, (tuple, list)) else [member]
     else:
         found.append(value)
+
     return [one for one in found if isinstance(one, torch.Tensor)]
 
 
@@ -222,6 +231,7 @@ def _sizes(module: nn.Module) -> dict[str, int]:
     sizes = {}
     for name, parameter in module._parameters.items():
         sizes[name] = 0 if parameter is None else parameter.numel()
+
     return sizes
 
 
@@ -246,11 +256,14 @@ def _put_back(
     differences = _differences(module, kept)
     if not differences or _sizes(module) != kept.sizes:
         return []
+
     with_tensors = [one for one in differences if one.has_tensors()]
     if only_tensors and not with_tensors:
         return []
+
     if not any(one.was is MISSING for one in with_tensors):
         differences = [one for one in differences if one.was is not MISSING]
+
     names = []
     for one in differences:
         was = one.was
@@ -266,6 +279,7 @@ def _put_back(
         names.append(one.name)
         if is_buffer:
             _remove_kernels(module, kept)
+
     module._non_persistent_buffers_set = set(kept.unsaved)
     return names
 
@@ -283,6 +297,7 @@ def _differences(module: nn.Module, kept: _Kept) -> list[_Difference]:
             if place is module._buffers and is_saved and _are_alike(there, was):
                 continue
             found.append(_Difference(place, name, there, was))
+
     return found
 
 
@@ -290,10 +305,13 @@ def _is_to_stay(found: Any, was: Any) -> bool:
     """Whether another value than there was is to stay."""
     if was is _OTHER:
         return True
+
     if isinstance(was, _Cache):
         return type(found) not in _CACHES or _are_same(found, was)
+
     if type(found) is type(was) and type(found) in _COMPARED:
         return bool(found == was)
+
     return not _is_of_forwards(found)
 
 
@@ -301,8 +319,10 @@ def _is_of_forwards(value: Any) -> bool:
     """Whether a forward may have left a value, or removed one."""
     if value is MISSING or _is_plain(value):
         return True
+
     if isinstance(value, nn.Module):
         return bool(_tensors(value)) and not _has_parameters(value)
+
     return type(value) in _CACHES and bool(_tensors(value))
 
 

@@ -44,6 +44,7 @@ def can_rebind_forward(module: nn.Module) -> bool:
     """
     if next(module.buffers(), None) is not None:
         return False
+
     forward = vars(module).get(forward_slot(module), MISSING)
     return forward is MISSING or (
         isinstance(forward, types.MethodType) and forward.__self__ is module
@@ -76,8 +77,10 @@ class Float32Forward:
         forward = type(self.module).forward
         if self.inner is not MISSING:
             forward = self.inner.__func__
+
         if not self.is_active:
             return forward(self.module, *args, **kwargs)
+
         return self._run(forward, args, kwargs)
 
     def install(self) -> None:
@@ -91,13 +94,16 @@ class Float32Forward:
         fields = vars(self.module)
         if fields.get("forward") is self:
             write_attribute(fields, "forward", self.inner)
+
         if fields.get("_old_forward") is not self:
             return
+
         inner = self.inner
         if inner is MISSING:
             # accelerate hooked the module while it was prepared: its record becomes
             # the class's own.
             inner = type(self.module).forward.__get__(self.module)
+
         fields["_old_forward"] = inner
 
     def _run(self, forward: Forward, args: Any, kwargs: Any) -> Any:
@@ -112,6 +118,7 @@ class Float32Forward:
         for index, dtype in enumerate(dtypes):
             if dtype is not None:
                 leaves[index] = leaves[index].to(dtype)
+
         return tree_unflatten(leaves, spec)
 
     def _unprepared_dtypes(self, forward: Forward, args: Any, kwargs: Any) -> Dtypes:
@@ -126,6 +133,7 @@ class Float32Forward:
             if refuses and values[0].dtype not in HALF_DTYPES:
                 return [values[0].dtype]
             return self._measured_dtypes(forward, args, kwargs)
+
         values += self.module._parameters.values()
         key = (*kwargs, *map(_kind, values))
         if key not in self._output_dtypes:
@@ -140,6 +148,7 @@ class Float32Forward:
             finally:
                 put_back()
             self._output_dtypes[key] = dtypes
+
         return self._output_dtypes[key]
 
     def _measured_dtypes(self, forward: Forward, args: Any, kwargs: Any) -> Dtypes:
@@ -175,13 +184,16 @@ def float32_shell(module: nn.Module, upcast: Callable[[Any], Any]) -> nn.Module:
     for name, parameter in module._parameters.items():
         if parameter is not None and not is_quantized_parameter(parameter):
             shell._parameters[name] = upcast(parameter)
+
     # FSDP1 has views of a weight in place of the parameter.
     for name, value in vars(module).items():
         if isinstance(value, torch.Tensor):
             vars(shell)[name] = upcast(value)
+
     for name, child in module._modules.items():
         if child is not None:
             shell._modules[name] = float32_shell(child, upcast)
+
     return shell
 
 
@@ -222,6 +234,7 @@ class ComputeChange:
                 value = vars(node.module).get(slot)
                 if isinstance(value, Float32Forward) and value.module is node.module:
                     found.append(value)
+
         return [one for one in dict.fromkeys(found) if one is not None]
 
     def undo(self, tree: ModelTree) -> None:

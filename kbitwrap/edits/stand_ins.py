@@ -46,9 +46,11 @@ class HeadForward(Float32Forward):
         if not (multiplies and multiplies_half(args[0], weight.half_storage)):
             args = map(to_float32, args)
             kwargs = {name: to_float32(value) for name, value in kwargs.items()}
+
         device = weight.device.type
         if not torch.amp.is_autocast_available(device):
             device = "cpu"
+
         with torch.autocast(device, enabled=False):
             return forward(shell, *args, **kwargs)
 
@@ -57,8 +59,10 @@ class HeadForward(Float32Forward):
         is_trained = parameter.requires_grad and torch.is_grad_enabled()
         if parameter.dtype not in HALF_DTYPES or is_trained:
             return to_float32(parameter)
+
         if torch.compiler.is_compiling():
             return to_float32(parameter)
+
         return UpcastTensor(parameter, None, self._chunk_bytes)
 
 
@@ -93,9 +97,11 @@ class Float32Copy(StandInMethod):
                 memo[id(parameter)] = nn.Parameter(
                     parameter.detach().float(), requires_grad=parameter.requires_grad
                 )
+
         for name, value in vars(module).items():
             if not isinstance(value, STAND_INS):
                 result.__dict__[name] = copy.deepcopy(value, memo)
+
         return result
 
 
@@ -144,6 +150,7 @@ def can_stand_in(module: nn.Module, name: str) -> bool:
     """
     if isinstance(module, nn.Embedding) and module.max_norm is not None:
         return False
+
     is_taken = vars(module).keys() & {name, "__deepcopy__", "__getstate__"}
     return not is_taken and not hasattr(type(module), name)
 
@@ -221,6 +228,7 @@ class UpcastChange:
         weights: dict[int, _Installed] = {}
         for weight in self._weights():
             weights.setdefault(id(weight.value.held), weight)
+
         for module in model.modules():
             if not module._modules or "parameters" in vars(module):
                 continue
@@ -236,6 +244,7 @@ class UpcastChange:
         """Begin to follow weights that are registered again."""
         if self._hook is not None:
             return
+
         method = weakref.WeakMethod(self._registered)
 
         def registered(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
@@ -252,6 +261,7 @@ class UpcastChange:
         """
         if isinstance(module, ParametrizationList):
             self._give_away(parameter)
+
         if not isinstance(parameter, UpcastTensor):
             if not self._is_weight(module, name, parameter):
                 return None
@@ -262,6 +272,7 @@ class UpcastChange:
             half = parameter.parameter
         else:
             return nn.Parameter(parameter.clone(), parameter.requires_grad)
+
         self.install(module, name, half)
         return half
 
@@ -279,6 +290,7 @@ class UpcastChange:
         """Whether a stand-in is of one of the weights."""
         if stand_in.owner is None:
             return False
+
         module, name = stand_in.owner
         return name in self._names.get(module, ())
 
@@ -289,10 +301,13 @@ class UpcastChange:
         """
         if parameter.dtype not in HALF_DTYPES or parameter.requires_grad:
             return False
+
         if name in self._names.get(module, ()):
             return True
+
         if any(own is parameter for own in module._parameters.values()):
             return False  # a second name is no weight that the module uses
+
         return any(weight.value.held is parameter for weight in self._weights())
 
     def _installed(self, tree: ModelTree) -> list[_Installed]:
@@ -303,6 +318,7 @@ class UpcastChange:
             for name, value in vars(module).items():
                 if isinstance(value, STAND_INS):
                     found.append(_Installed(module, name, value))
+
         return found
 
     def undo(self, tree: ModelTree) -> None:
@@ -351,5 +367,6 @@ class UpcastAtUse(EditBase):
             parameter = ref()
             if module is not None and parameter is not None:
                 change.install(module, ref.name, parameter)
+
         change.put_float32_first(tree.model)
         change.follow()

@@ -114,6 +114,7 @@ class StorageChange(HeldOriginal):
         elif not data.is_meta:  # which has no bits
             self._digest = begin_digest(data)
             self._payloads = NanPayloads.find(data)
+
         # what a suspension puts back, from `now` to `undo`
         self._ready: _Found | None = None
 
@@ -129,6 +130,7 @@ class StorageChange(HeldOriginal):
         rounded = current.detach().to(self.dtype, copy=True)
         if self._payloads is not None and not self.is_resized(rounded):
             self._payloads.write(rounded)
+
         return rounded
 
     def against_kept(self, current: torch.Tensor) -> Comparison:
@@ -137,12 +139,14 @@ class StorageChange(HeldOriginal):
         if self.is_resized(current):
             differs = torch.ones((), dtype=torch.bool, device=current.device)
             return Comparison(differs, differs, differs)
+
         kept = self.kept.to(current.device)
         is_inexact = is_trained = differ(current, kept)
         # bitsandbytes casts a bias to the dtype of its input, which may have rounded it
         # on the way.
         for step in HALF_DTYPES if self._is_rewritten else ():
             is_trained = is_trained & differ(current, kept.to(step))
+
         return Comparison(is_trained, is_inexact, is_altered=differ(kept, current))
 
     def _find_value(self, current: torch.Tensor) -> _Found:
@@ -150,15 +154,18 @@ class StorageChange(HeldOriginal):
         found = self._find_in_any_layout(current)
         if not found.is_trained and found.value.stride() != self.layout.stride:
             found.value = self._own(found.value)
+
         return found
 
     def _find_in_any_layout(self, current: torch.Tensor) -> _Found:
         """Find the value to put back, in whatever layout."""
         if self.kept is not None:
             return self._find_by_kept(self.kept, current)
+
         rounded = self._rounded(current)
         if self.is_resized(current):
             return _Found(rounded, is_trained=True, is_altered=True, is_exact=False)
+
         is_altered = self._digest is not None and (
             content_digest(rounded) != self._digest()
         )
@@ -174,6 +181,7 @@ class StorageChange(HeldOriginal):
         if is_trained and not is_discarded:
             rounded = self._rounded(current)
             return _Found(rounded, True, is_altered, is_exact=not is_inexact)
+
         value = kept.to(current.device)
         return _Found(value, is_trained, is_altered=False, is_exact=not is_inexact)
 
@@ -188,8 +196,10 @@ class StorageChange(HeldOriginal):
         """
         if self.kept is None:
             return self._rounded(current)
+
         if _is_same_tensor(current, self.kept):
             return current
+
         return self._find_value(current).value
 
     def converts(self, parameter: torch.Tensor) -> bool:
@@ -227,6 +237,7 @@ class StorageChange(HeldOriginal):
         parameter = self.record.live()
         if parameter is None or not self.converts(parameter):
             return None
+
         return parameter
 
     def undo(self, tree: ModelTree) -> None:
@@ -237,10 +248,12 @@ class StorageChange(HeldOriginal):
         parameter = self._current()
         if parameter is None:
             return
+
         found = self._ready or self._find_value(parameter.data)
         self._ready = None
         if found.is_trained and self.policy == "error":
             raise TrainedError(self.fqn)
+
         is_resized = self.is_resized(parameter)
         self.was_trained = found.is_trained and not is_resized
         self.was_altered = self.was_trained and found.is_altered
@@ -248,6 +261,7 @@ class StorageChange(HeldOriginal):
         if self.kept is not None and self._is_viewed and self.group is None:
             # in the memory that is viewed: the views show what was trained too
             value = value if is_resized else self.kept.copy_(value)
+
         self.write(parameter, value)
 
     def now(self, tree: ModelTree) -> WayBack:
@@ -255,6 +269,7 @@ class StorageChange(HeldOriginal):
         parameter = self._current()
         if parameter is None:
             return Call(lambda: None)
+
         current = parameter.data
         self._ready = found = self._find_value(current)
         bits = None
@@ -263,6 +278,7 @@ class StorageChange(HeldOriginal):
         elif self.kept is not None and _is_same_tensor(found.value, self.kept):
             # What is written into it meanwhile is not what is kept.
             found.value = self._own(self.kept)
+
         # A value that the original gives exactly is made from it again; only others are
         # held twice.
         is_made = current.dtype == torch.float32 and found.is_exact
@@ -284,6 +300,7 @@ class StorageChange(HeldOriginal):
             self.write(parameter, parameter.data.to(torch.float32))
         elif parameter is not None and saved is not None:
             self.resume(parameter, saved, self._rounded(saved))
+
         if self.kept is not None and bits is not None:
             self.kept.copy_(bits)
 
@@ -317,9 +334,11 @@ class SharingChange:
                 return
             live.append((change, parameter))
             placed.append((parameter.data, change.layout))
+
         memories = {value.untyped_storage().data_ptr() for value, _ in placed}
         if len(memories) < 2:
             return
+
         views = Layout.place(placed)
         for (change, parameter), view in zip(live, views, strict=True):
             change.write(parameter, view)
@@ -372,6 +391,7 @@ class Store(EditBase):
                 is_viewed=self.is_viewed,
             )
             changes.append(change)
+
         return changes if len(changes) == 1 else [*changes, SharingChange(changes)]
 
     def apply(self, changes: list[Any], tree: ModelTree) -> None:

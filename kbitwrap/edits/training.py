@@ -64,6 +64,7 @@ class AccelerateChange(AttributesNow):
         wrapped = vars(self.model).get("_original_forward", MISSING)
         if wrapped is values["_original_forward"]:
             values = values | read_attributes(self.model, ["forward"])
+
         write_attributes(self.model, values)
 
 
@@ -134,6 +135,7 @@ class RuntimeChange(HeldOriginal):
         if weight is not None and state is not None and is_repacked(vars(state)):
             self.write(weight, in_other_layout(weight, state))
             unpack_statistics(state)
+
         fields = vars(self._module())
         if fields.get(REPACKS):
             fields[REPACKS] = False
@@ -143,13 +145,16 @@ class RuntimeChange(HeldOriginal):
         module, weight = self._module(), self._weight()
         if module is None:
             return
+
         write_attributes(module, self._attributes)
         if weight is None or not self.record.is_seen(weight):
             return
+
         quant_state = getattr(weight, "quant_state", None)
         was_repacked = is_repacked(self._state.get("quant_state", {}))
         if quant_state is not None and is_repacked(vars(quant_state)) != was_repacked:
             self.write(weight, in_other_layout(weight, quant_state))
+
         owners = state_owners(module, weight)
         tensors = _by_memory([owner.fields() for owner in owners])
         recorded = [owner for owner in owners if owner.name in self._state]
@@ -161,6 +166,7 @@ class RuntimeChange(HeldOriginal):
         # of another.
         for owner, fields in zip(recorded, found, strict=True):
             vars(owner.holder).update(fields)
+
         for owner, fields in zip(recorded, found, strict=True):
             owner.replace(fields)
 
@@ -169,6 +175,7 @@ class RuntimeChange(HeldOriginal):
         module = self._module()
         if module is None or self._weight() is None:
             return self
+
         return RuntimeChange(module, self.record)
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -194,6 +201,7 @@ class RuntimeChange(HeldOriginal):
         module = self._module()
         if module is None:
             return None
+
         return unpacked_state(quant_state_of(module, parameter), self._settle)
 
 
@@ -204,8 +212,10 @@ def _weakly(value: Any) -> Any:
     """
     if not isinstance(value, torch.Tensor):
         return value
+
     if value.dtype != torch.int8 and value.nbytes <= _SMALL_BYTES:
         return value
+
     return MemoryRef(value.untyped_storage())  # type: ignore[no-untyped-call]
 
 
@@ -216,6 +226,7 @@ def _by_memory(places: list[Fields]) -> dict[int, torch.Tensor]:
         for value in place.values():
             if isinstance(value, torch.Tensor):
                 found[value.untyped_storage()._cdata] = value
+
     return found
 
 
@@ -230,6 +241,7 @@ def _with_tensors(
     for key, value in recorded.items():
         if isinstance(value, MemoryRef):
             found[key] = tensors.get(value.cdata, fields.get(key))
+
     return found
 
 
@@ -248,6 +260,7 @@ class Record(EditBase):
                 module = tensor.module
                 if tensor.name == "weight" and has_runtime_state(module):
                     runtime[module] = RuntimeChange(module, tree.record(tensor))
+
         configs = [config for config in tree.configs if hasattr(config, "__dict__")]
         return [
             AccelerateChange(tree.model),

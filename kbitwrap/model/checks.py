@@ -42,6 +42,7 @@ def refuse_unsupported_tensors(
         raise UnsupportedModelError(
             f"{type(tree.model).__name__} has no parameters: there is nothing to prepare"
         )
+
     _refuse_sharded(tree, allow_sharded)
     for tensor in tree.tensors:
         parameter = tensor.parameter
@@ -75,6 +76,7 @@ def _refuse_sharded(tree: ModelTree, allow_sharded: bool = False) -> None:
             raise UnsupportedModelError(
                 f"{tensor.path} is {sharding}: {_BEFORE}", fqn=tensor.path
             )
+
     fsdp1 = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
     for node in tree.modules:
         if isinstance(node.module, fsdp1) and not allow_sharded:
@@ -82,6 +84,7 @@ def _refuse_sharded(tree: ModelTree, allow_sharded: bool = False) -> None:
                 f"{node.path or 'the model'} is wrapped by FSDP1: {_BEFORE}",
                 fqn=node.path,
             )
+
     _refuse_flat(tree)
 
 
@@ -94,8 +97,10 @@ def refuse_sharded_since(tree: ModelTree, *, changes_dtypes: bool) -> None:
                 f"{tensor.path} is a ZeRO-3 partition, which holds no values to put back; restore before sharding",
                 fqn=tensor.path,
             )
+
     if not changes_dtypes:
         return
+
     try:
         _refuse_sharded(tree)
     except UnsupportedModelError as error:
@@ -138,10 +143,13 @@ def _sharding_of(parameter: torch.Tensor) -> str:
     marks = parameter.__dict__
     if is_d_tensor(type(parameter)):
         return "a DTensor (FSDP2 or tensor parallelism)"
+
     if marks.get("_is_flat_param", False):
         return "an FSDP1 flat parameter (use_orig_params=False)"
+
     if "ds_id" in marks:
         return "a ZeRO-3 partition"
+
     return "a shard of FSDP1" if is_flattened(parameter) else ""
 
 

@@ -60,6 +60,7 @@ def meta_model(
         # counts.
         text_config = config.get_text_config(decoder=True)
         dtype = config.dtype or text_config.dtype or torch.bfloat16
+
     chosen = parse_dtype(dtype, is_floating=True)
     try:
         model = _build(config, quantization_config, chosen, assumed)
@@ -72,6 +73,7 @@ def meta_model(
         raise ConfigError(
             f"no model can be built from the config of {name}: {_reason(error)}"
         ) from error
+
     setattr(model, ASSUMED, tuple(assumed))
     return model
 
@@ -83,6 +85,7 @@ def _left_to_defaults(config: Any, content: Mapping[str, Any]) -> list[str]:
     """
     if not content:
         return []
+
     given = {config.attribute_map.get(name, name) for name in content}
     left = []
     for name, parameter in inspect.signature(type(config)).parameters.items():
@@ -90,8 +93,10 @@ def _left_to_defaults(config: Any, content: Mapping[str, Any]) -> list[str]:
         is_size = type(default) is int and default > 1 and _SIZES.search(name)
         if is_size and name not in given and getattr(config, name, None) == default:
             left.append(f"{name} {default}")
+
     if not left:
         return []
+
     defaults = f"the defaults of {type(config).__name__}: {', '.join(left)}"
     return [f"sizes that its config lacks are {defaults}"]
 
@@ -112,8 +117,10 @@ def load_pretrained(
     config = read_config(name_or_path, trust_remote_code)
     if class_name is not None:
         config.architectures = [class_name]
+
     if os.path.isdir(name_or_path) and not trust_remote_code:
         _refuse_larger(Path(name_or_path))
+
     options: dict[str, Any] = {
         "dtype": dtype or "auto",
         "device_map": {"": device},
@@ -122,10 +129,13 @@ def load_pretrained(
     is_quantized = getattr(config, "quantization_config", None) is not None
     if quantization_config and not is_quantized:
         options["quantization_config"] = quantization_config
+
     if trust_remote_code:
         options["trust_remote_code"] = True
+
     if num_labels is not None:
         options["num_labels"] = num_labels
+
     cls = _loading_class(config, trust_remote_code)
     try:
         model, info = cls.from_pretrained(name_or_path, **options)
@@ -133,6 +143,7 @@ def load_pretrained(
         raise ConfigError(
             f"cannot load a model from {os.fspath(name_or_path)!r}: {_reason(error)}"
         ) from error
+
     return model, {*info["missing_keys"]}
 
 
@@ -147,6 +158,7 @@ def _loading_class(config: Any, trust_remote_code: bool) -> Any:
     for name in _AUTO_CLASSES:
         if trust_remote_code and name in own:
             return getattr(transformers, name)
+
     return _model_class(config)
 
 
@@ -196,19 +208,23 @@ def _read(
 
     if isinstance(name_or_path, PretrainedConfig):
         return copy.deepcopy(name_or_path), {}
+
     if not isinstance(name_or_path, (str, os.PathLike)) or not os.fspath(name_or_path):
         raise ConfigError(
             "expected a folder, a config.json, a name on the hub or a config object of transformers, "
             f"found {name_or_path!r}"
         )
+
     name = str(os.fspath(name_or_path))
     path = Path(name)
     # What cannot be a name on the hub is not looked up there.
     is_path = isinstance(name_or_path, os.PathLike) or path.is_absolute()
     if (is_path or name.startswith((".", "~"))) and not path.exists():
         raise ConfigError(f"there is no model at {name!r}")
+
     if path.is_dir() and not (path / "config.json").is_file():
         raise ConfigError(f"there is no config.json in {name!r}")
+
     try:
         content, _ = PretrainedConfig.get_config_dict(name)
         _refuse_countless(content)
@@ -219,6 +235,7 @@ def _read(
         raise ConfigError(
             f"cannot read a config from {name!r}: {_reason(error)}"
         ) from error
+
     return config, content
 
 
@@ -232,10 +249,12 @@ def _model_class(config: Any) -> Any:
         found = getattr(transformers, str(name), None)
         if inspect.isclass(found) and issubclass(found, transformers.PreTrainedModel):
             return found
+
     for name in _AUTO_CLASSES:
         classes = classes_of(name, config)
         if classes:
             return classes[0]
+
     raise ConfigError(
         f"transformers has no model class for {type(config).__name__} with architectures "
         f"{names!r}; build the model on the meta device and give it to build_plan"
@@ -249,6 +268,7 @@ def classes_of(auto_class: str, config: Any) -> list[Any]:
     mapping = getattr(transformers, auto_class)._model_mapping
     if type(config) not in mapping:
         return []
+
     found = mapping[type(config)]
     return list(found) if isinstance(found, (tuple, list)) else [found]
 
@@ -266,6 +286,7 @@ def _quantizer(config: Any, quantization_config: Any) -> Any:
             "quantization_config: expected None or a config of transformers such as BitsAndBytesConfig, "
             f"found {quantization_config!r}"
         )
+
     configs = (config, config.get_text_config(decoder=True))
     found = [getattr(one, "quantization_config", None) for one in configs]
     own: Any = next((one for one in found if one is not None), None)
@@ -275,8 +296,10 @@ def _quantizer(config: Any, quantization_config: Any) -> Any:
     is_quantized = own is not None and AutoHfQuantizer.supports_quant_method(as_dict)
     if is_quantized:
         settings = AutoHfQuantizer.merge_quantization_configs(own, settings)
+
     if settings is None:
         return None
+
     config.quantization_config = settings
     return AutoHfQuantizer.from_config(settings, pre_quantized=is_quantized)
 
@@ -291,14 +314,17 @@ def _dequantized_by(quantizer: Any, dtype: torch.dtype) -> list[str]:
     is_dequantized = getattr(settings, "dequantize", None)
     if not quantizer.pre_quantized or is_dequantized is None:
         return []
+
     if is_dequantized:
         told = f"are dequantized to {dtype_name(dtype)} when it is loaded"
         return [f"the model's weights, quantized by {method}, {told}"]
+
     if not quantizer.is_trainable:
         raise ConfigError(
             f"the model's weights are quantized by {method}, in which transformers trains nothing: plan for "
             f"dequantized ones (quantization_config={type(settings).__name__}(dequantize=True))"
         )
+
     return []
 
 
@@ -310,13 +336,16 @@ def _build(
     if quantizer is not None:
         dtype = quantizer.update_dtype(dtype)
         assumed += _dequantized_by(quantizer, dtype)
+
     for part in (config, *[getattr(config, name) for name in config.sub_configs]):
         if part is not None:
             part.dtype = dtype
+
     with _loading(model_class, dtype):
         model: Any = model_class(config)
         if quantizer is not None:
             quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": "cpu"})
+
     _keep_in_float32(model, dtype)
     model.tie_weights()
     if quantizer is not None:
@@ -324,6 +353,7 @@ def _build(
             if is_quantized_parameter(parameter):
                 _pack(parameter)
         quantizer.postprocess_model(model)
+
     is_quantized = getattr(model, "quantization_method", None) is not None
     model.hf_quantizer = quantizer if is_quantized else None  # as a loaded model has it
     built: nn.Module = model.eval()
@@ -370,9 +400,11 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
     names = ["_keep_in_fp32_modules_strict"]
     if dtype == torch.float16:
         names.append("_keep_in_fp32_modules")
+
     patterns = [one for name in names for one in getattr(model, name, None) or ()]
     if not patterns or dtype not in HALF_DTYPES:
         return
+
     # As in transformers, a pattern matches anywhere in the name.
     kept = re.compile("|".join(patterns).replace("*", ".*"))
     parameters = model.named_parameters(remove_duplicate=False)

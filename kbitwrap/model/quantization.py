@@ -120,12 +120,14 @@ def quantized_stacks(module: nn.Module) -> dict[str, tuple[nn.Module, Any]]:
     parametrized = module._modules.get("parametrizations")
     if parametrized is None:
         return {}
+
     cls = loaded_class("bitsandbytes.nn.parametrize", "Bnb4bitParametrization")
     found = {}
     for name, computes in parametrized._modules.items():
         first = None if computes is None else computes._modules.get("0")
         if computes is not None and isinstance(first, cls):
             found[name] = computes, vars(first)["quant_state"]
+
     return found
 
 
@@ -166,20 +168,24 @@ def detect(model: nn.Module, modules: Sequence[nn.Module]) -> Quantization:
     peft = detect_as_peft(model)
     if peft.is_quantized:
         return peft
+
     # Inside a container, too, a model says how it is quantized.
     for module in modules:
         method = _method_of(module) if "quantization_method" in vars(module) else None
         if method not in (None, "bitsandbytes"):
             return Quantization(method)
+
     for module in modules:
         if is_quantized_layer(module) or quantized_stacks(module):
             cls: Any = type(module)
             is_8bit = _is_of_bitsandbytes(cls, "Linear8bitLt", "Embedding8bit")
             return Quantization(f"bitsandbytes_{'8bit' if is_8bit else '4bit'}")
+
     for module in modules:
         library = _library_of(module)
         if library is not None:
             return Quantization(library)
+
     return peft
 
 
@@ -190,15 +196,19 @@ def _library_of(module: nn.Module) -> str | None:
     """
     if _compressed_tensors_status(module) is not None:
         return "compressed-tensors"
+
     if is_made_plain(module):
         return _library_named_by(type(module))
+
     weight = module._parameters.get("weight")
     if weight is None or not is_composed(type(weight)):
         return None
+
     for part in parts_of(weight):
         # The parts of no unquantized weight hold integers or numbers of one byte.
         if part.itemsize == 1 or not part.is_floating_point():
             return _library_named_by(type(weight))
+
     return None
 
 
@@ -214,12 +224,15 @@ def detect_as_peft(model: nn.Module) -> Quantization:
     """
     if getattr(model, "hqq_quantized", False):
         return Quantization("hqq")
+
     method = _method_of(model)
     if method in _SELF_MANAGED_IN_PEFT:
         return Quantization(method)
+
     for bits in ("8bit", "4bit"):
         if getattr(model, f"is_loaded_in_{bits}", False):
             return Quantization(f"bitsandbytes_{bits}")
+
     return Quantization(None)
 
 
@@ -236,10 +249,12 @@ def dequantizer(module: nn.Module) -> Callable[[Rows], torch.Tensor]:
         # of rows: LLM.int8(), Dettmers et al. 2022, section 2
         scales = scales.to(weight.device).view(-1, 1)
         return lambda rows: values[rows].float().mul_(scales[rows]).div_(127)
+
     state = quant_state_of(module, weight)
     if state is not None:  # otherwise it was loaded with ``has_fp16_weights``
         functional: Any = sys.modules["bitsandbytes.functional"]
         values = functional.dequantize_4bit(weight.detach(), state)
+
     return values.__getitem__
 
 
@@ -250,6 +265,7 @@ def is_made_plain(module: nn.Module) -> bool:
     """
     if _compressed_tensors_status(module) is not None:
         return True
+
     classes = (
         loaded_class("hqq.core.quantize", "HQQLinear"),
         loaded_class("optimum.quanto.nn", "QLinear"),
@@ -273,6 +289,7 @@ def _weight_by_compressed_tensors(module: Any) -> torch.Tensor:
     """The weight of a layer, compressed or not; the module stays as it is."""
     if "weight" in module._parameters:
         return module._parameters["weight"].detach()  # type: ignore[no-any-return]
+
     compressors: Any = sys.modules["compressed_tensors.compressors"]
     scheme = vars(module)["quantization_scheme"]
     compressor = compressors.BaseCompressor.get_value_from_registry(scheme.format.value)
@@ -297,10 +314,12 @@ def _weight_by_gptqmodel(module: Any) -> torch.Tensor:
         raise ValueError(
             f"{cls.__name__} may have repacked its codes; load the model with a torch kernel"
         )
+
     if fields["qweight"].dtype != fields["pack_dtype"]:
         raise ValueError(
             f"{cls.__name__} has repacked its codes in eval mode; prepare the model before it runs"
         )
+
     with torch.no_grad():
         if not is_awq:
             # The class's own: an instance may have a compiled one, which is bound to
@@ -318,11 +337,14 @@ def library_dequantizer(module: nn.Module) -> Callable[[], torch.Tensor] | None:
     """
     if _compressed_tensors_status(module) is not None:
         return functools.partial(_weight_by_compressed_tensors, module)
+
     weight = module._parameters.get("weight")
     if weight is not None:
         return weight.dequantize if is_composed(type(weight)) else None
+
     if isinstance(module, _gptqmodel_class()):
         return functools.partial(_weight_by_gptqmodel, module)
+
     return module.dequantize if is_made_plain(module) else None  # type: ignore[return-value]
 
 
@@ -334,9 +356,11 @@ def rounds_activations(module: nn.Module) -> bool:
     integrations = "transformers.integrations"
     if isinstance(module, loaded_class(f"{integrations}.bitnet", "BitLinear")):
         return True
+
     gemma = loaded_class(f"{integrations}.gemma_quant", "QuantizedLinear")
     if not isinstance(module, gemma):
         return False
+
     names = ("input_activation_scale", "output_activation_scale")
     steps = [module.get_parameter(name) for name in names]
     # a step of zero rounds nothing
@@ -351,6 +375,7 @@ def has_runtime_state(module: nn.Module) -> bool:
     weight = module._parameters.get("weight")
     if weight is None or not is_quantized_parameter(weight):
         return KERNEL in vars(module) and isinstance(module, _gptqmodel_class())
+
     cls: Any = type(module)
     return _is_of_bitsandbytes(cls, "Linear4bit", "Linear8bitLt")
 
@@ -362,6 +387,7 @@ def transposed_codes(module: nn.Module) -> torch.Tensor | None:
     """
     if not isinstance(module, loaded_class("aqlm.inference", "QuantizedLinear")):
         return None
+
     codes = module._parameters["codes"]
     is_on_cpu = codes is not None and codes.is_cpu
     has_run = vars(module).get("gemv_op") is not None
@@ -404,9 +430,11 @@ def share_of_codes(module: nn.Module, values: torch.Tensor) -> float:
     if weight.dtype == torch.int8:
         found, _, _ = functional.int8_vectorwise_quant(values.half())
         return float((found == codes[: len(found)]).float().mean())
+
     state = quant_state_of(module, weight)
     if state is None:
         return 0.0
+
     packed, _ = functional.quantize_4bit(
         values.to(state.dtype),
         blocksize=state.blocksize,
@@ -443,6 +471,7 @@ class StateOwner:
         fields = vars(self.holder)
         if self.names is None:
             return dict(fields)
+
         return {name: fields[name] for name in self.names if name in fields}
 
     def replace(self, fields: dict[str, Any]) -> None:
@@ -480,9 +509,11 @@ def lacks_statistics(module: nn.Module) -> bool:
     weight = module._parameters.get("weight")
     if weight is None or not is_quantized_parameter(weight):
         return False
+
     if weight.dtype == torch.int8:
         owners = (weight, vars(module).get("state"))
         return all(getattr(owner, "SCB", None) is None for owner in owners)
+
     is_four_bit = type(weight).__name__ == "Params4bit"
     return is_four_bit and quant_state_of(module, weight) is None
 
@@ -530,6 +561,7 @@ def unpack_statistics(state: Any) -> None:
         absmax, state.state2 = functional.quantize_blockwise(
             absmax - state.offset, blocksize=256
         )
+
     state.absmax = absmax
     state.nested = state.original_nested
     state.dtype = state.original_dtype
@@ -554,11 +586,14 @@ def unpacked_state(quant_state: Any, settle: Settle | None = None) -> Any:
     """
     if not was_ever_repacked(quant_state):
         return quant_state
+
     state = copy.copy(quant_state)
     if settle is not None:
         settle(vars(state))
+
     if is_repacked(vars(state)):
         unpack_statistics(state)
+
     return state
 
 
@@ -570,9 +605,11 @@ def unpacked_copy(weight: torch.Tensor, settle: Settle | None = None) -> torch.T
     quant_state = getattr(weight, "quant_state", None)
     if not was_ever_repacked(quant_state):
         return weight
+
     data = weight.data
     if is_repacked(vars(quant_state)):
         data = in_other_layout(weight, quant_state)
+
     copied = torch.Tensor._make_subclass(type(weight), data)
     vars(copied).update(vars(weight))
     vars(copied)["quant_state"] = unpacked_state(quant_state, settle)

@@ -75,6 +75,7 @@ class ParameterRecord:
         self.quantized_class: type | None = None
         if is_quantized_parameter(parameter):
             self.quantized_class = type(parameter)
+
         state = getattr(parameter, "quant_state", None)
         self.quant_state: weakref.ref[Any] | None = (
             None if state is None else weakref.ref(state)
@@ -110,6 +111,7 @@ class ParameterRecord:
         state = None if self.quant_state is None else self.quant_state()
         if state is not None and getattr(parameter, "quant_state", None) is state:
             return True
+
         return key_of(parameter) in self._memories
 
     def was_resized(self, parameter: torch.Tensor) -> bool:
@@ -141,6 +143,7 @@ class ParameterRecord:
             for parameter in found:
                 if is_it(parameter):
                     return parameter
+
         return None
 
     def _is_alike(self, parameter: torch.Tensor) -> bool:
@@ -165,8 +168,10 @@ def key_of(tensor: torch.Tensor) -> Any:
     if is_composed(type(tensor)):
         storages = [part.untyped_storage() for part in dense_parts(tensor)]
         return tuple([storage._cdata for storage in storages])
+
     if tensor.layout is not torch.strided:
         return ()
+
     return tensor.untyped_storage()._cdata
 
 
@@ -218,6 +223,7 @@ class Records:
         found = self.mark_of(module)
         if found is None:
             found = vars(module)[MARK] = Mark(id(module), self)
+
         return found
 
     def mark_of(self, module: nn.Module) -> Mark | None:

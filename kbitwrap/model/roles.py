@@ -43,9 +43,11 @@ def is_norm(module: nn.Module, norm_modules: tuple[type | str, ...] = ()) -> boo
     parameters = [*module.parameters(recurse=False)]
     if not parameters:
         return False
+
     cls: Any = type(module)
     if any(_is_wanted(cls, wanted) for wanted in norm_modules):
         return True
+
     is_leaf = next(module.children(), None) is None
     is_of_vectors = all(parameter.dim() <= 1 for parameter in parameters)
     return is_leaf and is_of_vectors and _is_named_norm(cls)
@@ -58,6 +60,7 @@ def _is_wanted(cls: type, wanted: type | str) -> bool:
     """
     if not isinstance(wanted, str):
         return issubclass(cls, wanted)
+
     names = [base.__name__ for base in cls.__mro__ if base not in (nn.Module, object)]
     return any(re.fullmatch(wanted, name) for name in names)
 
@@ -84,6 +87,7 @@ def _embeddings(tree: ModelTree, getter: str) -> list[nn.Module]:
             continue  # transformers' way to say that this model has none
         if isinstance(embeddings, nn.Module):
             found += embeddings.modules()
+
     return found
 
 
@@ -105,16 +109,21 @@ def parameter_roles(
         module, parameter = tensor.module, tensor.parameter
         if id(parameter) in tree.adapter_ids:
             return Role.ADAPTER
+
         if is_quantized_parameter(parameter) or not torch.is_floating_point(parameter):
             return Role.QUANTIZED
+
         if id(parameter) in inputs:
             return Role.INPUT_EMBEDDINGS
+
         if id(parameter) in outputs:
             return Role.OUTPUT_EMBEDDINGS
+
         if is_norm(module, norm_modules) or isinstance(
             module, nn.modules.batchnorm._NormBase
         ):
             return Role.NORM
+
         return Role.EXPERT if _EXPERT.search(tensor.fqn) else Role.OTHER
 
     return {id(tensor.parameter): role_of(tensor) for tensor in tree.tensors}
@@ -134,6 +143,7 @@ def heads(tree: ModelTree) -> list[Node]:
         weight = node.module._parameters.get("weight")
         if type(weight) is nn.Parameter and weight.dtype in HALF_DTYPES:
             found.append(node)
+
     return found
 
 
@@ -185,4 +195,5 @@ def returns_float32(adapter: Any, dtype: torch.dtype) -> bool:
             output: torch.Tensor = type(copied).forward(copied, row)
     except Exception:  # a layer that is not linear, or does not run so
         return False
+
     return output.dtype == torch.float32

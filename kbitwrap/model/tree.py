@@ -91,6 +91,7 @@ class ModelTree:
         first: dict[int, Node] = {}
         for node in self.nodes:
             first.setdefault(id(node.module), node)
+
         return list(first.values())
 
     @cached_property
@@ -115,6 +116,7 @@ class ModelTree:
                 config = vars(node.module).get(name)
                 if config is not None:
                     found[id(config)] = config
+
         return list(found.values())
 
     @cached_property
@@ -136,6 +138,7 @@ class ModelTree:
         first: dict[int, NamedTensor] = {}
         for tensor in self.all_tensors:
             first.setdefault(id(tensor.parameter), tensor)
+
         return list(first.values())
 
     @cached_property
@@ -149,6 +152,7 @@ class ModelTree:
             record = self.known.get(id(tensor.parameter))
             if record is not None:
                 found[record] = tensor.parameter
+
         return found
 
     @cached_property
@@ -177,6 +181,7 @@ class ModelTree:
             place = (tensor.module, tensor.name)
             if place not in places:
                 places.append(place)
+
         return found
 
     def places(self, tensor: NamedTensor) -> list[Place]:
@@ -190,6 +195,7 @@ class ModelTree:
             places = self.places(tensor)
             found = ParameterRecord(tensor.fqn, places, tensor.parameter)
             self.records.add(found, places)
+
         return found
 
     @cached_property
@@ -216,6 +222,7 @@ class ModelTree:
         lost = [record for record in records if record not in live]
         if not lost:
             return []
+
         # by ``id``, the parameters that stand where lost ones stood
         standing = {id(there): there for r in lost for there in self.at_places(r)}
         rows = {there.shape[:1] for there in standing.values()}
@@ -233,6 +240,7 @@ class ModelTree:
                 is_resized = record.was_resized(parameter)
             if is_resized:
                 found.append((record, tensor))
+
         return found
 
     @cached_property
@@ -265,6 +273,7 @@ class ModelTree:
                     number = node.fqn.removeprefix(prefix).partition(".")[0]
                     blocks.add(f"{prefix}{number}.")
                     break
+
         return blocks
 
     @cached_property
@@ -287,6 +296,7 @@ def _tensors_of(nodes: Iterable[Node]) -> list[NamedTensor]:
                 fqn = join(node.fqn, name)
                 path = join(node.path, name)
                 found.append(NamedTensor(fqn, node.module, name, parameter, path))
+
     return found
 
 
@@ -309,6 +319,7 @@ def _walk(
             "load the model itself",
             fqn=path,
         )
+
     wrapped = wrapped_children(module)
     is_adapter = bool(wrapped) and is_adapter_class(type(module))
     found.append(Node(path, fqn, module, is_base and not wrapped))
@@ -343,6 +354,7 @@ def shallow_copy(module: nn.Module) -> nn.Module:
         "_non_persistent_buffers_set",
     ):
         fields[name] = fields[name].copy()
+
     return made
 
 
@@ -360,6 +372,7 @@ class ModuleIndex:
         for number, node in enumerate(tree.modules):
             self._numbers[node.module] = number
             self._classes.append(type(node.module))
+
         # Of modules that are gone too: copies of them have their marks.
         self._by_id = {id(module): n for module, n in self._numbers.items()}
         # A shared module is there under each of its names.
@@ -384,6 +397,7 @@ class ModuleIndex:
                 number = self._by_fqn.get(node.fqn)
             if number is not None and self._classes[number] is type(node.module):
                 found.append((number, node.module))
+
         return found
 
     def live(self) -> list[tuple[int, nn.Module]]:

@@ -89,6 +89,7 @@ def _owner(cls: Any) -> str:
     """
     if any(base.__module__.partition(".")[0] == "peft" for base in cls.__mro__):
         return "peft"
+
     module: str = cls.__module__
     return "" if module.startswith("torch.nn.modules") else module.partition(".")[0]
 
@@ -111,6 +112,7 @@ def wrapped_children(module: nn.Module) -> tuple[str, ...]:
     """
     if not module._modules:
         return ()
+
     owner = _owner(class_before_sharding(module))
     children = _CHILDREN.get(owner, ())
     return tuple(child for child in children if module._modules.get(child) is not None)
@@ -126,4 +128,5 @@ def unwrap(module: nn.Module) -> tuple[nn.Module, tuple[nn.Module, ...]]:
         if is_adapter_class(type(module)):
             adapters.append(module)
         module = module.get_submodule(names[0])
+
     return module, tuple(adapters)
