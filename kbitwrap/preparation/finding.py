@@ -1,7 +1,8 @@
 """Parameters found again, wherever others put them since they were recorded.
 
 First by their memory, at their places and then in the whole model; last by their values,
-at their places or else by name. A parameter that none of these finds was replaced.
+at their places or else by name. A parameter that none of these finds was replaced. Those
+of adapters, which are cast and trained, are what is at their places.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ def find_again(original: Original, tree: ModelTree) -> None:
         lost = _find_at_places(original, tree)
         if lost:
             lost = _find_by_memory(tree, lost)
+        if lost:
+            lost = _find_adapters(original, tree, lost)
         if lost:
             _find_by_value(original, tree, lost)
 
@@ -75,6 +78,24 @@ def _find_by_memory(tree: ModelTree, lost: _Records) -> _Records:
             continue
         record.moved(tree.places(found[0]))
         tree.known[id(found[0].parameter)] = record
+    return still_lost
+
+
+def _find_adapters(original: Original, tree: ModelTree, lost: _Records) -> _Records:
+    """Find parameters of adapters that were there before, whatever their values are now.
+
+    Returns:
+        The records of those that are still lost.
+    """
+    base = set(original.parameters)
+    still_lost = []
+    for record in lost:
+        there = [] if record in base else tree.at_places(record)
+        if not there or there[0].shape != record.shape:
+            still_lost.append(record)
+            continue
+        record.saw(there[0])
+        tree.known[id(there[0])] = record
     return still_lost
 
 

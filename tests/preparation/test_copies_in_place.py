@@ -60,3 +60,20 @@ def test_a_trained_copy_of_a_resized_head_gets_the_original_dtype(precision: str
             adapted(input_ids=torch.tensor([[1, 2, 3]]))
     assert copy.dtype == adapted.base_model.model.lm_head.original_module.weight.dtype == torch.bfloat16
     adapted(input_ids=torch.tensor([[1, 2, 3]]))
+
+
+@PRECISIONS
+def test_a_trained_copy_from_before_that_others_cast_stays_cast(precision: str) -> None:
+    model = zoo.load("llama")
+    adapted = adapt("llama", model, modules_to_save=True)
+    copied = adapted.base_model.model.lm_head.modules_to_save["default"].weight
+    assert copied.dtype == torch.bfloat16
+    prepared = KbitPreparedModel(adapted, precision=precision).prepare()
+    peft.prepare_model_for_kbit_training(adapted)  # casts adapters too
+    assert copied.dtype == torch.float32
+    for _ in range(2):
+        with prepared.suspended():
+            assert copied.dtype == torch.float32
+    prepared.restore()
+    assert copied.dtype == torch.float32
+    assert adapted.base_model.model.lm_head.original_module.weight.dtype == torch.bfloat16
