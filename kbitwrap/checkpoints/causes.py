@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -136,9 +133,10 @@ class Causes:
         self._change_of = change_of
         self._by_shape: defaultdict[tuple[int, ...], list[Figures]] = defaultdict(list)
         for one in figures:
-            self._by_shape[one.shape[-2:]].append(one)
+            for leaf in one.leaves:
+                self._by_shape[leaf.shape].append(leaf)
 
-        self._alike: dict[tuple[int, ...], _Matrices] = {}
+        self._alike: dict[tuple[int, ...], _Samples] = {}
         self._num_searches = 0
 
     def of(self, figures: Figures) -> tuple[str, str]:
@@ -240,17 +238,14 @@ class Causes:
         return SCALED, f"{kept:.2f} times"
 
     def _held(self, figures: Figures) -> str:
-        """What a wrong tensor holds of another one, as `_Matrices.held_by` says it; ``""`` if nothing tells."""
-        shape = figures.shape[-2:]
-        if shape not in self._alike:
-            self._alike[shape] = _Matrices(self._by_shape[shape])
-
-        alike = self._alike[shape]
-        for own in alike.of(figures):
-            if own.is_right or self._num_searches == _MOST_SEARCHES:
+        """The tensor whose values, or whose delta, a wrong one holds; ``""`` if nothing tells."""
+        for own in figures.leaves:
+            if is_right(own) or self._num_searches == _MOST_SEARCHES:
                 continue
             self._num_searches += 1
-            held = alike.held_by(own)
+            if own.shape not in self._alike:
+                self._alike[own.shape] = _Samples(self._by_shape[own.shape])
+            held = self._alike[own.shape].held_by(own)
             if held:
                 return held
 
@@ -266,98 +261,37 @@ class Causes:
         return float(energies[:few].sum()) >= _OF_LOW_RANK * float(energies.sum())
 
 
-@dataclass(frozen=True)
-class _Matrix:
-    """The sample of one matrix of a tensor, flat and in float32: as found, as expected, and as trained on."""
-
-    name: str
-    found: Tensor
-    after: Tensor
-    trained: Tensor
-
-    @property
-    def delta(self) -> Tensor:
-        """What the adapter adds to it."""
-        return self.after - self.trained
-
-    @property
-    def change(self) -> Tensor:
-        """What was added to it."""
-        return self.found - self.trained
-
-    @property
-    def is_right(self) -> bool:
-        """Whether it shows what it should."""
-        if bool(_distances(self.found, self.after[None]) > _ALIKE):
-            return False
-
-        if not self.delta.any():
-            return True
-
-        along = self.delta @ self.change
-        return bool(along > _ALIGNED * self.delta.norm() * self.change.norm())
-
-
-class _Matrices:
-    """The samples of all matrices of one shape."""
+class _Samples:
+    """The samples of all matrices, or of other tensors, of one shape."""
 
     def __init__(self, those: Sequence[Figures]) -> None:
-        self._by_fqn: dict[str, list[_Matrix]] = {}
-        for figures in those:
-            self._by_fqn[figures.fqn] = _matrices(figures)
+        self._those = those
+        self._after = torch.stack([one.sample.after for one in those])
+        self._trained = torch.stack([one.sample.trained for one in those])
+        self._deltas = nn.functional.normalize(self._after - self._trained)
 
-    def of(self, figures: Figures) -> Sequence[_Matrix]:
-        """Those of one tensor."""
-        return self._by_fqn[figures.fqn]
-
-    @functools.cached_property
-    def _all(self) -> list[_Matrix]:
-        return list(itertools.chain.from_iterable(self._by_fqn.values()))
-
-    @functools.cached_property
-    def _after(self) -> Tensor:
-        return torch.stack([matrix.after for matrix in self._all])
-
-    @functools.cached_property
-    def _trained(self) -> Tensor:
-        return torch.stack([matrix.trained for matrix in self._all])
-
-    @functools.cached_property
-    def _deltas(self) -> Tensor:
-        return nn.functional.normalize(self._after - self._trained)
-
-    def held_by(self, own: _Matrix) -> str:
-        """What a wrong matrix holds of another one; ``""`` if nothing tells."""
-        change = nn.functional.normalize(own.change, dim=0)
-        delta = nn.functional.normalize(own.delta, dim=0)
-        has_values = _distances(own.found, self._after) <= _ALIKE
-        has_values |= _distances(own.found, self._trained) <= _ALIKE
+    def held_by(self, own: Figures) -> str:
+        """The values, or the delta, of another one that a wrong one holds; ``""`` if nothing tells."""
+        found = own.sample.found
+        change = nn.functional.normalize(own.sample.change, dim=0)
+        delta = nn.functional.normalize(own.sample.delta, dim=0)
+        has_values = _distances(found, self._after) <= _ALIKE
+        has_values |= _distances(found, self._trained) <= _ALIKE
+        # Values that are like its own, too, tell nothing of an exchange.
+        has_values &= _distances(found, own.sample.after[None]) > _ALIKE
         has_delta = self._deltas @ change >= _ALIGNED
         # Where another's delta is like its own, its own tells nothing of an exchange.
         has_delta &= self._deltas @ delta < _ALIGNED
-        for place, other in enumerate(self._all):
+
+        for place, other in enumerate(self._those):
             if other is own:
                 continue
             if has_values[place]:
-                return f"the values of {other.name}"
+                return f"the values of {other.fqn}"
             if has_delta[place]:
-                return f"the delta of {other.name}"
+                return f"the delta of {other.fqn}"
 
         return ""
-
-
-def _matrices(figures: Figures) -> list[_Matrix]:
-    number, *_ = grid_shape(figures.shape)
-    sample = figures.sample
-    rows = [
-        side.view(number, -1) for side in (sample.found, sample.after, sample.trained)
-    ]
-    found = []
-    for index, (own, after, trained) in enumerate(zip(*rows, strict=True)):
-        name = figures.fqn if number == 1 else f"{figures.fqn}[{index}]"
-        found.append(_Matrix(name, own, after, trained))
-
-    return found
 
 
 def _distances(a: Tensor, others: Tensor) -> Tensor:
@@ -378,8 +312,8 @@ def _is_transposed(figures: Figures) -> bool:
     if bool(_distances(turned, sample.after[None]) <= _ALIKE):
         return True
 
-    change = nn.functional.normalize(sample.found - sample.trained, dim=0)
-    delta = (sample.after - sample.trained).view(grid).mT.reshape(-1)
+    change = nn.functional.normalize(sample.change, dim=0)
+    delta = sample.delta.view(grid).mT.reshape(-1)
     return bool(change @ nn.functional.normalize(delta, dim=0) >= _ALIGNED)
 
 

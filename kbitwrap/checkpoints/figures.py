@@ -95,6 +95,16 @@ class Sample:
     after: Tensor
     trained: Tensor
 
+    @property
+    def delta(self) -> Tensor:
+        """The values that the adapter adds."""
+        return self.after - self.trained
+
+    @property
+    def change(self) -> Tensor:
+        """The values that were added."""
+        return self.found - self.trained
+
     def split(self, number: int) -> list[Sample]:
         """The samples of so many matrices."""
         sides = [
@@ -105,7 +115,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Figures:
-    """What was found of one tensor.
+    """The figures of one tensor.
 
     Attributes:
         fqn: Its name.
@@ -139,6 +149,11 @@ class Figures:
     base_codes: float = 0.0
     likelier: float | None = None
     matrices: Sequence[Figures] = ()
+
+    @property
+    def leaves(self) -> Sequence[Figures]:
+        """Those of its matrices, if it is a stack that has them, or else these."""
+        return self.matrices or [self]
 
     @property
     def references(self) -> list[Against]:
@@ -283,7 +298,7 @@ class _Sampling:
         self._picked.append(tuple(side[inside].float() for side in sides))
 
     def sample(self) -> Sample:
-        """What was picked."""
+        """The values that were picked."""
         found, after, trained = (
             torch.cat(side) for side in zip(*self._picked, strict=True)
         )

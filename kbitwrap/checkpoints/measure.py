@@ -265,7 +265,7 @@ class _Measuring:
     buffers: Sequence[str]
     # the names, in the model, of what the adapter has trained copies of
     copies: Collection[str]
-    # what a merge makes of other weights of the quantized layers, by names in the model
+    # merges onto other weights of the quantized layers, by the names in the model
     onto: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
     def __post_init__(self) -> None:
@@ -314,7 +314,7 @@ class _Measuring:
 
     @functools.cached_property
     def _onto_originals(self) -> Mapping[str, Tensor]:
-        """What a merge onto the base's own weights gives, by the names in the model."""
+        """The merged weights of layers that have the base's own, by the names in the model."""
         weights = {
             fqn: tensor
             for fqn, tensor in self._originals_in_model.items()
@@ -406,10 +406,14 @@ class _Measuring:
     ) -> Figures:
         """Compare with what the adapter adds to the base's own weight, where that is another delta."""
         fqn = figures.fqn
+        after = self._onto_originals.get(self._names_in_model[fqn])
+        if after is None:
+            return figures
+
         again = compare(
             fqn,
             found,
-            self._onto_originals[self._names_in_model[fqn]],
+            after,
             original,
             None,
             dtype=self.dtype,

@@ -49,20 +49,23 @@ def plain_side(model: nn.Module, *, is_merged: bool) -> Side:
 
 
 def merged_onto(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a merge makes of a model whose quantized layers have other weights, not rounded.
+    """The merged weights of a model whose quantized layers have other weights, not rounded.
 
     A part of what adapters add may depend on the weights: DoRA's norm, a rotation, a
-    scale.
+    scale. A layer made from ``Conv1D`` is left out.
     """
     twin = build_twin(ModelTree(model))
+    replaced = []
     for fqn, module in twin.model.named_modules():
-        weight = weights.get(join(fqn, "weight"))
-        if weight is not None and not is_transposed(module):
+        name = join(fqn, "weight")
+        if name in weights and not is_transposed(module):
             make_plain(module)
-            vars(module)["_parameters"]["weight"] = weight
+            vars(module)["_parameters"]["weight"] = weights[name]
+            replaced.append(name)
 
     merge_into(twin, in_float32=True)
-    return twin.model.state_dict()
+    merged = twin.model.state_dict()
+    return {name: merged[name] for name in replaced}
 
 
 @dataclass(frozen=True)
