@@ -41,7 +41,7 @@ _TASKS = {
     "FEATURE_EXTRACTION": "AutoModel",
 }
 QUANTIZATION = "how the base was quantized in training"
-"""What a manifest that was made afterwards may not know."""
+"""The words for it in a manifest that was made afterwards and does not know it."""
 _MAX_NEW_ROWS = 1 << 20  # more would be allocated before anything is compared
 _Shapes = Mapping[str, tuple[int, ...]]
 

@@ -46,7 +46,8 @@ from .sides import (
 _OF_OTHER = 0.25
 _MOST_OF_CODES = 1 << 18  # elements that are quantized to tell a delta by codes
 _SCALES_IN_CODES = (0.0, 0.5, 2.0, -1.0)
-_DEVIATIONS = 4.0  # by which fewer other codes tell another multiple of the delta
+# The deviations by which fewer other codes tell another multiple of the delta.
+_DEVIATIONS_OF_SHARES = 4.0
 _MOST_ROWS = 256  # of a matrix whose rank is asked for, and columns
 TRAINED, ORIGINAL, OTHER = "trained", "original", "other"
 _TOLD_ONTO = {
@@ -236,7 +237,7 @@ def _of_tensor(figures: Figures) -> TensorMeasure:
 
 
 def _onto(adapted: Sequence[Figures], wrong: Collection[str]) -> str:
-    """What most adapted tensors were merged onto, the larger ones counting more."""
+    """The weights that most adapted tensors were merged onto, the larger ones counting more."""
     sizes = {TRAINED: 0, ORIGINAL: 0, OTHER: 0}
     # Where a layer was not quantized the two are one.
     told = [one for one in adapted if one.was_quantized] or adapted
@@ -351,6 +352,8 @@ class _Measuring:
             if found.is_floating_point() != after.is_floating_point():
                 dtypes = f"{found.dtype}, expected {after.dtype}"
                 self.wrong[fqn] = WRONG_DTYPE, dtypes
+                continue
+            if not after.numel():
                 continue
             if not after.is_floating_point():
                 expected = materialize(after)
@@ -501,7 +504,7 @@ class _Measuring:
 
     def _note_unknown(self) -> None:
         """Note the tensors of the checkpoint that are neither the model's nor in the base's files."""
-        # Buffers that older releases saved are computed anew by loading.
+        # Buffers that older releases saved are computed again by loading.
         computed = {_last_two(name) for name in self.buffers}
         for name, tensor in self.merged.tensors.items():
             known = self._names.of(name)
@@ -518,7 +521,7 @@ def _last_two(name: str) -> str:
 
 
 def _place(tensor: Tensor) -> tuple[int, torch.Size]:
-    """What tells the tensors of one side apart, none of which is computed."""
+    """The key that tells the tensors of one side apart, none of which is computed."""
     return tensor.untyped_storage().data_ptr(), tensor.shape
 
 
@@ -535,4 +538,4 @@ def _likelier(layer: nn.Module, values: Tensor, delta: Tensor) -> float | None:
     others = {scale: num_wrong(scale) for scale in _SCALES_IN_CODES}
     best = min(others, key=others.__getitem__)
     deviation = math.sqrt(expected + others[best])
-    return best if expected - others[best] > _DEVIATIONS * deviation else None
+    return best if expected - others[best] > _DEVIATIONS_OF_SHARES * deviation else None

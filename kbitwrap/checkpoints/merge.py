@@ -245,7 +245,7 @@ def _copy(names: tuple[str, ...], base: StrPath, adapter: Path, dst: Path) -> No
 
 
 def _said(manifest: Manifest | None, own: Any) -> str:
-    """Who says how the base was quantized: the run's manifest, or the base's own config."""
+    """The words for who says how the base was quantized: the run's manifest, or the base's own config."""
     if own is not None or (manifest is not None and not manifest.unknown):
         return "as in training"
 

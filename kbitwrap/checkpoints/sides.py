@@ -1,4 +1,4 @@
-"""What a merged checkpoint is compared with, by the names that tensors have in files."""
+"""The sides of a comparison: a merged checkpoint, its base and its merge, by the names of tensors in files."""
 
 from __future__ import annotations
 

@@ -117,5 +117,7 @@ def _record(model: Any) -> Manifest:
     try:
         return Manifest.of(preparation)
     finally:
-        preparation.journal.undo(tree)
+        failures = preparation.journal.undo(tree)
         preparation.release()
+        for _, error in failures:
+            raise error

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 from rich.console import Group, RenderableType
 
-from ..bench.settings import QUANTS, quantization_config
 from .console import (
     EXIT_DONE,
     EXIT_NO,
@@ -19,9 +18,9 @@ from .console import (
     show,
     show_json,
 )
-from .hub import working
+from .hub import quantization_in_training, working
 from .tables import table
-from .usage import KINDS_OF_NF4, Json, argument, choice, path, value
+from .usage import Json, QuantInTraining, argument, path, value
 
 _MOST_TENSORS = 5  # of a wrong merge, in its table
 SUMMARY = "Look for faults of a saved run that raise no error."
@@ -60,15 +59,7 @@ def command(
             "The adapter that was merged: with --base, how much of it PATH holds.",
         ),
     ] = None,
-    quant: Annotated[
-        str | None,
-        choice(
-            "--quant",
-            QUANTS,
-            "How BASE was quantized in training, where neither its config nor the manifest in ADAPTER says it: "
-            f"{KINDS_OF_NF4}.",
-        ),
-    ] = None,
+    quant: QuantInTraining = None,
     json_: Json = False,
 ) -> int:
     """Examine, and print what was found. 1 if that was a fault, else 0.
@@ -84,9 +75,7 @@ def command(
         def tell(num_done: int, num_tensors: int) -> None:
             doing.now(f"measuring {path}: {num_done:,} of {num_tensors:,} tensors")
 
-        quantization = None
-        if quant is not None:
-            quantization = quantization_config(quant, None) or False
+        quantization = quantization_in_training(quant, None)
         try:
             report = doctor(
                 path,

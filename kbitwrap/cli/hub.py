@@ -100,6 +100,22 @@ def working(
         yield doing
 
 
+def quantization_in_training(quant: str | None, dtype: str | None) -> Any:
+    """Make what `merge_checkpoint` and others take for how a base was quantized.
+
+    Args:
+        quant: One of ``QUANTS``, or ``None`` where it was not told.
+        dtype: The dtype that 4-bit layers compute in; ``None`` for the library's
+            default.
+
+    Returns:
+        The config; ``False`` of ``"none"``, and ``None`` where nothing was told.
+    """
+    if quant is None:
+        return None
+    return quantization_config(quant, dtype) or False
+
+
 def _is_here(name: str) -> bool:
     """Whether a model is a folder or a file; raises where it can be neither, nor a name on the hub."""
     if not name or "\0" in name:

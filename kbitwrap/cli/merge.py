@@ -8,19 +8,18 @@ from pathlib import Path
 from typing import Annotated
 
 from .. import ConfigError, ExportReport
-from ..bench.settings import QUANTS, quantization_config
 from .console import EXIT_DONE, InputError, check_folder, say
 from .convert import write
-from .hub import models
+from .hub import models, quantization_in_training
 from .usage import (
-    HALF_DTYPES,
     KINDS_OF_NF4,
+    DtypeOfBase,
     Json,
     Out,
     Overwrite,
+    QuantInTraining,
     TrustRemoteCode,
     argument,
-    choice,
     device,
     file_size,
     flag,
@@ -67,24 +66,6 @@ _Manifest = Annotated[
         "The manifest of the run; kbitwrap.json in ADAPTER, if left out.",
     ),
 ]
-_Quant = Annotated[
-    str | None,
-    choice(
-        "--quant",
-        QUANTS,
-        "How BASE was quantized in training, where neither its config nor a manifest says it: "
-        f"{KINDS_OF_NF4}. Another than in training gives other weights.",
-    ),
-]
-_Dtype = Annotated[
-    str | None,
-    choice(
-        "--dtype",
-        HALF_DTYPES,
-        "Dtype of the tensors that were not quantized; what the manifest or the config of BASE names, "
-        "if left out.",
-    ),
-]
 _MaxShardSize = Annotated[
     int, value("--max-shard-size", "SIZE", file_size, "The maximum size of a file.")
 ]
@@ -114,8 +95,8 @@ def command(
     second: _Second = None,
     overwrite: Overwrite = False,
     manifest: _Manifest = None,
-    quant: _Quant = None,
-    dtype: _Dtype = None,
+    quant: QuantInTraining = None,
+    dtype: DtypeOfBase = None,
     max_shard_size: _MaxShardSize = "5GB",  # type: ignore[assignment]  # which Typer shows, and parses
     device: _Device = None,
     check: _Check = False,
@@ -139,9 +120,7 @@ def command(
         from .. import merge_checkpoint
         from .loading import choose_device
 
-        quantization = None
-        if quant is not None:
-            quantization = quantization_config(quant, dtype) or False
+        quantization = quantization_in_training(quant, dtype)
         try:
             return merge_checkpoint(
                 base,

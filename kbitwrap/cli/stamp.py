@@ -5,16 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from ..bench.settings import QUANTS, quantization_config
 from .console import EXIT_DONE, InputError, first_line, say, show_json
-from .hub import working
+from .hub import quantization_in_training, working
 from .usage import (
-    HALF_DTYPES,
-    KINDS_OF_NF4,
+    DtypeOfBase,
     Json,
+    QuantInTraining,
     TrustRemoteCode,
     argument,
-    choice,
     device,
     path,
     value,
@@ -43,22 +41,8 @@ def command(
             "A folder, or a name on the hub; what the config of ADAPTER names, if left out.",
         ),
     ] = None,
-    quant: Annotated[
-        str | None,
-        choice(
-            "--quant",
-            QUANTS,
-            f"How BASE was quantized in training, where its config does not say it: {KINDS_OF_NF4}.",
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        choice(
-            "--dtype",
-            HALF_DTYPES,
-            "Dtype of the tensors that were not quantized; what the config of BASE names, if left out.",
-        ),
-    ] = None,
+    quant: QuantInTraining = None,
+    dtype: DtypeOfBase = None,
     device: Annotated[
         str | None,
         value(
@@ -80,9 +64,7 @@ def command(
         from .. import KbitWrapError, stamp_adapter  # not before: they load torch
         from .loading import choose_device
 
-        quantization = None
-        if quant is not None:
-            quantization = quantization_config(quant, dtype) or False
+        quantization = quantization_in_training(quant, dtype)
         try:
             manifest = stamp_adapter(
                 adapter,

@@ -84,7 +84,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Predicted:
-    """What was predicted.
+    """The steps that were predicted.
 
     Attributes:
         request: What was asked for.

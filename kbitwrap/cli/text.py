@@ -50,7 +50,7 @@ class TokenizerTokens:
 
 
 Tokens = ByteTokens | TokenizerTokens
-"""What turns text into tokens and back."""
+"""The functions that turn text into tokens and back."""
 
 
 @dataclass(frozen=True)

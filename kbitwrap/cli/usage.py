@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .. import ConfigError, Precision, PrepareConfig
+from ..bench.settings import QUANTS
 from .help import of_command
 
 # The error that all others of Typer's parser are; Typer has no public name for it.
@@ -185,6 +186,24 @@ def choice(
     )
 
 
+QuantInTraining = Annotated[
+    str | None,
+    choice(
+        "--quant",
+        QUANTS,
+        "How BASE was quantized in training, where neither its config nor a manifest says it: "
+        f"{KINDS_OF_NF4}. Another than in training gives other weights.",
+    ),
+]
+DtypeOfBase = Annotated[
+    str | None,
+    choice(
+        "--dtype",
+        HALF_DTYPES,
+        "Dtype of the tensors that were not quantized; what the manifest or the config of BASE names, "
+        "if left out.",
+    ),
+]
 Json = Annotated[bool, flag("--json", "Print one JSON object in place of text.")]
 Out = Annotated[Path, value("--out", "DST", path, "The folder to make.")]
 Overwrite = Annotated[

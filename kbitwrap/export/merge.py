@@ -56,7 +56,7 @@ def merge_into(
 
     With ``in_float32`` what is computed is not rounded: it can be compared. With
     ``is_tallied`` what is rounded is compared with what it was rounded from, which takes
-    a third more time.
+    more time.
 
     Returns:
         The names of the modules that an adapter or a trained copy changed, and how well

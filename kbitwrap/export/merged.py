@@ -65,7 +65,7 @@ class Tally:
 
 @dataclass
 class Merged:
-    """What a merge makes of a twin.
+    """The changes that a merge makes to a twin.
 
     Attributes:
         fqns: The names of the modules that an adapter or a trained copy changed.

@@ -40,13 +40,13 @@ TOKENIZER_FILES = (
     "spiece.model",
     "sentencepiece.bpe.model",
 )
-"""What a tokenizer is saved as."""
+"""The files that a tokenizer is saved as."""
 PROCESSOR_FILES = (
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-"""What a processor adds to its tokenizer."""
+"""The files that a processor adds to those of its tokenizer."""
 # What a checkpoint of a model consists of besides: the files that another one replaces.
 _OTHER_FILES = (
     "config.json",

@@ -65,7 +65,7 @@ class Storage:
 
 
 Measure = Callable[[Storage], int]
-"""What of a storage is added up."""
+"""The figures of a storage that are added up."""
 
 
 def in_bytes(storage: Storage) -> int:

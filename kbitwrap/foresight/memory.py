@@ -135,7 +135,7 @@ class StepMemory(Peaks, Report):
         return lines + few([f"warning: {warning}" for warning in self.warnings])
 
     def _brief(self) -> str:
-        """What was predicted, and its peak, in one line."""
+        """The step that was predicted, and its peak, in one line."""
         return (
             f"{self.precision!r}, batch {self.batch_size}, {self.seq_len} tokens, "
             f"on {self.kernels}: {format_bytes(self.peak_bytes)} at the peak"
@@ -149,7 +149,7 @@ class StepMemory(Peaks, Report):
         return bars
 
     def _lines(self) -> list[str]:
-        """What is said below the bars."""
+        """The lines below the bars."""
         levels = {"before": self.static_bytes, **self.phases}
         said = [f"{name} {format_bytes(size)}" for name, size in levels.items()]
         return [f"peaks of the phases: {', '.join(said)}", *self._said()]

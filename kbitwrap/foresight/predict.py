@@ -208,7 +208,7 @@ class StepPredictor:
         )
 
     def _unknown(self, step: Step, tokens: int) -> tuple[Unknown, ...]:
-        """What the allocator of a CUDA device may count beside the figures."""
+        """The notes on what the allocator of a CUDA device may count beside the figures."""
         made = self._made
         if not self._on_cuda:
             return ()

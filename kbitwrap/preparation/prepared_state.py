@@ -22,7 +22,7 @@ from .comparison import Replacement
 from .process import is_distributed
 
 State = dict[str, Any]
-"""What is compared of a parameter or of a module, by the names of differences.
+"""The values of a parameter or of a module that are compared, by the names of differences.
 """
 _Differences = defaultdict[str, dict[str, tuple[Any, Any]]]
 _HOOKS = "input_gradient_hooks"

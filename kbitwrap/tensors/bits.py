@@ -352,7 +352,7 @@ def _block_sums(data: torch.Tensor, num_bytes: int) -> torch.Tensor:
         words = (piece if is_aligned else piece.clone()).view(torch.int64)
         blocks = words.view(-1, min(len(words), _BLOCK))
         if mixed.shape != blocks.shape:
-            # To take memory anew for each piece can cost more than the arithmetic.
+            # To take new memory for each piece can cost more than the arithmetic.
             mixed, shifted = torch.empty_like(blocks), torch.empty_like(blocks)
         torch.bitwise_xor(blocks, factors[: blocks.shape[1]], out=mixed)
         mixed ^= torch.bitwise_right_shift(mixed, 32, out=shifted)
