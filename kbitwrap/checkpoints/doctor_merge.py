@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..errors import ConfigError, ExportError, ManifestMismatchError
 from ..manifest.manifest import Manifest
+from ..model.pretrained import read_config
 from ..model.wrappers import unwrap
+from ..tensors.dtypes import HALF_DTYPES, find_dtype
 from .adapters import read_adapter
 from .base import QUANTIZATION, adapted_base, load_base, own_quantization
 from .doctor_report import Examination, fault, fine, not_measured
@@ -32,34 +36,24 @@ def measure(
     if given.adapter is None:
         return None
 
-    if subject.base is None:
-        if not isinstance(subject, Folder) or not subject.damaged:
-            needed = (
-                "there are no weights of a model here; give the folder of the merge"
-            )
-            examination.add(_NAME, where, not_measured(_WHAT, needed))
-        return None
+    if subject.base is None and isinstance(subject, Folder) and subject.damaged:
+        return None  # which is a finding of its own
 
-    if not given.tells_merge:
-        needed = "give the folder or the name of the base too (base, --base)"
-        examination.add(_NAME, where, not_measured(_WHAT, needed))
+    lacking = _lacking(subject)
+    if lacking:
+        examination.add(_NAME, where, not_measured(_WHAT, lacking))
         return None
 
     manifest = saved_manifest(Path(given.adapter))
     quantization = given.quantization_config
-    is_recorded = manifest is not None and QUANTIZATION not in manifest.unknown
-    is_told = quantization is not None or is_recorded
     remedy = _REMEDY
-    if not is_told and own_quantization(given.base) is None:
+    if not _is_told(given, manifest):
         quantization = _quantization_of(subject)  # it was merged in that
-        if quantization is None:
-            quantization = False
-            remedy = f"{_GIVE}; if that is none: {_REMEDY}"
-            unknown = not_measured(
-                QUANTIZATION,
-                f"nothing records it, so the base was taken as it is; {_GIVE}",
-            )
-            examination.add(_NAME, where, unknown)
+    if not _is_told(given, manifest) and quantization is None:
+        quantization = False
+        remedy = f"{_GIVE}; if that is none: {_REMEDY}"
+        why = f"nothing records it, so the base was taken as it is; {_GIVE}"
+        examination.add(_NAME, where, not_measured(QUANTIZATION, why))
 
     try:
         merged = _merged(subject)
@@ -88,6 +82,24 @@ def measure(
     return found
 
 
+def _lacking(subject: Subject) -> str:
+    """The thing to give so that a merge can be measured; ``""`` where all is there."""
+    if subject.base is None:
+        return "there are no weights of a model here; give the folder of the merge"
+    if not subject.given.tells_merge:
+        return "give the folder or the name of the base too (base, --base)"
+    return ""
+
+
+def _is_told(given: Given, manifest: Manifest | None) -> bool:
+    """Whether anything says how the base was quantized in training."""
+    if given.quantization_config is not None:
+        return True
+    if manifest is not None and QUANTIZATION not in manifest.unknown:
+        return True
+    return own_quantization(given.base) is not None
+
+
 def _quantization_of(subject: Subject) -> Any:
     """The quantization config of a folder or a live model, or ``None``."""
     if isinstance(subject, LiveModel):
@@ -107,9 +119,22 @@ def _measure(
     progress: bool | Told,
 ) -> MergeMeasure:
     saved = read_adapter(Path(given.adapter))
-    trained = load_base(given.base, saved, manifest, quantization)
+    dtype = None if manifest is not None else _dtype_in_training(given, merged)
+    trained = load_base(given.base, saved, manifest, quantization, dtype)
     adapted = adapted_base(trained, saved)
     return measure_merge(merged, adapted, saved, given.base, progress)
+
+
+def _dtype_in_training(given: Given, merged: MergedSide) -> torch.dtype | None:
+    """The half dtype of a merge whose base was saved in float32; ``None`` for the dtype of the base.
+
+    Such a base is trained on in half where it is quantized, and merged in that.
+    """
+    own = find_dtype(read_config(given.base).dtype)
+    if own in HALF_DTYPES or merged.dtype not in HALF_DTYPES:
+        return None
+
+    return merged.dtype
 
 
 def _merged(subject: Subject) -> MergedSide:

@@ -299,9 +299,9 @@ class _Sampling:
 
     def sample(self) -> Sample:
         """The values that were picked."""
-        found, after, trained = (
-            torch.cat(side) for side in zip(*self._picked, strict=True)
-        )
+        nothing = torch.empty(0)  # all of a tensor without elements
+        picked = [(nothing, nothing, nothing), *self._picked]
+        found, after, trained = map(torch.cat, zip(*picked, strict=True))
         return Sample(found, after, trained)
 
 

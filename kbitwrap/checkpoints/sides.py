@@ -77,12 +77,14 @@ class MergedSide:
         tensors: Its tensors, dequantized, by their names.
         stored: The dtypes of those that are stored quantized.
         ties: The names that loading ties, by group; ``None`` where that is not known.
+        dtype: The dtype that its config names, or that it has live.
     """
 
     where: str
     tensors: Mapping[str, Tensor]
     stored: Mapping[str, torch.dtype]
     ties: list[list[str]] | None
+    dtype: torch.dtype | None
 
 
 def read_merged(path: Path) -> MergedSide:
@@ -95,7 +97,7 @@ def read_merged(path: Path) -> MergedSide:
     meta = checkpoint.meta_model()
     ties = None if meta is None else tied_names(meta)
     tensors = {name: stored.lazy() for name, stored in checkpoint.tensors.items()}
-    return MergedSide(str(path), tensors, {}, ties)
+    return MergedSide(str(path), tensors, {}, ties, checkpoint.dtype)
 
 
 def walk_merged(model: Any, where: str) -> MergedSide:
@@ -108,7 +110,8 @@ def walk_merged(model: Any, where: str) -> MergedSide:
             stored[join(node.fqn, "weight")] = dtype
 
     side = plain_side(bare, is_merged=False)
-    return MergedSide(where, side.saved, stored, tied_names(bare))
+    dtype = getattr(bare, "dtype", None)
+    return MergedSide(where, side.saved, stored, tied_names(bare), dtype)
 
 
 class Names:

@@ -29,7 +29,7 @@ _BLOCK_BYTES = 2 << 20
 
 
 class AdaptedTensor:
-    """A parameter of a module: as its base is, merged with adapters, and what they add.
+    """A parameter of a module: as its base is, and merged with adapters.
 
     ``rows`` are those of its first dimension, the experts of a stack, or ``...`` for
     the whole; `blocks` says which to take at once. The weight of a layer of
@@ -93,13 +93,6 @@ class AdaptedTensor:
         del values
         merged = self._merger.merge(plain, rows)
         return parameter_of(merged, self._name).detach()
-
-    def delta(self, rows: Rows) -> Tensor:
-        """The values that the adapters add to those of the base, in float64.
-
-        Both are computed in float32, and their difference is exact.
-        """
-        return self.merged(rows).double() - self.base(rows)
 
     def blocks(self) -> list[Rows]:
         """The rows of each block to merge.

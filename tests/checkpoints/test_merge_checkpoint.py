@@ -20,8 +20,10 @@ from kbitwrap import (
     KbitPreparedModel,
     Manifest,
     ManifestMismatchError,
+    doctor,
     merge_checkpoint,
 )
+from kbitwrap.export.export import save_model
 from support import zoo
 from support.files import read, tensors_of
 from support.merging import assert_same_model
@@ -220,3 +222,33 @@ def test_the_tokenizer_and_a_card_are_beside_it(owner: str, tmp_path: Path) -> N
     assert str(tmp_path) not in card
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert loaded.dtype == torch.bfloat16
+
+
+def test_the_card_says_how_much_of_the_adapter_is_in_the_weights(tmp_path: Path) -> None:
+    run = train("llama", "nf4", tmp_path, modules_to_save=True)
+    given: dict[str, Any] = {"quantization_config": run.quantization}
+    merge_checkpoint(None, run.adapter, tmp_path / "out", dtype="bfloat16", check=True, **given)
+    measured = doctor(tmp_path / "out", base=zoo.checkpoint("llama"), adapter=run.adapter, **given).merge
+    assert measured is not None
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"{measured.kept:.1%} of what the adapter adds is in these weights" in card
+    assert f"off by {measured.error:.1%} of its length" in card
+
+
+def test_a_check_refuses_files_that_are_no_merge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = train("llama", "nf4", tmp_path)
+
+    def save_wrongly(model: Any, writer: Any, max_shard_size: Any) -> None:
+        save_model(model, writer, max_shard_size)
+        path = writer.folder / "model.safetensors"
+        tensors = load_file(path)
+        tensors["model.layers.1.self_attn.q_proj.weight"].neg_()
+        save_file(tensors, path, {"format": "pt"})
+
+    monkeypatch.setattr("kbitwrap.checkpoints.merge.save_model", save_wrongly)
+    given: dict[str, Any] = {"quantization_config": run.quantization, "dtype": "bfloat16"}
+    with pytest.raises(ExportError, match=r"not a merge: model\.layers\.1\.self_attn\.q_proj\.weight"):
+        merge_checkpoint(None, run.adapter, tmp_path / "out", check=True, **given)
+    assert not (tmp_path / "out").exists()
+    merge_checkpoint(None, run.adapter, tmp_path / "out", **given)
+    assert (tmp_path / "out").exists()

@@ -6,6 +6,7 @@ import itertools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -154,7 +155,7 @@ OF_EXPERTS = ("one layer without its delta", "another adapter's", "two exchanged
     ("name", "kind"),
     few(
         itertools.product(NAMES, BROKEN),
-        [*itertools.product(["llama"], BROKEN), *itertools.product(["mixtral"], OF_EXPERTS)],
+        [*itertools.product(["llama"], BROKEN), *itertools.product(["mixtral"], OF_EXPERTS), ("gpt2", "halved")],
     ),
 )
 def test_a_broken_merge_is_a_finding_with_its_cause(
@@ -423,3 +424,29 @@ def test_names_of_the_live_model_are_found(name: str, merges: Callable[[str], Ru
         stored = {fqn: tensor.clone() for fqn, tensor in model.state_dict().items()}
         save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
         assert_right(run.examine(folder), onto)
+
+
+def test_progress_is_told_tensor_by_tensor(merges: Callable[[str], Run]) -> None:
+    run = merges("llama")
+    told: list[tuple[int, int]] = []
+    options: dict[str, Any] = {"base": run.folder / "base", "adapter": run.folder / "adapter"}
+    report = doctor(run.folder / "merged", **options, progress=lambda done, number: told.append((done, number)))
+    assert report.merge is not None
+    number = report.merge.num_compared
+    assert told == [(done, number) for done in range(number)]
+
+
+def test_a_live_model_is_measured_as_its_files_are(merges: Callable[[str], Run]) -> None:
+    run = merges("llama")
+    live = transformers.LlamaForCausalLM.from_pretrained(run.folder / "merged", dtype="auto")
+    report = doctor(live, base=run.folder / "base", adapter=run.folder / "adapter")
+    assert report.merge == run.examine(run.folder / "merged").merge
+    with torch.no_grad():
+        live.model.layers[0].self_attn.q_proj.weight.mul_(-1)
+    report = doctor(live, base=run.folder / "base", adapter=run.folder / "adapter")
+    assert any("layers.0.self_attn.q_proj.weight" in finding.evidence for finding in report.findings)
+
+
+def test_a_tensor_without_elements_is_right() -> None:
+    figures = compare("a", *[torch.empty(0, 4)] * 3, None, dtype=torch.float32, stored=None, was_quantized=False)
+    assert is_right(figures)
