@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -159,12 +160,12 @@ def command(
 
 def _named_base(adapter: Path) -> str | None:
     """The base that the config of an adapter names; ``None`` where it names none, or cannot be read."""
-    from peft import PeftConfig
-
     try:
-        return PeftConfig.from_pretrained(str(adapter)).base_model_name_or_path  # type: ignore[no-any-return]
-    except Exception:  # merging says what is wrong with it
-        return None
+        config = json.loads((adapter / "adapter_config.json").read_text("utf-8"))
+        name = config["base_model_name_or_path"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None  # merging says what is wrong with it
+    return name if isinstance(name, str) and name else None
 
 
 def _say_unknown(adapter: Path, manifest: Path | None) -> None:

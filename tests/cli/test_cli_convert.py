@@ -327,6 +327,19 @@ def test_merge_writes_a_half_model(trained: Path, capsys: pytest.CaptureFixture[
     assert {tensor.dtype for tensor in tensors_of(tmp_path / "out").values()} == {torch.bfloat16}
 
 
+def test_an_adapter_that_is_not_there_is_looked_for_on_no_hub(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr("peft.PeftConfig.from_pretrained", ask)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", ask)
+    status, _, err = run(capsys, "merge", "some-adapter", "--out", tmp_path / "out")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "there is no adapter_config.json with adapter_model.safetensors in 'some-adapter'" in err
+
+
 @pytest.mark.parametrize("quant", ["nf4", "nf4-double", "fp4", "int8"])
 def test_a_quantization_that_was_only_said_is_the_one_that_is_used_and_no_record(
     quant: str, trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
