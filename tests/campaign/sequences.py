@@ -78,6 +78,11 @@ class Before:
         # by `id`: the fqn of a trained copy is that of the module that it is a copy of
         self.of_adapters = {id(p) for name, p in named.items() if is_adapter(name)}
         self.hooks = _hooks_of(model)
+        self._dtypes = {canonical_fqn(name): p.dtype for name, p in named.items() if not is_adapter(name)}
+
+    def base_dtype(self, fqn: str) -> torch.dtype | None:
+        """The dtype that a parameter of the base had."""
+        return self._dtypes.get(fqn)
 
     def unnamed(self, model: nn.Module, report: kbitwrap.RestoreReport) -> Iterator[str]:
         """What is other than it was, and in no list of the report."""
@@ -818,6 +823,9 @@ def resize(world: World, rng: random.Random) -> None:
     after, twins = dict(world.model.named_parameters()), dict(world.twin.named_parameters())
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         resized = after[name]
+        # No head stays in float32 in a half model, though it was made of a copy that others cast.
+        if world.before.base_dtype(name) in HALF:
+            twins[name].data = twins[name].data.to(world.before.base_dtype(name))
         _, flag = world.flags.pop(id(before[name]), (None, False))
         if flag:
             world.flags[id(resized)] = resized, True
