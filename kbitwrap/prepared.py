@@ -385,10 +385,13 @@ class KbitPreparedModel:
         path: StrPath,
         *,
         merge_adapters: bool = False,
+        merge_as: str = "half",
         model: nn.Module | None = None,
         processing_class: Any = None,
         max_shard_size: int | str = "5GB",
         overwrite: bool = False,
+        seed: int = 0,
+        fuse: bool = False,
     ) -> ExportReport:
         """Write the exact base, or the merged model, as a checkpoint, and change nothing of the model.
 
@@ -413,6 +416,13 @@ class KbitPreparedModel:
             path: The folder to make.
             merge_adapters: Write the plain model with the active adapters merged,
                 instead of the exact base.
+            merge_as: The form of the merged model. ``"half"``: no layer stays
+                quantized. ``"mixed"``: layers that no active adapter touches keep
+                their quantized bytes, scales and names; the others are those of
+                ``"half"``, and the config names them. ``"quantized"``: every layer of
+                bitsandbytes keeps its format and its statistics, and adapted ones get
+                codes that are rounded at random, so that the mean of each is the
+                merged weight. The report says how much of the delta they keep.
             model: The model with its adapters, such as a ``PeftModel``; ``None``: those
                 inside the model itself.
             processing_class: The tokenizer, the processor, or another object with
@@ -420,17 +430,23 @@ class KbitPreparedModel:
             max_shard_size: The most bytes in a file, or a string such as ``"5GB"``.
             overwrite: Replace the files of a checkpoint at ``path``; where others are
                 there, nothing is written.
+            seed: The seed of ``"quantized"``: the same gives the same bytes.
+            fuse: With ``"mixed"``, layers that engines compute as one (q, k and v;
+                gate and up; the experts of a layer) have one format: half, where an
+                adapter touches one of them.
 
         Raises:
-            ConfigError: ``max_shard_size`` is invalid, or ``processing_class`` cannot
-                be saved.
+            ConfigError: ``max_shard_size``, ``merge_as`` or ``seed`` is invalid, or
+                ``processing_class`` cannot be saved.
             UnsupportedModelError: The model is offloaded, or sharded by ZeRO-3, or
                 ``model`` is another; with ``merge_adapters``, it is sharded.
             ExportError: The exact base is gone, because adapters are merged into it,
                 its tensors were replaced, or a frozen one holds other values; a
                 quantized layer has lost its scales; it cannot be written; ``path`` is,
-                holds or lies in the folder that the model was loaded from; or an active
-                adapter cannot be merged exactly. ``fqn`` names the first. Nothing was
+                holds or lies in the folder that the model was loaded from; an active
+                adapter cannot be merged exactly; or, as ``"quantized"``, the layers are
+                not of bitsandbytes, or over 0.1 % of the weights of one lie beyond the
+                range of their codes. ``fqn`` names the first. Nothing was
                 left at ``path``.
 
         Example:
@@ -446,12 +462,14 @@ class KbitPreparedModel:
             (('model.safetensors',), 16)
         """
         from .export.export import export_model
+        from .export.forms import MergeForm
 
         return export_model(
             self.model,
             self._preparation,
             path,
             merge_adapters=merge_adapters,
+            form=MergeForm(merge_as, seed, fuse),
             live=model,
             processing_class=processing_class,
             max_shard_size=max_shard_size,

@@ -334,6 +334,25 @@ class ShardingReport(Report):
         return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class TensorMeasure:
+    """The figures of one adapted tensor of a merge.
+
+    Attributes:
+        kept: The part of its delta that is there: the projection of its change on it.
+        error: What is beside the delta, as a part of the delta's length.
+        bits: The bits of an element of the dtype that it is stored in.
+        num_clipped: The elements that were to be beyond the range of their group's
+            codes, by more than an eighth of its scale; a merge counts them where its
+            layers stay quantized.
+    """
+
+    kept: float
+    error: float
+    bits: int
+    num_clipped: int = 0
+
+
 @dataclass(frozen=True, repr=False)
 class ExportReport(Report):
     """The checkpoint that an export wrote.
@@ -350,6 +369,10 @@ class ExportReport(Report):
             that was read.
         is_merge: Whether adapters were to be merged; where ``merged`` is empty, the
             model had no active one.
+        tensors: The figures of each merged tensor, by its name, where they were
+            measured: by ``merge_checkpoint``, and of layers that stay quantized.
+        kept: The part of the deltas of all these that is there; ``None`` without any.
+        error: What is beside, as a part of their length; ``None`` without any.
     """
 
     path: Path
@@ -361,6 +384,9 @@ class ExportReport(Report):
     seconds: float = 0.0
     saved_bytes: int = 0
     is_merge: bool = False
+    tensors: Mapping[str, TensorMeasure] = field(default_factory=dict)
+    kept: float | None = None
+    error: float | None = None
 
     def _brief(self) -> str:
         return f"{self.num_tensors} tensors, {self.num_bytes:,} bytes, {shown(str(self.path))}"
@@ -377,4 +403,10 @@ class ExportReport(Report):
             parts.append(f"{self.saved_bytes:,} bytes saved")
         if self.is_merge:
             parts.append(f"{len(self.merged)} layers merged")
+        if self.kept is not None:
+            parts.append(f"{self.kept:.1%} of the delta kept")
+            parts.append(f"error {self.error:.1%} of its length")
+        num_clipped = sum(tensor.num_clipped for tensor in self.tensors.values())
+        if num_clipped:
+            parts.append(f"{num_clipped:,} weights beyond the range of their codes")
         return f"{self.path}: {', '.join(parts)}"

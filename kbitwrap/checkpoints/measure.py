@@ -18,7 +18,7 @@ from ..export.plain import is_transposed
 from ..model.quantization import is_quantized_layer, share_of_codes
 from ..model.tree import ModelTree, join
 from ..model.wrappers import unwrap
-from ..reports import first_of
+from ..reports import TensorMeasure, first_of
 from ..tensors.lazy import materialize
 from .adapters import SavedAdapter
 from .causes import (
@@ -63,21 +63,6 @@ WRONG_DTYPE = "numbers of another kind than the base's"
 
 Told = Callable[[int, int], object]
 """Called with the number of tensors that are measured, and of all."""
-
-
-@dataclass(frozen=True)
-class TensorMeasure:
-    """The figures of one adapted tensor.
-
-    Attributes:
-        kept: The part of its delta that is there: the projection of its change on it.
-        error: What is beside the delta, as a part of the delta's length.
-        bits: The bits of an element of the dtype that it is stored in.
-    """
-
-    kept: float
-    error: float
-    bits: int
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from ..config import StrPath, format_bytes
 from ..errors import ExportError
 from ..export.export import save_model
+from ..export.forms import MergeForm
 from ..export.merge import merge_into
 from ..export.twin import build_twin
 from ..export.writer import (
@@ -67,11 +69,14 @@ def merge_checkpoint(
     adapter: StrPath,
     dst: StrPath,
     *,
+    merge_as: str = "half",
     manifest: Manifest | StrPath | None = None,
     quantization_config: Any = None,
     dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
+    seed: int = 0,
+    fuse: bool = False,
     progress: bool | Progress = False,
     device: torch.device | str | None = None,
     check: bool = False,
@@ -93,6 +98,8 @@ def merge_checkpoint(
             the adapter's config, or else the manifest, names.
         adapter: The folder that PEFT saved the adapter in.
         dst: The folder to make: complete in the end, or absent.
+        merge_as: The form of the merged model, as for ``KbitPreparedModel.export``:
+            ``"half"``, ``"mixed"`` or ``"quantized"``.
         manifest: The record of the preparation, or its path: it says how the base was
             quantized, and the base is compared with its digests. ``None`` for
             ``kbitwrap.json`` in the adapter's folder, if there is one.
@@ -105,6 +112,8 @@ def merge_checkpoint(
             ``"5GB"``.
         overwrite: Replace the files of a checkpoint at ``dst``; where others are there,
             nothing is written.
+        seed: The seed of ``"quantized"``: the same gives the same bytes.
+        fuse: With ``"mixed"``, layers that engines compute as one have one format.
         progress: Show a bar of the bytes written, on a terminal; or a function that is
             called with each number of them.
         device: The device to quantize and merge on; ``None`` for the accelerator if
@@ -135,6 +144,7 @@ def merge_checkpoint(
         kbitwrap.errors.ConfigError: there is no adapter_config.json ... in '/no/adapter'
     """
     start = time.perf_counter()
+    form = MergeForm(merge_as, seed, fuse)
     folder = Path(adapter)
     saved = read_adapter(folder)
     if base is None:
@@ -167,14 +177,17 @@ def merge_checkpoint(
         adapted = adapted_base(trained, saved)
         with plain_mode():
             twin = build_twin(ModelTree(adapted))
-            merged = merge_into(twin, is_tallied=True)
+            merged = merge_into(twin, form=form, is_tallied=True)
+            if merged.note:
+                warnings.warn(merged.note, UserWarning, stacklevel=2)
             _refuse_full_disk(twin.model, writer.folder, dst)
             save_model(twin.model, writer, max_shard_size)
         if check:
             _refuse_wrong(writer.folder, adapted, saved, base)
         own = own_quantization(base, trust_remote_code)
         how = _how(trained.model, _said(record, own))
-        measured = _MEASURED.format(kept=merged.kept, error=merged.error)
+        total = merged.total
+        measured = _MEASURED.format(kept=total.kept, error=total.error)
         _write_beside(writer.folder, base, saved, how, measured, device)
 
     return ExportReport(
@@ -183,9 +196,9 @@ def merge_checkpoint(
         writer.num_tensors,
         writer.num_bytes,
         twin.converted,
-        merged.fqns,
         seconds=time.perf_counter() - start,
         is_merge=True,
+        **merged.report(),
     )
 
 

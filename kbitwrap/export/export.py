@@ -31,7 +31,9 @@ from ..preparation.process import plain_mode
 from ..reports import ExportReport
 from ..tensors.bits import is_composed
 from ..tensors.lazy import LazyTensor, keeping_last, materialize
+from .forms import MergeForm
 from .merge import merge_into
+from .merged import Merged
 from .sharding import Gathering
 from .twin import build_twin
 from .writer import (
@@ -53,6 +55,7 @@ def export_model(
     path: StrPath,
     *,
     merge_adapters: bool,
+    form: MergeForm,
     live: nn.Module | None,
     processing_class: Any,
     max_shard_size: int | str,
@@ -72,7 +75,7 @@ def export_model(
     with plain_mode():
         tree = ModelTree(model) if preparation is None else preparation.tree()
         gathering = Gathering(tree, preparation, "export", ExportError)
-        merged: tuple[str, ...] = ()
+        merged = Merged((), {})
         with gathering.agreeing():
             if gathering.is_sharded and merge_adapters:
                 raise UnsupportedModelError(
@@ -85,8 +88,10 @@ def export_model(
                 tree = _tree_of(live, model, preparation)
             twin = build_twin(tree, preparation, gathering)
             if merge_adapters:
-                merged = merge_into(twin).fqns
-        if merge_adapters and not merged:
+                merged = merge_into(twin, form=form)
+        if merged.note:
+            warnings.warn(merged.note, UserWarning, stacklevel=3)
+        if merge_adapters and not merged.fqns:
             warnings.warn(
                 "no adapter of the model is active, so none was merged, and the "
                 "dequantized base is written: activate one (set_adapter), or give the "
@@ -115,9 +120,9 @@ def export_model(
                 writer.num_tensors,
                 writer.num_bytes,
                 twin.converted,
-                merged,
-                time.perf_counter() - start,
+                seconds=time.perf_counter() - start,
                 is_merge=merge_adapters,
+                **merged.report(),
             )
 
         return gathering.lead(write)

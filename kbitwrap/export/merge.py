@@ -26,6 +26,18 @@ from .adapters import (
     refuse_unmergeable,
     trained_copy,
 )
+from .forms import (
+    HALF,
+    MIXED,
+    QUANTIZED,
+    MergeForm,
+    fused_group,
+    num_bytes,
+    of_no_gain,
+    quantized_modules,
+    skip_plain_layers,
+    stays_quantized,
+)
 from .merged import Merged, MergedModule, Tally
 from .plain import dequantize
 from .ties import configs_of_all, settle_ties
@@ -49,10 +61,11 @@ def merge_into(
     twin: Twin,
     adapters: Chosen = None,
     *,
+    form: MergeForm | None = None,
     in_float32: bool = False,
     is_tallied: bool = False,
 ) -> Merged:
-    """Make a twin, in place, the plain model.
+    """Make a twin, in place, the merged model in a form, which is half by default.
 
     With ``in_float32`` what is computed is not rounded: it can be compared. With
     ``is_tallied`` what is rounded is compared with what it was rounded from, which takes
@@ -60,7 +73,8 @@ def merge_into(
 
     Returns:
         The names of the modules that an adapter or a trained copy changed, and how well
-        rounding keeps the delta, once all tensors are computed.
+        rounding keeps the delta, once all tensors are computed; it always tells that of
+        weights that stay quantized.
 
     Raises:
         ExportError: Adapters cannot be merged exactly, or weights not be dequantized.
@@ -74,14 +88,21 @@ def merge_into(
             "cannot be dequantized here, and so not merged; export without merging"
         )
 
+    form = (form or MergeForm()).of(tree.quantization)
+    quantized = quantized_modules(twin.model)
+    size = num_bytes(twin.model) if form.merge_as == MIXED else 0
     places = [tree.places(tensor) for tensor in tree.tensors]
     dtype = torch.float32 if in_float32 else _half_dtype(twin.model)
-    rounded = dequantize(twin, dtype)
-    merges = _plan(twin, dtype, rounded, chosen)
+    plain = _to_make_plain(twin, form, chosen)
+    rounded = dequantize(twin, dtype, plain)
+    merges = _plan(twin, dtype, plain, rounded, chosen)
     tallies: dict[str, Tally] = {}
     for merge in merges:
         merge.in_float32 = in_float32
-        merge.tallies = tallies if is_tallied else None
+        if form.merge_as == QUANTIZED and merge.copy is None:
+            merge.seed = form.seed
+        is_random = merge.seed is not None and is_quantized_layer(merge.original)
+        merge.tallies = tallies if is_tallied or is_random else None
 
     # Refusals come before anything is written: one layer of each kind is tried out.
     for merge in {merge.kind: merge for merge in reversed(merges)}.values():
@@ -91,9 +112,45 @@ def merge_into(
         merge.replace_tensors()
 
     settle_ties(twin.model, [shared for shared in places if len(shared) > 1])
-    _remove_traces(twin.model)
+    left = quantized_modules(twin.model)
+    note = ""
+    if not left:
+        _remove_traces(twin.model)
+        if form.merge_as == MIXED:
+            note = of_no_gain(size, num_bytes(twin.model))
+    elif len(left) < len(quantized):
+        skip_plain_layers(twin.model, left)
+
     fqns = [merge.fqn for merge in merges if merge.is_adapted]
-    return Merged(tuple(fqns), tallies)
+    return Merged(tuple(fqns), tallies, note)
+
+
+def _to_make_plain(twin: Twin, form: MergeForm, chosen: Chosen) -> set[nn.Module]:
+    """The modules of a twin whose quantized weights are dequantized."""
+    modules = dict(twin.model.named_modules())
+    if form.merge_as == HALF:
+        return set(modules.values())
+
+    if form.merge_as == QUANTIZED:
+        return set()
+
+    touched: dict[str, nn.Module] = {}
+    for peeled in twin.peeled:
+        if any(_is_active(wrapper, chosen) for wrapper in peeled.wrappers):
+            touched[peeled.fqn] = peeled.shell
+
+    if form.fuse:
+        groups = {fused_group(fqn) for fqn in touched}
+        for fqn, module in modules.items():
+            if stays_quantized(module) and fused_group(fqn) in groups:
+                touched[fqn] = module
+
+    return set(touched.values())
+
+
+def _is_active(wrapper: nn.Module, chosen: Chosen) -> bool:
+    """Whether a module of PEFT's changes the one that it is around."""
+    return bool(is_tuner_layer(wrapper) and active_adapters(wrapper, chosen))
 
 
 def _remove_traces(model: nn.Module) -> None:
@@ -122,11 +179,15 @@ def _refuse_unknown(twin: Twin, chosen: Chosen) -> None:
 
 
 def _plan(
-    twin: Twin, dtype: torch.dtype, rounded: set[int], chosen: Chosen
+    twin: Twin,
+    dtype: torch.dtype,
+    plain: set[nn.Module],
+    rounded: set[int],
+    chosen: Chosen,
 ) -> list[MergedModule]:
     """The modules whose tensors have to be computed.
 
-    They are adapted ones, trained copies and quantized layers.
+    They are adapted ones, trained copies and quantized layers that become plain.
     """
     merges: dict[int, MergedModule] = {}
 
@@ -161,7 +222,8 @@ def _plan(
                 merge_of(place, peeled.shell.get_submodule(name)).copy = module
 
     for fqn, module in twin.model.named_modules():
-        if is_quantized_layer(module) or id(module) in rounded:
+        is_made_plain = module in plain and is_quantized_layer(module)
+        if is_made_plain or id(module) in rounded:
             merge_of(fqn, module)
 
     _refuse_partly_adapted(twin, merges)

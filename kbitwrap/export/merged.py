@@ -10,24 +10,30 @@ import functools
 import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ExportError
 from ..model.quantization import (
+    STATISTICS,
     Rows,
+    codes_of,
     is_quantized_layer,
     is_quantized_parameter,
     quant_state_of,
 )
 from ..model.tree import join
+from ..reports import TensorMeasure
+from ..tensors.codes import RandomNumbers
 from ..tensors.lazy import LazyTensor
 from .adapted import AdaptedTensor
 from .adapters import ActiveLayer
 from .plain import is_transposed, make_plain, parameter_of
 
 _AT_ONCE = 1 << 15  # elements that are tallied at once
+_MOST_CLIPPED = 1e-3  # of a weight's elements, beyond the codes of their groups
 
 
 @dataclass
@@ -40,11 +46,25 @@ class Tally:
         delta: The squared length of what the adapter adds.
         off: The squared length of what rounding takes from the sum.
         off_along: The product of the two.
+        num_bits: The bits of an element of the dtype that is stored.
+        num_clipped: The elements beyond the last codes of their groups.
     """
 
     delta: float = 0.0
     off: float = 0.0
     off_along: float = 0.0
+    num_bits: int = 0
+    num_clipped: int = 0
+
+    @property
+    def kept(self) -> float:
+        """The part of the delta that is left when it is rounded: its projection on it."""
+        return 1.0 + self.off_along / self.delta if self.delta else 1.0
+
+    @property
+    def error(self) -> float:
+        """The length of what rounding takes, as a part of the delta's."""
+        return math.sqrt(self.off / self.delta) if self.delta else 0.0
 
     def add(self, before: Tensor, value: Tensor, rounded: Tensor) -> None:
         """Add some values: of the base, of the sum, and of the sum rounded.
@@ -55,12 +75,13 @@ class Tally:
         values = value.reshape(-1).split(_AT_ONCE)
         results = rounded.reshape(-1).split(_AT_ONCE)
         for base, exact, result in zip(bases, values, results, strict=True):
-            delta = exact - base.float()
-            off = result.float() - exact
+            self.include(exact - base.float(), result.float() - exact)
 
-            self.delta += float(delta @ delta)
-            self.off += float(off @ off)
-            self.off_along += float(off @ delta)
+    def include(self, delta: Tensor, off: Tensor) -> None:
+        """Add some elements: what is added to them, and what rounding adds to the sum."""
+        self.delta += float(delta @ delta)
+        self.off += float(off @ off)
+        self.off_along += float(off @ delta)
 
 
 @dataclass
@@ -70,24 +91,41 @@ class Merged:
     Attributes:
         fqns: The names of the modules that an adapter or a trained copy changed.
         tallies: The sums of the tensors that were computed so far, by name.
+        note: What a user should know of the form that was chosen; ``""``: nothing.
     """
 
     fqns: tuple[str, ...]
     tallies: dict[str, Tally]
+    note: str = ""
 
     @property
-    def kept(self) -> float:
-        """The part of the delta that is left when it is rounded: its projection on it."""
-        delta = sum(tally.delta for tally in self.tallies.values())
-        along = sum(tally.off_along for tally in self.tallies.values())
-        return 1.0 + along / delta if delta else 1.0
+    def total(self) -> Tally:
+        """The sums over all of these tensors."""
+        total = Tally()
+        for tally in self.tallies.values():
+            total.delta += tally.delta
+            total.off += tally.off
+            total.off_along += tally.off_along
 
-    @property
-    def error(self) -> float:
-        """The length of what rounding takes, as a part of the delta's."""
-        delta = sum(tally.delta for tally in self.tallies.values())
-        off = sum(tally.off for tally in self.tallies.values())
-        return math.sqrt(off / delta) if delta else 0.0
+        return total
+
+    def report(self) -> dict[str, Any]:
+        """The fields of an `ExportReport` for what was merged, once all is computed."""
+        measures = {}
+        for fqn, tally in self.tallies.items():
+            if not tally.delta:
+                continue
+            measures[fqn] = TensorMeasure(
+                tally.kept, tally.error, tally.num_bits, tally.num_clipped
+            )
+
+        total = self.total
+        return {
+            "merged": self.fqns,
+            "tensors": measures,
+            "kept": total.kept if measures else None,
+            "error": total.error if measures else None,
+        }
 
 
 @dataclass
@@ -104,6 +142,8 @@ class MergedModule:
             original.
         layers: PEFT's layers with active adapters, the innermost first.
         in_float32: Whether the result is not rounded.
+        seed: The seed of the codes of a weight that stays quantized; ``None`` where it
+            becomes a plain one.
         tallies: The sums of the tensors that were computed, by name; ``None`` where
             they are not wanted.
     """
@@ -116,6 +156,7 @@ class MergedModule:
     copy: nn.Module | None = None
     layers: list[ActiveLayer] = field(default_factory=list)
     in_float32: bool = False
+    seed: int | None = None
     tallies: dict[str, Tally] | None = None
 
     @property
@@ -149,13 +190,15 @@ class MergedModule:
     def replace_tensors(self) -> None:
         """Replace the shell's tensors by lazy ones.
 
-        A quantized layer becomes a plain one.
+        A quantized layer becomes a plain one, unless it stays quantized.
         """
-        if is_quantized_layer(self.original):
+        if is_quantized_layer(self.original) and self.seed is None:
             make_plain(self.shell)
         parameters = vars(self.shell)["_parameters"]
         for name, value in self.source._parameters.items():
-            if value is not None:
+            if value is not None and self._stays_quantized(value):
+                parameters[name] = self._lazy_codes(value)
+            elif value is not None:
                 is_computed = self._is_computed(name, value)
                 parameters[name] = self._lazy(name) if is_computed else value
 
@@ -182,6 +225,17 @@ class MergedModule:
             pieces = functools.partial(self._pieces, name)
         compute = functools.partial(self._compute, name)
         return LazyTensor(shape, self._dtype(name), compute, pieces, is_own=True)
+
+    def _stays_quantized(self, value: Tensor) -> bool:
+        return self.seed is not None and is_quantized_parameter(value)
+
+    def _lazy_codes(self, weight: Tensor) -> Tensor:
+        """A quantized weight with other codes, and with the statistics that it has."""
+        codes = LazyTensor(weight.shape, weight.dtype, self._requantize, is_own=True)
+        for name in STATISTICS:
+            if name in vars(weight):
+                vars(codes)[name] = vars(weight)[name]
+        return codes
 
     def _tensor_shape(self, name: str) -> torch.Size:
         """The shape of a parameter in the plain model."""
@@ -263,7 +317,8 @@ class MergedModule:
             before = AdaptedTensor(self.original, name)
         tally = None
         if self.is_adapted and self.tallies is not None:
-            tally = self.tallies[join(self.fqn, name)] = Tally()
+            tally = Tally(num_bits=8 * dtype.itemsize)
+            self.tallies[join(self.fqn, name)] = tally
 
         for rows in tensor.blocks():
             value = tensor.merged(rows)
@@ -275,6 +330,52 @@ class MergedModule:
 
             del value
             yield rows, rounded
+
+    @torch.no_grad()
+    def _requantize(self) -> Tensor:
+        """The codes of the merged weight, in the stored shape and dtype."""
+        weight = parameter_of(self.original, "weight")
+        codes = codes_of(self.original)
+        if codes is None:
+            raise ExportError(
+                f"{self.fqn}: its weight has no codes (has_fp16_weights); merge it as "
+                "'half'",
+                fqn=self.fqn,
+            )
+
+        name = join(self.fqn, "weight")
+        assert self.seed is not None
+        random = RandomNumbers(name, self.seed)
+        tally = Tally(num_bits=8 // codes.per_byte)
+        tensor = self._tensor("weight")
+        num_columns = tensor.shape[1:].numel()
+        stored = []
+        for rows in tensor.blocks() if num_columns % codes.per_byte == 0 else [...]:
+            start = 0 if rows is ... else rows.start * num_columns
+            before = tensor.base(rows).float()
+            value = tensor.merged(rows)
+            self._refuse_infinite("weight", value, value)
+            delta = (value - before).flatten()
+            rounded = codes.round_at_random(start, delta, random)
+            tally.include(delta, rounded.off)
+            tally.num_clipped += rounded.num_clipped
+            stored.append(rounded.stored.to(torch.uint8))
+
+        self._refuse_clipped(tally.num_clipped / tensor.shape.numel())
+        if self.tallies is not None:
+            self.tallies[name] = tally
+
+        return torch.cat(stored).view(weight.dtype).view(weight.shape)
+
+    def _refuse_clipped(self, share: float) -> None:
+        """Raise where many values lie beyond the codes of their groups, which cannot grow."""
+        if share > _MOST_CLIPPED:
+            raise ExportError(
+                f"{self.fqn}: {share:.2%} of its merged weights are beyond the range of "
+                "its quantization, whose statistics stay the base's; merge it as "
+                "'mixed' or 'half', which lose nothing",
+                fqn=self.fqn,
+            )
 
     def _refuse_infinite(self, name: str, value: Tensor, rounded: Tensor) -> None:
         """Raise where a rounded value is not finite.

@@ -19,8 +19,8 @@ from ..tensors.lazy import LazyTensor
 from .twin import Twin
 
 
-def dequantize(twin: Twin, dtype: torch.dtype) -> set[int]:
-    """Dequantize other libraries' weights in a twin.
+def dequantize(twin: Twin, dtype: torch.dtype, modules: set[nn.Module]) -> set[int]:
+    """Dequantize other libraries' weights in some modules of a twin.
 
     Returns:
         The ``id`` of each module whose weight has to be rounded to ``dtype``.
@@ -32,6 +32,8 @@ def dequantize(twin: Twin, dtype: torch.dtype) -> set[int]:
     rounded: set[int] = set()
 
     for fqn, shell in twin.model.named_modules():
+        if shell not in modules:
+            continue
         _dequantize_stacks(fqn, shell)
         compute = library_dequantizer(shell)
         if compute is None:

@@ -22,13 +22,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import ExportError
 from ..tensors.bits import is_composed, parts_of
+from ..tensors.codes import Codes
 from .wrappers import loaded_class
 
 DISTRIBUTIONS = (
     "bitsandbytes", "torchao", "hqq", "gptqmodel", "aqlm", "eetq", "optimum-quanto", "compressed-tensors",
 )  # fmt: skip
 """The libraries that quantize, as package indexes call them."""
+STATISTICS = ("SCB", "quant_state")
+"""The attributes of a bitsandbytes weight that hold what its codes are computed by."""
+# The names, in the configs of libraries, of the layers that they leave as they are.
+_SKIPPED_LAYERS = ("llm_int8_skip_modules", "modules_to_not_convert", "skip_modules")
+_NEXT_TO_ZERO = 2.0**-20  # less than all values of codes
 Rows = slice | types.EllipsisType
 """Some rows of a tensor, or the whole of it, of whatever shape."""
 _SELF_MANAGED_IN_PEFT = ("gptq", "aqlm", "eetq", "hqq", "torchao")
@@ -244,10 +251,7 @@ def dequantizer(module: nn.Module) -> Callable[[Rows], torch.Tensor]:
     weight = unpacked_copy(module.get_parameter("weight"))
     values = weight.detach().as_subclass(torch.Tensor)
     if weight.dtype == torch.int8:
-        scales = getattr(weight, "SCB", None)
-        scales = vars(module)["state"].SCB if scales is None else scales
-        # of rows: LLM.int8(), Dettmers et al. 2022, section 2
-        scales = scales.to(weight.device).view(-1, 1)
+        scales = _scales_of_rows(module, weight).view(-1, 1)
         return lambda rows: values[rows].float().mul_(scales[rows]).div_(127)
 
     state = quant_state_of(module, weight)
@@ -256,6 +260,42 @@ def dequantizer(module: nn.Module) -> Callable[[Rows], torch.Tensor]:
         values = functional.dequantize_4bit(weight.detach(), state)
 
     return values.__getitem__
+
+
+def _scales_of_rows(module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
+    """The scales of an 8-bit weight's rows: LLM.int8(), Dettmers et al. 2022, section 2."""
+    scales = getattr(weight, "SCB", None)
+    scales = vars(module)["state"].SCB if scales is None else scales
+    return scales.to(weight.device)  # type: ignore[no-any-return]
+
+
+def codes_of(module: nn.Module) -> Codes | None:
+    """The codes of a bitsandbytes layer's weight.
+
+    ``None`` of a layer that was loaded with ``has_fp16_weights``.
+    """
+    weight = unpacked_copy(module.get_parameter("weight"))
+    stored = weight.detach().as_subclass(torch.Tensor).view(torch.uint8).flatten()
+    if weight.dtype == torch.int8:
+        codes = torch.arange(256, device=stored.device).to(torch.uint8)
+        values = codes.view(torch.int8).float() / 127
+        scales = _scales_of_rows(module, weight)
+        return Codes(stored, values, scales.float(), weight.shape[1])
+
+    state = quant_state_of(module, weight)
+    if state is None:
+        return None
+
+    functional: Any = sys.modules["bitsandbytes.functional"]
+    scales = state.absmax
+    if state.nested:
+        nested = functional.dequantize_blockwise(state.absmax, state.state2)
+        scales = nested + state.offset
+
+    values = state.code.float().clone()
+    [zeros] = (values == 0).nonzero(as_tuple=True)
+    values[zeros[1:]] = -_NEXT_TO_ZERO  # fp4 has a -0, which stays another code
+    return Codes(stored, values, scales.float(), state.blocksize)
 
 
 def is_made_plain(module: nn.Module) -> bool:
@@ -346,6 +386,37 @@ def library_dequantizer(module: nn.Module) -> Callable[[], torch.Tensor] | None:
         return functools.partial(_weight_by_gptqmodel, module)
 
     return module.dequantize if is_made_plain(module) else None  # type: ignore[return-value]
+
+
+def is_computed_by_library(module: nn.Module) -> bool:
+    """Whether a library other than bitsandbytes, or its stacks of experts, computes a weight."""
+    return library_dequantizer(module) is not None or bool(quantized_stacks(module))
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is of a class whose layers quantizers replace."""
+    conv = loaded_class("transformers.pytorch_utils", "Conv1D")
+    classes: Any = (nn.Linear, conv)
+    return isinstance(module, classes)
+
+
+def skip_layers(settings: Any, fqns: Sequence[str]) -> None:
+    """Name, in a quantization config, all layers that are not to be quantized.
+
+    Raises:
+        ExportError: The library's config cannot name any.
+    """
+    fields = settings if isinstance(settings, dict) else vars(settings)
+    for name in _SKIPPED_LAYERS:
+        if name in fields:
+            fields[name] = [*fqns]
+            return
+
+    method = fields.get("quant_method")
+    raise ExportError(
+        f"the config of {getattr(method, 'value', method)} cannot name layers that are "
+        "not quantized; merge as 'half'"
+    )
 
 
 def rounds_activations(module: nn.Module) -> bool:
@@ -485,7 +556,7 @@ class StateOwner:
 def state_owners(module: nn.Module, weight: torch.Tensor) -> list[StateOwner]:
     """The objects that hold the quantization state of a layer."""
     owners = [
-        StateOwner("weight", weight, ("CB", "SCB", "quant_state")),
+        StateOwner("weight", weight, ("CB", *STATISTICS)),
         StateOwner("state", vars(module).get("state")),
         StateOwner("quant_state", getattr(weight, "quant_state", None)),
     ]

@@ -1,0 +1,173 @@
+"""The codes of a quantized weight, and rounding to them at random.
+
+A code stands for a value out of a table, times the scale of its group of elements.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+_NUM_BITS = 24  # of a random number, as many as a float32 has
+_ONE = 1 << _NUM_BITS
+_NUM_BYTES = 1 << 8
+# The part of its scale that the largest of a group may lose without being counted.
+# Those at the ends cannot grow; rounding to 4 bits is off by as much there.
+_MOST_BEYOND = 1 / 8
+_HALF_BYTE = 4  # bits
+
+
+class RandomNumbers:
+    """Random numbers that depend on a name and a seed, and on nothing else.
+
+    They are the bits of Philox (Salmon et al. 2011), whose stream NumPy keeps the same
+    in all of its releases and on all machines.
+    """
+
+    def __init__(self, name: str, seed: int) -> None:
+        digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=16).digest()
+        self._bits = numpy.random.Philox(key=int.from_bytes(digest, "little"))
+
+    def draw(self, number: int) -> Tensor:
+        """The next of them: int32, uniform in ``[0, 2**24)``, on the CPU."""
+        words = self._bits.random_raw(-(-number // 2)).astype("<u8", copy=False)
+        numbers = torch.from_numpy(words.view("<i4"))[:number]
+        return numbers.bitwise_and_(_ONE - 1)
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Some elements of a weight, rounded to codes.
+
+    Attributes:
+        stored: Their codes, in the bytes that are stored: uint8, flat.
+        off: The value of each less what it should be, in float32.
+        num_clipped: The number of those that should be beyond the last code of their
+            group, by more than an eighth of its scale.
+    """
+
+    stored: Tensor
+    off: Tensor
+    num_clipped: int
+
+
+class Codes:
+    """The codes of a weight.
+
+    Args:
+        stored: The bytes that hold them: uint8, flat. Of two in a byte the first is in
+            its upper half.
+        values: The value of each code in float32, no two the same: 16 of codes of half
+            a byte, or 256.
+        scales: The scale of each group: float32, flat.
+        group_size: The number of consecutive elements in a group.
+    """
+
+    def __init__(
+        self, stored: Tensor, values: Tensor, scales: Tensor, group_size: int
+    ) -> None:
+        self._stored = stored
+        self._scales = scales
+        self._group_size = group_size
+        self._is_half = len(values) < _NUM_BYTES
+
+        # A place is that of a code in the order of values.
+        self._values, names = values.sort()
+        places = names.argsort()
+
+        steps = self._values.diff()
+        # The steps from each value upwards and downwards; those at the ends go on.
+        above = torch.cat([steps, steps[-1:]])
+        below = torch.cat([steps[:1], steps])
+        # by bytes, of which each has one or two codes
+        codes = self._codes_in_bytes(values.device)
+        self._places = places[codes].int()
+        self._above = _ONE / above[places[codes]]
+        self._below = _ONE / below[places[codes]]
+        self._names = self._pack(names[codes])
+
+    @property
+    def per_byte(self) -> int:
+        """The number of codes in a byte."""
+        return 2 if self._is_half else 1
+
+    def round_at_random(
+        self, start: int, delta: Tensor, random: RandomNumbers
+    ) -> Rounded:
+        """Add to some elements, and round each to one of the two codes around the sum.
+
+        The upper one is taken with the probability ``(sum - lower) / (upper - lower)``,
+        so that the mean of the result is the sum (stochastic rounding: Gupta et al.
+        2015). An element to which nothing is added keeps its code.
+
+        Args:
+            start: The first of the elements, which begins a byte.
+            delta: The values to add to the elements from there on: flat, float32.
+            random: The numbers that decide.
+        """
+        number = len(delta)
+        num_bytes = -(-number // self.per_byte)
+        stored = self._stored[start // self.per_byte :][:num_bytes].int()
+        delta = nn.functional.pad(delta, (0, num_bytes * self.per_byte - number))
+        scales = self._scales_from(start, len(delta))
+        added = delta / scales
+        before = self._of(self._places, stored)
+        values = self._values[before]
+
+        # The way to go is counted in steps between codes, each of ``_ONE`` parts.
+        way = added.clamp(min=0).mul_(self._of(self._above, stored))
+        way += added.clamp(max=0).mul_(self._of(self._below, stored))
+        numbers = random.draw(len(delta)).to(delta.device)
+        places = way.int().add_(numbers).bitwise_right_shift_(_NUM_BITS).add_(before)
+        places.clamp_(0, len(self._values) - 1)
+        reached = values + added
+        [far] = (way.abs_() > _ONE).nonzero(as_tuple=True)
+        places[far] = self._round(reached[far], numbers[far])
+
+        is_clipped = (reached < self._values[0] - _MOST_BEYOND) | (
+            reached > self._values[-1] + _MOST_BEYOND
+        )
+        off = self._values[places].sub_(values).mul_(scales).sub_(delta)
+        names = self._of(self._names, self._pack(places)).view(-1)
+        return Rounded(names, off[:number], int(is_clipped.sum()))
+
+    def _round(self, reached: Tensor, numbers: Tensor) -> Tensor:
+        """The places of values that are more than a step away from their code."""
+        last = len(self._values) - 1
+        upper = torch.bucketize(reached, self._values).clamp_(1, last)
+        lower = upper - 1
+        step = self._values[upper] - self._values[lower]
+        way = (reached - self._values[lower]) / step * _ONE
+        return (lower + (numbers < way)).int()
+
+    def _scales_from(self, start: int, number: int) -> Tensor:
+        """The scale of each of some elements; none is 0, which nothing is divided by."""
+        size = self._group_size
+        first = start // size
+        groups = self._scales[first : -(-(start + number) // size), None]
+        scales = groups.expand(-1, size).reshape(-1)[start - first * size :][:number]
+        tiny = torch.finfo(torch.float32).tiny
+        return torch.where(scales == 0, tiny, scales)
+
+    @staticmethod
+    def _of(table: Tensor, stored: Tensor) -> Tensor:
+        """The entries of a table by bytes, flat."""
+        return table.index_select(0, stored).view(-1)
+
+    def _codes_in_bytes(self, device: torch.device) -> Tensor:
+        """The codes in each byte, of shape ``(256, per_byte)``."""
+        byte = torch.arange(_NUM_BYTES, device=device)
+        if not self._is_half:
+            return byte.unsqueeze(1)
+        return torch.stack([byte >> _HALF_BYTE, byte & 0x0F], dim=1)
+
+    def _pack(self, codes: Tensor) -> Tensor:
+        """The bytes that hold some codes, as integers."""
+        if not self._is_half:
+            return codes.view(-1)
+        first, second = codes.view(-1, 2).unbind(1)
+        return (first << _HALF_BYTE) | second
