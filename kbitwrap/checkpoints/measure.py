@@ -129,7 +129,7 @@ class MergeMeasure:
 def measure_merge(
     merged: MergedSide,
     adapted: nn.Module,
-    saved: SavedAdapter,
+    saved: SavedAdapter | None,
     base: StrPath,
     progress: bool | Told = False,
 ) -> MergeMeasure:
@@ -138,7 +138,7 @@ def measure_merge(
     Args:
         merged: The checkpoint.
         adapted: The base as it was trained on, with the adapter on it.
-        saved: The adapter.
+        saved: The adapter; ``None`` of a checkpoint that is the base alone.
         base: The base's folder or name.
         progress: As for `doctor`.
     """
@@ -156,7 +156,7 @@ def measure_merge(
             if is_quantized_layer(node.module)
         },
         buffers=[name for name, _ in bare.named_buffers()],
-        copies=saved.held,
+        copies=() if saved is None else saved.held,
         onto=functools.partial(merged_onto, adapted),
     )
     figures = list(measuring.figures(progress))

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from ..config import StrPath, format_bytes
-from ..errors import ExportError
+from ..errors import ConfigError, ExportError
 from ..export.export import save_model
-from ..export.forms import MergeForm
+from ..export.forms import HALF, MIXED, QUANTIZED, MergeForm
 from ..export.merge import merge_into
+from ..export.merged import Merged
 from ..export.twin import build_twin
 from ..export.writer import (
     PROCESSOR_FILES,
@@ -53,20 +54,25 @@ tags:
 - merged
 ---
 
-# {name}, merged
+# {title}
 
-The base, {name}, {how}, with the {peft_type} adapter `{adapter}` added in float32 and rounded once. Merged by {tool} \
-on {device}.{measured}
+The base, {name}, {how}{added}. {made} by {tool} on {device}.{measured}
 """
+_ADDED = ", with the {peft_type} adapter `{adapter}` added in float32 and {rounded}"
+_ROUNDED = {
+    HALF: "rounded once",
+    MIXED: "rounded once, where it touches a layer; the others stay quantized",
+    QUANTIZED: "rounded at random to the codes of its layers, which stay quantized",
+}
 _MEASURED = (
-    " {kept:.1%} of what the adapter adds is in these weights; rounding them once is off by {error:.1%} of its length. "
+    " {kept:.1%} of what the adapter adds is in these weights; rounding them is off by {error:.1%} of its length. "
     "`kbitwrap doctor` measures it again."
 )
 
 
 def merge_checkpoint(
     base: StrPath | None,
-    adapter: StrPath,
+    adapter: StrPath | None,
     dst: StrPath,
     *,
     merge_as: str = "half",
@@ -96,7 +102,8 @@ def merge_checkpoint(
     Args:
         base: The folder of the base, or its name on the hub; ``None`` for the one that
             the adapter's config, or else the manifest, names.
-        adapter: The folder that PEFT saved the adapter in.
+        adapter: The folder that PEFT saved the adapter in; ``None`` for the dequantized
+            base alone, which an engine needs that is sent adapters only.
         dst: The folder to make: complete in the end, or absent.
         merge_as: The form of the merged model, as for ``KbitPreparedModel.export``:
             ``"half"``, ``"mixed"`` or ``"quantized"``.
@@ -126,7 +133,7 @@ def merge_checkpoint(
         The report of what was written.
 
     Raises:
-        ConfigError: There is no base or adapter, the adapter does not belong to the
+        ConfigError: There is no base or adapter, or neither was given, the adapter does not belong to the
             base, or it is not known how the base was quantized, or it was saved
             quantized otherwise than given; rows or a head of the run are neither in the
             base's files nor in the adapter's; the adapter's config says what the
@@ -145,9 +152,11 @@ def merge_checkpoint(
     """
     start = time.perf_counter()
     form = MergeForm(merge_as, seed, fuse)
-    folder = Path(adapter)
-    saved = read_adapter(folder)
+    saved = None if adapter is None else read_adapter(Path(adapter))
+    if base is None and saved is None:
+        raise ConfigError("expected a base or an adapter, found neither")
     if base is None:
+        assert saved is not None
         base = named_base(saved, manifest)
 
     # refuses an invalid size before anything is computed
@@ -164,7 +173,7 @@ def merge_checkpoint(
         owns=lambda found: is_of_a_model(found) or _is_card(found),
     )
     with torch.random.fork_rng(devices=[]), writing as writer:  # loading draws numbers
-        record = saved_manifest(folder) if manifest is None else load_manifest(manifest)
+        record = _record(saved, manifest)
         trained = load_base(
             base,
             saved,
@@ -174,7 +183,9 @@ def merge_checkpoint(
             device,
             trust_remote_code,
         )
-        adapted = adapted_base(trained, saved)
+        adapted = trained.model
+        if saved is not None:
+            adapted = adapted_base(trained, saved)
         with plain_mode():
             twin = build_twin(ModelTree(adapted))
             merged = merge_into(twin, form=form, is_tallied=True)
@@ -185,10 +196,9 @@ def merge_checkpoint(
         if check:
             _refuse_wrong(writer.folder, adapted, saved, base)
         own = own_quantization(base, trust_remote_code)
-        how = _how(trained.model, _said(record, own))
-        total = merged.total
-        measured = _MEASURED.format(kept=total.kept, error=total.error)
-        _write_beside(writer.folder, base, saved, how, measured, device)
+        how = _how(trained.model, _said(record, own), form)
+        card = _card(base, saved, form, how, merged, device)
+        _write_beside(writer.folder, base, saved, card)
 
     return ExportReport(
         Path(dst),
@@ -197,9 +207,19 @@ def merge_checkpoint(
         writer.num_bytes,
         twin.converted,
         seconds=time.perf_counter() - start,
-        is_merge=True,
+        is_merge=saved is not None,
         **merged.report(),
     )
+
+
+def _record(
+    saved: SavedAdapter | None, manifest: Manifest | StrPath | None
+) -> Manifest | None:
+    """The manifest that was given, or else the one beside the adapter."""
+    if manifest is not None:
+        return load_manifest(manifest)
+
+    return None if saved is None else saved_manifest(saved.folder)
 
 
 def _refuse_full_disk(model: nn.Module, folder: Path, dst: StrPath) -> None:
@@ -215,7 +235,7 @@ def _refuse_full_disk(model: nn.Module, folder: Path, dst: StrPath) -> None:
 
 
 def _refuse_wrong(
-    folder: Path, adapted: nn.Module, saved: SavedAdapter, base: StrPath
+    folder: Path, adapted: nn.Module, saved: SavedAdapter | None, base: StrPath
 ) -> None:
     """Raise where the files of a merge are not what it should be."""
     found = measure_merge(read_merged(folder), adapted, saved, base)
@@ -224,27 +244,23 @@ def _refuse_wrong(
 
 
 def _write_beside(
-    dst: Path,
-    base: StrPath,
-    saved: SavedAdapter,
-    how: str,
-    measured: str,
-    device: torch.device | str,
+    dst: Path, base: StrPath, saved: SavedAdapter | None, card: str
 ) -> None:
     """Write what lies beside the weights: the files of the tokenizer and the processor, and the model card."""
     for names in (TOKENIZER_FILES, PROCESSOR_FILES):
-        _copy(names, base, saved.folder, dst)
+        source = base
+        # those that the adapter was saved with come first
+        if saved is not None and any((saved.folder / name).is_file() for name in names):
+            source = saved.folder
+        _copy(names, os.fspath(source), dst)
 
-    card = _card(base, saved, how, measured, device)
     (dst / "README.md").write_text(card, encoding="utf-8")
 
 
-def _copy(names: tuple[str, ...], base: StrPath, adapter: Path, dst: Path) -> None:
-    """Copy the files of those names that the adapter was saved with, or if there is none, the base's."""
+def _copy(names: tuple[str, ...], source: str, dst: Path) -> None:
+    """Copy the files of those names that are at a folder or a name."""
     from transformers.utils.hub import cached_file
 
-    is_beside = any((adapter / name).is_file() for name in names)
-    source = os.fspath(adapter if is_beside else base)
     for name in names:
         found = cached_file(
             source,
@@ -268,7 +284,7 @@ def _said(manifest: Manifest | None, own: Any) -> str:
     return "as the merge was told, which no record of the training confirms,"
 
 
-def _how(model: Any, said: str) -> str:
+def _how(model: Any, said: str, form: MergeForm) -> str:
     """The sentence of a model card that says how the base was quantized."""
     method = ModelTree(model).quantization.method
     if method is None:
@@ -281,30 +297,46 @@ def _how(model: Any, said: str) -> str:
         kind = settings.bnb_4bit_quant_type
         four_bit = f" ({kind}, {double} double quantization)"
 
-    return f"quantized with {method}{four_bit} {said} and dequantized exactly"
+    dequantized = " and dequantized exactly" if form.merge_as == HALF else ""
+    return f"quantized with {method}{four_bit} {said}{dequantized}"
 
 
 def _card(
     base: StrPath,
-    adapter: SavedAdapter,
+    saved: SavedAdapter | None,
+    form: MergeForm,
     how: str,
-    measured: str,
+    merged: Merged,
     device: torch.device | str,
 ) -> str:
-    """A model card that says what was merged from what.
+    """A model card that says what was made of what.
 
     A folder is named by its last part.
     """
-    name = str(adapter.config.get("base_model_name_or_path") or os.fspath(base))
+    config = {} if saved is None else saved.config
+    name = str(config.get("base_model_name_or_path") or os.fspath(base))
     if os.path.isabs(name) or os.path.isdir(name):
         name = Path(name).name
+
+    state = "dequantized" if form.merge_as == HALF else "quantized"
+    title, added, made, measured = f"{name}, {state}", "", "Written", ""
+    if saved is not None:
+        title, made = f"{name}, merged", "Merged"
+        added = _ADDED.format(
+            peft_type=config.get("peft_type", "PEFT"),
+            adapter=saved.folder.name,
+            rounded=_ROUNDED[form.merge_as],
+        )
+        total = merged.total
+        measured = _MEASURED.format(kept=total.kept, error=total.error)
 
     version = versions().get("kbitwrap", "")
     return _CARD.format(
         name=name,
+        title=title,
         how=how,
-        peft_type=adapter.config.get("peft_type", "PEFT"),
-        adapter=adapter.folder.name,
+        added=added,
+        made=made,
         tool=f"kbitwrap {version}".strip(),
         device=torch.device(device).type,
         measured=measured,

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..errors import ExportError
 from ..model.quantization import PEFT_MODULES
@@ -73,6 +74,27 @@ def refusal(
         f"{fqn or 'the model'}: {cls.__name__} ({method}){adapters} cannot be merged "
         f"exactly: {why}; export without merging, or disable these adapters",
         fqn=fqn,
+    )
+
+
+def refuse_infinite(fqn: str, value: Tensor, rounded: Tensor) -> None:
+    """Raise where a rounded value is not finite.
+
+    An adapter may hold values that are not, or the sum may be too large for half.
+    """
+    # A sum is finite only if all of it is, and takes a tenth of the time.
+    is_sum_finite = torch.isfinite(rounded.sum(dtype=torch.float32))
+    if is_sum_finite or torch.isfinite(rounded).all():
+        return
+
+    what = "not finite"
+    if torch.isfinite(value).all():
+        what = f"beyond the range of {rounded.dtype}"
+
+    raise ExportError(
+        f"{fqn}: merged with its adapters, it has values that are {what}; export "
+        "without merging, or disable these adapters",
+        fqn=fqn.rpartition(".")[0],
     )
 
 

@@ -38,8 +38,9 @@ from .forms import (
     skip_plain_layers,
     stays_quantized,
 )
-from .merged import Merged, MergedModule, Tally
+from .merged import Merged, MergedModule
 from .plain import dequantize
+from .tally import Tally
 from .ties import configs_of_all, settle_ties
 from .twin import Twin
 
@@ -89,7 +90,6 @@ def merge_into(
         )
 
     form = (form or MergeForm()).of(tree.quantization)
-    quantized = quantized_modules(twin.model)
     size = num_bytes(twin.model) if form.merge_as == MIXED else 0
     places = [tree.places(tensor) for tensor in tree.tensors]
     dtype = torch.float32 if in_float32 else _half_dtype(twin.model)
@@ -118,7 +118,7 @@ def merge_into(
         _remove_traces(twin.model)
         if form.merge_as == MIXED:
             note = of_no_gain(size, num_bytes(twin.model))
-    elif len(left) < len(quantized):
+    else:
         skip_plain_layers(twin.model, left)
 
     fqns = [merge.fqn for merge in merges if merge.is_adapted]

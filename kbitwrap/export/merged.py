@@ -7,7 +7,6 @@ on the module, and rounded once.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,69 +18,18 @@ from ..errors import ExportError
 from ..model.quantization import (
     STATISTICS,
     Rows,
-    codes_of,
     is_quantized_layer,
     is_quantized_parameter,
     quant_state_of,
 )
 from ..model.tree import join
 from ..reports import TensorMeasure
-from ..tensors.codes import RandomNumbers
 from ..tensors.lazy import LazyTensor
 from .adapted import AdaptedTensor
-from .adapters import ActiveLayer
+from .adapters import ActiveLayer, refuse_infinite
 from .plain import is_transposed, make_plain, parameter_of
-
-_AT_ONCE = 1 << 15  # elements that are tallied at once
-_MOST_CLIPPED = 1e-3  # of a weight's elements, beyond the codes of their groups
-
-
-@dataclass
-class Tally:
-    """The sums over one merged tensor by which a merge is measured.
-
-    They are added up while it is computed: nothing is read twice.
-
-    Attributes:
-        delta: The squared length of what the adapter adds.
-        off: The squared length of what rounding takes from the sum.
-        off_along: The product of the two.
-        num_bits: The bits of an element of the dtype that is stored.
-        num_clipped: The elements beyond the last codes of their groups.
-    """
-
-    delta: float = 0.0
-    off: float = 0.0
-    off_along: float = 0.0
-    num_bits: int = 0
-    num_clipped: int = 0
-
-    @property
-    def kept(self) -> float:
-        """The part of the delta that is left when it is rounded: its projection on it."""
-        return 1.0 + self.off_along / self.delta if self.delta else 1.0
-
-    @property
-    def error(self) -> float:
-        """The length of what rounding takes, as a part of the delta's."""
-        return math.sqrt(self.off / self.delta) if self.delta else 0.0
-
-    def add(self, before: Tensor, value: Tensor, rounded: Tensor) -> None:
-        """Add some values: of the base, of the sum, and of the sum rounded.
-
-        A few are taken at a time: an expert is a good part of a whole tensor.
-        """
-        bases = before.reshape(-1).split(_AT_ONCE)
-        values = value.reshape(-1).split(_AT_ONCE)
-        results = rounded.reshape(-1).split(_AT_ONCE)
-        for base, exact, result in zip(bases, values, results, strict=True):
-            self.include(exact - base.float(), result.float() - exact)
-
-    def include(self, delta: Tensor, off: Tensor) -> None:
-        """Add some elements: what is added to them, and what rounding adds to the sum."""
-        self.delta += float(delta @ delta)
-        self.off += float(off @ off)
-        self.off_along += float(off @ delta)
+from .requantize import requantize
+from .tally import Tally
 
 
 @dataclass
@@ -231,7 +179,15 @@ class MergedModule:
 
     def _lazy_codes(self, weight: Tensor) -> Tensor:
         """A quantized weight with other codes, and with the statistics that it has."""
-        codes = LazyTensor(weight.shape, weight.dtype, self._requantize, is_own=True)
+        assert self.seed is not None
+        fqn = join(self.fqn, "weight")
+        tally = Tally()
+        if self.tallies is not None:
+            self.tallies[fqn] = tally
+        compute = functools.partial(
+            requantize, fqn, self.original, self.layers, self.seed, tally
+        )
+        codes = LazyTensor(weight.shape, weight.dtype, compute, is_own=True)
         for name in STATISTICS:
             if name in vars(weight):
                 vars(codes)[name] = vars(weight)[name]
@@ -324,75 +280,9 @@ class MergedModule:
             value = tensor.merged(rows)
             rounded = value.to(dtype)
             if self.is_adapted:
-                self._refuse_infinite(name, value, rounded)
+                refuse_infinite(join(self.fqn, name), value, rounded)
             if tally is not None:
                 tally.add(before.base(rows), value, rounded)
 
             del value
             yield rows, rounded
-
-    @torch.no_grad()
-    def _requantize(self) -> Tensor:
-        """The codes of the merged weight, in the stored shape and dtype."""
-        weight = parameter_of(self.original, "weight")
-        codes = codes_of(self.original)
-        if codes is None:
-            raise ExportError(
-                f"{self.fqn}: its weight has no codes (has_fp16_weights); merge it as "
-                "'half'",
-                fqn=self.fqn,
-            )
-
-        name = join(self.fqn, "weight")
-        assert self.seed is not None
-        random = RandomNumbers(name, self.seed)
-        tally = Tally(num_bits=8 // codes.per_byte)
-        tensor = self._tensor("weight")
-        num_columns = tensor.shape[1:].numel()
-        stored = []
-        for rows in tensor.blocks() if num_columns % codes.per_byte == 0 else [...]:
-            start = 0 if rows is ... else rows.start * num_columns
-            before = tensor.base(rows).float()
-            value = tensor.merged(rows)
-            self._refuse_infinite("weight", value, value)
-            delta = (value - before).flatten()
-            rounded = codes.round_at_random(start, delta, random)
-            tally.include(delta, rounded.off)
-            tally.num_clipped += rounded.num_clipped
-            stored.append(rounded.stored.to(torch.uint8))
-
-        self._refuse_clipped(tally.num_clipped / tensor.shape.numel())
-        if self.tallies is not None:
-            self.tallies[name] = tally
-
-        return torch.cat(stored).view(weight.dtype).view(weight.shape)
-
-    def _refuse_clipped(self, share: float) -> None:
-        """Raise where many values lie beyond the codes of their groups, which cannot grow."""
-        if share > _MOST_CLIPPED:
-            raise ExportError(
-                f"{self.fqn}: {share:.2%} of its merged weights are beyond the range of "
-                "its quantization, whose statistics stay the base's; merge it as "
-                "'mixed' or 'half', which lose nothing",
-                fqn=self.fqn,
-            )
-
-    def _refuse_infinite(self, name: str, value: Tensor, rounded: Tensor) -> None:
-        """Raise where a rounded value is not finite.
-
-        An adapter may hold values that are not, or the sum may be too large for half.
-        """
-        # A sum is finite only if all of it is, and takes a tenth of the time.
-        is_sum_finite = torch.isfinite(rounded.sum(dtype=torch.float32))
-        if is_sum_finite or torch.isfinite(rounded).all():
-            return
-
-        what = "not finite"
-        if torch.isfinite(value).all():
-            what = f"beyond the range of {rounded.dtype}"
-
-        raise ExportError(
-            f"{self.fqn}.{name}: merged with its adapters, it has values that are "
-            f"{what}; export without merging, or disable these adapters",
-            fqn=self.fqn,
-        )

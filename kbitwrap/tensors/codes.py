@@ -110,9 +110,8 @@ class Codes:
             random: The numbers that decide.
         """
         number = len(delta)
-        num_bytes = -(-number // self.per_byte)
-        stored = self._stored[start // self.per_byte :][:num_bytes].int()
-        delta = nn.functional.pad(delta, (0, num_bytes * self.per_byte - number))
+        stored = self._bytes_of(start, number)
+        delta = nn.functional.pad(delta, (0, len(stored) * self.per_byte - number))
         scales = self._scales_from(start, len(delta))
         added = delta / scales
         before = self._of(self._places, stored)
@@ -134,6 +133,17 @@ class Codes:
         off = self._values[places].sub_(values).mul_(scales).sub_(delta)
         names = self._of(self._names, self._pack(places)).view(-1)
         return Rounded(names, off[:number], int(is_clipped.sum()))
+
+    def values_of(self, start: int, number: int) -> Tensor:
+        """The values of some elements, the first at the beginning of a byte: flat, float32."""
+        stored = self._bytes_of(start, number)
+        values = self._values[self._of(self._places, stored)[:number]]
+        return values.mul_(self._scales_from(start, number))
+
+    def _bytes_of(self, start: int, number: int) -> Tensor:
+        """The bytes that hold some elements, as integers."""
+        num_bytes = -(-number // self.per_byte)
+        return self._stored[start // self.per_byte :][:num_bytes].int()
 
     def _round(self, reached: Tensor, numbers: Tensor) -> Tensor:
         """The places of values that are more than a step away from their code."""

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes
 import peft
 import pytest
 import torch
 from peft import get_peft_model
 from torch import nn
 
-from kbitwrap import ExportReport, KbitPreparedModel
+from kbitwrap import ConfigError, ExportError, ExportReport, KbitPreparedModel, merge_checkpoint
 from support import zoo
-from support.files import tensors_of
-from support.merging import export, layers_of
+from support.files import read, tensors_of
+from support.merging import assert_same_model, base_weight, export, layers_of, load, lora_weight
 
 QUANTS = ("nf4", "nf4-double", "fp4", "int8")
 ATTENTION = {"llama": ["q_proj", "v_proj"], "gpt2": ["c_attn"], "mixtral": ["q_proj", "v_proj"], "t5": ["q", "v"]}
@@ -56,4 +58,164 @@ def test_a_quantized_merge_changes_nothing_but_codes_of_adapted_layers(name: str
     assert base.keys() == merged.keys()
     assert different == touched == report.tensors.keys()
     assert report.num_bytes == sum(tensor.nbytes for tensor in base.values())
-    assert (tmp_path / "merged/config.json").read_text() == (tmp_path / "base/config.json").read_text()
+    configs = [json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("base", "merged")]
+    for config in configs:
+        config["quantization_config"].pop("llm_int8_skip_modules")
+    assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_a_quantized_merge_loads_as_its_base_does_and_keeps_the_delta(quant: str, tmp_path: Path) -> None:
+    model, adapter = adapted("llama", quant)
+    report = export(adapter, tmp_path / "merged", base=model, merge_as="quantized")
+    loaded = load("llama", tmp_path / "merged")
+    delta = along = off = 0.0
+    for fqn, layer in layers_of(adapter).items():
+        base, exact = base_weight(layer.get_base_layer()), lora_weight(layer)
+        found = base_weight(loaded.get_submodule(fqn))
+        delta += float((exact - base).square().sum())
+        along += float(((found - base) * (exact - base)).sum())
+        off += float((found - exact).square().sum())
+    assert (report.kept, report.error) == pytest.approx((along / delta, (off / delta) ** 0.5), rel=0.02)
+    assert 0.8 < report.kept < 1.2
+    with torch.no_grad():
+        assert loaded(**zoo.inputs("llama", loaded)).logits.isfinite().all()
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_one_others(tmp_path: Path) -> None:
+    model, adapter = adapted("llama", "nf4")
+    for folder, options in {"first": {}, "again": {"seed": 0}, "other": {"seed": 1}}.items():
+        export(adapter, tmp_path / folder, base=model, merge_as="quantized", **options)
+    torch.set_num_threads(4)
+    try:
+        export(adapter, tmp_path / "threads", base=model, merge_as="quantized")
+    finally:
+        torch.set_num_threads(1)
+    assert read(tmp_path / "first") == read(tmp_path / "again") == read(tmp_path / "threads")
+    assert read(tmp_path / "first") != read(tmp_path / "other")
+
+
+@pytest.mark.parametrize("merge_as", ["mixed", "quantized"])
+def test_a_saved_adapter_gives_the_bytes_of_the_live_export(merge_as: str, tmp_path: Path) -> None:
+    model, adapter = adapted("llama", "nf4")
+    with KbitPreparedModel(model, **zoo.fields("llama")) as prepared:
+        adapter.save_pretrained(tmp_path / "adapter")
+        prepared.manifest().save(tmp_path / "adapter" / "kbitwrap.json")
+        live = prepared.export(tmp_path / "live", merge_adapters=True, merge_as=merge_as, model=adapter)
+    report = merge_checkpoint(zoo.checkpoint("llama"), tmp_path / "adapter", tmp_path / "merged", merge_as=merge_as)
+    assert_same_model(tmp_path / "merged", tmp_path / "live")
+    assert report.merged == live.merged
+    for fqn, tensor in live.tensors.items():
+        assert report.tensors[fqn] == tensor
+    assert (report.kept, report.error) == pytest.approx((live.kept or report.kept, live.error or report.error))
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("name", ATTENTION)
+def test_a_mixed_merge_keeps_the_bytes_of_untouched_layers_and_is_half_elsewhere(
+    name: str, quant: str, tmp_path: Path
+) -> None:
+    model, adapter = adapted(name, quant)
+    touched = set(layers_of(adapter))
+    with KbitPreparedModel(model, **zoo.fields(name)) as prepared:
+        prepared.export(tmp_path / "base", model=adapter)
+        prepared.export(tmp_path / "half", merge_adapters=True, model=adapter)
+        prepared.export(tmp_path / "mixed", merge_adapters=True, merge_as="mixed", model=adapter)
+
+    base, half, mixed = (tensors_of(tmp_path / folder) for folder in ("base", "half", "mixed"))
+    for fqn, tensor in mixed.items():
+        expected = half if any(fqn.startswith(f"{layer}.") for layer in touched) else base
+        assert torch.equal(tensor, expected[fqn]), fqn
+    skipped = json.loads((tmp_path / "mixed/config.json").read_text())["quantization_config"]["llm_int8_skip_modules"]
+    assert touched <= set(skipped)
+
+    loaded = load(name, tmp_path / "mixed").eval()
+    for fqn, module in loaded.named_modules():
+        if fqn in touched:
+            assert module.weight.dtype == torch.bfloat16
+    batch = zoo.inputs(name, loaded)
+    with torch.no_grad():
+        found, expected = loaded(**batch), load(name, tmp_path / "half").eval()(**batch)
+    if quant != "int8":
+        assert torch.equal(found.logits, expected.logits)
+    else:  # its layers round their inputs to 8 bits
+        off = (found.logits - expected.logits).norm() / expected.logits.norm()
+        assert off < 0.05
+
+
+def test_layers_that_engines_fuse_have_one_format(tmp_path: Path) -> None:
+    model, adapter = adapted("llama", "nf4")
+    export(adapter, tmp_path / "mixed", base=model, merge_as="mixed", fuse=True)
+    dtypes = {fqn: tensor.dtype for fqn, tensor in tensors_of(tmp_path / "mixed").items()}
+    for name in ("q_proj", "k_proj", "v_proj"):
+        assert dtypes[f"model.layers.0.self_attn.{name}.weight"] == torch.bfloat16
+    assert dtypes["model.layers.0.self_attn.o_proj.weight"] == torch.uint8
+    load("llama", tmp_path / "mixed")
+
+
+def test_a_mixed_merge_without_a_gain_says_both_sizes(tmp_path: Path) -> None:
+    model, adapter = adapted("llama", "nf4", target_modules="all-linear")
+    with pytest.warns(UserWarning, match=r"takes [\d.]+ [KM]iB, as merged in half, and its base [\d.]+ [KM]iB"):
+        export(adapter, tmp_path / "mixed", base=model, merge_as="mixed")
+    export(adapter, tmp_path / "half", base=model)
+    assert read(tmp_path / "mixed") == read(tmp_path / "half")
+
+
+def test_a_delta_beyond_the_range_of_the_codes_is_refused(tmp_path: Path) -> None:
+    model, adapter = adapted("llama", "nf4")
+    with torch.no_grad():
+        for fqn, parameter in adapter.named_parameters():
+            if "layers.1.self_attn.v_proj.lora_B" in fqn:
+                parameter *= 100
+    with pytest.raises(
+        ExportError, match=r"layers\.1\.self_attn\.v_proj\.weight: \d.* beyond the range.*'mixed' or 'half'"
+    ):
+        export(adapter, tmp_path / "merged", base=model, merge_as="quantized")
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("options", [{"merge_as": "int4"}, {"merge_as": "quantized", "seed": -1}, {"seed": 1.5}])
+def test_a_form_that_does_not_exist_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"merge_as: expected one of 'half'|seed: expected an integer"):
+        export(nn.Linear(2, 2), tmp_path / "merged", **options)
+
+
+def test_a_trained_head_is_whole_in_every_form(tmp_path: Path) -> None:
+    model, adapter = adapted("llama", "nf4", modules_to_save=["lm_head"])
+    with torch.no_grad():
+        adapter.get_output_embeddings().modules_to_save["default"].weight += 0.5
+    tensors = {}
+    for merge_as in ("half", "mixed", "quantized"):
+        export(adapter, tmp_path / merge_as, base=model, merge_as=merge_as)
+        tensors[merge_as] = tensors_of(tmp_path / merge_as)["lm_head.weight"]
+        load("llama", tmp_path / merge_as)
+    assert torch.equal(tensors["half"], tensors["mixed"])
+    assert torch.equal(tensors["half"], tensors["quantized"])
+
+
+def test_the_dequantized_base_alone_is_what_a_merge_without_a_delta_is(tmp_path: Path) -> None:
+    model, adapter = adapted("llama", "nf4")
+    settings = model.config.quantization_config
+    with torch.no_grad():
+        for fqn, parameter in adapter.named_parameters():
+            if "lora_B" in fqn:
+                parameter.zero_()
+    export(adapter, tmp_path / "live", base=model)
+    report = merge_checkpoint(
+        zoo.checkpoint("llama"), None, tmp_path / "base", quantization_config=settings, dtype="bfloat16"
+    )
+    assert_same_model(tmp_path / "base", tmp_path / "live")
+    assert (report.merged, report.kept) == ((), None)
+    card = (tmp_path / "base" / "README.md").read_text()
+    assert ", dequantized\n" in card
+    assert "(nf4, without double quantization)" in card
+    assert "of what the adapter adds" not in card
+
+
+def test_a_layer_that_computes_other_values_than_its_codes_is_refused(tmp_path: Path) -> None:
+    # bitsandbytes takes the scales of other blocks on the CPU, where a row is no multiple of one
+    model = nn.Sequential(bitsandbytes.nn.Linear4bit(96, 64, bias=False, quant_type="nf4")).to(torch.bfloat16).to("cpu")
+    model.is_loaded_in_4bit = True
+    adapter = get_peft_model(model, peft.LoraConfig(r=4, target_modules=["0"]))
+    with pytest.raises(ExportError, match="computes other values on cpu than the codes"):
+        export(adapter, tmp_path / "merged", merge_as="quantized")

@@ -13,7 +13,7 @@ import torch
 
 import kbitwrap.export.adapted as adapted_module
 from kbitwrap import ExportReport, KbitPreparedModel
-from support.layers import LARGE_LAYERS, adapted_layers
+from support.layers import LARGE_LAYERS, LORA, adapted_layers
 from support.memory import allocations, peak
 from support.thorough import few
 
@@ -42,6 +42,26 @@ def test_two_tensors_are_in_memory_at_most(
     reports: list[ExportReport] = []
     sizes = allocations(lambda: reports.append(wrapper.export(tmp_path / "merged", merge_adapters=True)))
     assert (len(reports[0].merged), reports[0].num_bytes) == (3, 3 * tensor + 2 * width)
+    mapped = (tmp_path / "merged" / "model.safetensors").stat().st_size  # to read its header
+    assert 0 < peak(size for size in sizes if abs(size) != mapped) <= 2 * tensor
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_codes_take_the_memory_of_two_half_tensors_at_most(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    width, tensor = 1024, 2 * 1024 * 1024
+    monkeypatch.setattr(adapted_module, "_BLOCK_BYTES", 4 * width * width // 64)
+    layers = adapted_layers(kind, width, **LORA)
+    with torch.no_grad():
+        for name, parameter in layers.named_parameters():
+            if "lora_B" in name:
+                parameter *= 0.01
+    wrapper = KbitPreparedModel(layers, gradient_checkpointing=False)
+    reports: list[ExportReport] = []
+    options = {"merge_adapters": True, "merge_as": "quantized"}
+    sizes = allocations(lambda: reports.append(wrapper.export(tmp_path / "merged", **options)))
+    assert len(reports[0].tensors) == 3
     mapped = (tmp_path / "merged" / "model.safetensors").stat().st_size  # to read its header
     assert 0 < peak(size for size in sizes if abs(size) != mapped) <= 2 * tensor
 
