@@ -60,11 +60,11 @@ def pretrain(folder: Path, seed: int) -> float:
     """Make the base of a seed, unless it is there; its loss on the text that it was trained on."""
     text = bench.read_text(LLAMA)
     if not (folder / f"seed-{seed}").exists():
-        bench._pretrain(text, LLAMA, seed).bfloat16().save_pretrained(folder / f"seed-{seed}")
-    base = bench.LlamaForCausalLM.from_pretrained(folder / f"seed-{seed}", dtype=torch.float32)
+        bench.pretrain(text, LLAMA, seed).bfloat16().save_pretrained(folder / f"seed-{seed}")
+    base = transformers.LlamaForCausalLM.from_pretrained(folder / f"seed-{seed}", dtype=torch.float32)
     blocks = text.pretraining.unfold(0, LLAMA.length + 1, LLAMA.length)[:: len(text.pretraining) // LLAMA.length // 64]
     with torch.no_grad():
-        return bench._loss(base, blocks, is_autocast=False)[0].item()
+        return bench.next_byte_loss(base, blocks, is_autocast=False)[0].item()
 
 
 def train(folder: Path, arithmetic: str) -> dict[str, Any]:

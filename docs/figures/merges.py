@@ -54,7 +54,7 @@ def train(folder: Path, text: bench.Text) -> None:
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE)
         for step in range(NUM_STEPS):
             rows = torch.randint(len(text.training), (LLAMA.batch_size,))
-            loss, _ = bench._loss(model, text.training[rows], is_autocast=True)
+            loss, _ = bench.next_byte_loss(model, text.training[rows], is_autocast=True)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -79,14 +79,14 @@ def merge(folder: Path) -> dict[str, Path]:
 @torch.no_grad()
 def logits(model: Any, blocks: torch.Tensor) -> tuple[float, torch.Tensor]:
     """The mean loss of a byte, and the log-probabilities, both of a model in evaluation mode."""
-    loss, found = bench._loss(model.eval(), blocks, is_autocast=False)
+    loss, found = bench.next_byte_loss(model.eval(), blocks, is_autocast=False)
     return loss.item(), F.log_softmax(found.float(), -1)
 
 
 def measure(folder: Path) -> dict[str, Any]:
     """Train, merge in each way, and measure each merge by its weights and by its logits."""
     text = bench.read_text(LLAMA)
-    bench._pretrain(text, LLAMA, 0).bfloat16().save_pretrained(folder / "base")
+    bench.pretrain(text, LLAMA, 0).bfloat16().save_pretrained(folder / "base")
     train(folder, text)
     base_loss, _ = logits(quantized(folder), text.held_out)
     adapted: Any = PeftModel.from_pretrained(quantized(folder), folder / "adapter")

@@ -2,6 +2,6 @@
 
 ``settings`` says what is measured, ``models`` builds the model, ``memory`` reads the
 peaks, ``case`` measures one case, with ``steps`` and ``exports``, ``runner`` runs them
-all, ``loss`` trains adapters and compares their losses, ``report`` lays the figures
-out, ``plot`` draws them. Uses the public names of the package only.
+all, ``loss`` trains adapters and compares their losses, ``rollout`` compares them with
+what an engine serves, ``report`` lays the figures out, ``plot`` draws them. Uses the public names of the package only.
 """

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm.auto import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from .. import KbitPreparedModel
 from .environment import environment
@@ -180,11 +180,11 @@ def run_loss(
             base = bases / f"seed-{seed}"
             if not base.exists():
                 show(f"{prefix}: pretraining")
-                _pretrain(text, settings, seed).bfloat16().save_pretrained(base)
+                pretrain(text, settings, seed).bfloat16().save_pretrained(base)
             exact = _adapt(_exact(base, settings), settings)
             for name, own in runs.items():
                 show(f"{prefix}: {name}")
-                run = _Run(name, settings, seed, base, exact)
+                run = Run(name, settings, seed, base, exact)
                 own.append(run.train(text))
     return {
         "environment": environment(settings.device),
@@ -197,20 +197,23 @@ def _summary(name: str, runs: Runs) -> Figures:
     """A case over the seeds, and its differences, seed by seed, from the case that it is compared with."""
     own = runs[name]
     dtype = str(_adapter_dtype(name)).removeprefix("torch.")
-    summary: Figures = {"case": name, "adapters": dtype, **_over_seeds(own)}
+    summary: Figures = {"case": name, "adapters": dtype, **over_seeds(own)}
     other = COMPARED_WITH.get(name)
     if other in runs:
         summary["difference"] = {"case": other, **_differences(own, runs[other])}
     return summary
 
 
-def _over_seeds(runs: list[Figures]) -> Figures:
-    """The figures of several seeds as one: of a number the spread, of a curve its mean at each step."""
+def over_seeds(runs: list[Figures]) -> Figures:
+    """The figures of several seeds as one: of a number the spread, of a curve its mean at each step.
+
+    A part is summed up likewise.
+    """
     summary: Figures = {}
     for key, first in runs[0].items():
         values: list[Any] = [run[key] for run in runs]
         if isinstance(first, dict):
-            summary[key] = _over_seeds(values)
+            summary[key] = over_seeds(values)
         elif isinstance(first, list):
             summary[key] = [fmean(losses) for losses in zip(*values, strict=True)]
         else:
@@ -249,21 +252,38 @@ def _spread(values: list[float]) -> Figures:
     }
 
 
-def _pretrain(text: Text, settings: LossSettings, seed: int) -> Any:
-    """Train a Llama from nothing, in float32 under bfloat16 autocast."""
+def pretrain(
+    text: Text, settings: LossSettings, seed: int, architecture: str = "llama"
+) -> Any:
+    """Train a model from nothing, in float32 under bfloat16 autocast.
+
+    Args:
+        text: The text to train on.
+        settings: The size of the model, its device, and the steps.
+        seed: Seed of the weights and of the order of the text.
+        architecture: The type of its config, such as ``"qwen3"``.
+
+    Returns:
+        The model, whose tokens are bytes, in train mode.
+    """
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    num_heads = settings.hidden_size // _HEAD_SIZE
+    config = AutoConfig.for_model(
+        architecture,
         vocab_size=NUM_BYTES,
         hidden_size=settings.hidden_size,
         intermediate_size=3 * settings.hidden_size,
         num_hidden_layers=settings.num_layers,
-        num_attention_heads=settings.hidden_size // _HEAD_SIZE,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
+        head_dim=_HEAD_SIZE,
         max_position_embeddings=settings.length,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=None,
+        pad_token_id=None,
     )
-    model: Any = LlamaForCausalLM(config).train()
+    model: Any = AutoModelForCausalLM.from_config(config).train()
     model.to(settings.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_PRETRAINING_RATE)
 
@@ -298,7 +318,7 @@ def _adapter_dtype(name: str) -> torch.dtype:
     return torch.bfloat16
 
 
-class _Run:
+class Run:
     """A LoRA that is trained in one case with one seed.
 
     Args:
@@ -307,17 +327,22 @@ class _Run:
         seed: Seed of the adapters and of the order of the data: the same in all cases.
         base: The base's checkpoint.
         exact: The quantized base in float64, with adapters; their values are written
-            over.
+            over. ``None`` where no distance from it is asked for.
     """
 
     def __init__(
-        self, name: str, settings: LossSettings, seed: int, base: Path, exact: PeftModel
+        self,
+        name: str,
+        settings: LossSettings,
+        seed: int,
+        base: Path,
+        exact: Any = None,
     ) -> None:
         self.settings = settings
         self.seed = seed
         self.exact = exact
         if name == FLOAT64:
-            self.model = exact
+            self.model: PeftModel = exact
         else:
             self.model = _adapt(self._prepared(name, base), settings)
         self.is_autocast = settings.autocast and name != FLOAT64
@@ -361,20 +386,21 @@ class _Run:
                 exact arithmetic.
         """
         probe = text.training[: 2 * self.settings.batch_size]
-        base_loss = self._held_out_loss(text)
+        base_loss = self.held_out_loss(text)
         start = self._distances(probe)
-        losses = self._train_steps(text)
+        losses = self.train_steps(text)
         end = self._distances(probe)
         figures: Figures = {
             "base_loss": base_loss,
-            "held_out_loss": self._held_out_loss(text),
+            "held_out_loss": self.held_out_loss(text),
             "end_loss": fmean(losses[-LAST_STEPS:]),
         }
         for key in DISTANCES:
             figures[key] = {"start": start[key], "end": end[key]}
         return {**figures, "train_loss": losses}
 
-    def _train_steps(self, text: Text) -> list[float]:
+    def train_steps(self, text: Text) -> list[float]:
+        """Train it on the text, and return the loss of each step."""
         settings = self.settings
         adapters = _trainable(self.model).values()
         optimizer = torch.optim.AdamW(
@@ -403,11 +429,11 @@ class _Run:
             yield from order.split(self.settings.batch_size)
 
     @torch.no_grad()
-    def _held_out_loss(self, text: Text) -> float:
-        """The loss in the case's own arithmetic, and in train mode: nothing drops out."""
+    def held_out_loss(self, text: Text) -> float:
+        """The loss of what is held out, in the case's own arithmetic, and in train mode: nothing drops out."""
         total = 0.0
         for blocks in text.held_out.split(2 * self.settings.batch_size):
-            loss, _ = _loss(
+            loss, _ = next_byte_loss(
                 self.model,
                 blocks,
                 is_autocast=self.is_autocast,
@@ -444,7 +470,7 @@ def _logits_and_gradients(
     model: nn.Module, blocks: Tensor, *, is_autocast: bool
 ) -> tuple[Tensor, Tensor]:
     """The logits, and all gradients as one vector, in float64."""
-    loss, logits = _loss(model, blocks, is_autocast=is_autocast)
+    loss, logits = next_byte_loss(model, blocks, is_autocast=is_autocast)
     loss.backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     gradients = [found[name] for name in sorted(found)]
@@ -468,7 +494,7 @@ def _adapt(base: Any, settings: LossSettings) -> PeftModel:
 
 def _load(base: Path, settings: LossSettings) -> nn.Module:
     """The base, quantized, in train mode: in eval mode some CPUs repack its weights, and have no backward then."""
-    model: nn.Module = LlamaForCausalLM.from_pretrained(
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
         base,
         quantization_config=quantization_config(settings.quant, torch.bfloat16),
         dtype=torch.bfloat16,
@@ -479,7 +505,7 @@ def _load(base: Path, settings: LossSettings) -> nn.Module:
 
 def _exact(base: Path, settings: LossSettings) -> nn.Module:
     """The quantized base in float64."""
-    exact: nn.Module = LlamaForCausalLM.from_pretrained(
+    exact: nn.Module = AutoModelForCausalLM.from_pretrained(
         base, dtype=torch.float64, device_map={"": settings.device}
     )
     return make_exact(exact, _load(base, settings))
@@ -535,7 +561,7 @@ def _step(
     Returns:
         The loss.
     """
-    loss, _ = _loss(model, blocks, is_autocast=is_autocast)
+    loss, _ = next_byte_loss(model, blocks, is_autocast=is_autocast)
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
@@ -544,7 +570,7 @@ def _step(
     return loss.item()
 
 
-def _loss(
+def next_byte_loss(
     model: nn.Module, blocks: Tensor, *, is_autocast: bool
 ) -> tuple[Tensor, Tensor]:
     """The mean loss of a byte, in float32 or, where logits are float64, in that; and the logits."""

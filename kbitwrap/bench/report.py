@@ -110,6 +110,17 @@ losses    of a byte: of {num_held_out} blocks that are held out, before training
 {before}; and of training, the mean of the last {last} steps
 off       the distance from float64 with the same adapters, in parts of that, before \
 and after training"""
+_ROLLOUT_LINES = """\
+models    over bytes in bfloat16, hidden {hidden_size}, {num_layers} layers, \
+pretrained for {pretraining_steps} steps on pydoc's topics
+training  LoRA of rank {rank} on all linears of the quantized model, {lower} autocast, \
+learning rate {learning_rate:g} falling to 0, {steps} steps of {batch_size} blocks of \
+{length} bytes of the standard library's source
+engine    the adapter beside the layers of a base in bfloat16, the original one or the \
+dequantized one, or of one that the engine quantizes
+KL        of the trainer's distribution and the engine's, in nats a byte of \
+{num_held_out} blocks that are held out; log p off is the mean difference of the \
+log-probability of the text's own byte; means of {repeats} seeds"""
 
 
 def loss_header(result: Figures) -> str:
@@ -125,11 +136,30 @@ def loss_header(result: Figures) -> str:
     settings = {"quant": "nf4", "autocast": True, **result["settings"]}
     lines = _LOSS_LINES.format(
         **settings,
-        lower="bfloat16" if settings["autocast"] else "no",
+        lower=_lower(settings),
         before=_with_deviation(result["losses"][0]["base_loss"]),
         last=LAST_STEPS,
     )
     return "\n".join([*_environment_lines(result), lines])
+
+
+def rollout_header(result: Figures) -> str:
+    """The lines before the table of rollouts: machine, versions, models, training and engine.
+
+    Args:
+        result: What ``run_rollout`` returned.
+
+    Returns:
+        The lines.
+    """
+    settings = result["settings"]
+    lines = _ROLLOUT_LINES.format(**settings, lower=_lower(settings))
+    return "\n".join([*_environment_lines(result), lines])
+
+
+def _lower(settings: Figures) -> str:
+    """The word for the dtype of autocast."""
+    return "bfloat16" if settings["autocast"] else "no"
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -276,6 +306,17 @@ _LOSSES = (
     Measure("logits off after", "logits_distance.end.mean", _PARTS),
     Measure("gradients off after", "gradient_distance.end.mean", _PARTS),
 )
+_ROLLOUTS = (
+    _CASE,
+    Measure("loss before", "base_loss.mean", _LOSS),
+    Measure("trained", "held_out_loss.mean", _LOSS),
+    Measure("KL, original base", "original.divergence.mean", _difference),
+    Measure("dequantized", "dequantized.divergence.mean", _difference),
+    Measure("quantized", "quantized.divergence.mean", _difference),
+    Measure("log p off, original", "original.logp_difference.mean", _difference),
+    Measure("dequantized", "dequantized.logp_difference.mean", _difference),
+    Measure("quantized", "quantized.logp_difference.mean", _difference),
+)
 
 
 def preparation_rows(result: Figures) -> list[Row]:
@@ -414,3 +455,15 @@ def loss_rows(result: Figures) -> list[Row]:
         The header and a row for each case.
     """
     return _table(_LOSSES, result["losses"])
+
+
+def rollout_rows(result: Figures) -> list[Row]:
+    """The table of trainers beside engines.
+
+    Args:
+        result: What ``run_rollout`` returned.
+
+    Returns:
+        The header and a row for each case.
+    """
+    return _table(_ROLLOUTS, result["rollouts"])

@@ -211,6 +211,15 @@ DEFAULT_LOSS_CASES = ("none", "norms", "none-float32", "norms-float32", PEFT, FL
 """``"none"`` and ``"norms"`` have adapters in bfloat16, as TRL has by default; all others have them in float32."""
 LOSS_CASES = (*DEFAULT_LOSS_CASES, "full-float32")
 """``"full-float32"`` computes what PEFT's function does, so it is trained where it is named only."""
+ROLLOUT_CASES = (
+    "llama-nf4",
+    "llama-int8",
+    "qwen3-nf4",
+    "qwen3-int8",
+    "gemma-nf4",
+    "gemma-int8",
+)
+"""The architecture of a model that is trained beside an engine, and how it is quantized there."""
 LAST_STEPS = 20
 """Steps at the end of a training of which the mean loss is taken."""
 DISTANCES = ("logits_distance", "gradient_distance")

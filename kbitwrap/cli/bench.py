@@ -20,6 +20,7 @@ from ..bench.settings import (
     LOSS_CASES,
     MERGED,
     MISTRAL_7B,
+    ROLLOUT_CASES,
     SMALL,
     BenchError,
     LossSettings,
@@ -71,7 +72,7 @@ _NOT_OF_LOSS = (
 )
 _OF_LOSS = ("steps", "pretraining_steps", "learning_rate", "quant")
 _HEADER_INDENT = 10  # of the lines before the tables: their first word stands alone
-_ALL_CASES = tuple(dict.fromkeys((*CASES, MERGED, *LOSS_CASES)))
+_ALL_CASES = tuple(dict.fromkeys((*CASES, MERGED, *LOSS_CASES, *ROLLOUT_CASES)))
 _SMALL = f"by default on {SMALL.num_layers} layers of width {SMALL.hidden_size}"
 _WHAT, _MODEL, _STEP, _LOSS = (
     "What to measure (one of these)",
@@ -87,7 +88,8 @@ A model with random quantized weights is built, by default with the exact shapes
 preparation and each precision are measured on it, each in a process of its own: time, live bytes, peaks; with --step,
 training steps on a smaller model; with --identity, whether compute gives PEFT's numbers. With --loss, a small model is
 trained on text that Python carries, and a LoRA on it as TRL does by default, and the losses of none and norms are
-compared. Needs no network. The default needs 6 GB of memory.
+compared; with --rollout, such a trained model is compared with an engine's, which has the adapter on a base of its own.
+Needs no network. The default needs 6 GB of memory.
 
 Exit status: 0 done, 1 with --identity a number differs, 2 bad usage or bad input."""
 
@@ -128,6 +130,15 @@ _Loss = Annotated[
         _WHAT,
     ),
 ]
+_Rollout = Annotated[
+    bool,
+    flag(
+        "--rollout",
+        "Train a LoRA on small quantized models, and compare the trainer's distributions with those of an engine that "
+        "has the adapter on the 16-bit base, or on the dequantized one; minutes for each seed.",
+        _WHAT,
+    ),
+]
 _Source = Annotated[
     Path | None,
     value(
@@ -144,14 +155,20 @@ _Case = Annotated[
         "--case",
         _ALL_CASES,
         f"Any of {', '.join(CASES)}; with --export, of {', '.join(EXPORTED)}; with --loss, of "
-        f"{', '.join(LOSS_CASES)}. All that matter, if left out; with --identity, compute.",
+        f"{', '.join(LOSS_CASES)}; with --rollout, of {', '.join(ROLLOUT_CASES)}. All that matter, if left out; "
+        "with --identity, compute.",
         metavar="CASE...",
     ),
 ]
 _Device = Annotated[str, value("--device", "DEVICE", device, "Such as cuda.")]
 _Repeats = Annotated[
     int,
-    value("--repeats", "N", integer(1), "Runs of each timing; with --loss, seeds."),
+    value(
+        "--repeats",
+        "N",
+        integer(1),
+        "Runs of each timing; with --loss and --rollout, seeds.",
+    ),
 ]
 _Seed = Annotated[int, value("--seed", "N", integer(0), "Random seed.")]
 _Layers = Annotated[
@@ -163,7 +180,7 @@ _HiddenSize = Annotated[
         "--hidden-size",
         "N",
         integer(1),
-        f"Width, a multiple of {_SIZE_MULTIPLE}; with --loss, of {_LOSS_SIZE_MULTIPLE}.",
+        f"Width, a multiple of {_SIZE_MULTIPLE}; with --loss and --rollout, of {_LOSS_SIZE_MULTIPLE}.",
         _MODEL,
     ),
 ]
@@ -197,7 +214,7 @@ _Autocast = Annotated[
     bool | None,
     flag(
         "--autocast/--no-autocast",
-        "Under bfloat16 autocast; --loss has it, unless --no-autocast is given.",
+        "Under bfloat16 autocast; --loss and --rollout have it, unless --no-autocast is given.",
         _STEP,
     ),
 ]
@@ -278,6 +295,7 @@ def command(
     identity: _Identity = False,
     export: _Export = False,
     loss: _Loss = False,
+    rollout: _Rollout = False,
     source: _Source = None,
     case: _Case = None,
     device: _Device = "cpu",
@@ -310,13 +328,15 @@ def command(
         InputError: The options, the device or a file cannot be used, or a case failed.
     """
     given = SimpleNamespace(**locals())
-    whats = {"step": step, "identity": identity, "export": export, "loss": loss}
-    at_most_one(context, **whats, **{"from": source})
+    whats = {"step": step, "identity": identity, "export": export}
+    trained = {"loss": loss, "rollout": rollout}
+    at_most_one(context, **whats, **trained, **{"from": source})
     if plot is not None:
         _check_plot(given)
     settings: Settings | LossSettings | None = None
     if source is None:
-        settings = _loss_settings(given) if loss else _settings(given)
+        is_trained = loss or rollout
+        settings = _loss_settings(given) if is_trained else _settings(given)
     if output is not None:
         check_file(output, "--output", overwrite=overwrite, source=source)
     if settings is not None:
@@ -365,7 +385,10 @@ def _measure(settings: Settings | LossSettings, given: SimpleNamespace) -> Resul
             if isinstance(settings, LossSettings):
                 with quiet_libraries():
                     from ..bench.loss import run_loss
+                    from ..bench.rollout import run_rollout
 
+                    if given.rollout:
+                        return run_rollout(settings, given.case or ROLLOUT_CASES, say)
                     return run_loss(settings, given.case or DEFAULT_LOSS_CASES, say)
             if given.identity:
                 return runner.run_identity(settings, given.case or ("compute",), say)
@@ -383,7 +406,9 @@ def _measure(settings: Settings | LossSettings, given: SimpleNamespace) -> Resul
 def _settings(given: SimpleNamespace) -> Settings:
     for name in _OF_LOSS:
         if getattr(given, name) is not None:
-            raise InputError(f"{option(name)} applies to losses only: add --loss")
+            raise InputError(
+                f"{option(name)} applies to what is trained only: add --loss or --rollout"
+            )
     _check_steps(given)
     cases = {*(given.case or ())}
     if given.export and not cases <= {*EXPORTED}:
@@ -391,7 +416,8 @@ def _settings(given: SimpleNamespace) -> Settings:
     if MERGED in cases and not given.export:
         raise InputError(f"--case {MERGED} applies to exports only: add --export")
     for case in cases - {*CASES, MERGED}:
-        raise InputError(f"--case {case} applies to losses only: add --loss")
+        what = "--rollout" if case in ROLLOUT_CASES else "--loss"
+        raise InputError(f"--case {case} applies to {what} only: add {what}")
     shape = SMALL if given.step or given.identity else MISTRAL_7B
     _check_multiple(given, _SIZE_MULTIPLE)
     layers = given.num_layers
@@ -445,22 +471,26 @@ def _check_multiple(given: SimpleNamespace, multiple: int) -> None:
 
 
 def _loss_settings(given: SimpleNamespace) -> LossSettings:
-    for name in _NOT_OF_LOSS:
+    what = "--rollout" if given.rollout else "--loss"
+    cases: tuple[str, ...] = ROLLOUT_CASES if given.rollout else LOSS_CASES
+    named_by_case = ("quant",) if given.rollout else ()
+    for name in (*_NOT_OF_LOSS, *named_by_case):
         if getattr(given, name):
             raise InputError(
-                f"--loss has a model and steps of its own: leave {option(name)} out"
+                f"{what} has models and steps of its own: leave {option(name)} out"
             )
-    if not {*(given.case or ())} <= {*LOSS_CASES}:
-        raise InputError(f"--loss: expected a --case among {', '.join(LOSS_CASES)}")
+    if not {*(given.case or ())} <= {*cases}:
+        raise InputError(f"{what}: expected a --case among {', '.join(cases)}")
     _check_multiple(given, _LOSS_SIZE_MULTIPLE)
     return LossSettings(**_of_options(LossSettings, given))
 
 
 def _check_plot(given: SimpleNamespace) -> None:
-    if given.identity or given.export:
-        raise InputError(
-            "--plot draws the costs of preparing and training, or losses: leave out --identity and --export"
-        )
+    for name in ("identity", "export", "rollout"):
+        if getattr(given, name):
+            raise InputError(
+                f"--plot draws the costs of preparing and training, or losses: leave out {option(name)}"
+            )
     check_plot(given.plot, overwrite=given.overwrite, source=given.source)
 
 
@@ -476,6 +506,9 @@ def _as_text(result: Result) -> str:
     if "losses" in result:
         header = report.loss_header
         tables = [report.loss_rows(result)]
+    elif "rollouts" in result:
+        header = report.rollout_header
+        tables = [report.rollout_rows(result)]
     elif "combinations" in result:
         tables = [report.identity_rows(result)]
     elif result["settings"]["export"]:
@@ -503,7 +536,7 @@ def _read(path: Path) -> Result:
         ) from error
     except ValueError as error:
         raise InputError(f"--from: {str(path)!r} is not JSON: {error}") from error
-    kinds = {"cases", "combinations", "losses"}
+    kinds = {"cases", "combinations", "losses", "rollouts"}
     if not isinstance(result, dict) or kinds.isdisjoint(result):
         raise InputError(f"--from: {str(path)!r} is not what --json prints")
     return result

@@ -88,7 +88,7 @@ def test_the_float64_model_multiplies_with_the_quantized_weights(tmp_path: Path,
     settings = dataclasses.replace(TINY, pretraining_steps=1, quant=quant)
     text = read_text(settings)
     with quiet_libraries():
-        bench_loss._pretrain(text, settings, seed=0).bfloat16().save_pretrained(tmp_path)
+        bench_loss.pretrain(text, settings, seed=0).bfloat16().save_pretrained(tmp_path)
         exact, quantized = bench_loss._exact(tmp_path, settings), bench_loss._load(tmp_path, settings)
         x = torch.eye(64, dtype=torch.bfloat16)
         name = "model.layers.0.self_attn.q_proj"
