@@ -74,11 +74,11 @@ def _explains(against: Against, figures: Figures) -> bool:
     if figures.is_quantized:
         if not delta:
             return against.off <= _OF_QUANTIZED**2 * against.size
-        # 4 bits of bitsandbytes are rounded to the nearest code by whoever merges.
+        # Rounding to the nearest code of 4 bits takes most of a delta, and is off by no
+        # more; rounding at random is off by more, and takes nothing.
         deviation = math.sqrt(against.off / num_elements / delta)
         difference = abs(against.kept(delta) - 1)
-        is_kept = difference <= _OF_KEPT + _DEVIATIONS_OF_CODES * deviation
-        return is_kept and figures.dtype != torch.uint8
+        return difference <= _OF_KEPT + _DEVIATIONS_OF_CODES * deviation
 
     allowed = _ROUNDINGS * math.sqrt(against.rounding)
     allowed += _OF_DELTA * math.sqrt(delta) + _OF_FLOAT32 * math.sqrt(against.size)
@@ -110,6 +110,11 @@ def is_lost(figures: Sequence[Figures]) -> bool:
 
     allowed = _OF_KEPT + _DEVIATIONS_OF_CODES * math.sqrt(variance)
     return bool(figures) and abs(kept - 1) > allowed
+
+
+def of_requantized(figures: Figures) -> str:
+    """The cause of a quantized tensor that lacks a part of its delta."""
+    return REQUANTIZED_TO_4_BITS if figures.num_bits == 4 else REQUANTIZED
 
 
 class Causes:
@@ -174,8 +179,7 @@ class Causes:
             return (ANOTHER_BASE if is_all else CHANGED), evidence
 
         if figures.is_quantized and part < 1:
-            is_4_bit = figures.dtype == torch.uint8
-            return (REQUANTIZED_TO_4_BITS if is_4_bit else REQUANTIZED), ""
+            return of_requantized(figures), ""
 
         has_delta = abs(nearest.kept(figures.delta) - 1) <= _OF_KEPT
         if not has_delta and self._is_an_adapters(figures):

@@ -176,8 +176,9 @@ class Figures:
 
     @property
     def num_bits(self) -> int:
-        """The bits of an element of the stored dtype."""
-        return 8 * self.dtype.itemsize
+        """The bits of an element as it is stored: a byte of bitsandbytes holds two of 4."""
+        is_packed = self.is_quantized and self.dtype == torch.uint8
+        return 4 if is_packed else 8 * self.dtype.itemsize
 
 
 def compare(

@@ -30,6 +30,7 @@ from .causes import (
     by_cause,
     is_lost,
     is_right,
+    of_requantized,
 )
 from .figures import Figures, compare
 from .sides import (
@@ -170,7 +171,9 @@ def measure_merge(
     in_codes = [one for one in figures if one.is_quantized and one.delta]
     if is_lost(in_codes):
         wrong |= {
-            one.fqn: (REQUANTIZED, "") for one in in_codes if one.fqn not in wrong
+            one.fqn: (of_requantized(one), "")
+            for one in in_codes
+            if one.fqn not in wrong
         }
 
     for fqn, partner in measuring.tied.items():

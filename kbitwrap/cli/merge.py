@@ -21,22 +21,25 @@ from .usage import (
     QuantInTraining,
     TrustRemoteCode,
     argument,
+    choice,
     device,
     file_size,
     flag,
+    integer,
     path,
     value,
 )
 
-SUMMARY = (
-    "Merge a saved adapter into the base that it was trained on, in half precision."
-)
-HELP = """Merge a saved adapter into the base that it was trained on, in half precision.
+SUMMARY = "Merge a saved adapter into the base that it was trained on."
+HELP = """Merge a saved adapter into the base that it was trained on.
 
 BASE, or what the config of ADAPTER names, is loaded quantized as it was in training, the adapter that PEFT saved in
 ADAPTER is merged into its exactly dequantized weights, and the half-precision model is written with its tokenizer, one
-tensor at a time. The manifest of the run, kbitwrap.json in ADAPTER or --manifest, says how BASE was quantized, and is
-compared with it. A GPU and a CPU may quantize a last bit differently: merge on the type of device that was trained on.
+tensor at a time. With --as mixed the layers that the adapter does not touch stay quantized; with --as quantized all do,
+and what the adapter adds is rounded at random, without bias. With --no-adapter the dequantized BASE alone is written.
+
+The manifest of the run, kbitwrap.json in ADAPTER or --manifest, says how BASE was quantized, and is compared with it. A
+GPU and a CPU may quantize a last bit differently: merge on the type of device that was trained on.
 
 Exit status: 0 written, 1 BASE is not the one that the manifest records, 2 bad usage, bad input, or it cannot be
 written; unless it is 0, nothing is left at DST."""
@@ -90,10 +93,42 @@ _Check = Annotated[
 ]
 
 
+_As = Annotated[
+    str,
+    choice(
+        "--as",
+        ("half", "mixed", "quantized"),
+        "The form: half precision; layers that the adapter does not touch quantized; or all layers quantized.",
+    ),
+]
+_Seed = Annotated[
+    int,
+    value("--seed", "N", integer(0), "The seed of --as quantized."),
+]
+_Fuse = Annotated[
+    bool,
+    flag(
+        "--fuse",
+        "With --as mixed, layers that engines compute as one (q, k and v; gate and up; experts) have one format.",
+    ),
+]
+_NoAdapter = Annotated[
+    bool,
+    flag(
+        "--no-adapter",
+        "Write BASE alone, dequantized: for an engine that is sent adapters only.",
+    ),
+]
+
+
 def command(
     out: Out,
     first: _First = None,
     second: _Second = None,
+    as_: _As = "half",
+    no_adapter: _NoAdapter = False,
+    seed: _Seed = 0,
+    fuse: _Fuse = False,
     overwrite: Overwrite = False,
     manifest: _Manifest = None,
     quant: QuantInTraining = None,
@@ -112,10 +147,11 @@ def command(
     if os.environ.get("RANK", "0") != "0":
         return EXIT_DONE
     check_folder(out, overwrite=overwrite)
-    if first is None:
-        raise InputError("ADAPTER is missing: the folder of a saved adapter")
-    adapter = Path(first) if second is None else second
-    base = _named_base(adapter) if second is None else first
+    if fuse and as_ != "mixed":
+        raise InputError("--fuse is for --as mixed, whose layers have two formats")
+    if seed and as_ != "quantized":
+        raise InputError("--seed is for --as quantized, which alone draws numbers")
+    base, adapter = _named(first, second, no_adapter)
 
     def merge(written: Callable[[int], None]) -> ExportReport:
         from .. import merge_checkpoint
@@ -127,11 +163,14 @@ def command(
                 base,
                 adapter,
                 out,
+                merge_as=as_,
                 manifest=manifest,
                 quantization_config=quantization,
                 dtype=dtype,
                 max_shard_size=max_shard_size,
                 overwrite=overwrite,
+                seed=seed,
+                fuse=fuse,
                 progress=written,
                 device=choose_device(device),
                 check=check,
@@ -144,9 +183,12 @@ def command(
             raise ConfigError(text) from error
 
     with models(base, trust_remote_code):
-        status = write(merge, f"merging {adapter}", as_json=json_)
+        doing = f"dequantizing {base}" if adapter is None else f"merging {adapter}"
+        status = write(merge, doing, as_json=json_)
         if status == EXIT_DONE and check:
             say(f"checked: the files in {out} are what a merge of the two is")
+        if adapter is None:
+            return status
         if status == EXIT_DONE:
             _say_unknown(adapter, manifest)
         is_done = status == EXIT_DONE and quant is not None
@@ -156,6 +198,22 @@ def command(
                 f"word ({KINDS_OF_NF4}); another quantization in training has other weights"
             )
     return status
+
+
+def _named(
+    first: str | None, second: Path | None, no_adapter: bool
+) -> tuple[str | None, Path | None]:
+    """The base and the adapter that were typed; ``None`` for a base that is to be found."""
+    if no_adapter:
+        if first is None or second is not None:
+            raise InputError("--no-adapter takes BASE alone")
+        return first, None
+
+    if first is None:
+        raise InputError("ADAPTER is missing: the folder of a saved adapter")
+    if second is None:
+        return _named_base(Path(first)), Path(first)
+    return first, second
 
 
 def _named_base(adapter: Path) -> str | None:

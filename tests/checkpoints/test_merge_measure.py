@@ -14,7 +14,7 @@ import transformers
 from peft import PeftModel
 from safetensors.torch import save_file
 
-from kbitwrap import DoctorReport, doctor
+from kbitwrap import DoctorReport, doctor, merge_checkpoint
 from kbitwrap.checkpoints.causes import Causes, is_right
 from kbitwrap.checkpoints.figures import Figures, compare
 from support import zoo
@@ -310,7 +310,39 @@ def test_requantized_weights_say_what_is_left(merges: Callable[[str], Run], tmp_
     assert report.merge is not None
     assert report.merge.kept < 0.5
     assert f"{report.merge.kept:.0%} of the delta survived" in finding.evidence
-    assert {one.bits for one in report.merge.tensors.values()} == {8}
+    assert {one.bits for one in report.merge.tensors.values()} == {4}
+
+
+@pytest.mark.parametrize("merge_as", ["mixed", "quantized"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_merges_whose_layers_stay_quantized_are_right(
+    name: str, merge_as: str, merges: Callable[[str], Run], tmp_path: Path
+) -> None:
+    run = merges(name)
+    merge_checkpoint(run.folder / "base", run.folder / "adapter", tmp_path / "merged", merge_as=merge_as, check=True)
+    report = run.examine(tmp_path / "merged")
+    # bitsandbytes leaves stacks of experts as they are, in the base too
+    assert {finding.what for finding in report.findings} <= {"experts are not quantized"}
+    assert report.merge is not None
+    assert (report.merge.onto, set(report.merge.tensors)) == ("trained", set(run.adapted))
+    assert abs(report.merge.kept - 1) < (0.01 if merge_as == "mixed" else 0.2)
+
+
+@pytest.mark.parametrize("scale", [0.0, 2.0, -1.0])
+def test_a_quantized_merge_of_another_multiple_of_the_delta_is_found(
+    scale: float, merges: Callable[[str], Run], tmp_path: Path
+) -> None:
+    run = merges("llama")
+    shutil.copytree(run.folder / "adapter", tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = tensors_of(tmp_path / "adapter")
+    for fqn, tensor in tensors.items():
+        if "lora_B" in fqn:
+            tensors[fqn] = scale * tensor
+    save_file(tensors, path, metadata={"format": "pt"})
+    merge_checkpoint(run.folder / "base", tmp_path / "adapter", tmp_path / "merged", merge_as="quantized")
+    report = run.examine(tmp_path / "merged")
+    assert [finding.what for finding in report.findings] != []
 
 
 def test_a_quantized_merge_that_cannot_be_loaded_is_a_finding(merges: Callable[[str], Run], tmp_path: Path) -> None:

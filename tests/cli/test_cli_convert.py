@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from kbitwrap import KbitPreparedModel, convert_checkpoint
 from kbitwrap.cli import main
 from support import forks, training, zoo
 from support.files import tensors_of
+from support.merging import base_weight
 from support.snapshot import tensor_digest
 
 
@@ -325,6 +327,53 @@ def test_merge_writes_a_half_model(trained: Path, capsys: pytest.CaptureFixture[
     assert len(result["merged"]) == 2 * len(zoo.ARCHITECTURES["llama"].targets)
     assert result["num_tensors"] == len(tensors_of(tmp_path / "out"))
     assert {tensor.dtype for tensor in tensors_of(tmp_path / "out").values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("form", ["mixed", "quantized"])
+def test_merge_writes_the_other_forms(
+    form: str, trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    base, out, adapter = zoo.checkpoint("llama"), tmp_path / "out", tmp_path / "adapter"
+    shutil.copytree(trained, adapter)
+    tensors = tensors_of(adapter)  # with a delta as small as one that was trained
+    save_file({name: tensor * 0.05 for name, tensor in tensors.items()}, adapter / "adapter_model.safetensors")
+    options = ("--device", "cpu", "--as", form, "--check")
+    status, result = run_json(capsys, "merge", base, adapter, "--out", out, *options)
+    assert status == 0
+    assert result["tensors"].keys() == {f"{fqn}.weight" for fqn in result["merged"]}
+    is_quantized = form == "quantized"
+    for fqn, tensor in result["tensors"].items():
+        assert tensors_of(out)[fqn].dtype == (torch.uint8 if is_quantized else torch.bfloat16)
+        assert tensor["bits"] == (4 if is_quantized else 16)
+
+
+def test_merge_writes_the_dequantized_base_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    base, out = zoo.checkpoint("llama"), tmp_path / "out"
+    options = ("--no-adapter", "--quant", "nf4", "--dtype", "bfloat16", "--device", "cpu")
+    status, result = run_json(capsys, "merge", base, "--out", out, *options)
+    assert (status, result["merged"], result["is_merge"]) == (0, [], False)
+    layer = zoo.load("llama", "nf4").model.layers[0].self_attn.q_proj
+    found = tensors_of(out)["model.layers.0.self_attn.q_proj.weight"]
+    assert torch.equal(found, base_weight(layer).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["base", "adapter", "--as", "int4"], "--as"),
+        (["base", "adapter", "--fuse"], "--fuse is for --as mixed"),
+        (["base", "adapter", "--seed", "3"], "--seed is for --as quantized"),
+        (["base", "adapter", "--as", "quantized", "--seed", "-1"], "expected an integer of at least 0"),
+        (["base", "adapter", "--no-adapter"], "--no-adapter takes BASE alone"),
+        (["--no-adapter"], "--no-adapter takes BASE alone"),
+    ],
+)
+def test_options_of_forms_that_do_not_fit_are_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    status, out, err = run(capsys, "merge", *arguments, "--out", tmp_path / "out")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert message in err
 
 
 def test_an_adapter_that_is_not_there_is_looked_for_on_no_hub(
