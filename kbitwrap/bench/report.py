@@ -118,9 +118,10 @@ learning rate {learning_rate:g} falling to 0, {steps} steps of {batch_size} bloc
 {length} bytes of the standard library's source
 engine    the adapter beside the layers of a base in bfloat16, the original one or the \
 dequantized one, or of one that the engine quantizes
+seeds     {repeats}, each with bases and adapters of its own
 KL        of the trainer's distribution and the engine's, in nats a byte of \
 {num_held_out} blocks that are held out; log p off is the mean difference of the \
-log-probability of the text's own byte; means of {repeats} seeds"""
+log-probability of the text's own byte"""
 
 
 def loss_header(result: Figures) -> str:

@@ -31,6 +31,7 @@ _OF_A_FOLDER: Checks = {
 _OF_THE_NEWEST_FOLDER: Checks = {
     "devices": doctor_base.devices,
     "base": doctor_base.recorded_base,
+    "dequantized base": doctor_merge.dequantized_base,
 }
 _OF_A_MODEL: Checks = {
     "base": doctor_base.drift,
@@ -66,7 +67,8 @@ def doctor(
 
     Of files, headers are read first, then adapters and tied weights. A base that is
     given is loaded. With a base and an adapter a merged checkpoint is measured, whatever
-    tool made it.
+    tool made it; with a base and its quantization alone, a folder is compared with the
+    dequantized base, tensor by tensor.
 
     Args:
         path_or_model: A folder (a checkpoint, an adapter, a ``Trainer``'s output), a

@@ -57,6 +57,8 @@ def recorded_base(folder: Folder) -> Result | None:
     manifest, given = folder.manifest, folder.given
     if manifest is None:
         is_base_alone = given.base is not None and given.adapter is None
+        # With its quantization it is compared with what it is, dequantized.
+        is_base_alone &= given.quantization_config is None
         if folder.adapters or is_base_alone:
             return not_measured(_THE_BASE, _NO_MANIFEST)
         return None

@@ -1,4 +1,7 @@
-"""The doctor's measure of a merge: how much of an adapter a merged checkpoint holds, whatever tool made it."""
+"""The doctor's measure of a merge: how much of an adapter a merged checkpoint holds, whatever tool made it.
+
+Or whether a checkpoint is the base that adapters go on, dequantized.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..errors import ConfigError, ExportError, ManifestMismatchError
 from ..manifest.manifest import Manifest
 from ..model.pretrained import read_config
 from ..model.wrappers import unwrap
+from ..reports import first_of
+from ..tensors.devices import accelerator_type
 from ..tensors.dtypes import HALF_DTYPES, find_dtype
+from ..tensors.lazy import materialize
 from .adapters import read_adapter
 from .base import QUANTIZATION, adapted_base, load_base, own_quantization
-from .doctor_report import Examination, fault, fine, not_measured
+from .doctor_report import Examination, Result, fault, fine, not_measured
 from .doctor_subjects import Folder, Given, LiveModel, Subject
 from .measure import MergeMeasure, Told, measure_merge
 from .reader import open_checkpoint, saved_manifest
-from .sides import MergedSide, read_merged, walk_merged
+from .sides import MergedSide, plain_side, read_merged, walk_merged
 
 _NAME = "merge"
 _WHAT = "how much of the adapter was merged"
@@ -80,6 +87,48 @@ def measure(
         examination.add(_NAME, where, fine(str(found)))
 
     return found
+
+
+def dequantized_base(folder: Folder) -> Result | None:
+    """Whether a folder is a base, dequantized, which an engine needs that is sent adapters only.
+
+    ``None`` where it is not asked for: by a base and its quantization, without an
+    adapter.
+    """
+    given, own = folder.given, folder.base
+    if given.base is None or isinstance(given.base, nn.Module):
+        return None
+    if given.adapter is not None or folder.adapters:
+        return None
+    if own is None or own.is_quantized or not _is_told(given, None):
+        return None
+
+    found = read_merged(folder.path)
+    trained = load_base(
+        given.base,
+        None,
+        None,
+        given.quantization_config,
+        _dtype_in_training(given, found),
+        accelerator_type() or "cpu",
+    )
+    expected = plain_side(trained.model, is_merged=False).saved
+    wrong = [fqn for fqn in found.tensors if fqn not in expected]
+    for fqn, tensor in expected.items():
+        its = found.tensors.get(fqn)
+        if its is None or not torch.equal(
+            materialize(its), materialize(tensor).to(its.device, its.dtype)
+        ):
+            wrong.append(fqn)
+
+    if wrong:
+        return fault(
+            "it is not this base, dequantized",
+            first_of(wrong),
+            "write it on the type of device that trains: kbitwrap merge BASE --no-adapter --out DIR",
+        )
+
+    return fine(f"its {len(expected)} tensors are those of the base, dequantized")
 
 
 def _lacking(subject: Subject) -> str:

@@ -34,6 +34,8 @@ embeddings have rows. Each check made is printed: fine, fault, or not measured a
 
 Is a merged model what was trained? With --base and --adapter every tensor of PATH is compared with the base and the
 adapter, whatever tool merged them: how much of what the adapter learned is there, and what is wrong where it is not.
+With --base and --quant alone, PATH is compared with the dequantized base, which an engine needs that is sent adapters
+only.
 
 Exit status: 0 no fault was found, 1 one was, 2 bad input."""
 
