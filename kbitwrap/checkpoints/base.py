@@ -20,13 +20,12 @@ from ..config import StrPath
 from ..errors import ConfigError, ManifestMismatchError
 from ..manifest.manifest import Manifest
 from ..model.pretrained import classes_of, load_pretrained, meta_model, read_config
-from ..model.quantization import is_quantized_parameter
+from ..model.quantization import SKIPPED_LAYERS, is_quantized_parameter
 from ..model.wrappers import canonical_fqn
 from ..reports import first_of
 from ..tensors.dtypes import find_dtype
 from .adapters import SavedAdapter, with_adapter
 from .reader import (
-    SKIPPED_LAYERS,
     load_manifest,
     recorded_quantization,
     recorded_shapes,

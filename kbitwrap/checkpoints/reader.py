@@ -24,6 +24,7 @@ from ..export.staging import refuse_special
 from ..export.writer import read_header
 from ..manifest.manifest import MANIFEST_NAME, Manifest
 from ..model.pretrained import meta_model
+from ..model.quantization import SKIPPED_LAYERS
 from ..model.wrappers import canonical_fqn
 from ..tensors.dtypes import SAFETENSORS_DTYPES, TWO_A_BYTE, find_dtype
 from ..tensors.lazy import LazyTensor
@@ -41,8 +42,6 @@ _PIECE = 96 << 10
 _TRAINED_COPY = re.compile(
     r"\.(modules_to_save|ln_tuning_layers)\.|\.trainable_tokens_"
 )
-SKIPPED_LAYERS = "llm_int8_skip_modules"
-"""The setting of a quantization config that names the layers to leave as they are."""
 EIGHT_BIT_STATE = ("SCB", "weight_format")
 """The names of what bitsandbytes saves of an 8-bit layer beside its weight."""
 

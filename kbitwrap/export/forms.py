@@ -67,12 +67,10 @@ class MergeForm:
         if not quantization.is_quantized:
             return MergeForm()
 
-        is_random = self.merge_as == QUANTIZED
-        if is_random and not quantization.casts:  # not by bitsandbytes
+        if self.merge_as != HALF and not quantization.casts:  # not by bitsandbytes
             raise ExportError(
-                f"merge_as: 'quantized' is for layers of bitsandbytes, and the model is "
-                f"quantized with {quantization.method}; 'mixed' keeps the layers that no "
-                "adapter touches, and 'half' none"
+                f"merge_as: {self.merge_as!r} is for layers of bitsandbytes, and the "
+                f"model is quantized with {quantization.method}; merge it as 'half'"
             )
         return self
 

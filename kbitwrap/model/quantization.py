@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ExportError
 from ..tensors.bits import is_composed, parts_of
 from ..tensors.codes import Codes
 from .wrappers import loaded_class
@@ -33,8 +32,8 @@ DISTRIBUTIONS = (
 """The libraries that quantize, as package indexes call them."""
 STATISTICS = ("SCB", "quant_state")
 """The attributes of a bitsandbytes weight that hold what its codes are computed by."""
-# The names, in the configs of libraries, of the layers that they leave as they are.
-_SKIPPED_LAYERS = ("llm_int8_skip_modules", "modules_to_not_convert", "skip_modules")
+SKIPPED_LAYERS = "llm_int8_skip_modules"
+"""The field of a config of bitsandbytes for the layers that stay as they are."""
 _NEXT_TO_ZERO = 2.0**-20  # less than all values of codes
 Rows = slice | types.EllipsisType
 """Some rows of a tensor, or the whole of it, of whatever shape."""
@@ -401,22 +400,9 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def skip_layers(settings: Any, fqns: Sequence[str]) -> None:
-    """Name, in a quantization config, all layers that are not to be quantized.
-
-    Raises:
-        ExportError: The library's config cannot name any.
-    """
+    """Name, in a config of bitsandbytes, all layers that are not to be quantized."""
     fields = settings if isinstance(settings, dict) else vars(settings)
-    for name in _SKIPPED_LAYERS:
-        if name in fields:
-            fields[name] = [*fqns]
-            return
-
-    method = fields.get("quant_method")
-    raise ExportError(
-        f"the config of {getattr(method, 'value', method)} cannot name layers that are "
-        "not quantized; merge as 'half'"
-    )
+    fields[SKIPPED_LAYERS] = [*fqns]
 
 
 def rounds_activations(module: nn.Module) -> bool:

@@ -128,6 +128,9 @@ def test_a_journey(
         assert has_merged(cell, architecture, peft_model, tmp_path / "merged")
         merged = {fqn: tensor_digest(tensor) for fqn, tensor in tensors_of(tmp_path / "merged").items()}
         assert {fqn: tensor_digest(tensor) for fqn, tensor in prepared.merged_weights()} == merged
+        for form in ("mixed", "quantized"):
+            with pytest.raises(ExportError, match=rf"merge_as: '{form}'.*quantized with {method}; merge it as 'half'"):
+                prepared.export(tmp_path / form, merge_adapters=True, merge_as=form)
     else:
         with pytest.raises(ExportError, match=rf"quantized with {method}.*export without merging"):
             prepared.export(tmp_path / "merged", merge_adapters=True)
