@@ -80,12 +80,15 @@ class Codes:
         places = names.argsort()
 
         steps = self._values.diff()
-        # The steps from each value upwards and downwards; those at the ends go on.
-        above = torch.cat([steps, steps[-1:]])
-        below = torch.cat([steps[:1], steps])
+        # The steps from each value upwards and downwards. Beyond the ends it is as far
+        # as is not counted.
+        end = steps.new_tensor([_MOST_BEYOND])
+        above = torch.cat([steps, end])
+        below = torch.cat([end, steps])
         # by bytes, of which each has one or two codes
         codes = self._codes_in_bytes(values.device)
         self._places = places[codes].int()
+        self._by_byte = values[codes]
         self._above = _ONE / above[places[codes]]
         self._below = _ONE / below[places[codes]]
         self._names = self._pack(names[codes])
@@ -115,7 +118,7 @@ class Codes:
         scales = self._scales_from(start, len(delta))
         added = delta / scales
         before = self._of(self._places, stored)
-        values = self._values[before]
+        values = self._of(self._by_byte, stored)
 
         # The way to go is counted in steps between codes, each of ``_ONE`` parts.
         way = added.clamp(min=0).mul_(self._of(self._above, stored))
@@ -127,12 +130,20 @@ class Codes:
         [far] = (way.abs_() > _ONE).nonzero(as_tuple=True)
         places[far] = self._round(reached[far], numbers[far])
 
-        is_clipped = (reached < self._values[0] - _MOST_BEYOND) | (
-            reached > self._values[-1] + _MOST_BEYOND
-        )
-        off = self._values[places].sub_(values).mul_(scales).sub_(delta)
-        names = self._of(self._names, self._pack(places)).view(-1)
-        return Rounded(names, off[:number], int(is_clipped.sum()))
+        num_clipped = self._num_clipped(reached[far])
+        codes = self._of(self._names, self._pack(places))
+        off = self._of(self._by_byte, codes).sub_(values).mul_(scales).sub_(delta)
+        return Rounded(codes, off[:number], num_clipped)
+
+    def _num_clipped(self, reached: Tensor) -> int:
+        """The number of values that are well beyond the last code.
+
+        They are among those that are more than a step away from theirs, as that is the
+        least beyond the ends.
+        """
+        is_below = reached < self._values[0] - _MOST_BEYOND
+        is_above = reached > self._values[-1] + _MOST_BEYOND
+        return int((is_below | is_above).sum())
 
     def values_of(self, start: int, number: int) -> Tensor:
         """The values of some elements, the first at the beginning of a byte: flat, float32."""
@@ -159,9 +170,10 @@ class Codes:
         size = self._group_size
         first = start // size
         groups = self._scales[first : -(-(start + number) // size), None]
-        scales = groups.expand(-1, size).reshape(-1)[start - first * size :][:number]
         tiny = torch.finfo(torch.float32).tiny
-        return torch.where(scales == 0, tiny, scales)
+        groups = torch.where(groups == 0, tiny, groups)
+        scales = groups.expand(-1, size).reshape(-1)[start - first * size :][:number]
+        return scales
 
     @staticmethod
     def _of(table: Tensor, stored: Tensor) -> Tensor:
