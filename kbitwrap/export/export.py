@@ -69,6 +69,10 @@ def export_model(
     start = time.perf_counter()
     live = model if live is None else live
     _refuse_unsavable(processing_class)
+    if form != MergeForm() and not merge_adapters:
+        raise ConfigError(
+            "merge_as, seed and fuse are for a merged model: give merge_adapters=True"
+        )
     # refuses an invalid size before anything is computed
     split_into_files({}, max_shard_size)
 

@@ -180,6 +180,11 @@ def test_a_form_that_does_not_exist_is_refused(options: dict[str, Any], tmp_path
         export(nn.Linear(2, 2), tmp_path / "merged", **options)
 
 
+def test_a_form_without_a_merge_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give merge_adapters=True"):
+        KbitPreparedModel(nn.Linear(2, 2)).export(tmp_path / "base", merge_as="quantized")
+
+
 def test_a_trained_head_is_whole_in_every_form(tmp_path: Path) -> None:
     model, adapter = adapted("llama", "nf4", modules_to_save=["lm_head"])
     with torch.no_grad():
