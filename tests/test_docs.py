@@ -30,9 +30,9 @@ from support.trainers import dataset, prompt
 
 NEEDS = {
     "Needs the network": 5,
-    "Needs a GPU": 1,
+    "Needs a GPU": 2,
     "Needs HQQ": 1,
-    "Needs minutes": 7,
+    "Needs minutes": 8,
     "Needs hours": 1,
     "Needs several processes": 2,
     "Needs TRL": 5,

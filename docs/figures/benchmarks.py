@@ -3,7 +3,8 @@
     python docs/figures benchmarks NAME...            measure, save the figures, draw them, write the page
     python docs/figures benchmarks --saved NAME...    draw and write what was saved
 
-A name is one of `BENCHMARKS`. What the page has between `<!-- benchmark: NAME -->` and `<!-- end -->` is replaced.
+A name is one of `BENCHMARKS`; `rollout` is on docs/rollouts.md. What a page has between `<!-- benchmark: NAME -->` and
+`<!-- end -->` is replaced.
 Leave the machine alone meanwhile; timings are compared within a run, but a busy machine is unfair to some cases.
 """
 
@@ -17,6 +18,7 @@ from kbitwrap.cli import main as kbitwrap
 from sections import DOCS, replace_section
 
 PAGE = DOCS / "benchmarks.md"
+PAGES = {"rollout": DOCS / "rollouts.md"}
 FIGURES = DOCS / "benchmarks"
 BENCHMARKS = {
     "mistral-7b": ["--repeats", "15"],
@@ -29,6 +31,7 @@ BENCHMARKS = {
     "identity": ["--identity", "--layers", "2", "--hidden-size", "256", "--tokens", "16"],
     "export": ["--export", "--repeats", "7"],
     "loss": ["--loss", "--repeats", "5"],
+    "rollout": ["--rollout", "--repeats", "1"],
     "mistral-7b-cuda": ["--device", "cuda"],
     "step-cuda": ["--device", "cuda", "--step", "--tokens", "512", "1024", "2048", "4096", "8192"],
     "identity-cuda": ["--device", "cuda", "--identity"],
@@ -51,7 +54,7 @@ def benchmark(name: str, *, is_saved: bool) -> str:
     if not is_saved:
         bench(*BENCHMARKS[name], "--json", "--output", str(saved), "--overwrite")
     lines = ["```text", bench("--from", str(saved)), "```"]
-    if not {"--identity", "--export"} & {*BENCHMARKS[name]}:
+    if not {"--identity", "--export", "--rollout"} & {*BENCHMARKS[name]}:
         plot = FIGURES / f"{name}.svg"
         bench("--from", str(saved), "--plot", str(plot), "--overwrite")
         lines += ["", f"![The figures of this run]({FIGURES.name}/{plot.name})"]
@@ -65,4 +68,4 @@ def main() -> None:
     arguments = parser.parse_args()
     for name in arguments.names:
         shown = benchmark(name, is_saved=arguments.saved)
-        replace_section(PAGE, f"benchmark: {name}", shown)
+        replace_section(PAGES.get(name, PAGE), f"benchmark: {name}", shown)
