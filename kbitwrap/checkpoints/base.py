@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,19 @@ from torch import Tensor, nn
 from ..config import StrPath
 from ..errors import ConfigError, ManifestMismatchError
 from ..manifest.manifest import Manifest
-from ..model.pretrained import classes_of, load_pretrained, meta_model, read_config
-from ..model.quantization import SKIPPED_LAYERS, is_quantized_parameter
+from ..model.pretrained import (
+    classes_of,
+    load_pending,
+    load_pretrained,
+    meta_model,
+    read_config,
+)
+from ..model.quantization import (
+    SKIPPED_LAYERS,
+    is_of_another_library,
+    is_pending,
+    is_quantized_parameter,
+)
 from ..model.wrappers import canonical_fqn
 from ..reports import first_of
 from ..tensors.dtypes import find_dtype
@@ -31,6 +43,7 @@ from .reader import (
     recorded_shapes,
     saved_manifest,
 )
+from .sides import original_tensors
 
 # The classes of tasks whose head is not the base's own.
 _TASKS = {
@@ -69,8 +82,14 @@ def load_base(
     dtype: Any = None,
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
+    *,
+    may_be_pending: bool = False,
 ) -> TrainedBase:
-    """Load a base as the run had it, by the manifest or else by the adapter, and compare it with the manifest."""
+    """Load a base as the run had it, by the manifest or else by the adapter, and compare it with the manifest.
+
+    On a CPU, its layers of bitsandbytes may be left pending: quantized whenever their
+    weights are read.
+    """
     config = read_config(source, trust_remote_code)
     settings = _quantization(source, config, quantization_config, manifest)
     shapes = {} if saved is None else _shapes_in(saved)
@@ -90,15 +109,13 @@ def load_base(
         if saved is not None and manifest is None:
             settings = _skipping(settings, meta, saved)
 
-    model, missing = load_pretrained(
-        source,
-        settings,
-        dtype,
-        device,
-        class_name,
-        trust_remote_code,
-        num_labels,
-    )
+    options = class_name, trust_remote_code, num_labels
+    is_pending = may_be_pending and torch.device(device).type == "cpu"
+    if is_pending and _is_read_as_it_is(source, config, settings, dtype):
+        model, missing = load_pending(source, settings, dtype, *options)
+    else:
+        model, missing = load_pretrained(source, settings, dtype, device, *options)
+
     unknown = dict.fromkeys(missing, 0)
     unknown.update(_resize(model, shapes))
     _fill_with_nan(model, unknown)
@@ -107,6 +124,24 @@ def load_base(
         check_base(manifest, trained)
 
     return trained
+
+
+def _is_read_as_it_is(
+    source: StrPath, config: Any, settings: dict[str, Any] | None, dtype: Any
+) -> bool:
+    """Whether bitsandbytes is to quantize weights that the files hold in the dtype of the run.
+
+    Others would be converted before, and all be in memory.
+    """
+    if settings is None or is_of_another_library(settings):
+        return False
+
+    num_bytes: Counter[torch.dtype] = Counter()
+    for tensor in original_tensors(source).values():
+        num_bytes[tensor.dtype] += tensor.nbytes
+
+    wanted = find_dtype(dtype) or dtype or config.dtype
+    return max(num_bytes, key=num_bytes.__getitem__, default=None) == wanted
 
 
 def _fill_with_nan(model: nn.Module, unknown: Mapping[str, int]) -> None:
@@ -230,6 +265,45 @@ def check_base(manifest: Manifest, base: TrainedBase) -> None:
         is_known = error.different.keys() <= base.unknown.keys()
         if error.missing or error.unexpected or not is_known:
             raise
+
+
+def load_adapted(
+    source: StrPath,
+    saved: SavedAdapter | None,
+    *arguments: Any,
+    may_be_pending: bool = True,
+) -> tuple[TrainedBase, nn.Module]:
+    """Load a base, and put the adapter on it, if there is one; the arguments are those of `load_base`.
+
+    The base is loaded again, quantized, where PEFT computes with its weights, or
+    changes them, when it makes the adapter.
+    """
+    trained = load_base(source, saved, *arguments, may_be_pending=may_be_pending)
+    if saved is None:
+        return trained, trained.model
+
+    weights = _pending_weights(trained.model)
+    if not weights:
+        return trained, adapted_base(trained, saved)
+
+    with contextlib.suppress(ConfigError):
+        adapted = adapted_base(trained, saved)
+        if _pending_weights(trained.model) == weights:
+            return trained, adapted
+
+    trained = load_base(source, saved, *arguments)
+    return trained, adapted_base(trained, saved)
+
+
+def _pending_weights(model: nn.Module) -> set[tuple[int, int]]:
+    """The weights that are pending: which they are, and where they lie."""
+    found = set()
+    for module in model.modules():
+        if is_pending(module):
+            weight = module.get_parameter("weight")
+            found.add((id(weight), weight.data_ptr()))
+
+    return found
 
 
 def adapted_base(base: TrainedBase, saved: SavedAdapter) -> nn.Module:

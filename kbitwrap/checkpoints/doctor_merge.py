@@ -20,7 +20,7 @@ from ..tensors.devices import accelerator_type
 from ..tensors.dtypes import HALF_DTYPES, find_dtype
 from ..tensors.lazy import materialize
 from .adapters import read_adapter
-from .base import QUANTIZATION, adapted_base, load_base, own_quantization
+from .base import QUANTIZATION, load_adapted, own_quantization
 from .doctor_report import Examination, Result, fault, fine, not_measured
 from .doctor_subjects import Folder, Given, LiveModel, Subject
 from .measure import MergeMeasure, Told, measure_merge
@@ -104,7 +104,7 @@ def dequantized_base(folder: Folder) -> Result | None:
         return None
 
     found = read_merged(folder.path)
-    trained = load_base(
+    trained, _ = load_adapted(
         given.base,
         None,
         None,
@@ -169,8 +169,7 @@ def _measure(
 ) -> MergeMeasure:
     saved = read_adapter(Path(given.adapter))
     dtype = None if manifest is not None else _dtype_in_training(given, merged)
-    trained = load_base(given.base, saved, manifest, quantization, dtype)
-    adapted = adapted_base(trained, saved)
+    _, adapted = load_adapted(given.base, saved, manifest, quantization, dtype)
     return measure_merge(merged, adapted, saved, given.base, progress)
 
 

@@ -6,6 +6,7 @@ The values are read a few at a time: nothing is held but sums and samples.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -287,16 +288,22 @@ class _Sampling:
     """Picks the values of a grid out of those that come by."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
-        self._positions = grid_of(shape)
+        self._positions = grid_of(shape).tolist()
+        self._num_picked = 0
         self._start = 0
         self._picked: list[tuple[Tensor, ...]] = []
 
     def add(self, *sides: Tensor) -> None:
         """Pick from the next values of each side."""
-        inside = self._positions - self._start
-        self._start += len(sides[0])
-        inside = inside[(inside >= 0) & (inside < len(sides[0]))]
-        self._picked.append(tuple(side[inside].float() for side in sides))
+        end = self._start + sides[0].numel()
+        number = bisect_left(self._positions, end) - self._num_picked
+        if number:
+            picked = self._positions[self._num_picked :][:number]
+            inside = torch.tensor(picked) - self._start
+            self._picked.append(tuple(side[inside].float() for side in sides))
+
+        self._num_picked += number
+        self._start = end
 
     def sample(self) -> Sample:
         """The values that were picked."""
@@ -348,9 +355,9 @@ def _in_step(
     start = 0
     while start < num_elements:
         for place, stream in enumerate(streams):
-            while not len(left[place]):
+            while not left[place].numel():
                 left[place] = next(stream).reshape(-1)
-        size = min(len(values) for values in left)
+        size = min(values.numel() for values in left)
         size = min(size, most - start % most)
         yield start, [values[:size] for values in left]
         left = [values[size:] for values in left]

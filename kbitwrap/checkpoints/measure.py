@@ -15,7 +15,11 @@ from tqdm.auto import tqdm
 
 from ..config import StrPath
 from ..export.plain import is_transposed
-from ..model.quantization import is_quantized_layer, share_of_codes
+from ..model.quantization import (
+    is_quantized_layer,
+    quantized_layer,
+    share_of_codes,
+)
 from ..model.tree import ModelTree, join
 from ..model.wrappers import unwrap
 from ..reports import TensorMeasure, first_of
@@ -381,6 +385,7 @@ class _Measuring:
 
         values = materialize(found).float()
         delta = materialize(after) - materialize(self._trained(fqn)).float()
+        layer = quantized_layer(layer)  # once, for all of its shares
         if is_transposed(layer):
             values, delta = values.mT, delta.mT
 

@@ -37,8 +37,7 @@ from ..tensors.devices import accelerator_type
 from .adapters import SavedAdapter, read_adapter
 from .base import (
     QUANTIZATION,
-    adapted_base,
-    load_base,
+    load_adapted,
     named_base,
     own_quantization,
 )
@@ -174,7 +173,7 @@ def merge_checkpoint(
     )
     with torch.random.fork_rng(devices=[]), writing as writer:  # loading draws numbers
         record = _record(saved, manifest)
-        trained = load_base(
+        trained, adapted = load_adapted(
             base,
             saved,
             record,
@@ -182,10 +181,8 @@ def merge_checkpoint(
             dtype,
             device,
             trust_remote_code,
+            may_be_pending=form.merge_as == HALF,
         )
-        adapted = trained.model
-        if saved is not None:
-            adapted = adapted_base(trained, saved)
         with plain_mode():
             twin = build_twin(ModelTree(adapted))
             merged = merge_into(twin, form=form, is_tallied=True)

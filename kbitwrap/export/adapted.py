@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from ..model.quantization import (
     Rows,
+    dequantized_dtype,
     dequantizer,
     is_quantized_layer,
     is_quantized_parameter,
-    quant_state_of,
 )
 from ..tensors.lazy import values_of
 from .adapters import ActiveLayer
@@ -33,8 +33,8 @@ class AdaptedTensor:
 
     ``rows`` are those of its first dimension, the experts of a stack, or ``...`` for
     the whole; `blocks` says which to take at once. The weight of a layer of
-    bitsandbytes has the shape ``(out_features, in_features)``, and its values are held
-    as long as this object.
+    bitsandbytes has the shape ``(out_features, in_features)``; what it is computed from
+    is held as long as this object.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class AdaptedTensor:
         """Whether ``base(...)`` is in memory that nothing else reads."""
         parameter = parameter_of(self._module, self._name)
         if is_quantized_parameter(parameter):
-            return quant_state_of(self._module, parameter) is not None
+            return dequantized_dtype(self._module, parameter) is not None
         return getattr(parameter, "is_own", False)
 
     def base(self, rows: Rows) -> Tensor:

@@ -18,9 +18,9 @@ from ..errors import ExportError
 from ..model.quantization import (
     STATISTICS,
     Rows,
+    dequantized_dtype,
     is_quantized_layer,
     is_quantized_parameter,
-    quant_state_of,
 )
 from ..model.tree import join
 from ..reports import TensorMeasure
@@ -219,8 +219,7 @@ class MergedModule:
         if not is_quantized_parameter(before):
             return before.dtype
 
-        state = quant_state_of(self.original, before)
-        return self.dtype if state is None else state.dtype
+        return dequantized_dtype(self.original, before) or self.dtype
 
     def _is_rounded(self, name: str) -> bool:
         """Whether a weight of another library than bitsandbytes has to be rounded."""

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import importlib.metadata
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,12 @@ from ..errors import ExportError, ManifestError
 from ..export.sharding import Gathering
 from ..export.twin import build_twin
 from ..model.checks import refuse_unreadable
-from ..model.quantization import DISTRIBUTIONS, is_quantized_parameter
+from ..model.quantization import (
+    DISTRIBUTIONS,
+    is_pending,
+    is_quantized_parameter,
+    quantized_layer,
+)
 from ..model.tree import ModelTree, join
 from ..model.wrappers import COPIES, loaded_class
 from ..preparation.original import Buffer
@@ -93,15 +98,21 @@ def _read(
     live = _live_tensors(tree)
     state = twin.state_dict(keep_vars=True)
     originals = {fqn: one for fqn, one in state.items() if isinstance(one, Tensor)}
+    pending = {
+        join(fqn, "weight"): module
+        for fqn, module in twin.named_modules()
+        if is_pending(module)
+    }
     parameters = [fqn for fqn in originals if isinstance(live.get(fqn), nn.Parameter)]
     ties = _ties({fqn: originals[fqn] for fqn in parameters})
     buffers = {} if preparation is None else preparation.original.buffers
 
     tensors = {}
-    for fqn in tqdm(
+    bar = tqdm(
         originals, desc="digest", unit="tensor", disable=not progress, leave=False
-    ):
-        was = buffers.get(fqn) or _as_it_is(fqn, originals[fqn])
+    )
+    for fqn, original in _quantized(bar, originals, pending):
+        was = buffers.get(fqn) or _as_it_is(fqn, original)
         flags = _flags(live.get(fqn), was.dtype, tree, preparation)
         tensors[fqn] = TensorRecord(
             fqn=fqn,
@@ -125,6 +136,24 @@ def _read(
         _adapters(tree),
         trained=(*trained, *gathering.trained),
     )
+
+
+def _quantized(
+    fqns: Iterable[str],
+    originals: Mapping[str, Tensor],
+    pending: Mapping[str, nn.Module],
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a state dict by name, where layers that are pending are quantized, one at a time."""
+    for fqn in fqns:
+        if fqn not in pending:
+            yield fqn, originals[fqn]
+            continue
+
+        layer = quantized_layer(pending[fqn])
+        prefix = fqn.removesuffix("weight")
+        made = layer.state_dict(prefix=prefix, keep_vars=True)
+        made.pop(f"{prefix}bias", None)  # it has its own turn
+        yield from made.items()
 
 
 def _live_tensors(tree: ModelTree) -> dict[str, Tensor | None]:

@@ -11,6 +11,7 @@ import inspect
 import itertools
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from ..errors import ConfigError
 from ..reports import first_sentence, shown
 from ..tensors.dtypes import HALF_DTYPES, dtype_name, parse_dtype
-from .quantization import is_quantized_parameter
+from .quantization import is_quantized_layer, is_quantized_parameter, make_pending
 
 # Tried in this order where the config names no architecture.
 _AUTO_CLASSES = (
@@ -145,6 +146,46 @@ def load_pretrained(
         ) from error
 
     return model, {*info["missing_keys"]}
+
+
+def load_pending(
+    name_or_path: Any,
+    quantization_config: Any,
+    dtype: Any,
+    class_name: str | None = None,
+    trust_remote_code: bool = False,
+    num_labels: int | None = None,
+) -> tuple[Any, set[str]]:
+    """Load a model on the CPU as `load_pretrained` does, but for its layers of bitsandbytes: they are left pending.
+
+    What is not converted to another dtype stays in the files, which are mapped into
+    memory.
+    """
+    model, missing = load_pretrained(
+        name_or_path, None, dtype, "cpu", class_name, trust_remote_code, num_labels
+    )
+    names = Counter(
+        id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)
+    )
+    loaded = dict(model.named_modules())
+    quantizer = _quantizer(model.config, quantization_config)
+    quantizer.preprocess_model(model=model, dtype=model.dtype, device_map={"": "cpu"})
+    for fqn, module in model.named_modules():
+        if not is_quantized_layer(module):
+            continue
+
+        parameters = loaded[fqn]._parameters
+        module._parameters["bias"] = parameters["bias"]
+        weight = parameters["weight"]
+        if names[id(weight)] > 1:  # the other one's, which is not quantized
+            module._parameters["weight"] = weight
+        else:
+            make_pending(module, weight)
+
+    model.hf_quantizer = quantizer
+    quantizer.postprocess_model(model)
+    model.eval()
+    return model, missing
 
 
 def _loading_class(config: Any, trust_remote_code: bool) -> Any:

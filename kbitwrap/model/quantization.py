@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import sys
 import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -242,23 +244,194 @@ def detect_as_peft(model: nn.Module) -> Quantization:
     return Quantization(None)
 
 
+def is_pending(module: nn.Module) -> bool:
+    """Whether a bitsandbytes layer is not quantized yet.
+
+    Its weight has the values that moving it to a device would quantize. Those who read it
+    read what that would give, so that a large model is never quantized as a whole.
+    """
+    weight = module._parameters.get("weight")
+    if weight is None or not is_quantized_parameter(weight):
+        return False
+
+    if not weight.is_floating_point():
+        return False
+
+    if type(weight).__name__ != "Params4bit":
+        return not getattr(weight, "has_fp16_weights", True)
+
+    fields = vars(module)
+    shape = fields.get("out_features"), fields.get("in_features")
+    # Half storage, too, can be packed, in one column.
+    return quant_state_of(module, weight) is None and weight.shape == shape
+
+
+def make_pending(module: nn.Module, values: torch.Tensor) -> None:
+    """Give a layer that transformers made for quantized weights what is to be quantized."""
+    conv1d = loaded_class("transformers.pytorch_utils", "Conv1D")
+    if issubclass(vars(module)["source_cls"], conv1d):
+        values = values.t()
+
+    made = module.get_parameter("weight")
+    cls: Any = type(made)
+    weight = cls(values.detach(), requires_grad=False, **vars(made))
+    module._parameters["weight"] = weight
+
+
+def quantized_layer(module: nn.Module) -> nn.Module:
+    """A bitsandbytes layer, quantized: a copy where it is pending.
+
+    All copies share one weight, as long as any of them is there.
+    """
+    if not is_pending(module):
+        return module
+
+    pending: Any = module.get_parameter("weight")
+    shared = vars(pending).get(_SHARED)
+    weight = None if shared is None else shared()
+    if weight is None:
+        weight = _quantized(pending)
+        vars(pending)[_SHARED] = weakref.ref(weight)
+
+    layer = copy.copy(module)
+    layer.__dict__ = {**vars(module), "_parameters": {**module._parameters}}
+    layer._parameters["weight"] = weight
+    return layer
+
+
+_SHARED = "quantized_copy"
+"""The attribute of a pending weight for a weak reference to its quantized copy."""
+_AT_ONCE = 1 << 20
+"""The values that are quantized at once; a multiple of every block size.
+
+Quantizing takes forty times the bytes of its result. With fewer at once, threads that
+want the same cores as other processes wait for one another most of the time.
+"""
+
+
+def _quantized(pending: Any) -> Any:
+    """The weight that a pending one becomes when it is moved to its device."""
+    if type(pending).__name__ == "Int8Params":
+        return _to_8_bits(pending)
+    return _to_4_bits(pending)
+
+
+def _to_8_bits(pending: Any) -> Any:
+    functional: Any = sys.modules["bitsandbytes.functional"]
+    values = pending.detach().as_subclass(torch.Tensor)
+    num_rows = max(_AT_ONCE // max(values.shape[1], 1), 1)
+    parts = [
+        functional.int8_vectorwise_quant(part.half()) for part in values.split(num_rows)
+    ]
+    codes = torch.cat([part[0] for part in parts])
+    scales = torch.cat([part[1] for part in parts])
+    return type(pending)(codes, requires_grad=False, CB=codes, SCB=scales)
+
+
+def _to_4_bits(pending: Any) -> Any:
+    functional: Any = sys.modules["bitsandbytes.functional"]
+    flat = pending.detach().as_subclass(torch.Tensor).reshape(-1)
+    codes, scales = [], []
+    for part in flat.split(_AT_ONCE):
+        packed, state = functional.quantize_4bit(
+            part,
+            blocksize=pending.blocksize,
+            quant_type=pending.quant_type,
+            quant_storage=pending.quant_storage,
+        )
+        codes.append(packed)
+        scales.append(state.absmax)
+
+    state.absmax = torch.cat(scales)
+    state.shape = pending.shape
+    if pending.compress_statistics:
+        _compress(state)
+
+    weight = torch.Tensor._make_subclass(type(pending), torch.cat(codes))
+    fields = {**vars(pending), "quant_state": state, "bnb_quantized": True}
+    fields.pop(_SHARED, None)
+    vars(weight).update(fields)
+    return weight
+
+
+def _compress(state: Any) -> None:
+    """Quantize the statistics of a 4-bit weight, as bitsandbytes does."""
+    functional: Any = sys.modules["bitsandbytes.functional"]
+    state.offset = state.absmax.mean()
+    state.absmax, state.state2 = functional.quantize_blockwise(
+        state.absmax - state.offset, blocksize=256
+    )
+    state.nested = True
+
+
 def dequantizer(module: nn.Module) -> Callable[[Rows], torch.Tensor]:
     """A function that computes rows of a bitsandbytes layer's weight, as it runs.
 
     The weight has the shape ``(out_features, in_features)``.
     """
+    module = quantized_layer(module)
     weight = unpacked_copy(module.get_parameter("weight"))
     values = weight.detach().as_subclass(torch.Tensor)
     if weight.dtype == torch.int8:
-        scales = _scales_of_rows(module, weight).view(-1, 1)
-        return lambda rows: values[rows].float().mul_(scales[rows]).div_(127)
+        scales = _scales_of_rows(module, weight)
+        return functools.partial(_rows_of_8_bits, weight, scales)
 
     state = quant_state_of(module, weight)
-    if state is not None:  # otherwise it was loaded with ``has_fp16_weights``
-        functional: Any = sys.modules["bitsandbytes.functional"]
-        values = functional.dequantize_4bit(weight.detach(), state)
+    if state is None:  # it was loaded with ``has_fp16_weights``
+        return values.__getitem__
 
-    return values.__getitem__
+    return _FourBitRows(weight, state)
+
+
+def _rows_of_8_bits(
+    weight: torch.Tensor, scales: torch.Tensor, rows: Rows
+) -> torch.Tensor:
+    """Rows of an 8-bit weight.
+
+    The scales are of rows: LLM.int8(), Dettmers et al. 2022, section 2.
+    """
+    codes = weight.detach().as_subclass(torch.Tensor)
+    return codes[rows].float().mul_(scales.view(-1, 1)[rows]).div_(127)
+
+
+class _FourBitRows:
+    """Computes rows of a 4-bit weight, and holds that as long as it is there."""
+
+    def __init__(self, weight: torch.Tensor, state: Any) -> None:
+        functional: Any = sys.modules["bitsandbytes.functional"]
+        self._weight = weight
+        codes = weight.detach().as_subclass(torch.Tensor)
+        self._codes = codes.view(torch.uint8).reshape(-1, 1)
+        self._state = copy.copy(state)
+        if state.nested:
+            absmax = functional.dequantize_blockwise(state.absmax, state.state2)
+            self._state.absmax = absmax + state.offset
+            self._state.nested = False
+
+    def __call__(self, rows: Rows) -> torch.Tensor:
+        functional: Any = sys.modules["bitsandbytes.functional"]
+        state = copy.copy(self._state)
+        num_rows, width = state.shape[0], math.prod(state.shape[1:])
+        if rows is ... or width % state.blocksize:
+            return functional.dequantize_4bit(self._codes, state)[rows]  # type: ignore[no-any-return]
+
+        start, stop, _ = rows.indices(num_rows)
+        blocks = slice(
+            start * width // state.blocksize, stop * width // state.blocksize
+        )
+        state.absmax = state.absmax[blocks]
+        state.shape = torch.Size((stop - start, *state.shape[1:]))
+        codes = self._codes[start * width // 2 : stop * width // 2]
+        return functional.dequantize_4bit(codes, state)  # type: ignore[no-any-return]
+
+
+def dequantized_dtype(module: nn.Module, weight: torch.Tensor) -> torch.dtype | None:
+    """The dtype of the values of a layer's weight, where it is quantized to 4 bits."""
+    if type(weight).__name__ == "Params4bit" and is_pending(module):
+        return weight.dtype
+
+    state = quant_state_of(module, weight)
+    return None if state is None else state.dtype
 
 
 def _scales_of_rows(module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
@@ -482,6 +655,7 @@ def share_of_codes(module: nn.Module, values: torch.Tensor) -> float:
     Other values than those it was made of give few of its codes.
     """
     functional: Any = sys.modules["bitsandbytes.functional"]
+    module = quantized_layer(module)
     weight = unpacked_copy(module.get_parameter("weight"))
     codes = weight.detach().as_subclass(torch.Tensor)
     if weight.dtype == torch.int8:
@@ -564,7 +738,7 @@ def lacks_statistics(module: nn.Module) -> bool:
     Without these, its weight cannot be computed.
     """
     weight = module._parameters.get("weight")
-    if weight is None or not is_quantized_parameter(weight):
+    if weight is None or not is_quantized_parameter(weight) or is_pending(module):
         return False
 
     if weight.dtype == torch.int8:
@@ -611,16 +785,11 @@ def unpack_statistics(state: Any) -> None:
 
     Their rounding stays.
     """
-    functional: Any = sys.modules["bitsandbytes.functional"]
-    absmax = state.absmax.T.reshape(-1).float()
+    state.absmax = state.absmax.T.reshape(-1).float()
+    state.nested = False
     if state.original_nested:
-        state.offset = absmax.mean()
-        absmax, state.state2 = functional.quantize_blockwise(
-            absmax - state.offset, blocksize=256
-        )
+        _compress(state)
 
-    state.absmax = absmax
-    state.nested = state.original_nested
     state.dtype = state.original_dtype
     for name in (
         "packing_format_for_cpu",
