@@ -363,7 +363,7 @@ class _Measuring:
             after,
             self._trained(fqn),
             dtype=self.dtype,
-            stored=self.merged.stored.get(fqn),
+            stored=self._stored(fqn),
             was_quantized=layer is not None,
         )
         figures = comparing(None)
@@ -411,7 +411,7 @@ class _Measuring:
             original,
             None,
             dtype=self.dtype,
-            stored=self.merged.stored.get(fqn),
+            stored=self._stored(fqn),
             was_quantized=True,
         )
         if not is_right(again):
@@ -458,6 +458,10 @@ class _Measuring:
                     return self._found[partner]
 
         return None
+
+    def _stored(self, fqn: str) -> torch.dtype | None:
+        """The dtype of a tensor's codes, which a model has by its own names, not those in files."""
+        return self.merged.stored.get(self._names_in_model.get(fqn, fqn))
 
     def _trained(self, fqn: str) -> Tensor:
         before = self.before.saved.get(fqn)

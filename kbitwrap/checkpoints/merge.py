@@ -285,7 +285,7 @@ def _how(model: Any, said: str, form: MergeForm) -> str:
     """The sentence of a model card that says how the base was quantized."""
     method = ModelTree(model).quantization.method
     if method is None:
-        return f"unquantized, {said}"
+        return f"unquantized, {said}".rstrip(",")
 
     settings = model.config.quantization_config
     four_bit = ""
@@ -295,7 +295,7 @@ def _how(model: Any, said: str, form: MergeForm) -> str:
         four_bit = f" ({kind}, {double} double quantization)"
 
     dequantized = " and dequantized exactly" if form.merge_as == HALF else ""
-    return f"quantized with {method}{four_bit} {said}{dequantized}"
+    return f"quantized with {method}{four_bit} {said}{dequantized}".rstrip(",")
 
 
 def _card(

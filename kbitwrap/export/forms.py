@@ -16,18 +16,23 @@ from ..model.quantization import (
     is_quantized_layer,
     skip_layers,
 )
+from ..model.tree import join
 from .ties import configs_of_all
 
 HALF, MIXED, QUANTIZED = "half", "mixed", "quantized"
 FORMS = (HALF, MIXED, QUANTIZED)
-# The names of sibling layers that engines compute as one.
-_FUSED = (
-    {"q_proj", "k_proj", "v_proj"},
-    {"query", "key", "value"},
-    {"q", "k", "v"},
-    {"gate_proj", "up_proj"},
-    {"w1", "w3"},
-)
+# What engines call the one layer that they make of siblings, and the names of these.
+_FUSED = {
+    "qkv_proj": (
+        {"q_proj", "k_proj", "v_proj"},
+        {"query", "key", "value"},
+        {"q", "k", "v"},
+    ),
+    "gate_up_proj": ({"gate_proj", "up_proj"}, {"w1", "w3"}),
+    "fused_qkv_a_proj": ({"q_a_proj", "kv_a_proj_with_mqa"},),
+    "in_proj_qkvz": ({"in_proj_qkv", "in_proj_z"},),
+    "in_proj_ba": ({"in_proj_b", "in_proj_a"},),
+}
 _EXPERTS = ".experts."
 
 
@@ -64,26 +69,30 @@ class MergeForm:
 
         Raise `ExportError` where its layers cannot stay quantized.
         """
-        if not quantization.is_quantized:
-            return MergeForm()
+        is_bitsandbytes = quantization.is_quantized and quantization.casts
+        if self.merge_as == HALF or is_bitsandbytes:
+            return self
 
-        if self.merge_as != HALF and not quantization.casts:  # not by bitsandbytes
-            raise ExportError(
-                f"merge_as: {self.merge_as!r} is for layers of bitsandbytes, and the "
-                f"model is quantized with {quantization.method}; merge it as 'half'"
-            )
-        return self
+        found = "not quantized"
+        if quantization.is_quantized:
+            found = f"quantized with {quantization.method}"
+        raise ExportError(
+            f"merge_as: {self.merge_as!r} is for layers of bitsandbytes, and the model "
+            f"is {found}; merge it as 'half'"
+        )
 
 
-def fused_group(fqn: str) -> object:
-    """The key of the layers that an engine computes as one with this one."""
-    if _EXPERTS in fqn:
-        return fqn.partition(_EXPERTS)[0]
+def fused_layer(fqn: str) -> str:
+    """The name of the layer that an engine computes this one in, or its own name."""
+    before, experts, _ = fqn.partition(_EXPERTS)
+    if experts:
+        return before + experts.rstrip(".")
 
     parent, _, name = fqn.rpartition(".")
-    for number, names in enumerate(_FUSED):
-        if name in names:
-            return parent, number
+    for fused, groups in _FUSED.items():
+        if any(name in siblings for siblings in groups):
+            return join(parent, fused)
+
     return fqn
 
 
@@ -107,19 +116,44 @@ def skip_plain_layers(model: nn.Module, quantized: Sequence[str]) -> None:
         if is_linear(module) and not stays_quantized(module):
             plain.append(name)
 
-    for fqn in quantized:
-        for name in plain:
-            if fqn.endswith(name):  # as from_pretrained compares them
-                raise ExportError(
-                    f"{fqn} stays quantized, and its name ends as that of {name}, which "
-                    "does not: no config tells the two apart; merge as 'half'",
-                    fqn=fqn,
-                )
+    for name in plain:
+        fqn = _taken_for(name, quantized)
+        if fqn is not None:
+            raise ExportError(
+                f"{fqn} stays quantized, and its name ends as that of {name}, which "
+                "does not: no config tells the two apart; merge as 'half'",
+                fqn=fqn,
+            )
 
+    names = [*plain, *_other_names(model, plain, quantized)]
     for config in configs_of_all(model):
         settings = getattr(config, "quantization_config", None)
         if settings is not None:
-            skip_layers(settings, plain)
+            skip_layers(settings, list(dict.fromkeys(names)))
+
+
+def _taken_for(name: str, quantized: Sequence[str]) -> str | None:
+    """The quantized layer that ``from_pretrained`` takes for one of that name."""
+    return next((fqn for fqn in quantized if fqn.endswith(name)), None)
+
+
+def _other_names(
+    model: nn.Module, plain: Sequence[str], quantized: Sequence[str]
+) -> list[str]:
+    """The names by which others that load a model know its plain layers.
+
+    The class of the model inside has no prefix; an engine fuses siblings, which are all
+    plain or cannot be loaded.
+    """
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    fused_and_quantized = {fused_layer(fqn) for fqn in quantized}
+    names = [name.removeprefix(prefix) for name in plain]
+    for name in plain:
+        fused = fused_layer(name)
+        if fused not in fused_and_quantized:
+            names.append(fused)
+
+    return [name for name in names if _taken_for(name, quantized) is None]
 
 
 def num_bytes(model: nn.Module) -> int:

@@ -31,7 +31,7 @@ from .forms import (
     MIXED,
     QUANTIZED,
     MergeForm,
-    fused_group,
+    fused_layer,
     num_bytes,
     of_no_gain,
     quantized_modules,
@@ -140,9 +140,9 @@ def _to_make_plain(twin: Twin, form: MergeForm, chosen: Chosen) -> set[nn.Module
             touched[peeled.fqn] = peeled.shell
 
     if form.fuse:
-        groups = {fused_group(fqn) for fqn in touched}
+        fused = {fused_layer(fqn) for fqn in touched}
         for fqn, module in modules.items():
-            if stays_quantized(module) and fused_group(fqn) in groups:
+            if stays_quantized(module) and fused_layer(fqn) in fused:
                 touched[fqn] = module
 
     return set(touched.values())

@@ -10,6 +10,7 @@ import bitsandbytes
 import peft
 import pytest
 import torch
+import transformers
 from peft import get_peft_model
 from torch import nn
 
@@ -25,7 +26,7 @@ ATTENTION = {"llama": ["q_proj", "v_proj"], "gpt2": ["c_attn"], "mixtral": ["q_p
 def adapted(name: str, quant: str, **settings: Any) -> tuple[nn.Module, nn.Module]:
     """A model, and an adapter on it with a delta of a few hundredths of the weights."""
     model = zoo.load(name, quant)
-    settings.setdefault("target_modules", ATTENTION[name])
+    settings.setdefault("target_modules", ATTENTION.get(name, zoo.ARCHITECTURES[name].targets))
     adapter = get_peft_model(model, peft.LoraConfig(r=4, **settings))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -153,6 +154,42 @@ def test_layers_that_engines_fuse_have_one_format(tmp_path: Path) -> None:
         assert dtypes[f"model.layers.0.self_attn.{name}.weight"] == torch.bfloat16
     assert dtypes["model.layers.0.self_attn.o_proj.weight"] == torch.uint8
     load("llama", tmp_path / "mixed")
+
+
+@pytest.mark.parametrize(("name", "inner"), [("llama", "LlamaModel"), ("bert", "BertModel"), ("gpt2", "GPT2Model")])
+def test_the_model_inside_a_mixed_merge_is_loaded_as_it_was_written(name: str, inner: str, tmp_path: Path) -> None:
+    model, adapter = adapted(name, "nf4")
+    export(adapter, tmp_path / "mixed", base=model, merge_as="mixed")
+    loaded = getattr(transformers, inner).from_pretrained(tmp_path / "mixed")
+    prefix = f"{model.base_model_prefix}."
+    for fqn in layers_of(adapter):
+        assert not isinstance(loaded.get_submodule(fqn.removeprefix(prefix)), bitsandbytes.nn.Linear4bit)
+
+
+def test_a_mixed_merge_names_the_layers_that_engines_fuse_where_all_of_one_are_half(tmp_path: Path) -> None:
+    model, adapter = adapted("llama", "nf4", target_modules=["q_proj", "gate_proj", "up_proj"])
+    export(adapter, tmp_path / "mixed", base=model, merge_as="mixed")
+    config = json.loads((tmp_path / "mixed/config.json").read_text())
+    skipped = config["quantization_config"]["llm_int8_skip_modules"]
+    assert "model.layers.0.mlp.gate_up_proj" in skipped
+    assert "model.layers.0.self_attn.qkv_proj" not in skipped  # k and v are quantized
+
+
+def test_other_forms_of_a_model_that_is_not_quantized_are_refused(tmp_path: Path) -> None:
+    adapter = get_peft_model(zoo.load("llama", None), peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    with pytest.raises(ExportError, match="the model is not quantized; merge it as 'half'"):
+        export(adapter, tmp_path / "merged", merge_as="mixed")
+    base = zoo.checkpoint("llama")
+    with pytest.raises(ExportError, match="the model is not quantized; merge it as 'half'"):
+        merge_checkpoint(base, None, tmp_path / "merged", merge_as="quantized", quantization_config=False)
+    assert not (tmp_path / "merged").exists()
+
+
+def test_files_with_other_names_than_the_modules_are_measured_too(tmp_path: Path) -> None:
+    zoo.load("llava", "nf4").save_pretrained(tmp_path / "base")
+    _, adapter = adapted("llava", "nf4")
+    adapter.save_pretrained(tmp_path / "adapter")
+    merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", merge_as="quantized", check=True)
 
 
 def test_a_mixed_merge_without_a_gain_says_both_sizes(tmp_path: Path) -> None:
