@@ -227,7 +227,7 @@ class KbitPreparedModel:
             )
         with changing:
             if self.state is LifecycleState.RESTORED and self._report is not None:
-                return self._report
+                return self._report  # of the restore that was made
             restoring = Restoring(self._expect_prepared("restore"), trained)
             return finish(self._settle, restoring)
 

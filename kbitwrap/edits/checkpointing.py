@@ -163,16 +163,20 @@ class HooksChange:
         saved = []
         for module in self._index.live_and_of(tree):
             removed = self.to_remove(module)
-            for name in _HOOK_DICTS if removed else ():
+            if not removed:
+                continue
+            for name in _HOOK_DICTS:
                 hooks = vars(module)[name]
                 saved.append((hooks, dict(hooks), removed))
 
         def resume() -> None:
-            for hooks, before, removed in saved:
-                # Of others' hooks, those come back that were not removed meanwhile, and
-                # those that were added stay.
-                there = {*hooks, *removed}
-                back = {key: hook for key, hook in before.items() if key in there}
+            for hooks, saved_hooks, removed in saved:
+                # What undoing removed comes back, at its place among the others. A
+                # user's hook that was removed meanwhile does not; a new one stays.
+                back = {}
+                for key, hook in saved_hooks.items():
+                    if key in removed or key in hooks:
+                        back[key] = hook
                 back |= hooks
                 hooks.clear()
                 hooks.update(back)

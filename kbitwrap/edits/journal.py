@@ -101,6 +101,7 @@ def finish(call: Callable[..., T], *args: Any) -> T:
                     raise
                 stops.append(error)
     finally:
+        # An interrupt is raised in place of the result, or of the last error.
         for stop in stops:
             if not isinstance(stop, Exception):
                 raise stop
@@ -177,10 +178,12 @@ class Journal:
         is undone again, and the interrupt returned.
         """
         failures: Failures = []
-        for change in show(self.changes[since:][::-1]):
-            for _ in range(2):
+        newest_first = self.changes[since:][::-1]
+        for change in show(newest_first):
+            for _ in ("at first", "after an interrupt"):
                 try:
                     change.undo(view)
+                    # It is not the newest where one that is newer failed, and stayed.
                     if self.changes[-1:] == [change]:
                         self.changes.pop()
                     break

@@ -5,10 +5,11 @@ The modules are norms and, with another forward, the head.
 
 from __future__ import annotations
 
+import contextlib
 import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,8 +69,11 @@ class Float32Forward:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        # the instance's own forward, a bound method; MISSING where it has none
         self.inner: Any = vars(module).get(forward_slot(module), MISSING)
+        # others may hold this after it was removed: then it runs the module's own
         self.is_active = True
+        # by the kind of input
         self._output_dtypes: dict[Any, Dtypes] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -95,16 +99,10 @@ class Float32Forward:
         if fields.get("forward") is self:
             write_attribute(fields, "forward", self.inner)
 
-        if fields.get("_old_forward") is not self:
-            return
-
-        inner = self.inner
-        if inner is MISSING:
-            # accelerate hooked the module while it was prepared: its record becomes
-            # the class's own.
-            inner = type(self.module).forward.__get__(self.module)
-
-        fields["_old_forward"] = inner
+        if fields.get("_old_forward") is self:
+            # accelerate calls what is here: it cannot be absent, as ``forward`` can.
+            own = type(self.module).forward.__get__(self.module)
+            fields["_old_forward"] = own if self.inner is MISSING else self.inner
 
     def _run(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         """Run the module's own forward in float32.
@@ -112,8 +110,9 @@ class Float32Forward:
         The output gets the dtype of the unprepared module's.
         """
         shell = float32_shell(self.module, to_float32)
-        upcast = tree_map(to_float32, (args, kwargs))
-        leaves, spec = tree_flatten(forward(shell, *upcast[0], **upcast[1]))
+        upcast_args, upcast_kwargs = tree_map(to_float32, (args, kwargs))
+        output = forward(shell, *upcast_args, **upcast_kwargs)
+        leaves, spec = tree_flatten(output)
         dtypes = self._unprepared_dtypes(forward, args, kwargs)
         for index, dtype in enumerate(dtypes):
             if dtype is not None:
@@ -124,30 +123,24 @@ class Float32Forward:
     def _unprepared_dtypes(self, forward: Forward, args: Any, kwargs: Any) -> Dtypes:
         """The dtypes that the unprepared module returns.
 
-        They are measured once for each kind of input.
+        They are measured once for each kind of input, by running it. A module that is
+        compiled is run while it is traced: the compiler drops what is not used of it.
         """
-        values = [*args, *kwargs.values()]
+        inputs = [*args, *kwargs.values()]
         if torch.compiler.is_compiling():
             # A call that a kernel refuses must not be traced.
             refuses = isinstance(self.module, (nn.LayerNorm, nn.GroupNorm))
-            if refuses and values[0].dtype not in HALF_DTYPES:
-                return [values[0].dtype]
+            if refuses and inputs[0].dtype not in HALF_DTYPES:
+                return [inputs[0].dtype]
             return self._measured_dtypes(forward, args, kwargs)
 
-        values += self.module._parameters.values()
+        values = [*inputs, *self.module._parameters.values()]
         key = (*kwargs, *map(_kind, values))
         if key not in self._output_dtypes:
-            # This run's warnings and random draws must not show: its result is not
-            # used.
             tensors = [value for value in values if isinstance(value, torch.Tensor)]
-            put_back = random_state(accelerators(tensors))
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    dtypes = self._measured_dtypes(forward, args, kwargs)
-            finally:
-                put_back()
-            self._output_dtypes[key] = dtypes
+            with _unseen(tensors):
+                measured = self._measured_dtypes(forward, args, kwargs)
+            self._output_dtypes[key] = measured
 
         return self._output_dtypes[key]
 
@@ -163,9 +156,24 @@ class Float32Forward:
                 raise
             except RuntimeError:
                 # The kernel refuses this mix of dtypes (layer_norm with float32 input
-                # and half weight): no dtype to match.
+                # and half weight): the output is to have the input's dtype.
                 output = [*args, *kwargs.values()][0]
         return [getattr(leaf, "dtype", None) for leaf in tree_leaves(output)]
+
+
+@contextlib.contextmanager
+def _unseen(tensors: list[torch.Tensor]) -> Iterator[None]:
+    """Run the body so that its warnings and its random draws do not show.
+
+    The draws are those of the tensors' devices.
+    """
+    put_back = random_state(accelerators(tensors))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        put_back()
 
 
 def to_float32(value: Any) -> Any:

@@ -150,7 +150,10 @@ class StorageChange(HeldOriginal):
         return Comparison(is_trained, is_inexact, is_altered=differ(kept, current))
 
     def _find_value(self, current: torch.Tensor) -> _Found:
-        """Find the value to put back. An untrained value is in the original layout."""
+        """Find the value to put back. An untrained value is in the original layout.
+
+        What is rounded has the layout of the current value.
+        """
         found = self._find_in_any_layout(current)
         if not found.is_trained and found.value.stride() != self.layout.stride:
             found.value = self._own(found.value)
@@ -166,9 +169,10 @@ class StorageChange(HeldOriginal):
         if self.is_resized(current):
             return _Found(rounded, is_trained=True, is_altered=True, is_exact=False)
 
-        is_altered = self._digest is not None and (
-            content_digest(rounded) != self._digest()
-        )
+        is_altered = False
+        if self._digest is not None:
+            is_altered = content_digest(rounded) != self._digest()
+        # Training may leave a value that rounds to the original.
         is_trained = is_altered or bool(differ(current, rounded))
         return _Found(rounded, is_trained, is_altered, is_exact=not is_trained)
 
@@ -177,13 +181,14 @@ class StorageChange(HeldOriginal):
         compared = self.against_kept(current)
         answers = [compared.is_trained, compared.is_inexact, compared.is_altered]
         is_trained, is_inexact, is_altered = torch.stack(answers).tolist()
+        # A value that others resized is not the original's to discard.
         is_discarded = self.policy == "discard" and not self.is_resized(current)
         if is_trained and not is_discarded:
             rounded = self._rounded(current)
             return _Found(rounded, True, is_altered, is_exact=not is_inexact)
 
-        value = kept.to(current.device)
-        return _Found(value, is_trained, is_altered=False, is_exact=not is_inexact)
+        original = kept.to(current.device)
+        return _Found(original, is_trained, is_altered=False, is_exact=not is_inexact)
 
     def _own(self, original: torch.Tensor) -> torch.Tensor:
         """A copy of a value in the original layout."""
@@ -258,9 +263,10 @@ class StorageChange(HeldOriginal):
         self.was_trained = found.is_trained and not is_resized
         self.was_altered = self.was_trained and found.is_altered
         value = found.value
-        if self.kept is not None and self._is_viewed and self.group is None:
-            # in the memory that is viewed: the views show what was trained too
-            value = value if is_resized else self.kept.copy_(value)
+        is_alone = self.group is None and not is_resized
+        if self.kept is not None and self._is_viewed and is_alone:
+            # into the memory that is viewed: the views show what was trained too
+            value = self.kept.copy_(value)
 
         self.write(parameter, value)
 
@@ -271,28 +277,30 @@ class StorageChange(HeldOriginal):
             return Call(lambda: None)
 
         current = parameter.data
-        self._ready = found = self._find_value(current)
-        bits = None
+        found = self._find_value(current)
+        kept_bits = None
         if self.kept is not None and self._is_viewed:
-            bits = self.kept.clone()
+            # `undo` writes into the original itself, and so may others meanwhile.
+            kept_bits = self.kept.clone()
         elif self.kept is not None and _is_same_tensor(found.value, self.kept):
-            # What is written into it meanwhile is not what is kept.
+            # What others write into the parameter meanwhile must not be what is kept.
             found.value = self._own(self.kept)
 
-        # A value that the original gives exactly is made from it again; only others are
-        # held twice.
+        self._ready = found
+        # Where upcasting what is put back gives the current value, it is made so again,
+        # and not held meanwhile.
         is_made = current.dtype == torch.float32 and found.is_exact
         saved = None if is_made else current
-        return Call(functools.partial(self._store_again, saved, bits))
+        return Call(functools.partial(self._store_again, saved, kept_bits))
 
     def _store_again(
-        self, saved: torch.Tensor | None, bits: torch.Tensor | None
+        self, saved: torch.Tensor | None, kept_bits: torch.Tensor | None
     ) -> None:
         """End a suspension.
 
         Args:
             saved: What the parameter stored before; ``None`` to upcast what it stores.
-            bits: What the original that is held was before, where others may write it.
+            kept_bits: What the original that is held was, where others may write it.
         """
         self._ready = None
         parameter = self.record.live()
@@ -301,8 +309,8 @@ class StorageChange(HeldOriginal):
         elif parameter is not None and saved is not None:
             self.resume(parameter, saved, self._rounded(saved))
 
-        if self.kept is not None and bits is not None:
-            self.kept.copy_(bits)
+        if self.kept is not None and kept_bits is not None:
+            self.kept.copy_(kept_bits)
 
 
 def _is_same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -323,8 +331,8 @@ class SharingChange:
             change.group = self
 
     def undo(self, tree: ModelTree) -> None:
-        """Let them share memory again where no value was trained."""
-        placed, live = [], []
+        """Let them share memory again, unless one has another value than it had."""
+        changes, parameters = [], []
         for change in self.changes:
             parameter = change.record.live()
             if parameter is None:
@@ -332,15 +340,17 @@ class SharingChange:
             is_other = change.was_trained or change.is_resized(parameter)
             if is_other or parameter.dtype != change.dtype:
                 return
-            live.append((change, parameter))
-            placed.append((parameter.data, change.layout))
+            changes.append(change)
+            parameters.append(parameter)
 
-        memories = {value.untyped_storage().data_ptr() for value, _ in placed}
+        memories = {one.data.untyped_storage().data_ptr() for one in parameters}
         if len(memories) < 2:
-            return
+            return  # they share it already, or one alone is left
 
-        views = Layout.place(placed)
-        for (change, parameter), view in zip(live, views, strict=True):
+        layouts = [change.layout for change in changes]
+        values = [one.data for one in parameters]
+        views = Layout.place([*zip(values, layouts, strict=True)])
+        for change, parameter, view in zip(changes, parameters, views, strict=True):
             change.write(parameter, view)
 
     def now(self, tree: ModelTree) -> WayBack:

@@ -90,19 +90,12 @@ def export_model(
             refuse_unreadable(tree, allow_sharded=gathering.is_sharded)
             if live is not model:
                 tree = _tree_of(live, model, preparation)
+            # the model as a restore would leave it; as it is where it is not prepared
             twin = build_twin(tree, preparation, gathering)
             if merge_adapters:
                 merged = merge_into(twin, form=form)
-        if merged.note:
-            warnings.warn(merged.note, UserWarning, stacklevel=3)
-        if merge_adapters and not merged.fqns:
-            warnings.warn(
-                "no adapter of the model is active, so none was merged, and the "
-                "dequantized base is written: activate one (set_adapter), or give the "
-                "model that holds it (model=)",
-                UserWarning,
-                stacklevel=3,  # the caller of KbitPreparedModel.export
-            )
+        if merge_adapters:
+            _warn_of_merge(merged)
 
         def write() -> ExportReport:
             writing = checkpoint_writer(
@@ -130,6 +123,20 @@ def export_model(
             )
 
         return gathering.lead(write)
+
+
+def _warn_of_merge(merged: Merged) -> None:
+    if merged.note:
+        warnings.warn(merged.note, UserWarning, stacklevel=4)
+    if merged.fqns:
+        return
+    warnings.warn(
+        "no adapter of the model is active, so none was merged, and the dequantized "
+        "base is written: activate one (set_adapter), or give the model that holds it "
+        "(model=)",
+        UserWarning,
+        stacklevel=4,  # the caller of KbitPreparedModel.export
+    )
 
 
 def _refuse_unsavable(processing_class: Any) -> None:

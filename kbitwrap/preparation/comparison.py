@@ -59,6 +59,10 @@ def changes_of(
 ) -> Changes:
     """Find what became of the base, in one read of each device.
 
+    First what is at the places of its parameters is told from what was, then the
+    values of those that are there. Whatever changed was trained where it may be
+    trained, else it drifted.
+
     Args:
         original: The record of the base.
         tree: The live model, in which the recorded parameters were found again.
@@ -71,13 +75,13 @@ def changes_of(
     """
     found = Changes()
     there = _compare_places(original, tree, found)
-    values = {
+    unquantized = {
         record: parameter
         for record, parameter in there.items()
         if record.quantized_class is None
     }
-    changed = _changed_values(original, values, held)
-    for record, parameter in values.items():
+    changed = _changed_values(original, unquantized, held)
+    for record, parameter in unquantized.items():
         if record not in changed:
             continue
         is_trainable = parameter.requires_grad
@@ -166,26 +170,32 @@ def _is_recorded(record: ParameterRecord, tensor: NamedTensor, tree: ModelTree) 
 def _changed_values(
     original: Original, parameters: _Parameters, held: Sequence[HeldOriginal]
 ) -> set[ParameterRecord]:
-    """The parameters whose originals are other values than before.
+    """The parameters of which a restore would give other values than were recorded.
 
-    What is kept of them is compared element by element, all others by samples; and by
-    digests, where these were asked for.
+    An original that is kept is compared element by element. All others are compared by
+    samples, and by digests too, where these were asked for.
     """
     holders = {one.record: one for one in held}
+    # of those compared with what is kept: whether they changed, not read yet
     answers: dict[ParameterRecord, torch.Tensor] = {}
+    others: _Parameters = {}
     for record, parameter in parameters.items():
         holder = holders.get(record)
-        if not isinstance(holder, StorageChange) or holder.kept is None:
-            continue
-        if holder.converts(parameter):
+        if (
+            isinstance(holder, StorageChange)
+            and holder.kept is not None
+            and holder.converts(parameter)
+        ):
             answers[record] = holder.against_kept(parameter.data).is_trained
-    sampled = {r: p for r, p in parameters.items() if r not in answers}
-    changed = original.fingerprints.changed(sampled.items(), answers)
+        else:
+            others[record] = parameter
+    # Samples are rounded to the recorded dtype, as a restore rounds what was cast.
+    changed = original.fingerprints.changed(others.items(), answers)
     for record, digest in original.fingerprints.digests.items():
-        if record not in sampled:
+        if record not in others:
             continue
         holder = holders.get(record)
-        value: torch.Tensor = sampled[record]
+        value: torch.Tensor = others[record]
         if holder is not None:
             value = holder.read(value)
         if content_digest(values_of(value)) != digest():

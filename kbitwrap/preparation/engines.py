@@ -100,28 +100,26 @@ def notes_on(
         At most one note; none for any other error.
     """
     message = str(error)
-    if message.startswith(_OF_CONVOLUTIONS) and (
-        is_suspended or not precision.upcasts_all
-    ):
-        others = (
-            ""
-            if precision.upcasts_all
-            else ", or prepare with precision 'full' or 'compute'"
-        )
+    if message.startswith(_OF_FSDP1):
+        return [
+            "FSDP1 lays out parameters of one dtype together, and the model was prepared "
+            f"with precision {precision.value!r}: take one that stores no other dtype "
+            "('norms', 'adapted', 'none'), with bnb_4bit_quant_storage in the model's "
+            "dtype and get_peft_model(..., autocast_adapter_dtype=False). Before a "
+            'model is prepared, check_sharding(model, "fsdp1") names what FSDP1 will refuse'
+        ]
+    # Prepared with another precision, a convolution takes float32 as it is.
+    computes_in_half = is_suspended or not precision.upcasts_all
+    if message.startswith(_OF_CONVOLUTIONS) and computes_in_half:
+        others = ", or prepare with precision 'full' or 'compute'"
+        if precision.upcasts_all:
+            others = ""
         return [
             "the model computes in the dtype that it was loaded in, as it does "
             "unprepared: give it its float inputs (input_features, pixel_values) in "
             f"model.dtype, or run it under autocast{others}"
         ]
-    if not message.startswith(_OF_FSDP1):
-        return []
-    return [
-        "FSDP1 lays out parameters of one dtype together, and the model was prepared "
-        f"with precision {precision.value!r}: take one that stores no other dtype "
-        "('norms', 'adapted', 'none'), with bnb_4bit_quant_storage in the model's "
-        "dtype and get_peft_model(..., autocast_adapter_dtype=False). Before a "
-        'model is prepared, check_sharding(model, "fsdp1") names what FSDP1 will refuse'
-    ]
+    return []
 
 
 def _outcome(

@@ -235,10 +235,11 @@ class Preparation:
             tree = self.tree()
             casts = Casts(tree, self.plan.config, tree.quantization)
             notes += advice.of_adapters(casts, is_suspended=is_suspended)
+        # Before Python 3.11 errors have no notes: they are logged.
+        add_note = getattr(error, "add_note", _logger.error)
         for note in notes:
             if note not in getattr(error, "__notes__", ()):
-                # before Python 3.11 errors have no notes
-                getattr(error, "add_note", _logger.error)(note)
+                add_note(note)
 
     def copies(self, tree: ModelTree) -> list[CopyChange]:
         """The changes that take back casts by others, and round copies of base modules.

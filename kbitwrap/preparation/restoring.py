@@ -69,6 +69,7 @@ class Restoring:
         journal = preparation.journal
         with plain_mode():
             preparation.turned_on = self._turned_on
+            # What cannot be undone stays in the journal, for another restore.
             new = [copy for copy in self._copies if copy not in journal.changes]
             journal.record(*new)
             for one, policy in self._policies:
@@ -80,6 +81,7 @@ class Restoring:
                 preparation.put_back += kept.put_back
             if failures:
                 raise _error_of(failures)
+            # The hold on the wrapper is what is left: all else is undone.
             journal.resume(self._tree)
             report = self._report()
             preparation.release()
