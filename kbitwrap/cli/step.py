@@ -122,6 +122,31 @@ class Predicted:
             "steps": steps,
         }
 
+    def _verdict(self, budget: int) -> str:
+        """The sentence that answers the question: with which precisions a budget is enough, and for what."""
+        limit = f"{figure(budget, _GIB)} GiB"
+        fitting = [name for name, one in self.found.items() if one.fits(budget)]
+        others = [name for name in self.found if name not in fitting]
+        request = self.request
+        if not fitting:
+            name = min(others, key=lambda other: self.steps[other].peak_bytes)
+            found = self.found[name]
+            needed = figure(found.step.peak_bytes, _GIB)
+            shorter = ""
+            if found.longest:
+                shorter = f"; {request.batch_size} x {found.longest:,} do"
+            return f"{limit}: {self.batch} do not fit, they take {needed} GiB with {name}{shorter}."
+
+        name = max(fitting, key=lambda one: self.found[one].longest or 0)
+        found = self.found[name]
+        said = (
+            f"{limit}: fits with {', '.join(fitting)}; with {name} up to {found.largest} x "
+            f"{found.step.seq_len:,} tokens, or {request.batch_size} x {found.longest:,}."
+        )
+        if others:
+            said += f" It does not with {', '.join(others)}."
+        return said
+
     def draw(self, file: Path) -> None:
         """Draw the steps at their peaks."""
         title = f"{Path(self.request.model).name}: a step of {self.batch}, at its peak"
@@ -143,7 +168,10 @@ class Predicted:
         same = []
         if request.budget is not None:
             same = _add_budget(rows, self.found, request.budget)
-        parts: list[RenderableType] = [
+        parts: list[RenderableType] = []
+        if request.budget is not None:
+            parts.append(hanging(self._verdict(request.budget), 2))
+        parts += [
             f"{request.model}: a step of {self.batch} on {request.kernels}, "
             f"{self.quantization}, LoRA of rank {request.rank}{limit}. In GiB:",
             table(rows, right=True),

@@ -147,12 +147,25 @@ def test_what_is_the_same_for_every_precision_is_said_once_and_what_comes_on_top
     assert main(["plan", model, *arguments]) == 0
     out = capsys.readouterr().out
     assert "longest sequence 64, largest batch" not in out.splitlines()[2]
+    assert out.startswith("8.000 GiB: fits with norms, none; with norms up to 3 x 8 tokens, or 1 x 64.\n")
     assert "For each: fits yes, longest sequence 64." in out
     out = " ".join(out.split())
     assert "largest batch at 8" in out
     assert "Unknown, beside each peak: " in out
     assert "workspaces of cuBLAS" in out
     assert "the CUDA context, fragmentation and other programs on the device come on top" in out
+
+
+def test_the_first_sentence_says_what_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(step, "_predict", lambda request, precision, *_: predict(request, precision))
+    model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 64})
+    arguments = ["plan", model, "--step", "--seq", "8", "--precision", "none", "norms"]
+    assert main([*arguments, "--budget", "1KiB"]) == 1
+    # no number above zero is shown as zero
+    said = "0.001 GiB: 1 x 8 tokens do not fit, they take 0.001 GiB with none; 1 x 64 do.\n"
+    assert capsys.readouterr().out.startswith(said)
 
 
 def predict(request: step.StepRequest, precision: str) -> step.Prediction:
