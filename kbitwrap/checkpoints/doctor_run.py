@@ -106,11 +106,14 @@ def adapter_dtypes(adapter: Adapter) -> Result | None:
     dtypes = sorted(dtype_names(tensors.values()))
     others = []
     for name, tensor in tensors.items():
-        inner = tensors.get(name.replace(".lora_B.", ".lora_A."), tensor)
-        if tensor.dtype != inner.dtype:
+        # the tensor itself, where it is no lora_B
+        lora_a = tensors.get(name.replace(".lora_B.", ".lora_A."), tensor)
+        if tensor.dtype != lora_a.dtype:
             others.append(name)
 
-    if adapter.trained and adapter.trained.isdisjoint(dtypes):
+    # empty where its dtypes in training are not known
+    in_training = adapter.trained
+    if in_training and in_training.isdisjoint(dtypes):
         others = list(tensors)
 
     if others:
@@ -121,7 +124,8 @@ def adapter_dtypes(adapter: Adapter) -> Result | None:
         )
 
     names = ", ".join(dtypes)
-    if not adapter.trained and names != "float32":  # of which no training has more
+    # Saved in float32, it has lost nothing, whatever the dtype of its training was.
+    if not in_training and names != "float32":
         return not_measured(
             "the dtype in which the adapter was trained",
             f"it is saved in {names}, and neither kbitwrap.json nor {OPTIMIZER_NAME} tells",

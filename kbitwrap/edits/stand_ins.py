@@ -43,6 +43,7 @@ class HeadForward(Float32Forward):
         weight: Any = shell.weight
         is_product = forward is nn.Linear.forward and shell.bias is None
         multiplies = isinstance(weight, UpcastTensor) and is_product and args
+        # Else a half input would be multiplied in half.
         if not (multiplies and multiplies_half(args[0], weight.half_storage)):
             args = map(to_float32, args)
             kwargs = {name: to_float32(value) for name, value in kwargs.items()}
@@ -266,12 +267,13 @@ class UpcastChange:
             if not self._is_weight(module, name, parameter):
                 return None
             half = parameter
-        elif not self._is_ours(parameter):
-            return None
-        elif parameter.is_whole:
-            half = parameter.parameter
         else:
-            return nn.Parameter(parameter.clone(), parameter.requires_grad)
+            if not self._is_ours(parameter):
+                return None
+            if not parameter.is_whole:
+                # A part of a weight, or a view to be trained, is float32 by itself.
+                return nn.Parameter(parameter.clone(), parameter.requires_grad)
+            half = parameter.parameter
 
         self.install(module, name, half)
         return half

@@ -178,8 +178,12 @@ def merged_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Hand out what a merged export writes, while the wrapper stays as it is.
 
-    It does as long as ``moment`` returns the same objects, of which a state is the
-    first.
+    Args:
+        preparation: The preparation of the model.
+        adapters: As of `merge_into`.
+        moment: Returns the wrapper's state, and what else is replaced when that
+            changes: where it returns another value than at first, `StateError` is
+            raised.
     """
     with plain_mode():
         tree = preparation.tree()
@@ -233,8 +237,10 @@ def _computed(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Each tensor by its name, in memory of its own.
 
-    Modes of torch and of lazy tensors end before it is handed out.
+    The modes that it is computed in end before it is handed out: the caller's code runs
+    in none of them. Nothing here holds it any longer then.
     """
+    # what the next tensor may be made of, too
     kept: dict[LazyTensor, torch.Tensor] = {}
     for fqn in [*tensors]:
         if moment() != before:
@@ -274,7 +280,8 @@ def save_model(model: Any, writer: CheckpointWriter, max_shard_size: int | str) 
     _warn_of_silent_config(model)
     reason = _why_not_streamed(type(model), pretrained)
     if reason is None:
-        _streaming(function, writer.save_file)(model, writer.folder, **options)
+        save = _streaming(function, writer.save_file)
+        save(model, writer.folder, **options)
         return
 
     if isinstance(writer, _Collector):
@@ -285,6 +292,7 @@ def save_model(model: Any, writer: CheckpointWriter, max_shard_size: int | str) 
 
     _materialize(model, reason)
     function(model, writer.folder, **options)
+    # The writer has seen none of it.
     for path in writer.folder.rglob("*.safetensors"):
         header, _ = read_header(path)
         header.pop("__metadata__", None)

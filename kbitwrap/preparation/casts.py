@@ -199,12 +199,14 @@ class Casts:
             return record
         keep = self.config.keep_originals
         cast_bytes = sum(p.numel() for p in parameters) * torch.float32.itemsize
-        # On the CPU a kept original is the original itself.
+        # The originals leave their memory, unless others view it, or what is kept on the
+        # CPU is the original itself.
         stays = record.is_viewed or (keep and parameters[0].device.type == "cpu")
         freed_bytes = 0
         if not stays:
-            of_each = sum(parameter.nbytes for parameter in parameters)
-            freed_bytes = min(of_each, parameters[0].untyped_storage().nbytes())
+            # They may overlap.
+            together = sum(parameter.nbytes for parameter in parameters)
+            freed_bytes = min(together, parameters[0].untyped_storage().nbytes())
         is_compute = self.config.precision is Precision.COMPUTE
         return dataclasses.replace(
             record,
@@ -214,6 +216,7 @@ class Casts:
             reason=self._stored_because(group[0]) if is_compute else "",
             dtype=torch.float32,
             keep=keep,
+            # of what is held elsewhere: on the CPU, or on its device by a `StorageChange`
             record_bytes=freed_bytes if keep or record.is_rewritten else 0,
         )
 

@@ -169,18 +169,20 @@ class Preparation:
     def _all_or_nothing(self, tree: ModelTree, doing: str) -> Iterator[None]:
         """Take back what the body did to the model and to this, if it raises.
 
-        Where the journal failed, it has rolled its edits back already. An error that is
-        not its own becomes an ``EditError``.
+        An error that is not the journal's own becomes an ``EditError``.
         """
-        before, start = dict(vars(self)), len(self.journal.changes)
+        attributes = dict(vars(self))
+        num_changes = len(self.journal.changes)
         try:
             yield
         except BaseException as error:
             try:
                 with plain_mode():
-                    outcome = self.journal.roll_back(start, tree, error)
+                    # Where the journal failed, it rolled its edits back already: there
+                    # is nothing left to undo, and its error tells the outcome.
+                    outcome = self.journal.roll_back(num_changes, tree, error)
             finally:
-                vars(self).update(before)
+                vars(self).update(attributes)
                 if not self.journal.changes:
                     self.release()
             if isinstance(error, EditError) or not isinstance(error, Exception):

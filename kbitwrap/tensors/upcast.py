@@ -319,7 +319,7 @@ class UpcastTensor(torch.Tensor):
     ) -> Any:
         """Run one operation; see the module."""
         kwargs = kwargs or {}
-        # of others: only in inference mode it arrives here whole
+        # Only in inference mode does an operation that is made of others arrive whole.
         decomposed = func.decompose(*args, **kwargs)
         if decomposed is not NotImplemented:
             return decomposed
@@ -404,6 +404,8 @@ def _product(func: Any, args: Sequence[Any], weight: UpcastTensor) -> torch.Tens
     """
     half = weight.half_storage
     left = args[-1]
+    # The weight of a `HeadForward` has no owner; that gives it half where the device
+    # multiplies half, so that no float32 copy is made.
     is_head = func is aten.mm.default and weight.owner is None
     if is_head and left.dtype == half.dtype:
         return aten.mm.dtype(left, half, torch.float32)  # type: ignore[no-any-return]
