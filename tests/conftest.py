@@ -18,7 +18,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Import what the tests need, unless they run in other processes: it takes seconds."""
     is_run_elsewhere = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
     if not is_run_elsewhere:
-        importlib.import_module("support.settings")
+        capture = config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()  # what processes of a test print is captured as its own
+        importlib.import_module("support.forks").start()
+        capture.suspend_global_capture()
 
 
 @pytest.fixture

@@ -74,6 +74,6 @@ def run(kind: str, count: int, seed: int, record: dict[str, Any], path: Path) ->
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parent.parent)
     importlib.import_module("conftest")  # settings that every test shares
-    importlib.import_module("support.settings")
+    importlib.import_module("support.forks").start()
     warnings.simplefilter("ignore")
     sys.exit(main())

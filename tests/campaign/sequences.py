@@ -54,17 +54,18 @@ def make_inputs_require_grad(module: nn.Module, args: Any, output: Any = None) -
 
 
 @functools.cache
-def _pristine(quant: str | None) -> Any:
+def _pristine(quant: str | None) -> zoo.Original:
     """A decoder that nothing runs or changes."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**(QUANTIZED if quant else DECODER), tie_word_embeddings=False)
     model = transformers.LlamaForCausalLM(config).bfloat16()
     if quant is None:
-        return model.eval()
+        return zoo.Original(model.eval())
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         settings = zoo._quantization_config(zoo.ARCHITECTURES["llama"], quant, torch.bfloat16)
-        return transformers.LlamaForCausalLM.from_pretrained(folder, quantization_config=settings, dtype="bfloat16")
+        options: Any = {"quantization_config": settings, "dtype": "bfloat16"}
+        return zoo.Original(transformers.LlamaForCausalLM.from_pretrained(folder, **options))
 
 
 class Before:
@@ -130,7 +131,7 @@ class World:
             self.model, self.twin = trees.random_tree(seed), trees.random_tree(seed)
         else:
             made = _pristine(None if self.kind == "llama" else self.kind)
-            self.model, self.twin = zoo._copy(made), zoo._copy(made)
+            self.model, self.twin = made.copy(), made.copy()
         self.tops = self.model, self.twin  # with what PEFT wrapped around them
         self.state = "new"
         self.wrapper: KbitPreparedModel | None = None

@@ -6,7 +6,6 @@ With ``--zoo`` the models of the zoo lie on the device, in tests that were writt
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from pathlib import Path
@@ -25,7 +24,6 @@ def put_zoo_on(kind: str) -> None:
         return load(*args, **{"device_map": {"": f"{kind}:0"}, **kwargs})
 
     zoo._from_pretrained = load_on_device
-    zoo._pristine = functools.cache(load_on_device)
 
 
 def main(kind: str, *arguments: str) -> int:

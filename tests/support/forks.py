@@ -1,4 +1,4 @@
-"""New processes that have everything imported: each is forked from a server that imports and never runs a model.
+"""New processes that have everything imported: each is forked from a server that has, and never runs a model.
 
 A function that runs in one is pickled by module and name: it is defined at the top of a module.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import io
 import os
 import socket
@@ -14,7 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import forkserver, get_context
+from multiprocessing import forkserver, get_context, resource_tracker, util
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,15 +25,40 @@ PRELOADED = "support.preloaded"
 WORLD_SIZE = 2
 
 
+def start() -> None:
+    """Import what processes need, and start their server as a fork of this process, which has run no model yet.
+
+    A server of multiprocessing's own making is a new interpreter, which imports for seconds what is imported here.
+    """
+    importlib.import_module(PRELOADED)
+    forkserver.set_forkserver_preload([])
+    resource_tracker.ensure_running()  # it is a process that `spawnv_passfds` makes too
+    with mock.patch.object(util, "spawnv_passfds", _fork):
+        forkserver.ensure_running()
+
+
+def _fork(path: str, args: list[str], fds: list[int]) -> int:
+    """What `spawnv_passfds` does with the arguments `-c COMMAND`, in a fork."""
+    with warnings.catch_warnings():
+        # Other threads wait for messages of pytest-xdist; the server does not need the locks that they may hold.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid:
+        return pid
+    try:
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # pytest captures what is printed here
+        for fd in set(map(int, os.listdir("/dev/fd"))) - {0, 1, 2, *fds}:
+            with contextlib.suppress(OSError):  # the folder's own
+                os.close(fd)
+        exec(args[-1], {})
+    finally:
+        os._exit(0)
+
+
 @functools.cache
 def context() -> ForkServerContext:
-    """The context whose processes are forks of the server, which is started at the first call."""
-    made = get_context("forkserver")
-    made.set_forkserver_preload([PRELOADED])
-    # Versions of Python differ in whether the server takes its path from here.
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
-        forkserver.ensure_running()
-    return made
+    """The context whose processes are forks of the server."""
+    return get_context("forkserver")
 
 
 def run(function: Callable[..., Any], *args: Any) -> Any:

@@ -29,7 +29,7 @@ modules.has_avx512bf16 = lambda: False
 def repack(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have 4-bit layers that are made from here on repack their weights when they run in eval mode."""
     monkeypatch.setattr(modules, "has_avx512bf16", lambda: True)
-    monkeypatch.setattr(zoo, "_pristine", zoo._from_pretrained)  # the copies of those are layers that do not repack
+    monkeypatch.setattr(zoo, "_pristine", zoo._pristine.__wrapped__)  # layers that are kept do not repack
     if not functional.has_avx512bf16():
         monkeypatch.setattr(functional, "gemv_4bit", _multiply_by_repacked)
 
